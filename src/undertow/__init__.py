@@ -1,0 +1,56 @@
+"""Undertow: data-parallel training for PyTorch whose gradient communication runs beneath the computation."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from undertow.config import SyncConfig
+from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, UndertowError
+
+if TYPE_CHECKING:
+    from undertow.ddp import DistributedDataParallel
+    from undertow.runtime.buckets import GradientBucket
+    from undertow.runtime.manager import GradientBucketManager
+    from undertow.sync import BucketedDDPHooks, Sync, attach
+
+__version__ = "0.1.0"
+
+# Loaded when they are first used: planning works without torch.
+_LAZY = {
+    "BucketedDDPHooks": "undertow.sync",
+    "DistributedDataParallel": "undertow.ddp",
+    "GradientBucket": "undertow.runtime.buckets",
+    "GradientBucketManager": "undertow.runtime.manager",
+    "Sync": "undertow.sync",
+    "attach": "undertow.sync",
+}
+
+__all__ = [
+    "BucketedDDPHooks",
+    "ConfigError",
+    "Desync",
+    "DistributedDataParallel",
+    "GradientBucket",
+    "GradientBucketManager",
+    "PeerFailed",
+    "PhaseError",
+    "PlanMismatch",
+    "Sync",
+    "SyncConfig",
+    "UndertowError",
+    "attach",
+]
+
+logging.getLogger("undertow").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'undertow' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,149 @@
+"""Settings: frozen, validated, with a JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from undertow.errors import ConfigError
+
+# What each setting may be. A value that the design has but the code does not yet is refused by name.
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "strategy": (None, "ddp"),
+    "order": ("observed", "reverse", "largest_first"),
+    "reduction": ("native",),
+    "op": ("mean",),
+    "buffers": ("rank0", "off"),
+    "record": ("summary", "full", "off"),
+    "auto_tune": (False,),
+    "reduce_dtype": (None,),
+    "wire_dtype": (None,),
+    "experts": ((),),
+    "nonfinite": ("ignore",),
+    "overlap": (True, False),
+    "average_in_collective": (True, False),
+}
+_NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "strategy": ("zero1", "zero2", "hybrid"),
+    "reduction": ("ordered",),
+    "op": ("sum",),
+    "buffers": ("mean",),
+    "auto_tune": (True,),
+    "nonfinite": ("warn", "skip", "raise"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncConfig:
+    """How gradients are synchronised. The same on every rank; compared before the first step.
+
+    strategy: "ddp" (None means the same).
+    bucket_cap_mb: largest bucket in MiB; None lets the library choose from the size of the model.
+    order: in which order gradients are expected: "observed" (that of rank 0's first backward; reverse registration
+        until then), "reverse" (of registration) or "largest_first".
+    plan: a saved plan to pin, as its JSON text (`Sync.save_plan` writes it); switches `bucket_cap_mb` and `order` off.
+    overlap: False sends the same buckets after backward; same bits.
+    op: "mean" over ranks. average_in_collective: False divides before the collective, which sums.
+    buffers: "rank0" (module buffers follow rank 0 before a training forward) or "off".
+    ignore: names of parameters and buffers that are left alone.
+    record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
+
+    `reduction`, `reduce_dtype`, `wire_dtype`, `experts`, `nonfinite` and `auto_tune` have one value so far; another
+    one is refused. Raises ConfigError for every value that cannot work.
+    """
+
+    strategy: str | None = None
+    bucket_cap_mb: float | None = None
+    order: str = "observed"
+    plan: str | None = None
+    auto_tune: bool = False
+    overlap: bool = True
+    reduction: str = "native"
+    op: str = "mean"
+    average_in_collective: bool = True
+    reduce_dtype: str | None = None
+    wire_dtype: str | None = None
+    buffers: str = "rank0"
+    ignore: tuple[str, ...] = ()
+    experts: tuple[object, ...] = ()
+    nonfinite: str = "ignore"
+    record: str = "summary"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
+        if self.bucket_cap_mb is not None:
+            bytes_from_mib(self.bucket_cap_mb, name="bucket_cap_mb")
+        if not isinstance(self.plan, str | None):
+            raise ConfigError(
+                f"plan must be the JSON text of a plan, got {type(self.plan).__name__}.",
+                where="SyncConfig",
+                remedy="Write plan=pathlib.Path(path).read_text() for a file that save_plan() has written.",
+            )
+        object.__setattr__(self, "ignore", _sorted_names(self.ignore))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> SyncConfig:
+        """The settings that `to_json` wrote; ConfigError for an unknown name or a value that cannot work."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+        except (ValueError, TypeError) as error:
+            raise _unreadable(f"these settings are no JSON: {error}.") from error
+        if not isinstance(data, dict):
+            raise _unreadable(f"settings are a JSON object, got {type(data).__name__}.")
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in data:
+            if name not in known:
+                raise _unreadable(f"there is no setting {name!r}.", remedy=_did_you_mean(name, known))
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**values)
+
+
+def bytes_from_mib(value: float, *, name: str) -> float:
+    """`value` MiB in bytes; ConfigError, naming the setting, for what is not a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(
+            f"{name} must be a positive number of MiB, got {value!r}.",
+            remedy="Give a size above zero, or leave it out for a planned one.",
+        )
+    return value * 1024 * 1024
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        return
+    allowed = ", ".join(repr(choice) for choice in choices)
+    if value in _NOT_BUILT.get(name, ()) or name in ("reduce_dtype", "wire_dtype", "experts"):
+        raise ConfigError(f"{name}={value!r} is not built yet.", where="SyncConfig", remedy=f"What works today: {allowed}.")
+    raise ConfigError(f"{name} cannot be {value!r}.", where="SyncConfig", remedy=f"Choose one of: {allowed}.")
+
+
+def _sorted_names(names: object) -> tuple[str, ...]:
+    """In one order on every rank: that of a set of names differs from process to process."""
+    listed = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else None
+    if listed is None or not all(isinstance(name, str) for name in listed):
+        raise ConfigError(
+            f"ignore must be a tuple of names, got {names!r}.",
+            where="SyncConfig",
+            remedy='Write ignore=("embedding.weight",).',
+        )
+    return tuple(sorted(listed))
+
+
+def _unreadable(what: str, *, remedy: str = "Use text that to_json() has written.") -> ConfigError:
+    return ConfigError(what, where="SyncConfig.from_json", remedy=remedy)
+
+
+def _did_you_mean(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"Known settings: {', '.join(sorted(known))}."

@@ -1,0 +1,43 @@
+"""The exception tree.
+
+    UndertowError
+    ├── ConfigError (ValueError)      a setting, an argument or a file that cannot work
+    ├── PlanMismatch                  ranks disagree about parameters, plan or settings
+    ├── PhaseError (RuntimeError)     a call that does not fit where the step is
+    ├── Desync                        ranks are in different steps, plan generations or modes
+    └── PeerFailed                    another rank reported an error in this step
+
+Every message has three parts: what happened, where, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ConfigError", "Desync", "PeerFailed", "PhaseError", "PlanMismatch", "UndertowError"]
+
+
+class UndertowError(Exception):
+    """Base of all errors of this library; `str()` is what happened, where, and what to do, a line each."""
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        # One argument only, so that the error survives pickling between processes unchanged.
+        super().__init__("\n  ".join(part for part in (what, where, remedy) if part))
+
+
+class ConfigError(UndertowError, ValueError):
+    """A setting, an argument or a file that cannot work."""
+
+
+class PlanMismatch(UndertowError):
+    """Ranks disagree about parameters, plan or settings; raised on every rank."""
+
+
+class PhaseError(UndertowError, RuntimeError):
+    """A call that does not fit where the step is."""
+
+
+class Desync(UndertowError):
+    """Ranks are in different steps, plan generations or modes; raised on every rank."""
+
+
+class PeerFailed(UndertowError):
+    """Another rank reported an error in this step."""

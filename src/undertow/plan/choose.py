@@ -1,0 +1,51 @@
+"""The plan that settings ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from undertow.config import SyncConfig, bytes_from_mib
+from undertow.errors import ConfigError
+from undertow.plan.grouping import SizeCaps, default_caps, group_by_size
+from undertow.plan.order import largest_first, reverse_registration
+from undertow.plan.plan import Plan, plan_from_groups
+from undertow.plan.spec import ParamSpec
+
+
+def first_plan(params: Sequence[ParamSpec], config: SyncConfig, *, num_ranks: int) -> Plan:
+    """The plan of the first step, before anything has been observed; ConfigError if a pinned plan does not fit."""
+    if config.plan is not None:
+        return _pinned_plan(params, config.plan, num_ranks=num_ranks)
+    order = largest_first(params) if config.order == "largest_first" else reverse_registration(len(params))
+    return plan_in_order(params, order, config, num_ranks=num_ranks)
+
+
+def plan_in_order(params: Sequence[ParamSpec], order: Sequence[int], config: SyncConfig, *, num_ranks: int) -> Plan:
+    """Buckets of the configured size over `order`."""
+    if config.bucket_cap_mb is None:
+        caps = default_caps(sum(spec.num_bytes for spec in params))
+    else:
+        cap = bytes_from_mib(config.bucket_cap_mb, name="bucket_cap_mb")
+        small = min(cap, math.ceil(bytes_from_mib(1.0, name="first bucket")))
+        caps = SizeCaps(cap_bytes=cap, first_bytes=small, last_bytes=small)
+    return plan_from_groups(params, group_by_size(params, order, caps), num_ranks=num_ranks)
+
+
+def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> Plan:
+    pinned = Plan.from_json(text)
+    for mine, planned in zip(params, pinned.params, strict=False):
+        if (mine.name, mine.shape, mine.dtype) != (planned.name, planned.shape, planned.dtype):
+            raise ConfigError(
+                "the saved plan is for another model.",
+                where=f"it has {planned.name!r} {planned.shape} {planned.dtype} where the model has "
+                f"{mine.name!r} {mine.shape} {mine.dtype}",
+                remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+            )
+    if len(params) != len(pinned.params):
+        raise ConfigError(
+            "the saved plan is for another model.",
+            where=f"it has {len(pinned.params)} parameters, the model {len(params)}",
+            remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+        )
+    return plan_from_groups(params, [bucket.params for bucket in pinned.buckets], num_ranks=num_ranks)

@@ -1,0 +1,160 @@
+"""The plan: which parameter in which bucket, in which order, and where in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from undertow.errors import ConfigError
+from undertow.plan.layout import Slot, Trailer, padded_numel, slots_of
+from undertow.plan.spec import ParamSpec
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters whose gradients travel together."""
+
+    index: int
+    dtype: str
+    itemsize: int
+    device: str
+    slots: tuple[Slot, ...]
+    trailer: Trailer
+    storage_numel: int  # gradients, padding and trailer
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gradients alone."""
+        return self.slots[-1].stop if self.slots else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradients alone."""
+        return self.numel * self.itemsize
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that are handed to a collective."""
+        return self.storage_numel * self.itemsize
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        return tuple(slot.param for slot in self.slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every parameter in exactly one slot; buckets in the order in which they leave."""
+
+    params: tuple[ParamSpec, ...]
+    buckets: tuple[Bucket, ...]
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        _check_each_in_one_slot(self.params, self.buckets)
+        for bucket in self.buckets:
+            _check_bucket(bucket, self.params)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Eight hexadecimal digits that differ for plans that differ."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "format": _FORMAT,
+                "num_ranks": self.num_ranks,
+                "params": [spec.to_dict() for spec in self.params],
+                "buckets": [bucket.params for bucket in self.buckets],
+            },
+            sort_keys=True,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote; ConfigError for anything else."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise ValueError(f"format {data['format']}, expected {_FORMAT}")
+            params = tuple(ParamSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data["params"])
+            groups = [tuple(int(param) for param in group) for group in data["buckets"]]
+            return plan_from_groups(params, groups, num_ranks=int(data["num_ranks"]))
+        except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(f"this is no saved plan: {reason}.", remedy="Use a file that save_plan() has written.") from error
+
+
+def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[int]], *, num_ranks: int) -> Plan:
+    """Lays out `groups` of parameter indices; each becomes a bucket, an empty one is skipped.
+
+    Without parameters the plan still has one bucket, of a trailer only, so that the ranks have a place to meet.
+    """
+    if num_ranks < 1:
+        raise ConfigError(
+            f"a plan is for one rank or more, got num_ranks={num_ranks}.", remedy="Give the size of the process group."
+        )
+    filled = [group for group in groups if group] or [()]
+    buckets = tuple(_bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled))
+    return Plan(params=tuple(params), buckets=buckets, num_ranks=num_ranks)
+
+
+def _bucket(params: Sequence[ParamSpec], group: Sequence[int], index: int, num_buckets: int, num_ranks: int) -> Bucket:
+    slots = slots_of(group, params)
+    first = params[group[0]] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
+    verdict = {"num_late": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
+    trailer_numel = Trailer(start=0, num_slots=len(slots), **verdict).stop
+    numel = slots[-1].stop if slots else 0
+    storage_numel = padded_numel(numel + trailer_numel, itemsize=first.itemsize, num_ranks=num_ranks)
+    return Bucket(
+        index=index,
+        dtype=first.dtype,
+        itemsize=first.itemsize,
+        device=first.device,
+        slots=slots,
+        trailer=Trailer(start=storage_numel - trailer_numel, num_slots=len(slots), **verdict),
+        storage_numel=storage_numel,
+    )
+
+
+def _check_each_in_one_slot(params: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:
+    num_slots = Counter(param for bucket in buckets for param in bucket.params)
+    known = range(len(params))
+    for param in sorted({*known, *num_slots}):
+        if num_slots[param] != (param in known):
+            name = f" ({params[param].name!r})" if param in known else ""
+            raise ConfigError(
+                f"a plan must hold each of its {len(params)} parameters exactly once.",
+                where=f"first difference: parameter {param}{name} is in {num_slots[param]} slots",
+                remedy="Make the plan from the parameters of this model.",
+            )
+
+
+def _check_bucket(bucket: Bucket, params: Sequence[ParamSpec]) -> None:
+    end = 0
+    for slot in bucket.slots:
+        spec = params[slot.param]
+        if slot.start < end or slot.stop - slot.start != spec.numel or spec.kind != (bucket.dtype, bucket.device):
+            raise ConfigError(
+                f"parameter {spec.name!r} does not fit its slot [{slot.start}, {slot.stop}) of bucket {bucket.index}.",
+                where=f"it has {spec.numel} elements of {spec.dtype} on {spec.device}; the bucket holds {bucket.dtype} "
+                f"on {bucket.device} and is free from {end}",
+                remedy="Slots do not overlap, are as large as their parameter, and of one dtype and device.",
+            )
+        end = slot.stop
+    if end > bucket.trailer.start or bucket.trailer.stop != bucket.storage_numel:
+        raise ConfigError(
+            f"the trailer [{bucket.trailer.start}, {bucket.trailer.stop}) of bucket {bucket.index} is misplaced.",
+            where=f"the gradients end at {end}, the storage at {bucket.storage_numel}",
+            remedy="The trailer lies behind the gradients and ends the storage.",
+        )

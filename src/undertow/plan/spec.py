@@ -1,0 +1,44 @@
+"""What the planner knows of a parameter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from undertow.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One parameter, as the pure half sees it; `dtype` and `device` are those of its gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without "torch.": "float32"
+    itemsize: int  # bytes per element
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(size, int) and size >= 0 for size in (*self.shape, self.itemsize - 1)):
+            raise ConfigError(
+                f"parameter {self.name!r} has an impossible size: shape {self.shape}, {self.itemsize} bytes per element.",
+                remedy="Sizes are zero or more, and an element has at least one byte.",
+            )
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Gradients share a bucket only if they are of one kind: dtype and device."""
+        return self.dtype, self.device
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        return {**asdict(self), "shape": list(self.shape)}

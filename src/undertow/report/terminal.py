@@ -1,0 +1,78 @@
+"""A report as tables in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from undertow.trace import BucketReport, StepReport
+
+_NUM_NAMES = 3
+
+
+def print_report(report: StepReport, console: Console | None = None) -> None:
+    """Prints where the time of a step went, then a line per bucket."""
+    console = Console() if console is None else console
+    if report.num_steps == 0:
+        console.print("Undertow: no step recorded yet; run a training step, and leave record on.")
+        return
+    console.print(_step_table(report))
+    if report.buckets:
+        console.print(_bucket_table(report))
+
+
+def _step_table(report: StepReport) -> Table:
+    table = Table(title=f"Where a step goes: rank {report.rank}, median of {report.num_steps} steps", title_justify="left")
+    table.add_column("")
+    table.add_column("ms", justify="right")
+    table.add_column("")
+    for name, milliseconds, note in _step_rows(report):
+        table.add_row(name, f"{milliseconds:.1f}", note)
+    return table
+
+
+def _step_rows(report: StepReport) -> list[tuple[str, float, str]]:
+    overlap = "no communication" if report.overlap is None else f"{report.overlap:.0%} hidden"
+    rows = [
+        ("step", report.step_ms, ""),
+        ("forward", report.forward_ms, ""),
+        ("backward", report.backward_ms, ""),
+        ("communication", report.communication_ms, overlap),
+    ]
+    if report.overlap is None:
+        return rows
+    slowest = "" if report.slowest_rank is None else f"slowest is rank {report.slowest_rank}"
+    achieved = f"achieved / limit {report.synchronised_ms / report.limit_ms:.3f}" if report.limit_ms > 0 else ""
+    return [
+        *rows,
+        ("  hidden", report.hidden_ms, ""),
+        ("  exposed", report.exposed_ms, ""),
+        ("    the network", report.wire_ms, ""),
+        ("    a late rank", report.late_rank_ms, slowest),
+        ("synchronised after", report.synchronised_ms, achieved),
+        ("  limit", report.limit_ms, "for these buckets and ready times"),
+    ]
+
+
+def _bucket_table(report: StepReport) -> Table:
+    table = Table(title="Buckets, ms since the step began", title_justify="left")
+    for name in ("bucket", "MB", "ready", "launched", "done", "wire", "waited"):
+        table.add_column(name, justify="right")
+    table.add_column("parameters", overflow="fold")
+    worst = report.worst_bucket
+    for bucket in report.buckets:
+        cells = (bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, bucket.waited_ms)
+        table.add_row(
+            str(bucket.index),
+            f"{bucket.num_bytes / 1e6:.2f}",
+            *(f"{cell:.1f}" for cell in cells),
+            _names(bucket),
+            style="bold" if bucket is worst else None,
+        )
+    return table
+
+
+def _names(bucket: BucketReport) -> str:
+    shown = ", ".join(bucket.params[:_NUM_NAMES])
+    more = len(bucket.params) - _NUM_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown

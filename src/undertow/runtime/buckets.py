@@ -1,0 +1,170 @@
+"""Buckets of gradients: their storage, and the copies into and out of it.
+
+    bucket.storage        | gradients | padding | trailer |      one allocation, reused for every iteration
+    bucket.bucket_tensor  | gradients |
+    bucket.views            one per gradient, of its shape
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from sys import getrefcount
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undertow.errors import ConfigError, PhaseError
+from undertow.plan import Bucket
+from undertow.runtime import private
+from undertow.runtime.collectives import ReductionHandle, all_reduce_async
+
+# A view that nobody else holds is referenced by our list of views and by the argument of getrefcount.
+_REFERENCES_OF_OURS = 2
+
+
+class GradientBucket:
+    """Gradients that travel together, packed into one flat tensor.
+
+    `gradients` are gradient tensors, or tensors that require grad (their `.grad` is meant). All have one dtype and
+    device. `size_in_bytes` is how much the bucket may hold; it must be enough for them. Raises ConfigError.
+
+    By hand: `prepare()`, `reduce_async(...)`, `reduction_handle.wait()`, `copy_back()`.
+    """
+
+    def __init__(
+        self, bucket_index: int, size_in_bytes: int, gradients: Sequence[Tensor], *, layout: Bucket | None = None
+    ) -> None:
+        self.bucket_index = bucket_index
+        self.size_in_bytes = size_in_bytes
+        self.gradients = tuple(gradients)
+        self.reduction_handle: ReductionHandle | None = None
+        self._layout = layout
+        self._is_prepared = False
+        self._check()
+        self._numels = [gradient.numel() for gradient in self.gradients]
+        self.storage = torch.empty(0)
+        self.views: list[Tensor] = []
+        self._num_sharing = 0
+        self.renew()
+
+    @property
+    def bucket_tensor(self) -> Tensor:
+        """The gradients one behind the other, [numel]; without padding or trailer."""
+        return self.storage[: sum(self._numels)]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each gradient starts in `bucket_tensor`, in elements."""
+        starts, start = [], 0
+        for numel in self._numels:
+            starts.append(start)
+            start += numel
+        return starts
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a reduction of what `prepare` packed is complete."""
+        return self.reduction_handle is not None and self.reduction_handle.is_completed()
+
+    def prepare(self) -> None:
+        """Copies the gradients into the bucket. ConfigError, naming it, if one is missing; PhaseError in flight."""
+        if self.reduction_handle is not None and not self.is_reduced:
+            raise PhaseError(
+                f"bucket {self.bucket_index} is still being reduced.",
+                where="GradientBucket.prepare",
+                remedy="Wait for reduction_handle first.",
+            )
+        sources = self._present_gradients()
+        pairs = [(view, source) for view, source in zip(self.views, sources, strict=True) if view is not source]
+        if pairs:
+            private.copy_each([view for view, _ in pairs], [source for _, source in pairs])
+        self.reduction_handle = None
+        self._is_prepared = True
+
+    def reduce_async(
+        self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> ReductionHandle:
+        """Starts the reduction over all ranks of `process_group`. PhaseError if nothing was prepared for it."""
+        if not self._is_prepared:
+            raise PhaseError(
+                f"bucket {self.bucket_index} holds no new gradients to reduce.",
+                where="GradientBucket.reduce_async",
+                remedy="Call prepare() after every backward, and reduce once.",
+            )
+        self._is_prepared = False
+        self.reduction_handle = all_reduce_async(self.storage, process_group, op)
+        return self.reduction_handle
+
+    def copy_back(self) -> None:
+        """Waits for the reduction and copies the result into the gradients. PhaseError if none was started."""
+        if self.reduction_handle is None:
+            raise PhaseError(
+                f"bucket {self.bucket_index} has not been reduced.",
+                where="GradientBucket.copy_back",
+                remedy="Call prepare() and reduce_async() first.",
+            )
+        self.reduction_handle.wait()
+        targets = self._present_gradients()
+        pairs = [(target, view) for view, target in zip(self.views, targets, strict=True) if view is not target]
+        if pairs:
+            with torch.no_grad():
+                private.copy_each([target for target, _ in pairs], [view for _, view in pairs])
+
+    def renew(self) -> None:
+        """Gives the bucket fresh storage; whoever holds the old one keeps it as it is."""
+        numel = sum(self._numels)
+        dtype, device = self._dtype_and_device()
+        storage_numel = numel if self._layout is None else self._layout.storage_numel
+        self.storage = torch.zeros(storage_numel, dtype=dtype, device=device)  # padding stays zero for ever
+        self.views = [
+            self.storage[start : start + count].view(gradient.shape)
+            for gradient, start, count in zip(self.gradients, self.offsets, self._numels, strict=True)
+        ]
+        self._num_sharing = private.storage_use_count(self.storage)
+
+    def is_held(self, *, num_references: int = 0) -> bool:
+        """Whether somebody outside holds a view, so that writing here would change what they see.
+
+        No view may be bound as a `.grad` when this is asked; `num_references` are those that the caller has to them.
+        """
+        expected = _REFERENCES_OF_OURS * len(self.views) + num_references
+        return sum(map(getrefcount, self.views)) > expected or private.storage_use_count(self.storage) > self._num_sharing
+
+    def _present_gradients(self) -> list[Tensor]:
+        found = []
+        for position, gradient in enumerate(self.gradients):
+            source = gradient.grad if gradient.requires_grad else gradient
+            if source is None:
+                raise ConfigError(
+                    f"gradient {position} of bucket {self.bucket_index} is missing: its .grad is None.",
+                    where=f"a tensor of shape {tuple(gradient.shape)}",
+                    remedy="Run backward first, and leave tensors out that get no gradient.",
+                )
+            found.append(source)
+        return found
+
+    def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
+        if self._layout is not None and not self.gradients:
+            return torch.float32, torch.device(self._layout.device)
+        return self.gradients[0].dtype, self.gradients[0].device
+
+    def _check(self) -> None:
+        if not self.gradients and self._layout is None:
+            raise ConfigError(
+                f"bucket {self.bucket_index} is empty.", where="GradientBucket", remedy="Give it at least one gradient."
+            )
+        kinds = {(gradient.dtype, gradient.device) for gradient in self.gradients}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"bucket {self.bucket_index} mixes gradients of {' and '.join(sorted(map(str, kinds)))}.",
+                where="GradientBucket",
+                remedy="Put each dtype and device into buckets of its own; GradientBucketManager does.",
+            )
+        num_bytes = sum(gradient.numel() * gradient.element_size() for gradient in self.gradients)
+        if not self.size_in_bytes >= num_bytes or (self._layout is None and not self.size_in_bytes > 0):
+            raise ConfigError(
+                f"bucket {self.bucket_index} of {self.size_in_bytes} bytes cannot hold {num_bytes} bytes of gradients.",
+                where="GradientBucket",
+                remedy="Give a positive size that is large enough.",
+            )

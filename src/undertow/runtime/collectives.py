@@ -1,0 +1,63 @@
+"""Collectives that can be waited for, polled, awaited, and timed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class ReductionHandle:
+    """A reduction on its way. Wait for it, poll it, or await it from asyncio."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+        self._is_waited = False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when the reduction is complete (on CUDA: when the current stream waits for it).
+
+        Raises what the backend raises if it failed or did not end in time.
+        """
+        if self._is_waited:
+            return
+        if timeout_s is None:
+            self._work.wait()
+        else:
+            self._work.wait(timedelta(seconds=timeout_s))
+        self._is_waited = True
+
+    def block_stream(self) -> None:
+        """Makes the current CUDA stream wait for the reduction; the host goes on, and `wait` is still to be called."""
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        return self._is_waited or bool(self._work.is_completed())
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when the reduction is complete, from a thread of the backend, or now if it already is."""
+        self._work.get_future().add_done_callback(lambda _: callback())
+
+    def __await__(self) -> Generator[Any, None, None]:
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(None))
+
+        self.on_done(wake)
+        yield from arrived
+        self.wait()
+
+
+def all_reduce_async(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> ReductionHandle:
+    """Starts an all-reduce of `tensor` in place."""
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    assert work is not None  # async_op on a rank of the group
+    return ReductionHandle(work)

@@ -1,0 +1,208 @@
+"""Marks when things happen in a step; turns marks into times only when somebody asks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from undertow.runtime.collectives import ReductionHandle
+from undertow.trace import BucketRecord, StepRecord
+
+_NUM_KEPT_IN_SUMMARY = 64
+
+Mark = Any  # seconds on a host, an event on a device: only its own clock can read it
+
+
+class Clock(Protocol):
+    """Marks points on the compute lane, and the completion of collectives."""
+
+    def mark(self) -> Mark: ...
+
+    def mark_done(self, handle: ReductionHandle, put: Callable[[Mark], None]) -> None:
+        """Hands a mark of the handle's completion to `put`, now or later."""
+        ...
+
+    def us_between(self, start: Mark, stop: Mark) -> float: ...
+
+
+class HostClock:
+    """For CPU: seconds of the monotonic clock."""
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def mark_done(self, handle: ReductionHandle, put: Callable[[Mark], None]) -> None:
+        handle.on_done(lambda: put(time.perf_counter()))
+
+    def us_between(self, start: Mark, stop: Mark) -> float:
+        return float(stop - start) * 1e6
+
+
+class CudaClock:
+    """For CUDA: events on the current stream; the host never waits until times are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._done_stream = torch.cuda.Stream(device)  # waits for collectives in place of the compute stream
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark_done(self, handle: ReductionHandle, put: Callable[[Mark], None]) -> None:
+        with torch.cuda.stream(self._done_stream):
+            handle.block_stream()
+            put(self.mark())
+
+    def us_between(self, start: Mark, stop: Mark) -> float:
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e3
+
+
+def clock_for(device: torch.device, backend: str) -> Clock:
+    """Events where collectives run on streams, else the host's clock."""
+    return CudaClock(device) if device.type == "cuda" and "nccl" in backend else HostClock()
+
+
+@dataclass(slots=True)
+class _BucketMarks:
+    num_bytes: int
+    ready: Mark
+    launched: Mark = None
+    done: Mark = None
+    wait_start: Mark = None
+    wait_stop: Mark = None
+
+    def put_done(self, mark: Mark) -> None:
+        self.done = mark
+
+
+@dataclass(slots=True)
+class _StepMarks:
+    """Marks of the step under way."""
+
+    step: int
+    generation: int = 0
+    forwards: list[list[Mark]] = field(default_factory=list)
+    backwards: list[list[Mark]] = field(default_factory=list)
+    buckets: dict[int, _BucketMarks] = field(default_factory=dict)
+    busy_ms: tuple[float, ...] = ()
+    is_synchronised: bool = False
+    stop: Mark = None
+
+    def last_mark(self) -> Mark:
+        """Where the step was over as far as the gradients are concerned."""
+        return self.buckets[max(self.buckets)].wait_stop if self.buckets else self.backwards[-1][1]
+
+
+class Recorder:
+    """The marks of the last steps. A step begins with the first forward after a synchronisation."""
+
+    def __init__(self, clock: Clock, *, rank: int, level: str) -> None:
+        self._clock = clock
+        self._rank = rank
+        self._is_on = level != "off"
+        self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT_IN_SUMMARY if level == "summary" else None)
+        self._now = _StepMarks(step=0)
+        self._round_stop_s = time.perf_counter()
+
+    def forward_begins(self) -> None:
+        if not self._is_on:
+            return
+        mark = self._clock.mark()
+        if self._now.is_synchronised:
+            self._now.stop = mark
+            self._now = _StepMarks(step=self._now.step + 1)
+        self._now.forwards.append([mark, None])
+
+    def forward_ends(self) -> None:
+        if self._is_on and self._now.forwards:
+            self._now.forwards[-1][1] = self._clock.mark()
+
+    def backward_begins(self, *, generation: int) -> None:
+        """With the first gradient; a backward is counted from the end of the forward before it, where there is one."""
+        if not self._is_on:
+            return
+        if self._now.is_synchronised:  # a second backward without a forward is a step of its own
+            self._now.stop = self._clock.mark()
+            self._now = _StepMarks(step=self._now.step + 1)
+        now = self._now
+        now.generation = generation
+        forward = now.forwards[-1][1] if len(now.forwards) > len(now.backwards) else None
+        now.backwards.append([forward if forward is not None else self._clock.mark(), None])
+
+    def backward_ends(self) -> None:
+        if self._is_on:
+            self._now.backwards[-1][1] = self._clock.mark()
+
+    def ready(self, bucket: int, *, num_bytes: int) -> None:
+        if self._is_on:
+            self._now.buckets[bucket] = _BucketMarks(num_bytes, ready=self._clock.mark())
+
+    def launches(self, bucket: int) -> None:
+        if self._is_on:
+            self._now.buckets[bucket].launched = self._clock.mark()
+
+    def launched(self, bucket: int, handle: ReductionHandle) -> None:
+        if self._is_on:
+            self._clock.mark_done(handle, self._now.buckets[bucket].put_done)
+
+    def wait_begins(self, bucket: int) -> None:
+        if self._is_on:
+            self._now.buckets[bucket].wait_start = self._clock.mark()
+
+    def wait_ends(self, bucket: int) -> None:
+        if self._is_on:
+            self._now.buckets[bucket].wait_stop = self._clock.mark()
+
+    def busy_ms(self) -> float:
+        """Host time since the previous round ended, for the trailer; known even when nothing is recorded."""
+        return (time.perf_counter() - self._round_stop_s) * 1e3
+
+    def round_ends(self, busy_ms: tuple[float, ...]) -> None:
+        self._round_stop_s = time.perf_counter()
+        if self._is_on:
+            self._now.busy_ms = busy_ms
+            self._now.is_synchronised = True
+            self._steps.append(self._now)
+
+    def records(self, *, generation: int) -> tuple[StepRecord, ...]:
+        """The steps that ran under that plan. On CUDA this waits for the device.
+
+        The last step is complete when the next one has begun; until then it is left out, unless there is no other.
+        """
+        steps = [marks for marks in self._steps if marks.generation == generation]
+        complete = [marks for marks in steps if marks.stop is not None]
+        return tuple(self._record(marks) for marks in complete or steps)
+
+    def _record(self, marks: _StepMarks) -> StepRecord:
+        begin = marks.forwards[0][0] if marks.forwards else marks.backwards[0][0]
+
+        def us(mark: Mark) -> float:
+            return self._clock.us_between(begin, mark)
+
+        return StepRecord(
+            step=marks.step,
+            rank=self._rank,
+            step_us=us(marks.last_mark() if marks.stop is None else marks.stop),
+            forwards=tuple((us(start), us(stop)) for start, stop in marks.forwards if stop is not None),
+            backwards=tuple((us(start), us(stop)) for start, stop in marks.backwards if stop is not None),
+            buckets=tuple(
+                BucketRecord(
+                    bucket=bucket,
+                    num_bytes=row.num_bytes,
+                    ready_us=us(row.ready),
+                    launched_us=us(row.launched),
+                    # The backend's callback may come after the wait has ended.
+                    done_us=us(row.wait_stop if row.done is None else row.done),
+                    waited=(us(row.wait_start), us(row.wait_stop)),
+                )
+                for bucket, row in sorted(marks.buckets.items())
+            ),
+            busy_ms=marks.busy_ms,
+        )

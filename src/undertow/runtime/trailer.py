@@ -1,0 +1,111 @@
+"""Writes and reads what travels behind the gradients of a bucket; undertow/plan/layout.py says where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undertow.plan import Bucket, ranks_differ
+from undertow.runtime.buckets import GradientBucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What one rank knows when backward is over; it leaves with the last bucket."""
+
+    rank: int
+    has_failed: bool
+    late_buckets: Sequence[int]
+    busy_ms: float  # since this rank left the previous round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a reduced trailer says."""
+
+    used: frozenset[int]  # positions of parameters that some rank used
+    ranks_differ: bool
+    failed_ranks: tuple[int, ...] = ()
+    late_buckets: tuple[int, ...] = ()
+
+
+class TrailerCodec:
+    """The trailer of one bucket."""
+
+    def __init__(self, layout: Bucket, bucket: GradientBucket, *, num_ranks: int, is_averaged: bool) -> None:
+        self._fields = layout.trailer
+        self._bucket = bucket
+        self._busy_scale = num_ranks if is_averaged else 1
+        self._mine = torch.zeros(self._fields.stop - self._fields.start, dtype=bucket.storage.dtype, device=bucket.storage.device)
+        self._mine[: self._fields.num_slots] = 1
+        self._unused: Sequence[int] = ()
+
+    def write(self, *, unused: Sequence[int], signature: Tensor, verdict: Verdict | None) -> None:
+        """Writes this rank's trailer; `signature` are the flags of `signature_bits` in the bucket's dtype and device."""
+        if self._unused:
+            self._part(self._fields.used).fill_(1)
+        if unused:
+            self._part(self._fields.used)[list(unused)] = 0
+        self._unused = unused
+        self._part(self._fields.signature).copy_(signature)
+        if verdict is not None:
+            self._write_verdict(verdict)
+        self._trailer().copy_(self._mine)
+
+    def read(self) -> Reading | None:
+        """What the reduced trailer says; None where every rank wrote what this one did. Waits for the device."""
+        stop = (self._fields.busy.start if self._fields.has_verdict else self._fields.stop) - self._fields.start
+        reduced = self._trailer()[:stop]
+        if torch.equal(reduced, self._mine[:stop]):
+            return None
+        flags = (reduced != 0).tolist()
+        used, signature = self._flags(flags, self._fields.used), self._flags(flags, self._fields.signature)
+        verdict = self._fields.has_verdict
+        return Reading(
+            used=frozenset(position for position, flag in enumerate(used) if flag),
+            ranks_differ=ranks_differ(signature),
+            failed_ranks=_set_flags(self._flags(flags, self._fields.failed)) if verdict else (),
+            late_buckets=_set_flags(self._flags(flags, self._fields.late)) if verdict else (),
+        )
+
+    def busy_ms(self) -> tuple[float, ...]:
+        """How long each rank was busy since the previous round. Waits for the device."""
+        part = self._bucket.storage[self._fields.busy.start : self._fields.busy.stop]
+        return tuple(float(busy) * self._busy_scale for busy in part.abs().tolist())
+
+    def _write_verdict(self, verdict: Verdict) -> None:
+        fields = self._fields
+        values = [0.0] * (fields.stop - fields.failed.start)
+        values[verdict.rank] = float(verdict.has_failed)
+        for bucket in verdict.late_buckets:
+            values[fields.late[bucket] - fields.failed.start] = 1.0
+        # fp16 ends at 65504: a longer time is cut, for infinity would spoil the sum.
+        values[fields.busy[verdict.rank] - fields.failed.start] = min(verdict.busy_ms, 60_000.0)
+        self._part(range(fields.failed.start, fields.stop)).copy_(
+            to_device(values, self._mine.dtype, self._mine.device), non_blocking=True
+        )
+
+    def _trailer(self) -> Tensor:
+        return self._bucket.storage[self._fields.start : self._fields.stop]
+
+    def _part(self, field: range) -> Tensor:
+        return self._mine[field.start - self._fields.start : field.stop - self._fields.start]
+
+    def _flags(self, flags: Sequence[bool], field: range) -> Sequence[bool]:
+        return flags[field.start - self._fields.start : field.stop - self._fields.start]
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor on `device` without waiting for it."""
+    on_host = torch.tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return on_host
+    # Pinned memory comes from a caching allocator that reuses it only after the copy has run.
+    return on_host.pin_memory().to(device, non_blocking=True)
+
+
+def _set_flags(flags: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(index for index, flag in enumerate(flags) if flag)

@@ -1,0 +1,165 @@
+"""The operations of one step, as data that prints and parses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from undertow.errors import ConfigError
+
+COMPUTE = "compute"
+
+
+class OpKind(StrEnum):
+    """What an op does. Those of `EXTERNAL` happen without us and are in the schedule so that every access is seen."""
+
+    FILL = "fill"  # autograd produces the bucket's gradients
+    END = "end"  # the outermost backward is over
+    JOIN = "join"  # every engine of this process has launched; from here on the compute lane may wait
+    PACK = "pack"  # gradients that are no views of the bucket are copied into it
+    ALL_REDUCE = "all_reduce"
+    BIND = "bind"  # waits for the bucket; its gradients become views of it
+    STEP = "step"  # the optimizer updates the parameters
+    USE = "use"  # the next forward reads the parameters
+
+
+EXTERNAL = frozenset({OpKind.FILL, OpKind.END, OpKind.JOIN, OpKind.STEP, OpKind.USE})
+COLLECTIVES = frozenset({OpKind.ALL_REDUCE})
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """What an op reads or writes: a bucket's part of `grad` or `param`, or all of it (`bucket` None)."""
+
+    name: str
+    bucket: int | None
+
+    def overlaps(self, other: Buffer) -> bool:
+        return self.name == other.name and (None in (self.bucket, other.bucket) or self.bucket == other.bucket)
+
+    def __str__(self) -> str:
+        return f"{self.name}[{_bucket_text(self.bucket)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation: where it runs, what it touches, which ops it comes after."""
+
+    id: int
+    lane: str  # "compute", or "comm." and the name of a mesh axis
+    kind: OpKind
+    bucket: int | None  # None: all buckets
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What profilers show: "all_reduce b3"."""
+        return f"{self.kind} {_bucket_text(self.bucket)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The ops of one step; an op comes only after ops with smaller ids."""
+
+    ops: tuple[Op, ...]
+
+    def __post_init__(self) -> None:
+        for position, op in enumerate(self.ops):
+            if op.id != position or any(not 0 <= earlier < op.id for earlier in op.after):
+                raise ConfigError(
+                    f"op {op.id} ({op.label}) stands at position {position} and comes after {list(op.after)}.",
+                    where="schedule",
+                    remedy="Number ops from 0 in order; an op may only come after ops with smaller ids.",
+                )
+
+    @property
+    def collectives(self) -> tuple[Op, ...]:
+        """In the order in which they leave, which is the same on every rank."""
+        return tuple(op for op in self.ops if op.kind in COLLECTIVES)
+
+    def to_text(self) -> str:
+        """A table, a line per op; `schedule_from_text` reads it back."""
+        rows = [_COLUMNS, *(_row(op) for op in self.ops)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(lines) + "\n"
+
+
+_COLUMNS = ("id", "lane", "kind", "bucket", "reads", "writes", "after")
+_EMPTY = "-"
+_BUFFER = re.compile(r"(?P<name>\w+)\[(?P<bucket>b\d+|\*)\]")
+
+
+def schedule_from_text(text: str) -> Schedule:
+    """The schedule that `Schedule.to_text` printed; ConfigError, naming the line, for anything else."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines or tuple(lines[0].split()) != _COLUMNS:
+        raise ConfigError("this is no schedule: the first line is not its header.", remedy=f"Expected: {' '.join(_COLUMNS)}")
+    return Schedule(tuple(_op_from_line(line.strip()) for line in lines[1:]))
+
+
+def _op_from_line(line: str) -> Op:
+    cells = re.split(r"\s{2,}", line)
+    if len(cells) != len(_COLUMNS):
+        raise _no_op(line, f"it has {len(cells)} columns, expected {len(_COLUMNS)}")
+    try:
+        op_id, lane, kind, bucket, reads, writes, after = cells
+        return Op(
+            id=int(op_id),
+            lane=lane,
+            kind=OpKind(kind),
+            bucket=_bucket_from_text(bucket),
+            reads=tuple(_buffer_from_text(cell) for cell in _cells(reads)),
+            writes=tuple(_buffer_from_text(cell) for cell in _cells(writes)),
+            after=tuple(int(cell) for cell in _cells(after)),
+        )
+    except ValueError as error:
+        raise _no_op(line, str(error)) from error
+
+
+def _no_op(line: str, reason: str) -> ConfigError:
+    remedy = "Columns are two spaces apart, items of one column one space; an empty column is '-'."
+    return ConfigError(f"this line is no op: {line!r}.", where=reason, remedy=remedy)
+
+
+def _row(op: Op) -> tuple[str, ...]:
+    return (
+        f"{op.id:02d}",
+        op.lane,
+        op.kind,
+        _bucket_text(op.bucket),
+        _joined(str(buffer) for buffer in op.reads),
+        _joined(str(buffer) for buffer in op.writes),
+        _joined(f"{earlier:02d}" for earlier in op.after),
+    )
+
+
+def _joined(cells: Iterable[str]) -> str:
+    return " ".join(cells) or _EMPTY
+
+
+def _cells(text: str) -> list[str]:
+    return [] if text == _EMPTY else text.split(" ")
+
+
+def _bucket_text(bucket: int | None) -> str:
+    return "*" if bucket is None else f"b{bucket}"
+
+
+def _bucket_from_text(text: str) -> int | None:
+    if text == "*":
+        return None
+    if not re.fullmatch(r"b\d+", text):
+        raise ValueError(f"{text!r} is no bucket")
+    return int(text[1:])
+
+
+def _buffer_from_text(text: str) -> Buffer:
+    match = _BUFFER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no buffer")
+    return Buffer(match["name"], _bucket_from_text(match["bucket"]))

@@ -1,0 +1,134 @@
+"""Proves of a schedule what must never be found out at run time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import reduce
+from itertools import combinations, pairwise
+from operator import or_
+
+from undertow.errors import ConfigError
+from undertow.schedule.op import COLLECTIVES, COMPUTE, Buffer, Op, OpKind, Schedule
+
+
+def verify(schedule: Schedule, *, num_buckets: int) -> Schedule:
+    """Returns `schedule` if it is right, else raises ConfigError with the ops at fault.
+
+    - backward ends once and is joined once, and the last collective, which carries the verdict, leaves after its end;
+    - every bucket's gradients are filled once and cross the mesh axis once, after they are filled and before the step;
+    - collectives leave in the order of their ids, whatever order gradients arrive in (each comm lane is a queue);
+    - no buffer is written by one op while another may touch it.
+    """
+    before = _happens_before(schedule)
+    _check_end(schedule, before)
+    _check_crossings(schedule, num_buckets, before)
+    _check_hazards(schedule, before)
+    return schedule
+
+
+def _happens_before(schedule: Schedule) -> list[int]:
+    """For each op the ids, as bits, of all ops that are complete when it starts.
+
+    Order comes from `after` and from the queues of the comm lanes. The compute lane gives none: its ops follow the
+    arrival of gradients, which no schedule can know.
+    """
+    direct: list[list[int]] = [list(op.after) for op in schedule.ops]
+    lanes: dict[str, list[int]] = defaultdict(list)
+    for op in schedule.ops:
+        lanes[op.lane].append(op.id)
+    for lane, ids in lanes.items():
+        if lane != COMPUTE:
+            for earlier, later in pairwise(ids):
+                direct[later].append(earlier)
+    closed: list[int] = []
+    for earlier_ids in direct:
+        closed.append(reduce(or_, (closed[i] | 1 << i for i in earlier_ids), 0))
+    return closed
+
+
+def _is_before(before: Sequence[int], earlier: Op, later: Op) -> bool:
+    return bool(before[later.id] >> earlier.id & 1)
+
+
+def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
+    kinds = [op.kind for op in schedule.ops]
+    for kind in (OpKind.END, OpKind.JOIN):
+        if kinds.count(kind) != 1:
+            raise ConfigError(
+                f"the schedule has {kinds.count(kind)} ops of kind {kind}, expected 1.",
+                where=f"schedule of {len(kinds)} ops",
+                remedy="Backward ends once in a step, and its engines join once.",
+            )
+    end = schedule.ops[kinds.index(OpKind.END)]
+    last = schedule.collectives[-1] if schedule.collectives else None
+    if last is not None and not _is_before(before, end, last):
+        raise ConfigError(
+            f"op {last.id:02d} ({last.label}) may leave before backward is over.",
+            where=f"it is the last collective; backward ends with op {end.id:02d}",
+            remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
+        )
+
+
+def _check_crossings(schedule: Schedule, num_buckets: int, before: Sequence[int]) -> None:
+    fills: dict[int | None, list[Op]] = defaultdict(list)
+    crossings: dict[int | None, list[Op]] = defaultdict(list)
+    for op in schedule.ops:
+        if op.kind is OpKind.FILL:
+            fills[op.bucket].append(op)
+        elif op.kind in COLLECTIVES:
+            crossings[op.bucket].append(op)
+    steps = [op for op in schedule.ops if op.kind is OpKind.STEP]
+    for bucket in dict.fromkeys((*range(num_buckets), *fills, *crossings)):
+        exists = bucket in range(num_buckets)
+        # An accumulation ends without a step and must not communicate.
+        wanted = (int(exists), int(exists and bool(steps)))
+        found = (len(fills[bucket]), len(crossings[bucket]))
+        if found != wanted:
+            raise ConfigError(
+                f"the ops on {Buffer('grad', bucket)} do not carry each gradient across once.",
+                where=f"fills: expected {wanted[0]}, got {found[0]}; collectives: expected {wanted[1]}, got {found[1]}; "
+                f"the plan has {num_buckets} buckets",
+                remedy="A step fills every bucket once and sends it once; an accumulation sends nothing.",
+            )
+        for crossing in crossings[bucket]:
+            if not (_is_before(before, fills[bucket][0], crossing) and all(_is_before(before, crossing, step) for step in steps)):
+                raise ConfigError(
+                    f"op {crossing.id:02d} ({crossing.label}) may run before its gradients are there or after the step.",
+                    where=f"fill is op {fills[bucket][0].id:02d}, step is op {steps[0].id:02d}",
+                    remedy="Order the collective after the fill and before the step.",
+                )
+
+
+def _check_hazards(schedule: Schedule, before: Sequence[int]) -> None:
+    touching: dict[str, dict[int | None, list[Op]]] = defaultdict(lambda: defaultdict(list))
+    for op in schedule.ops:
+        for buffer in dict.fromkeys((*op.reads, *op.writes)):
+            touching[buffer.name][buffer.bucket].append(op)
+    for of_bucket in touching.values():
+        whole = of_bucket.pop(None, [])  # ops that touch the buffers of all buckets
+        for ops in of_bucket.values():
+            _check_pairs([*ops, *whole], before)
+        _check_pairs(whole, before)
+
+
+def _check_pairs(ops: Sequence[Op], before: Sequence[int]) -> None:
+    for earlier, later in combinations(sorted(ops, key=lambda op: op.id), 2):
+        if _is_before(before, earlier, later):
+            continue
+        if clash := _clash(earlier, later):
+            raise ConfigError(
+                f"ops {earlier.id:02d} ({earlier.label}) and {later.id:02d} ({later.label}) may touch {clash} at once.",
+                where=f"one writes it, and nothing orders {later.id:02d} after {earlier.id:02d}",
+                remedy="Let the later op come after the earlier one.",
+            )
+
+
+def _clash(one: Op, other: Op) -> str | None:
+    """A buffer that one op writes while the other touches it."""
+    for writer, toucher in ((one, other), (other, one)):
+        for written in writer.writes:
+            for touched in (*toucher.reads, *toucher.writes):
+                if written.overlaps(touched):
+                    return str(touched if written.bucket is None else written)
+    return None

@@ -1,0 +1,20 @@
+"""What happened in a step, and how much of its communication lay beneath the computation."""
+
+from undertow.trace.event import Event, Trace
+from undertow.trace.overlap import Overlap, limit_us, overlap_of, union_us
+from undertow.trace.record import BucketRecord, StepRecord
+from undertow.trace.summary import BucketReport, StepReport, summarize
+
+__all__ = [
+    "BucketRecord",
+    "BucketReport",
+    "Event",
+    "Overlap",
+    "StepRecord",
+    "StepReport",
+    "Trace",
+    "limit_us",
+    "overlap_of",
+    "summarize",
+    "union_us",
+]

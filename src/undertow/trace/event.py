@@ -1,0 +1,39 @@
+"""What happened in one step, measured or simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A half-open interval on a lane; times in microseconds since the step began."""
+
+    lane: str  # "compute", or "comm." and the name of a mesh axis
+    kind: str  # an op's kind, or "forward", "backward", "wait", "optimizer"
+    start_us: float
+    stop_us: float
+    bucket: int | None = None
+    num_bytes: int = 0  # what a collective was handed
+
+    @property
+    def duration_us(self) -> float:
+        return self.stop_us - self.start_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The events of one step of one rank."""
+
+    rank: int
+    step: int
+    events: tuple[Event, ...]
+
+    def on_lane(self, lane: str) -> tuple[Event, ...]:
+        return tuple(event for event in self.events if event.lane == lane)
+
+    @property
+    def communication(self) -> tuple[Event, ...]:
+        return tuple(event for event in self.events if event.lane != COMPUTE)

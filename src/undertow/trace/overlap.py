@@ -1,0 +1,54 @@
+"""How much of the communication lay beneath the computation, and how early it could have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from undertow.trace.event import COMPUTE, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Communication of one step in microseconds."""
+
+    total_us: float  # the link was in use
+    exposed_us: float  # the compute lane waited for it
+
+    @property
+    def hidden_us(self) -> float:
+        return max(0.0, self.total_us - self.exposed_us)
+
+    @property
+    def fraction(self) -> float | None:
+        """Hidden share of the total, 0 to 1; None where nothing was communicated."""
+        return self.hidden_us / self.total_us if self.total_us > 0 else None
+
+
+def union_us(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of half-open intervals: what lies under two of them counts once."""
+    total, covered_until = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, covered_until))
+        covered_until = max(covered_until, stop)
+    return total
+
+
+def overlap_of(trace: Trace) -> Overlap:
+    """Accounts for a trace: `total` is the union of the communication lanes, `exposed` the waits of the compute lane."""
+    return Overlap(
+        total_us=union_us((event.start_us, event.stop_us) for event in trace.communication),
+        exposed_us=sum(event.duration_us for event in trace.on_lane(COMPUTE) if event.kind == "wait"),
+    )
+
+
+def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
+    """The earliest end of communication for these buckets, in the order they leave.
+
+    The largest, over all buckets, of ready time + wire time of this bucket and all that follow.
+    """
+    remaining, limit = 0.0, 0.0
+    for ready, wire in zip(reversed(ready_us), reversed(wire_us), strict=True):
+        remaining += wire
+        limit = max(limit, ready + remaining)
+    return limit

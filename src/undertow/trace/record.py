@@ -1,0 +1,68 @@
+"""The times of one step as they were measured, and the trace they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from undertow.trace.event import COMPUTE, Event, Trace
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketRecord:
+    """One bucket in one step; times in microseconds since the step began."""
+
+    bucket: int
+    num_bytes: int  # handed to the collective
+    ready_us: float  # its last gradient was there
+    launched_us: float
+    done_us: float
+    waited: Interval  # of the compute lane, for this bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step of one rank, from its first forward to the next one's; times in microseconds since it began."""
+
+    step: int
+    rank: int
+    step_us: float
+    forwards: tuple[Interval, ...]
+    backwards: tuple[Interval, ...]  # from the end of the forward until the last bucket has left
+    buckets: tuple[BucketRecord, ...]  # in the order in which they left
+    busy_ms: tuple[float, ...]  # by rank: from the end of the previous round until the last bucket left
+
+    def wire_intervals(self) -> tuple[Interval, ...]:
+        """When the link worked on each bucket: it starts one after the other, so that queueing is not counted."""
+        intervals, free_us = [], 0.0
+        for bucket in self.buckets:
+            start = min(max(bucket.launched_us, free_us), bucket.done_us)
+            intervals.append((start, bucket.done_us))
+            free_us = max(free_us, bucket.done_us)
+        return tuple(intervals)
+
+    def trace(self) -> Trace:
+        """The step as events; between the end of the waits and the end of the step lies the optimizer."""
+        events = [_compute("forward", interval) for interval in self.forwards]
+        events += [_compute("backward", interval) for interval in self.backwards]
+        events += [_compute("wait", bucket.waited, bucket.bucket) for bucket in self.buckets]
+        synchronised_us = max((event.stop_us for event in events), default=0.0)
+        if self.step_us > synchronised_us:
+            events.append(_compute("optimizer", (synchronised_us, self.step_us)))
+        events += [
+            Event(
+                lane="comm.dp",
+                kind="all_reduce",
+                bucket=bucket.bucket,
+                start_us=start,
+                stop_us=stop,
+                num_bytes=bucket.num_bytes,
+            )
+            for bucket, (start, stop) in zip(self.buckets, self.wire_intervals(), strict=True)
+        ]
+        return Trace(rank=self.rank, step=self.step, events=tuple(events))
+
+
+def _compute(kind: str, interval: Interval, bucket: int | None = None) -> Event:
+    return Event(lane=COMPUTE, kind=kind, start_us=interval[0], stop_us=interval[1], bucket=bucket)

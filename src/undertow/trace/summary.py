@@ -1,0 +1,153 @@
+"""Where the time of the recorded steps went: medians over steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from undertow.plan import Plan
+from undertow.trace.overlap import limit_us, overlap_of
+from undertow.trace.record import StepRecord
+
+_MS = 1e-3  # of a microsecond
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketReport:
+    """One bucket, in milliseconds since the step began; medians over the recorded steps."""
+
+    index: int
+    params: tuple[str, ...]
+    num_bytes: int
+    ready_ms: float
+    launched_ms: float
+    done_ms: float
+    wire_ms: float  # the link worked on it
+    waited_ms: float  # the step waited for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Where the time of a step went, on this rank; medians over the recorded steps, in milliseconds.
+
+    `communication_ms` is the time in which the link was in use, `exposed_ms` what the compute lane waited for it,
+    `hidden_ms` the rest, `overlap` the hidden share (None: no communication). Of the exposed time `late_rank_ms` was
+    spent waiting for a rank that was slower than this one, `wire_ms` for the network. `limit_ms` is the earliest time
+    at which these buckets, ready when they were, could have been through the link.
+    """
+
+    num_steps: int
+    rank: int
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    communication_ms: float
+    hidden_ms: float
+    exposed_ms: float
+    wire_ms: float
+    late_rank_ms: float
+    overlap: float | None
+    synchronised_ms: float  # from the start of the step until the last bucket was through
+    limit_ms: float
+    slowest_rank: int | None
+    busy_ms: tuple[float, ...]  # by rank
+    buckets: tuple[BucketReport, ...]
+
+    @property
+    def worst_bucket(self) -> BucketReport | None:
+        """The bucket for which the step waited longest; None where it waited for none."""
+        worst = max(self.buckets, key=lambda bucket: bucket.waited_ms, default=None)
+        return worst if worst is not None and worst.waited_ms > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if self.num_steps == 0:
+            return "no step recorded yet"
+        if self.overlap is None:
+            return f"no communication; step {self.step_ms:.1f} ms"
+        worst = "" if self.worst_bucket is None else f"; worst: bucket {self.worst_bucket.index}"
+        return f"{self.overlap:.0%} hidden; exposed {self.exposed_ms:.1f} ms of {self.step_ms:.1f} ms{worst}"
+
+
+def summarize(records: Sequence[StepRecord], plan: Plan, *, rank: int) -> StepReport:
+    """Medians over `records`, all of which were made under `plan`."""
+    splits = [_split(record) for record in records]
+    busy = tuple(median(times) for times in zip(*(record.busy_ms for record in records), strict=True))
+    return StepReport(
+        num_steps=len(records),
+        rank=rank,
+        overlap=_overlap(splits),
+        slowest_rank=max(range(len(busy)), key=busy.__getitem__) if busy else None,
+        busy_ms=busy,
+        buckets=tuple(_bucket_report(records, plan, index) for index in range(len(plan.buckets))) if _any_sent(records) else (),
+        **{field.name: _median(splits, field.name) for field in dataclasses.fields(_Split)},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """The report's times of one step."""
+
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    communication_ms: float
+    hidden_ms: float
+    exposed_ms: float
+    wire_ms: float
+    late_rank_ms: float
+    synchronised_ms: float
+    limit_ms: float
+
+
+def _split(record: StepRecord) -> _Split:
+    overlap = overlap_of(record.trace())
+    exposed_ms = overlap.exposed_us * _MS
+    late_ms = min(exposed_ms, max(record.busy_ms) - record.busy_ms[record.rank]) if record.busy_ms else 0.0
+    wires = [stop - start for start, stop in record.wire_intervals()]
+    return _Split(
+        step_ms=record.step_us * _MS,
+        forward_ms=sum(stop - start for start, stop in record.forwards) * _MS,
+        backward_ms=sum(stop - start for start, stop in record.backwards) * _MS,
+        communication_ms=overlap.total_us * _MS,
+        hidden_ms=overlap.hidden_us * _MS,
+        exposed_ms=exposed_ms,
+        wire_ms=exposed_ms - late_ms,
+        late_rank_ms=late_ms,
+        synchronised_ms=max((bucket.done_us for bucket in record.buckets), default=0.0) * _MS,
+        limit_ms=limit_us([bucket.ready_us for bucket in record.buckets], wires) * _MS,
+    )
+
+
+def _median(splits: Sequence[_Split], name: str) -> float:
+    return median(getattr(split, name) for split in splits) if splits else 0.0
+
+
+def _overlap(splits: Sequence[_Split]) -> float | None:
+    total = _median(splits, "communication_ms")
+    # From the medians that the report shows, so that its lines agree with one another.
+    return max(0.0, 1 - _median(splits, "exposed_ms") / total) if total > 0 else None
+
+
+def _any_sent(records: Sequence[StepRecord]) -> bool:
+    return any(record.buckets for record in records)
+
+
+def _bucket_report(records: Sequence[StepRecord], plan: Plan, index: int) -> BucketReport:
+    rows = [(record.buckets[index], record.wire_intervals()[index]) for record in records if record.buckets]
+    return BucketReport(
+        index=index,
+        params=tuple(plan.params[param].name for param in plan.buckets[index].params),
+        num_bytes=plan.buckets[index].num_bytes,
+        ready_ms=median(row.ready_us for row, _ in rows) * _MS,
+        launched_ms=median(row.launched_us for row, _ in rows) * _MS,
+        done_ms=median(row.done_us for row, _ in rows) * _MS,
+        wire_ms=median(stop - start for _, (start, stop) in rows) * _MS,
+        waited_ms=median(row.waited[1] - row.waited[0] for row, _ in rows) * _MS,
+    )
