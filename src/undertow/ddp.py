@@ -49,14 +49,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         chosen = _settings(config, bucket_cap_mb=bucket_cap_mb, broadcast_buffers=broadcast_buffers)
         self.module = module
         self.dim = dim
-        self.device_ids = list(device_ids) if device_ids else None
+        self.device_ids = list(device_ids) if device_ids else None  # type: ignore[arg-type]
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.sync = Sync(module, process_group=process_group, config=chosen, broadcast=init_sync)
 
-    @property
+    @property  # type: ignore[override]
     def process_group(self) -> dist.ProcessGroup:
         """The group of our own over which gradients travel."""
         return self.sync.process_group
@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Backwards inside only accumulate; the next one outside synchronises the sum."""
         return self.sync.accumulate()
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """The same as `accumulate`, under torch's name."""
         return self.sync.accumulate()
 
@@ -129,9 +129,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"module must be a torch.nn.Module, got {type(module).__name__}.", where="DistributedDataParallel"
-        )
+        raise ConfigError(f"module must be a torch.nn.Module, got {type(module).__name__}.", where="DistributedDataParallel")
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise ConfigError(
             "this module is wrapped already.",

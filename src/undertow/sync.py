@@ -21,7 +21,7 @@ from undertow.report.terminal import print_report
 from undertow.runtime import private
 from undertow.runtime.buffers import broadcast_buffers, broadcast_in_place, buffer_owners
 from undertow.runtime.engine import Engine
-from undertow.runtime.group import OwnGroup, own_group, require_agreement, user_group
+from undertow.runtime.group import own_group, require_agreement, user_group
 from undertow.runtime.hooks import require_unwatched
 from undertow.runtime.manager import spec_of
 from undertow.runtime.recorder import Recorder, clock_for
@@ -203,9 +203,7 @@ def attach(
 class BucketedDDPHooks:
     """Attaches the overlapped mean reduction to a bare model, with buckets of `bucket_size_mb` MiB, until `close()`."""
 
-    def __init__(
-        self, model: nn.Module, process_group: dist.ProcessGroup | None = None, bucket_size_mb: float = 25.0
-    ) -> None:
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, bucket_size_mb: float = 25.0) -> None:
         self.sync = attach(model, process_group=process_group, config=SyncConfig(bucket_cap_mb=bucket_size_mb))
 
     def close(self) -> None:

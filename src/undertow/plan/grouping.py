@@ -54,7 +54,7 @@ def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeC
     last_cap = caps.cap_bytes if caps.last_bytes is None else caps.last_bytes
     return (
         *_next_fit(params, order[:split], cap_bytes=caps.cap_bytes, first_bytes=first_cap),
-        *_next_fit(params, order[split:], cap_bytes=last_cap, first_bytes=last_cap),
+        *_next_fit(params, order[split:], cap_bytes=last_cap, first_bytes=last_cap if split else min(first_cap, last_cap)),
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import is_
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,6 +14,10 @@ from torch import Tensor
 from undertow.errors import ConfigError
 from undertow.runtime import private
 from undertow.runtime.buckets import GradientBucket
+
+# Python's garbage collector looks through the young objects whenever 700 more have been made than freed, and a tensor
+# that Python sees is such an object: fewer at once, and a bucket of thousands of gradients does not set it off.
+_MOST_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +44,14 @@ class GradientBinding:
         None, so that what arrives while the bucket is in flight lands in a tensor of its own. A parameter that has
         not arrived contributes what its `.grad` holds, zeros if that is None; `give` can put back what it was.
         """
-        grads = [param.grad for param in self._params]
-        unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
-        for position in unused:
-            self._kept[position] = _keep(grads[position], self.bucket.views[position])
-        for param in self._params:
-            param.grad = None
         with torch.no_grad():
-            self._fill(grads)
-        return unused
+            try:
+                if not not_arrived and self.bucket.is_unreferenced():
+                    return self._take_new()
+                return self._take_any(not_arrived)
+            except RuntimeError:
+                self._require_dense()
+                raise
 
     def give(self, used_elsewhere: Collection[int] = ()) -> None:
         """Binds `.grad` to the bucket's values.
@@ -80,37 +86,60 @@ class GradientBinding:
         self._late.clear()
         return scratch
 
-    def _fill(self, grads: Sequence[Tensor | None]) -> None:
-        num_in_place = sum(grad is view for grad, view in zip(grads, self.bucket.views, strict=True))
+    def _take_new(self) -> list[int]:
+        """The usual case: `.grad` was cleared before backward, and every gradient is a new tensor."""
+        unused: list[int] = []
+        for start in range(0, len(self._params), _MOST_AT_ONCE):
+            params = self._params[start : start + _MOST_AT_ONCE]
+            grads = [param.grad for param in params]
+            if any(map(is_, grads, repeat(None))):
+                unused += (start + position for position, grad in enumerate(grads) if grad is None)
+                self._fill(start, grads)
+            else:
+                self.bucket.fill(start, cast(list[Tensor], grads))
+            for param in params:
+                param.grad = None
+        self._kept = dict.fromkeys(unused, _Kept(None, was_view=False))
+        return unused
+
+    def _take_any(self, not_arrived: Collection[int]) -> list[int]:
+        grads = [param.grad for param in self._params]
+        unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
+        for position in unused:
+            self._kept[position] = _keep(grads[position], self.bucket.views[position])
+        for param in self._params:
+            param.grad = None
+        num_in_place = sum(map(is_, grads, self.bucket.views))
         if num_in_place == len(grads):
-            return
+            return unused
         # Last step's gradients may still be in somebody's hands: those must not change under them.
         if self.bucket.is_held(num_references=num_in_place):
             self.bucket.renew()
+        self._fill(0, grads)
+        return unused
+
+    def _require_dense(self) -> None:
+        for param, name in zip(self._params, self._names, strict=True):
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise ConfigError(
+                    f"the gradient of {name!r} is {param.grad.layout}, and buckets are dense.",
+                    where=f"bucket {self.bucket.bucket_index}",
+                    remedy="Make the layer with sparse=False, or name the parameter in SyncConfig(ignore=...).",
+                )
+
+    def _fill(self, start: int, grads: Sequence[Tensor | None]) -> None:
+        """Copies the gradients of the positions from `start` on into their views; zeros where there is none."""
+        views = self.bucket.views[start : start + len(grads)]
         targets, sources, absent = [], [], []
-        for grad, view in zip(grads, self.bucket.views, strict=True):
+        for grad, view in zip(grads, views, strict=True):
             if grad is None:
                 absent.append(view)
             elif grad is not view:
                 targets.append(view)
                 sources.append(grad)
         if targets:
-            self._copy(targets, sources)
-        if absent:
-            private.zero_each(absent)
-
-    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        try:
             private.copy_each(targets, sources)
-        except RuntimeError:
-            for param_name, grad in zip(self._names, sources, strict=False):
-                if grad.layout is not torch.strided:
-                    raise ConfigError(
-                        f"the gradient of {param_name!r} is {grad.layout}, and buckets are dense.",
-                        where=f"bucket {self.bucket.bucket_index}",
-                        remedy="Make the layer with sparse=False, or name the parameter in SyncConfig(ignore=...).",
-                    ) from None
-            raise
+        private.zero_each(absent)
 
 
 def _keep(grad: Tensor | None, view: Tensor) -> _Kept:

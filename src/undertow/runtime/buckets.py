@@ -1,13 +1,14 @@
 """Buckets of gradients: their storage, and the copies into and out of it.
 
-    bucket.storage        | gradients | padding | trailer |      one allocation, reused for every iteration
-    bucket.bucket_tensor  | gradients |
-    bucket.views            one per gradient, of its shape
+bucket.storage        | gradients | padding | trailer |      one allocation, reused for every iteration
+bucket.bucket_tensor  | gradients |
+bucket.views            one per gradient, of its shape
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from sys import getrefcount
 
 import torch
@@ -42,7 +43,8 @@ class GradientBucket:
         self._layout = layout
         self._is_prepared = False
         self._check()
-        self._numels = [gradient.numel() for gradient in self.gradients]
+        self._starts = [0, *accumulate(gradient.numel() for gradient in self.gradients)]
+        self._row_shape = _row_shape(self.gradients)
         self.storage = torch.empty(0)
         self.views: list[Tensor] = []
         self._num_sharing = 0
@@ -51,16 +53,12 @@ class GradientBucket:
     @property
     def bucket_tensor(self) -> Tensor:
         """The gradients one behind the other, [numel]; without padding or trailer."""
-        return self.storage[: sum(self._numels)]
+        return self.storage[: self._starts[-1]]
 
     @property
     def offsets(self) -> list[int]:
         """Where each gradient starts in `bucket_tensor`, in elements."""
-        starts, start = [], 0
-        for numel in self._numels:
-            starts.append(start)
-            start += numel
-        return starts
+        return self._starts[:-1]
 
     @property
     def is_reduced(self) -> bool:
@@ -111,17 +109,32 @@ class GradientBucket:
             with torch.no_grad():
                 private.copy_each([target for target, _ in pairs], [view for _, view in pairs])
 
+    def fill(self, first: int, sources: list[Tensor]) -> None:
+        """Copies `sources` into the views from position `first` on, in one launch."""
+        last = first + len(sources)
+        if self._row_shape is None:
+            private.copy_each(self.views[first:last], sources)
+        else:
+            # Rows of one shape lie one behind the other: a concatenation costs a third of as many small copies.
+            torch.cat(sources, out=self.storage[self._starts[first] : self._starts[last]].view(-1, *self._row_shape))
+
     def renew(self) -> None:
         """Gives the bucket fresh storage; whoever holds the old one keeps it as it is."""
-        numel = sum(self._numels)
         dtype, device = self._dtype_and_device()
-        storage_numel = numel if self._layout is None else self._layout.storage_numel
+        storage_numel = self._starts[-1] if self._layout is None else self._layout.storage_numel
         self.storage = torch.zeros(storage_numel, dtype=dtype, device=device)  # padding stays zero for ever
         self.views = [
-            self.storage[start : start + count].view(gradient.shape)
-            for gradient, start, count in zip(self.gradients, self.offsets, self._numels, strict=True)
+            self.storage[start:stop].view(gradient.shape)
+            for gradient, (start, stop) in zip(self.gradients, pairwise(self._starts), strict=True)
         ]
         self._num_sharing = private.storage_use_count(self.storage)
+
+    def is_unreferenced(self) -> bool:
+        """Whether nothing at all refers to a view, neither somebody outside nor a `.grad`; the cheap question."""
+        return (
+            sum(map(getrefcount, self.views)) == _REFERENCES_OF_OURS * len(self.views)
+            and private.storage_use_count(self.storage) == self._num_sharing
+        )
 
     def is_held(self, *, num_references: int = 0) -> bool:
         """Whether somebody outside holds a view, so that writing here would change what they see.
@@ -168,3 +181,11 @@ class GradientBucket:
                 where="GradientBucket",
                 remedy="Give a positive size that is large enough.",
             )
+
+
+def _row_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
+    """The shape of every tensor's rows where it is the same for all of several tensors."""
+    shapes = {tensor.shape[1:] for tensor in tensors if tensor.dim() > 0}
+    is_uniform = len(shapes) == 1 and len(tensors) > 1 and all(tensor.dim() > 0 for tensor in tensors)
+    row_shape = shapes.pop() if is_uniform else None
+    return row_shape if row_shape is not None and row_shape.numel() > 0 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class ReductionHandle:
     def is_completed(self) -> bool:
         return self._is_waited or bool(self._work.is_completed())
 
-    def on_done(self, callback: Callable[[], None]) -> None:
+    def on_done(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the reduction is complete, from a thread of the backend, or now if it already is."""
         self._work.get_future().add_done_callback(lambda _: callback())
 
@@ -47,9 +48,10 @@ class ReductionHandle:
         arrived = loop.create_future()
 
         def wake() -> None:
-            loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(None))
+            if not arrived.done():  # the task that awaits may have been cancelled
+                arrived.set_result(None)
 
-        self.on_done(wake)
+        self.on_done(partial(loop.call_soon_threadsafe, wake))
         yield from arrived
         self.wait()
 

@@ -22,9 +22,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+
+# Imported before any group exists: its functions take the world group of that moment as a default. Torch itself imports
+# it with the first optimizer; a group that it holds then is never destroyed, and the process may abort at exit.
+import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from undertow.cost import Link, collective_seconds
@@ -58,7 +63,7 @@ class EmulatedLink:
         self._lock = threading.Lock()
         self._free_at_s = 0.0
         self._log: deque[Transfer] = deque(maxlen=_LOG_LENGTH)
-        self._groups: list[_EmulatedGroup] = []
+        self._groups: WeakSet[_EmulatedGroup] = WeakSet()  # weak: a group that torch destroys may go at once
         self._is_closed = False
 
     def register(self) -> None:
@@ -75,9 +80,8 @@ class EmulatedLink:
     def close(self) -> None:
         """Ends the threads of all groups. Destroy the process groups before."""
         self._is_closed = True
-        for group in self._groups:
+        for group in tuple(self._groups):
             group.shutdown()
-        self._groups.clear()
 
     def reserve(self, *, ready_s: float, cost_s: float) -> tuple[float, float]:
         """Start and end of the link's next free stretch of `cost_s` that does not begin before `ready_s`."""
@@ -98,7 +102,7 @@ class EmulatedLink:
                 remedy="Make process groups inside `with emulated_backend(link):`.",
             )
         group = _EmulatedGroup(self, store, rank, size, timeout)
-        self._groups.append(group)
+        self._groups.add(group)
         return group
 
 

@@ -52,6 +52,7 @@ class _Progress:
     num_rounds: int = 0  # synchronised ones
     is_owed: bool = False  # a training forward ran and no round has followed
     arrived_before: set[int] = field(default_factory=set)  # in micro-batches since the last synchronisation
+    first_arrivals: list[int] = field(default_factory=list)  # of the backwards up to the first synchronisation
     unused: tuple[str, ...] = ()
     next_plan: Plan | None = None
 
@@ -131,7 +132,7 @@ class Engine:
         self._arrivals.task = -1
         self._end.forget()
         if not this_round.is_synchronised:
-            self._progress.arrived_before.update(self._tracker.arrivals)
+            self._progress.arrived_before |= self._tracker.arrived
             return
         self._settle(this_round)
 
@@ -156,7 +157,7 @@ class Engine:
         assembly = self._assembly
         self._tracker = assembly.synchronising if is_synchronised else assembly.accumulating
         self._tracker.reset()
-        self._arrivals.arrive = self._tracker.arrive
+        self._arrivals.arrive = self._tracker.arrive if self._follows_plan() else self._arrive_observed
         self._round = Round(
             number=progress.num_rounds,
             generation=assembly.generation,
@@ -166,6 +167,14 @@ class Engine:
         )
         assembly.executor.begin(self._round)
         self._recorder.backward_begins(generation=assembly.generation)
+
+    def _follows_plan(self) -> bool:
+        """Whether the order of arrivals need not be written down: it is, in the first synchronised backward."""
+        return self._progress.num_rounds > 0 or self._config.order != "observed"
+
+    def _arrive_observed(self, param: int) -> Sequence[Op]:
+        self._progress.first_arrivals.append(param)
+        return self._tracker.arrive(param)
 
     def _run(self, ops: Sequence[Op]) -> None:
         self._assembly.executor.run(ops)
@@ -200,7 +209,8 @@ class Engine:
 
     def _settle(self, this_round: Round) -> None:
         """What every rank does alike when a synchronisation is complete."""
-        late = sorted({bucket for reading in this_round.readings for bucket in reading.late_buckets})
+        current = [reading for reading in this_round.readings if not reading.is_overdue]
+        late = sorted({bucket for reading in current for bucket in reading.late_buckets})
         if late:
             self._assembly.executor.reduce_late_parts(late)
             self._tracker.learn_repeats()
@@ -220,7 +230,13 @@ class Engine:
             raise Desync(
                 "ranks are not in the same step.",
                 where=where,
-                remedy="Run the same number of synchronised backwards on every rank; Sync.finish() joins in for a rank that has none.",
+                remedy="Run the same number of synchronised backwards on every rank; a rank that has none calls finish().",
+            )
+        if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
+            raise Desync(
+                "gradients arrived again after their bucket had left, and were left out.",
+                where=f"{where}, or the one before",
+                remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
             )
         failed = sorted({rank for reading in this_round.readings for rank in reading.failed_ranks})
         if failed and not this_round.has_failed:
@@ -255,7 +271,7 @@ class Engine:
             average = self._config.average_in_collective
             return Executor(plan, self._named_params, self._group, self._recorder, average=average)
 
-        return _Assembly(plan, generation, *trackers, make_executor=executor)
+        return _Assembly(plan, generation, synchronising=trackers[0], accumulating=trackers[1], make_executor=executor)
 
     def _follows_observed_order(self) -> bool:
         # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every time.
@@ -264,7 +280,7 @@ class Engine:
 
     def _observed_plan(self) -> Plan | None:
         """The plan in the order in which rank 0's gradients arrived; None if it is the present one."""
-        order = torch.tensor(observed(len(self._named_params), self._tracker.arrivals), dtype=torch.int64)
+        order = torch.tensor(observed(len(self._named_params), self._progress.first_arrivals), dtype=torch.int64)
         order = order.to(self._group.device)
         dist.broadcast(order, group=self._group.process_group, group_src=0)
         plan = plan_in_order(self.plan.params, order.tolist(), self._config, num_ranks=self._group.num_ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -17,8 +17,11 @@ from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import ReductionHandle, all_reduce_async
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
-from undertow.runtime.trailer import Reading, TrailerCodec, Verdict, to_device
+from undertow.runtime.trailer import Reading, Snapshot, TrailerCodec, Verdict, to_device
 from undertow.schedule import Op, OpKind
+
+# Late arrivals show in the first rounds of a plan and are expected from then on.
+_NUM_ROUNDS_READ_AT_ONCE = 2
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class Executor:
         ]
         self._handles: dict[int, ReductionHandle] = {}
         self._signatures: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._snapshots: list[Snapshot] = []
+        self._num_rounds = 0
         self._round: Round | None = None
         self._table: dict[OpKind, Callable[[int, Round], None]] = {
             OpKind.PACK: self._pack,
@@ -62,7 +67,13 @@ class Executor:
 
     def begin(self, this_round: Round) -> None:
         self._round = this_round
+        self._num_rounds += this_round.is_synchronised
         self._signatures.clear()
+        for snapshot in [snapshot for snapshot in self._snapshots if snapshot.is_there()]:
+            self._snapshots.remove(snapshot)
+            reading = snapshot.read()
+            if reading is not None:
+                this_round.readings.append(reading)
 
     def run(self, ops: Sequence[Op]) -> None:
         """Issues `ops` in the given order."""
@@ -80,10 +91,6 @@ class Executor:
             self._reduce(part, numel).wait()
             # The mean of a sum is the sum of the means: what was reduced before stays as it is.
             bucket.bucket_tensor.add_(part[:numel])
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._handles
 
     def _pack(self, index: int, this_round: Round) -> None:
         binding = self._bindings[index]
@@ -115,15 +122,26 @@ class Executor:
         self._recorder.wait_begins(index)
         handle.wait()
         self._recorder.wait_ends(index)
+        binding.give(self._used_elsewhere(index, this_round))
+
+    def _used_elsewhere(self, index: int, this_round: Round) -> Collection[int]:
+        """Reads the trailer: positions of parameters that are unused here and were used on another rank."""
         trailer = self._trailers[index]
-        reading = trailer.read()
-        if reading is None:
-            binding.give()
-        else:
-            binding.give(reading.used)
-            this_round.readings.append(reading)
+        if not self._must_read_now(index, this_round):
+            self._snapshots.append(trailer.snapshot())
+            return ()
         if index == len(self._bindings) - 1:
             this_round.busy_ms = trailer.busy_ms()
+        reading = trailer.read()
+        if reading is None:
+            return ()
+        this_round.readings.append(reading)
+        return reading.used
+
+    def _must_read_now(self, index: int, this_round: Round) -> bool:
+        """On a device reading makes the host wait: only where this rank needs to know, and while habits are learned."""
+        is_on_host = self._bindings[index].bucket.storage.device.type == "cpu"
+        return is_on_host or bool(this_round.unused[index]) or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
     def _reduce(self, tensor: Tensor, numel: int) -> ReductionHandle:
         if self._averages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -30,8 +31,10 @@ class Arrivals:
 
 def watch_parameters(params: Sequence[Tensor], arrivals: Arrivals) -> list[RemovableHandle]:
     """Hooks that report every gradient of `params`, by index."""
+    report = _reporter(arrivals)
+    # One function for all and a partial for each: thousands of closures would not stay in the cache.
     return [
-        param.register_post_accumulate_grad_hook(_arrival_hook(index, arrivals))  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(partial(report, index))  # type: ignore[no-untyped-call]
         for index, param in enumerate(params)
     ]
 
@@ -39,7 +42,7 @@ def watch_parameters(params: Sequence[Tensor], arrivals: Arrivals) -> list[Remov
 def require_unwatched(named_params: Sequence[tuple[str, Tensor]]) -> None:
     """ConfigError if some parameter is synchronised already."""
     for name, param in named_params:
-        if any(getattr(hook, "__module__", None) == __name__ for hook in private.post_accumulate_hooks(param)):
+        if any(_is_ours(hook) for hook in private.post_accumulate_hooks(param)):
             raise ConfigError(
                 "this module is synchronised already.",
                 where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
@@ -47,18 +50,22 @@ def require_unwatched(named_params: Sequence[tuple[str, Tensor]]) -> None:
             )
 
 
-def _arrival_hook(index: int, arrivals: Arrivals) -> Callable[[Tensor], None]:
+def _reporter(arrivals: Arrivals) -> Callable[[int, Tensor], None]:
     graph_task_id = private.graph_task_id
 
     # Runs once per parameter and step: no line more than must be.
-    def hook(_param: Tensor) -> None:
+    def report(index: int, _param: Tensor) -> None:
         if graph_task_id() != arrivals.task:
             arrivals.enter(graph_task_id())
         released = arrivals.arrive(index)
         if released:
             arrivals.run(released)
 
-    return hook
+    return report
+
+
+def _is_ours(hook: object) -> bool:
+    return isinstance(hook, partial) and getattr(hook.func, "__module__", None) == __name__
 
 
 def _nobody_expects(_param: int) -> Sequence[Op]:

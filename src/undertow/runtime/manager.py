@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError
-from undertow.plan import ParamSpec, Plan, SizeCaps, group_by_size, largest_first
+from undertow.plan import ParamSpec, SizeCaps, group_by_size, largest_first
 from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import ReductionHandle
 
@@ -92,9 +91,7 @@ class GradientBucketManager:
     def __enter__(self) -> GradientBucketManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
 

@@ -14,7 +14,7 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the innermost backward of this thread is over, after the callbacks queued so far."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def enclosing_node() -> Any | None:
@@ -24,16 +24,18 @@ def enclosing_node() -> Any | None:
 
 def storage_use_count(tensor: torch.Tensor) -> int:
     """Number of tensors that share `tensor`'s storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies source by source, in one launch per device and dtype where there is one."""
     torch._foreach_copy_(targets, sources)
 
 
-def zero_each(targets: Sequence[torch.Tensor]) -> None:
-    torch._foreach_zero_(targets)
+def zero_each(targets: list[torch.Tensor]) -> None:
+    """Writes zeros into each of `targets`; none is fine."""
+    if targets:
+        torch._foreach_zero_(targets)
 
 
 def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[..., None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Reading:
     ranks_differ: bool
     failed_ranks: tuple[int, ...] = ()
     late_buckets: tuple[int, ...] = ()
+    is_overdue: bool = False  # read in a later round than the one it was sent in
 
 
 class TrailerCodec:
@@ -39,7 +40,7 @@ class TrailerCodec:
         self._fields = layout.trailer
         self._bucket = bucket
         self._busy_scale = num_ranks if is_averaged else 1
-        self._mine = torch.zeros(self._fields.stop - self._fields.start, dtype=bucket.storage.dtype, device=bucket.storage.device)
+        self._mine = bucket.storage.new_zeros(self._fields.stop - self._fields.start)
         self._mine[: self._fields.num_slots] = 1
         self._unused: Sequence[int] = ()
 
@@ -57,18 +58,30 @@ class TrailerCodec:
 
     def read(self) -> Reading | None:
         """What the reduced trailer says; None where every rank wrote what this one did. Waits for the device."""
-        stop = (self._fields.busy.start if self._fields.has_verdict else self._fields.stop) - self._fields.start
-        reduced = self._trailer()[:stop]
-        if torch.equal(reduced, self._mine[:stop]):
+        return self.parse(self._trailer(), self._mine)
+
+    def snapshot(self) -> Snapshot:
+        """The reduced trailer, to be read when a copy on the current stream has come to the host."""
+        reduced, mine = (
+            torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
+            for part in (self._trailer(), self._mine)
+        )
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return Snapshot(self, reduced, mine, copied)
+
+    def parse(self, trailer: Tensor, mine: Tensor) -> Reading | None:
+        """What `trailer` says to a rank that wrote `mine`; None where every rank wrote the same."""
+        fields = self._fields
+        stop = (fields.busy.start if fields.has_verdict else fields.stop) - fields.start
+        if torch.equal(trailer[:stop], mine[:stop]):
             return None
-        flags = (reduced != 0).tolist()
-        used, signature = self._flags(flags, self._fields.used), self._flags(flags, self._fields.signature)
-        verdict = self._fields.has_verdict
+        flags = (trailer[:stop] != 0).tolist()
         return Reading(
-            used=frozenset(position for position, flag in enumerate(used) if flag),
-            ranks_differ=ranks_differ(signature),
-            failed_ranks=_set_flags(self._flags(flags, self._fields.failed)) if verdict else (),
-            late_buckets=_set_flags(self._flags(flags, self._fields.late)) if verdict else (),
+            used=frozenset(_set_flags(self._flags(flags, fields.used))),
+            ranks_differ=ranks_differ(self._flags(flags, fields.signature)),
+            failed_ranks=_set_flags(self._flags(flags, fields.failed)) if fields.has_verdict else (),
+            late_buckets=_set_flags(self._flags(flags, fields.late)) if fields.has_verdict else (),
         )
 
     def busy_ms(self) -> tuple[float, ...]:
@@ -84,9 +97,7 @@ class TrailerCodec:
             values[fields.late[bucket] - fields.failed.start] = 1.0
         # fp16 ends at 65504: a longer time is cut, for infinity would spoil the sum.
         values[fields.busy[verdict.rank] - fields.failed.start] = min(verdict.busy_ms, 60_000.0)
-        self._part(range(fields.failed.start, fields.stop)).copy_(
-            to_device(values, self._mine.dtype, self._mine.device), non_blocking=True
-        )
+        self._part(range(fields.failed.start, fields.stop)).copy_(to_device(values, self._mine.dtype, self._mine.device))
 
     def _trailer(self) -> Tensor:
         return self._bucket.storage[self._fields.start : self._fields.stop]
@@ -96,6 +107,24 @@ class TrailerCodec:
 
     def _flags(self, flags: Sequence[bool], field: range) -> Sequence[bool]:
         return flags[field.start - self._fields.start : field.stop - self._fields.start]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A reduced trailer on its way from a device to the host, which does not wait for it."""
+
+    codec: TrailerCodec
+    reduced: Tensor  # pinned
+    mine: Tensor  # pinned
+    copied: torch.cuda.Event
+
+    def is_there(self) -> bool:
+        return bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> Reading | None:
+        """What the trailer says, once it is there."""
+        reading = self.codec.parse(self.reduced, self.mine)
+        return None if reading is None else replace(reading, is_overdue=True)
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from undertow.errors import ConfigError
 from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
@@ -24,11 +25,11 @@ class Tracker:
         self._params_of_bucket = [frozenset(params) for params in params_of_bucket]
         self._bucket_of_param = _bucket_of_param(params_of_bucket, num_params)
         self._graph = _Graph.of(schedule)
-        self._pending: list[set[int]] = [set() for _ in params_of_bucket]
-        self._pending_of_param = [self._pending[bucket] for bucket in self._bucket_of_param]
-        self._arrivals: list[int] = []
+        # Flags and counts in place of sets: arrive() runs thousands of times a step and these stay in the fastest cache.
+        self._has_arrived = bytearray(num_params)
+        self._num_pending: list[int] = []
+        self._repeats: Counter[int] = Counter()
         self._expected_repeats: dict[int, int] = {}
-        self._repeats_left: dict[int, int] = {}
         self._blockers: list[int] = []
         self._queues: list[deque[int]] = []
         self._happened: set[int] = set()
@@ -36,24 +37,24 @@ class Tracker:
 
     def reset(self) -> None:
         """Starts the next round: nothing has arrived."""
-        for pending, params in zip(self._pending, self._params_of_bucket, strict=True):
-            pending |= params
-        self._arrivals.clear()
-        self._repeats_left = dict(self._expected_repeats)
+        self._has_arrived = bytearray(len(self._has_arrived))
+        self._num_pending = [len(params) for params in self._params_of_bucket]
+        for param, count in self._expected_repeats.items():
+            self._num_pending[self._bucket_of_param[param]] += count
+        self._repeats.clear()
         self._happened.clear()
         self._blockers = list(self._graph.num_blockers)
         self._queues = [deque(ids) for ids in self._graph.comm_lanes]
 
     @property
-    def arrivals(self) -> Sequence[int]:
-        """Parameters in the order in which they arrived in this round, repeats included."""
-        return self._arrivals
+    def arrived(self) -> set[int]:
+        """Parameters that have arrived in this round."""
+        return {param for param, has_arrived in enumerate(self._has_arrived) if has_arrived}
 
     @property
     def has_repeats(self) -> bool:
-        """Whether some parameter arrived more than once in this round."""
-        num_arrived = len(self._bucket_of_param) - sum(map(len, self._pending))
-        return len(self._arrivals) > num_arrived
+        """Whether some parameter arrived more often in this round than it was expected to."""
+        return any(count > self._expected_repeats.get(param, 0) for param, count in self._repeats.items())
 
     def learn_repeats(self) -> None:
         """From the next round on a parameter counts as arrived when it has come as often as in this one.
@@ -61,27 +62,37 @@ class Tracker:
         It costs one round in which something came after its bucket had left; a parameter that then comes less often
         is sent at the end of backward, later than it could be and never wrong.
         """
-        counts = Counter(self._arrivals)
-        self._expected_repeats = {param: count - 1 for param, count in counts.items() if count > 1}
+        self._expected_repeats = dict(self._repeats)
 
     def missing(self, bucket: int) -> frozenset[int]:
         """Parameters of `bucket` that have not arrived in this round."""
-        return frozenset(self._pending[bucket])
+        if self._num_pending[bucket] <= 0:
+            return frozenset()
+        return frozenset(param for param in self._params_of_bucket[bucket] if not self._has_arrived[param])
 
     def arrive(self, param: int) -> Sequence[Op]:
-        """The ops that may be issued now that the gradient of `param` is there. A repeated arrival releases nothing."""
+        """The ops that may be issued now that the gradient of `param` is there.
+
+        A repeated arrival releases nothing, unless it has been learned to expect it.
+        """
         # Called once per parameter and step, inside backward: everything else here may be slower than this.
-        self._arrivals.append(param)
-        pending = self._pending_of_param[param]
-        if param not in pending:
+        if self._has_arrived[param]:
+            return self._arrive_again(param)
+        self._has_arrived[param] = 1
+        bucket = self._bucket_of_param[param]
+        num_pending = self._num_pending[bucket] - 1
+        self._num_pending[bucket] = num_pending
+        if num_pending:
             return ()
-        if self._repeats_left and self._repeats_left.get(param, 0):
-            self._repeats_left[param] -= 1
+        return self._happen(self._graph.fills[bucket])
+
+    def _arrive_again(self, param: int) -> Sequence[Op]:
+        self._repeats[param] += 1
+        if self._repeats[param] > self._expected_repeats.get(param, 0):
             return ()
-        pending.remove(param)
-        if pending:
-            return ()
-        return self._happen(self._graph.fills[self._bucket_of_param[param]])
+        bucket = self._bucket_of_param[param]
+        self._num_pending[bucket] -= 1
+        return () if self._num_pending[bucket] else self._happen(self._graph.fills[bucket])
 
     def end_backward(self) -> Sequence[Op]:
         """Backward is over: what has not arrived is unused here, and everything that remains leaves."""
@@ -96,30 +107,32 @@ class Tracker:
         if op_id in self._happened:
             return []
         released: list[Op] = []
-        worklist = deque([op_id])
+        # By id, so that a bucket leaves before the next one is packed.
+        worklist = [op_id]
         while worklist:
-            done = worklist.popleft()
+            done = heappop(worklist)
             self._happened.add(done)
-            unblocked = [*self._release_compute(done), *self._release_queues()]
-            released += unblocked
-            worklist += (op.id for op in unblocked)
+            if done != op_id:
+                released.append(self._ops[done])
+            for unblocked in (*self._release_compute(done), *self._release_queues()):
+                heappush(worklist, unblocked)
         return released
 
-    def _release_compute(self, done: int) -> list[Op]:
+    def _release_compute(self, done: int) -> list[int]:
         released = []
         for successor in self._graph.successors[done]:
             self._blockers[successor] -= 1
             op = self._ops[successor]
             if self._blockers[successor] == 0 and op.lane == COMPUTE and op.kind not in EXTERNAL:
-                released.append(op)
+                released.append(op.id)
         return released
 
-    def _release_queues(self) -> list[Op]:
+    def _release_queues(self) -> list[int]:
         # The head of a queue holds back everything behind it: launch order must not depend on arrival.
         released = []
         for queue in self._queues:
             while queue and self._blockers[queue[0]] == 0:
-                released.append(self._ops[queue.popleft()])
+                released.append(queue.popleft())
         return released
 
 

@@ -1,0 +1,55 @@
+# Every target makes what it needs: a virtual environment in .venv, with the versions of constraints.txt.
+# Needs only make and Python 3.11 or newer; another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ready
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint format clean
+
+help: ## Show this list
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY) ## Train with and without overlap on this machine and compare; make demo ARGS="--nproc 3"
+	$(BIN)/undertow demo $(ARGS)
+
+test: $(READY) ## Run the tests; make test ARGS="tests/unit -k plan"
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY) ## Measure and write the figures of the README
+	$(BIN)/python -m benchmarks $(ARGS)
+
+lint: $(READY) ## Check style, types and the layers of the architecture
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## Rewrite the sources in the project's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Remove outputs and caches; the virtual environment stays
+	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes in first and alone: left to the resolver among the others, another build of it with gigabytes of CUDA
+# packages may be chosen and fetched before the wheel that is already here is looked at.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Undertow needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+		echo "Name another interpreter, for example: make $(or $(MAKECMDGOALS),help) PYTHON=python3.12" >&2; \
+		exit 1; }
+	@test -x $(BIN)/pip || { echo "Making a virtual environment in $(VENV) ..."; $(PYTHON) -m venv $(VENV); } || { \
+		echo "Python cannot make virtual environments here. On Debian and Ubuntu: apt-get install python3-venv" >&2; \
+		exit 1; }
+	@echo "Installing $(TORCH) (large; the first time takes minutes) ..."
+	@$(PIP) install --quiet $(TORCH)
+	@echo "Installing everything else ..."
+	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks: every figure of the README comes out of here."""

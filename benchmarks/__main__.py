@@ -1,0 +1,69 @@
+"""python -m benchmarks: measures, writes out/bench.jsonl and out/bench.md, and prints every figure beside its target."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from benchmarks.figure import Part
+from benchmarks.machine import machine
+from benchmarks.output import Measured, figures_table, write_json_lines, write_markdown
+from benchmarks.suite import PARTS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what was asked for; 0, or 1 if a part could not be measured. A target that is missed is a result."""
+    asked = _parser().parse_args(arguments)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    chosen = [part for part in PARTS if not asked.only or part.name in asked.only]
+    described = machine()
+    results, num_failed = _run_parts(chosen, console, is_quick=asked.quick)
+    described["load_average_after"] = machine()["load_average"]
+    described["is_quick"] = asked.quick
+    write_json_lines(asked.out / "bench.jsonl", described, results)
+    write_markdown(asked.out / "bench.md", described, results)
+    console.print()
+    console.print(figures_table(results))
+    console.print(f"Written: {asked.out / 'bench.md'} and {asked.out / 'bench.jsonl'}", highlight=False)
+    return 1 if num_failed else 0
+
+
+def _run_parts(parts: Sequence[Part], console: Console, *, is_quick: bool) -> tuple[list[Measured], int]:
+    """What could be measured, and how many parts could not."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
+    results: list[Measured] = []
+    with Progress(*columns, console=console) as progress:
+        tasks = {part.name: progress.add_task(part.name.ljust(14), start=False, total=1, now="") for part in parts}
+        for part in parts:
+            task = tasks[part.name]
+            progress.start_task(task)
+            try:
+                rows = part.measure(is_quick, lambda now, task=task: progress.update(task, now=now))
+                results.append(Measured(part=part, rows=rows, figures=part.judge(rows)))
+                progress.update(task, completed=1, now="done")
+            except Exception as error:
+                progress.stop_task(task)
+                progress.update(task, now="failed")
+                console.print(f"{part.name} could not be measured: {error}", markup=False, highlight=False)
+    return results, len(parts) - len(results)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    names = [part.name for part in PARTS]
+    parser.add_argument(
+        "--only", action="append", choices=names, metavar="NAME", help=f"one of {', '.join(names)}; may be repeated"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer steps and repetitions: to see that it works")
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

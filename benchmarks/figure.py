@@ -1,0 +1,91 @@
+"""A measured figure beside its target."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+Row = dict[str, Any]  # one measurement as flat values; what is nested goes to bench.jsonl only
+Tell = Callable[[str], None]  # says what is being measured now
+
+
+class Relation(StrEnum):
+    """How a measured value must stand to its bound."""
+
+    AT_MOST = "≤"
+    BELOW = "<"
+    ABOVE = ">"
+    EQUAL = "="
+
+
+_HOLDS: Mapping[Relation, Callable[[float, float], bool]] = {
+    Relation.AT_MOST: operator.le,
+    Relation.BELOW: operator.lt,
+    Relation.ABOVE: operator.gt,
+    Relation.EQUAL: operator.eq,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    relation: Relation
+    bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One line of the final table. Without a target it is for information."""
+
+    name: str
+    measured: float
+    unit: str  # "" for a plain number
+    num_decimals: int = 2
+    target: Target | None = None
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the measured value, not its rounded form, meets the target; None without one."""
+        return None if self.target is None else _HOLDS[self.target.relation](self.measured, self.target.bound)
+
+    @property
+    def measured_text(self) -> str:
+        return self._with_unit(self.measured)
+
+    @property
+    def target_text(self) -> str:
+        return "-" if self.target is None else f"{self.target.relation} {self._with_unit(self.target.bound)}"
+
+    @property
+    def verdict(self) -> str:
+        return "-" if self.is_met is None else "yes" if self.is_met else "NO"
+
+    def to_dict(self) -> Row:
+        return {
+            "figure": self.name,
+            "measured": self.measured,
+            "unit": self.unit,
+            "target": self.target_text,
+            "is_met": self.is_met,
+        }
+
+    def _with_unit(self, value: float) -> str:
+        text = f"{value:.{self.num_decimals}f}"
+        return f"{text} {self.unit}" if self.unit else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One benchmark of the suite."""
+
+    name: str
+    title: str
+    measure: Callable[[bool, Tell], Sequence[Row]]  # given whether it has to be quick
+    judge: Callable[[Sequence[Row]], Sequence[Figure]]
+
+
+def row_where(rows: Sequence[Row], **values: Any) -> Row:
+    """The first row with those values."""
+    return next(row for row in rows if all(row[key] == value for key, value in values.items()))

@@ -1,0 +1,51 @@
+"""Starts local gloo ranks and brings back what rank 0 measured."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
+    """Runs `work(rank, *args)` in `num_ranks` fresh processes with gloo and one thread each; returns rank 0's result."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        receive, send = context.Pipe(duplex=False)
+        ranks = [
+            context.Process(target=_rank, args=(work, rank, num_ranks, f"{folder}/store", send, args), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        send.close()
+        try:
+            is_ok, result = receive.recv()
+        except EOFError:
+            is_ok, result = False, "the ranks ended without a result"
+        for process in ranks:
+            process.join()
+    if not is_ok:
+        raise RuntimeError(result)
+    return result
+
+
+def _rank(work: Callable[..., Any], rank: int, num_ranks: int, store: str, send: Any, args: tuple[Any, ...]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+        result = work(rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        if rank == 0:
+            send.send((True, result))
+    except Exception:
+        send.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+        raise

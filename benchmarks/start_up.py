@@ -1,0 +1,76 @@
+"""Start-up: importing, wrapping, and the first step, beside torch; fresh processes, for information only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.figure import Figure, Row, Tell, row_where
+from benchmarks.middle import batch_of, middle_model
+from benchmarks.ranks import run_ranks
+from undertow import DistributedDataParallel
+
+_TORCH, _OURS = "torch DDP, default", "Undertow"
+SYSTEMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    _TORCH: lambda model: nn.parallel.DistributedDataParallel(model),
+    _OURS: lambda model: DistributedDataParallel(model),
+}
+_IMPORTS = {
+    _TORCH: "import torch.distributed; from torch.nn.parallel import DistributedDataParallel",
+    _OURS: "from undertow import DistributedDataParallel",
+}
+_TIME_IMPORT = "import time; start = time.perf_counter(); {}; print((time.perf_counter() - start) * 1e3)"
+
+
+def measure_rank(rank: int, name: str) -> Row:
+    """Milliseconds for wrapping, the first and the fifth step of the middle model."""
+    model, x = middle_model(), batch_of(rank)
+    dist.barrier()
+    start = time.perf_counter()
+    wrapped = SYSTEMS[name](model)
+    times = {"wrap_ms": (time.perf_counter() - start) * 1e3}
+    for step in range(1, 6):
+        dist.barrier()
+        start = time.perf_counter()
+        wrapped.zero_grad()
+        wrapped(x).sum().backward()
+        times[f"step_{step}_ms"] = (time.perf_counter() - start) * 1e3
+    return times
+
+
+def measure(is_quick: bool, tell: Tell) -> list[Row]:
+    """A row per system: medians over repetitions."""
+    num_repetitions = 2 if is_quick else 7
+    found: dict[str, list[Row]] = {name: [] for name in SYSTEMS}
+    for repetition in range(num_repetitions):
+        for name in SYSTEMS:
+            tell(f"{name}, repetition {repetition + 1} of {num_repetitions}")
+            found[name].append({"import_ms": _import_ms(_IMPORTS[name]), **run_ranks(measure_rank, 2, name)})
+    return [
+        {"system": name, **{f"{key}": round(median(row[key] for row in rows), 1) for key in rows[0]}}
+        for name, rows in found.items()
+    ]
+
+
+def judge(rows: Sequence[Row]) -> list[Figure]:
+    ours, torchs = row_where(rows, system=_OURS), row_where(rows, system=_TORCH)
+    return [
+        Figure(
+            name=f"{what} (torch DDP: {torchs[key]:.0f} ms)",
+            measured=ours[key],
+            unit="ms",
+            num_decimals=0,
+        )
+        for what, key in (("import, with torch", "import_ms"), ("wrap", "wrap_ms"), ("first step", "step_1_ms"))
+    ]
+
+
+def _import_ms(statement: str) -> float:
+    done = subprocess.run([sys.executable, "-c", _TIME_IMPORT.format(statement)], capture_output=True, check=True, text=True)
+    return float(done.stdout)

@@ -1,0 +1,142 @@
+"""Ranks as processes of this machine: started, listened to, and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from types import TracebackType
+from typing import Any, Self
+
+from undertow.demo.results import Message, RankFailed
+from undertow.errors import UndertowError
+
+__all__ = ["LocalRanks", "RanksLost"]
+
+_END_S = 2.0  # that a rank has to end after it was asked to
+_BLAME_S = 1.0  # for other ranks' errors to come in after the first one: the cause may not be the first to be heard
+
+
+class RanksLost(UndertowError):
+    """A rank failed, died or fell silent; all others have been ended."""
+
+
+class LocalRanks:
+    """Processes that run `target(rank, *arguments, connection)`; leaving the `with` block ends those that still run.
+
+    Each sends messages over its connection; its end of file is the process's own end, so that nobody has to poll.
+    """
+
+    def __init__(self, target: Callable[..., None], arguments: Sequence[Any], *, num_ranks: int, silence_s: float) -> None:
+        self._target = target
+        self._arguments = tuple(arguments)
+        self._num_ranks = num_ranks
+        self._silence_s = silence_s  # without any message for so long, the ranks are taken for hanging
+        self._processes: list[SpawnProcess] = []
+        self._open: dict[Connection, int] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            with _interrupts_ignored():  # inherited by the ranks, which import for seconds before they can ask for it
+                for rank in range(self._num_ranks):
+                    self._start(rank)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with _interrupts_ignored():
+            self._end()
+
+    def messages(self) -> Iterator[Message]:
+        """What the ranks send, until all of them have ended well. Raises RanksLost if one does not."""
+        while self._open:
+            ready = wait(self._open, timeout=self._silence_s)
+            if not ready:
+                raise RanksLost(
+                    f"no rank has reported for {self._silence_s:.0f} s.",
+                    where=f"ranks that still ran: {', '.join(str(rank) for rank in sorted(self._open.values()))}",
+                    remedy="They wait for each other, or the machine is far too busy; try again with fewer ranks.",
+                )
+            for connection in ready:
+                message = self._receive(connection)
+                if isinstance(message, RankFailed):
+                    cause = self._cause(message)
+                    raise RanksLost(f"rank {cause.rank} has failed.", where=cause.traceback.rstrip(), remedy=cause.remedy)
+                if message is not None:
+                    yield message
+
+    def _start(self, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=self._target, args=(rank, *self._arguments, theirs), name=f"rank {rank}")
+        process.start()
+        theirs.close()  # the rank holds the only writing end: when it ends, we read the end of file
+        self._processes.append(process)
+        self._open[ours] = rank
+
+    def _receive(self, connection: Any) -> Message | None:
+        """The next message; None if the rank has ended well, RankFailed if it has ended otherwise."""
+        try:
+            message: Message = connection.recv()
+        except (EOFError, OSError):
+            rank = self._open.pop(connection)
+            connection.close()
+            process = self._processes[rank]
+            process.join(_END_S)
+            return None if process.exitcode == 0 else _death(rank, process.exitcode)
+        return message
+
+    def _cause(self, first: RankFailed) -> RankFailed:
+        """The failure that came before all others: one rank's death makes errors in all ranks that wait for it."""
+        failures = {first.rank: first}
+        deadline = time.monotonic() + _BLAME_S
+        while (remaining := deadline - time.monotonic()) > 0 and (ready := wait(self._open, timeout=remaining)):
+            for connection in ready:
+                message = self._receive(connection)
+                if isinstance(message, RankFailed):
+                    failures.setdefault(message.rank, message)
+        # A death without a last word has time 0: it is the cause of what the others say.
+        return min(failures.values(), key=lambda failure: failure.failed_s)
+
+    def _end(self) -> None:
+        for end in (SpawnProcess.terminate, SpawnProcess.kill):
+            deadline = time.monotonic() + _END_S
+            for process in self._processes:
+                if process.is_alive():
+                    end(process)
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        for connection in self._open:
+            connection.close()
+        self._open.clear()
+
+
+def _death(rank: int, code: int | None) -> RankFailed:
+    if code is None:
+        ending, remedy = "It closed its connection and went on running.", ""
+    elif code == -signal.SIGKILL:
+        ending, remedy = "It was killed.", "Often the machine has run out of memory: try fewer ranks."
+    elif code < 0:
+        ending, remedy = f"It was ended by signal {-code} ({signal.strsignal(-code)}).", ""
+    else:
+        ending, remedy = f"It ended with exit code {code}.", ""
+    return RankFailed(rank=rank, failed_s=0.0, traceback=ending, remedy=remedy)
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

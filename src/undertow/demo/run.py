@@ -1,0 +1,106 @@
+"""The demo from start to end, in the process that starts the ranks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from undertow.cost import collective_seconds
+from undertow.demo.corpus import load_corpus
+from undertow.demo.launch import LocalRanks, RanksLost
+from undertow.demo.results import ModelBuilt, StepDone, WayDone
+from undertow.demo.settings import DemoSettings, Way
+from undertow.demo.show import LiveProgress, comparison_table, print_introduction
+from undertow.demo.verdict import Verdict
+from undertow.errors import ConfigError
+from undertow.report.timeline import require_matplotlib, save_timeline
+
+__all__ = ["run_demo"]
+
+_INTERRUPTED = 130  # what shells expect of a process that Ctrl-C has ended
+_SILENCE_S = 180.0  # of computation and start; the wire's time comes on top
+_ASSUMED_BYTES = 100e6  # generously, what one step sends
+
+
+def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
+    """Runs and shows the comparison; the exit code: 0, or 1 if a rank failed or the ways disagree, 130 after Ctrl-C.
+
+    Raises ConfigError for a text that cannot be read or a place that cannot be written.
+    """
+    console = Console() if console is None else console
+    corpus = load_corpus(settings.text)
+    require_matplotlib()
+    _make_directory(settings.out)
+    print_introduction(console, settings, num_cores=os.cpu_count() or 1)
+    try:
+        results = _train(settings, corpus, console)
+    except RanksLost as error:
+        console.print(f"[bold red]The demo has ended early:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("Interrupted; all ranks have ended.")
+        return _INTERRUPTED
+    return _conclude(settings, results, console)
+
+
+def _train(settings: DemoSettings, corpus: bytes, console: Console) -> Mapping[Way, Sequence[WayDone]]:
+    results: dict[Way, dict[int, WayDone]] = {way: {} for way in Way}
+    wire_s = collective_seconds(settings.emulated_link, "all_reduce", num_bytes=int(_ASSUMED_BYTES), num_ranks=settings.num_ranks)
+    with tempfile.TemporaryDirectory(prefix="undertow-demo-") as directory:
+        text = Path(directory) / "text"
+        text.write_bytes(corpus)
+        arguments = (settings, text, Path(directory) / "meeting-point")
+        ranks = LocalRanks(_run_rank, arguments, num_ranks=settings.num_ranks, silence_s=_SILENCE_S + wire_s)
+        with LiveProgress(console, settings) as progress, ranks:
+            for message in ranks.messages():
+                match message:
+                    case ModelBuilt():
+                        progress.model_built(message)
+                    case StepDone():
+                        progress.step_done(message)
+                    case WayDone():
+                        results[message.way][message.rank] = message
+    return {way: [of_ranks[rank] for rank in sorted(of_ranks)] for way, of_ranks in results.items()}
+
+
+def _run_rank(*arguments: object) -> None:
+    # Imported in the ranks only: the process that watches them has no need of torch.
+    from undertow.demo.rank import run_rank
+
+    entry: Callable[..., None] = run_rank
+    entry(*arguments)
+
+
+def _conclude(settings: DemoSettings, results: Mapping[Way, Sequence[WayDone]], console: Console) -> int:
+    verdict = Verdict.of(results, num_ranks=settings.num_ranks)
+    console.print()
+    console.print(comparison_table(results, verdict))
+    traces = {way.label: of_ranks[0].trace for way, of_ranks in results.items()}
+    for way in Way:
+        save_timeline({way.label: traces[way.label]}, settings.out / f"demo-{way}.png")
+    picture = settings.out / "demo.png"
+    save_timeline(traces, picture)
+    console.print(f"\nTimeline of all ways: {picture}   (of each alone: {settings.out / 'demo-*.png'})", highlight=False)
+    for complaint in verdict.complaints:
+        console.print(f"[bold red]{escape(complaint)}[/]", highlight=False)
+    if not verdict.complaints:
+        console.print(f"All {len(Way)} ways found the same gradients and the same loss.")
+    return 1 if verdict.complaints else 0
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written to '{path}': {error.strerror or type(error).__name__}.",
+            where="undertow demo",
+            remedy="Give another directory for the pictures: --out DIR.",
+        ) from error

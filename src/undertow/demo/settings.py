@@ -1,0 +1,67 @@
+"""What the demo is asked to do, and the ways of synchronising that it compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from undertow.cost import Link, link_from_text
+from undertow.errors import ConfigError
+
+__all__ = ["NUM_WARM_UP_STEPS", "DemoSettings", "Way"]
+
+NUM_WARM_UP_STEPS = 2  # buckets are made in the first step and may be ordered anew after it
+_MAX_RANKS = 16
+_MAX_STEPS = 10_000
+
+
+class Way(StrEnum):
+    """How gradients become the mean over ranks; in the order in which the demo runs them."""
+
+    PER_PARAMETER = "per-parameter"
+    BUCKETED = "bucketed"
+    OVERLAPPED = "overlapped"
+    TORCH_DDP = "torch-ddp"
+    UNDERTOW = "undertow"
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self]
+
+
+_LABELS = {
+    Way.PER_PARAMETER: "a reduction per parameter",
+    Way.BUCKETED: "bucketed, after backward",
+    Way.OVERLAPPED: "bucketed, overlapped",
+    Way.TORCH_DDP: "torch DDP, defaults",
+    Way.UNDERTOW: "Undertow, defaults",
+}
+REFERENCE = Way.PER_PARAMETER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """One run of the demo. Raises ConfigError for values that cannot work."""
+
+    num_ranks: int = 2
+    link: str = "1gbit"
+    text: Path | None = None  # None: the standard library's source
+    num_steps: int = 10  # measured, per way, after the warm-up
+    out: Path = Path("out")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_range("--nproc", self.num_ranks, highest=_MAX_RANKS, remedy="Two show the most on a small machine.")
+        _check_range("--steps", self.num_steps, highest=_MAX_STEPS, remedy="Ten are enough for a stable median.")
+        _check_range("--seed", self.seed, lowest=0, highest=2**31 - 1, remedy="Any such number will do.")
+        link_from_text(self.link)
+
+    @property
+    def emulated_link(self) -> Link:
+        return link_from_text(self.link)
+
+
+def _check_range(name: str, value: int, *, lowest: int = 1, highest: int, remedy: str) -> None:
+    if not lowest <= value <= highest:
+        raise ConfigError(f"{name} must be {lowest} to {highest}, got {value}.", where="undertow demo", remedy=remedy)

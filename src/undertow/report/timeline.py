@@ -1,0 +1,145 @@
+"""Steps as a picture: what computes, what the network carries, and where the one waits for the other."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from undertow.errors import ConfigError
+from undertow.trace import Event, Trace, overlap_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["require_matplotlib", "save_timeline"]
+
+# Calm for work, loud for waiting. Light enough that the bucket numbers can be read on them.
+_COLOURS = {
+    "forward": "#9dc3e6",
+    "backward": "#2f75b5",
+    "wait": "#e4572e",
+    "optimizer": "#a5a5a5",
+    "network": "#7fb069",
+}
+_LEGEND = {
+    "forward": "forward",
+    "backward": "backward",
+    "wait": "waiting for the network (exposed)",
+    "optimizer": "optimizer",
+    "network": "bucket on the network",
+}
+_INK = "#333333"
+_FAINT_INK = "#777777"
+_COMPUTE_HEIGHT = 0.40
+_NETWORK_HEIGHT = 0.26
+_INCHES_PER_WAY = 0.82
+
+
+def require_matplotlib() -> None:
+    """ConfigError, naming what to install, where pictures cannot be made."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "pictures need matplotlib, which is not installed.",
+            where="undertow.report.timeline",
+            remedy='Install it with: pip install "undertow[cli]"',
+        )
+
+
+def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
+    """Writes a PNG with two rows per named trace, computation above network, on one axis of milliseconds.
+
+    The trace of interest comes last, what it is compared with first. Raises ConfigError without traces or matplotlib.
+    """
+    if not traces:
+        raise ConfigError("a timeline needs at least one trace.", where="save_timeline")
+    require_matplotlib()
+    # Not pyplot: it would keep the figure in a list of its own and look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 1.75 + _INCHES_PER_WAY * len(traces)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    end_ms = max(_end_ms(trace) for trace in traces.values())
+    for row, trace in enumerate(traces.values()):
+        _draw_trace(axes, trace, row=row, axis_ms=end_ms)
+    _dress(axes, list(traces), end_ms=end_ms)
+    _title_and_legend(figure, axes, traces)
+    figure.savefig(path)
+
+
+def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
+    for event in trace.on_lane("compute"):
+        _draw_bar(axes, event, top=row - _COMPUTE_HEIGHT, height=_COMPUTE_HEIGHT, colour=_COLOURS[event.kind])
+    for event in trace.communication:
+        _draw_bar(axes, event, top=row + 0.03, height=_NETWORK_HEIGHT, colour=_COLOURS["network"])
+    left = _end_ms(trace) + axis_ms * 0.008
+    axes.text(left, row - 0.2, f"{_end_ms(trace):.0f} ms", va="center", fontsize=10.5, fontweight="bold", color=_INK)
+    if (hidden := overlap_of(trace).fraction) is not None:
+        axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, color=_FAINT_INK)
+
+
+def _draw_bar(axes: Axes, event: Event, *, top: float, height: float, colour: str) -> None:
+    axes.broken_barh(
+        [(event.start_us / 1e3, event.duration_us / 1e3)],
+        (top, height),
+        facecolors=colour,
+        edgecolors="white",
+        linewidth=0.6,
+    )
+
+
+def _dress(axes: Axes, names: Sequence[str], *, end_ms: float) -> None:
+    """Names, scales and lines around the bars."""
+    axes.set_xlim(0, end_ms * 1.085)
+    axes.set_ylim(len(names) - 0.55, -0.6)  # the first way on top
+    axes.set_yticks([row - 0.05 for row in range(len(names))], names, fontsize=10.5, color=_INK)
+    axes.set_xlabel("milliseconds since the step began", fontsize=9.5, color=_INK)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=9, colors=_INK)
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _title_and_legend(figure: Figure, axes: Axes, traces: Mapping[str, Trace]) -> None:
+    from matplotlib.patches import Patch
+
+    figure.suptitle(_takeaway(traces), x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    shown = {event.kind for trace in traces.values() for event in trace.on_lane("compute") if event.duration_us > 0}
+    if any(trace.communication for trace in traces.values()):
+        shown.add("network")
+    handles = [Patch(facecolor=_COLOURS[kind], label=_LEGEND[kind]) for kind in _COLOURS if kind in shown]
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9.5,
+        handlelength=1.2,
+        handleheight=1.0,
+        borderaxespad=0.2,
+        columnspacing=1.6,
+        labelcolor=_INK,
+    )
+
+
+def _takeaway(traces: Mapping[str, Trace]) -> str:
+    name, trace = list(traces.items())[-1]
+    overlap = overlap_of(trace)
+    if overlap.fraction is None:
+        return f"{name}: {_end_ms(trace):.0f} ms per step, no communication"
+    hidden = f"{overlap.fraction:.0%} of the network time is hidden"
+    if len(traces) == 1:
+        return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {_end_ms(trace):.0f} ms are spent waiting"
+    first_name, first = next(iter(traces.items()))
+    return f"{name}: {hidden}, {_end_ms(first) / _end_ms(trace):.1f}x the speed of {first_name}"
+
+
+def _end_ms(trace: Trace) -> float:
+    return max((event.stop_us for event in trace.events), default=0.0) / 1e3

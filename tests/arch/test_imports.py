@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from support.project import ROOT, SOURCES
+
+PURE = [
+    "undertow",
+    "undertow.errors",
+    "undertow.config",
+    "undertow.cost",
+    "undertow.plan",
+    "undertow.schedule",
+    "undertow.trace",
+    "undertow.report",
+]
+
+
+def module_of(parts: tuple[str, ...]) -> str:
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = sorted(module_of(path.relative_to(ROOT / "src").with_suffix("").parts) for path in SOURCES if path.stem != "__main__")
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_the_pure_half_does_not_import_torch(module: str) -> None:
+    # A process of its own: here torch may have been imported by another test.
+    check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_exported_name_exists(module: str) -> None:
+    imported = importlib.import_module(module)
+    exported = getattr(imported, "__all__", [])
+    assert [name for name in exported if not hasattr(imported, name)] == []
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'undertow' has no attribute 'nonsense'"):
+        importlib.import_module("undertow").nonsense  # noqa: B018

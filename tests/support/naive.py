@@ -1,0 +1,83 @@
+"""What all tests compare with: a bare model, and after backward an all-reduce per parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from undertow import DistributedDataParallel, SyncConfig
+
+
+def naive_mean(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Makes every `.grad` the mean over ranks; one that no rank has stays None."""
+    for param in model.parameters():
+        if not param.requires_grad:
+            continue
+        has_gradient = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(has_gradient, group=group)
+        if not has_gradient:
+            continue
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        dist.all_reduce(param.grad, group=group)
+        param.grad /= dist.get_world_size(group)
+
+
+@contextlib.contextmanager
+def wrapped_and_bare(model: nn.Module, **settings: Any) -> Iterator[tuple[DistributedDataParallel, nn.Module]]:
+    """`model` under our wrapper, and a bare copy of it."""
+    bare = copy.deepcopy(model)
+    with wrapped(model, **settings) as ddp:
+        yield ddp, bare
+
+
+@contextlib.contextmanager
+def wrapped(
+    model: nn.Module, *, process_group: dist.ProcessGroup | None = None, **settings: Any
+) -> Iterator[DistributedDataParallel]:
+    ddp = DistributedDataParallel(model, process_group=process_group, config=SyncConfig(**settings))
+    try:
+        yield ddp
+    finally:
+        ddp.close()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name.removeprefix("module."): None if param.grad is None else param.grad.clone()
+        for name, param in model.named_parameters()
+    }
+
+
+def require_same_gradients(ours: nn.Module, reference: nn.Module) -> None:
+    require_same(gradients(ours), gradients(reference))
+
+
+def require_same_parameters(ours: nn.Module, reference: nn.Module) -> None:
+    require_same(
+        {name.removeprefix("module."): param for name, param in ours.named_parameters()}, dict(reference.named_parameters())
+    )
+
+
+def require_same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
+    """To the bit with two ranks; with more, sums are formed in another order."""
+    assert ours.keys() == reference.keys(), (ours.keys(), reference.keys())
+    different = [f"{name}: {ours[name]} != {wanted}" for name, wanted in reference.items() if not _is_same(ours[name], wanted)]
+    assert not different, "\n".join(different)
+
+
+def _is_same(ours: Tensor | None, wanted: Tensor | None) -> bool:
+    if ours is None or wanted is None:
+        return ours is wanted
+    if dist.get_world_size() <= 2 or torch.equal(ours, wanted):
+        return torch.equal(ours, wanted)
+    # Three summands in another order: two roundings of partial sums, each of which is at most about the largest
+    # gradient; a few units in the last place of that.
+    ulp = torch.finfo(wanted.dtype).eps * float(wanted.abs().max())
+    return torch.allclose(ours, wanted, rtol=0.0, atol=4 * ulp)

@@ -1,0 +1,13 @@
+"""The files of the project, for tests that read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """How a test's id calls a file."""
+    return str(path.relative_to(ROOT))

@@ -1,0 +1,185 @@
+"""Ranks that stay: processes with a gloo group among them, for which a test is a function to run."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+_START_S = 120.0  # importing torch on a busy machine
+_BLAME_S = 5.0  # that the other ranks have when one has failed: they may be waiting for it for ever
+
+# What they import is imported once: ranks are forked off a server and are there in a moment.
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.checkpoint", "rich.table", "pytest"])
+
+
+class RanksFailed(Exception):
+    """What went wrong, with every rank's last word."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank's work returned, or how it failed."""
+
+    value: Any = None
+    failure: str = ""
+
+
+class Ranks:
+    """`num_ranks` processes, started when they are first needed and anew after every failure."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._pool: _Pool | None = None
+
+    def run(self, work: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """What `work(*args)`, a function of a module, returned on each rank; RanksFailed if it failed on any."""
+        if self._pool is None:
+            self._pool = _Pool(self.num_ranks)
+        try:
+            return self._pool.run(work, args, timeout_s)
+        except BaseException:
+            self.close()  # ranks that have failed may be anywhere
+            raise
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.kill()
+            self._pool = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Pool:
+    def __init__(self, num_ranks: int) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(num_ranks):
+            ours, theirs = _FORKSERVER.Pipe()
+            arguments = (rank, num_ranks, Path(self._directory.name), theirs)
+            process = _FORKSERVER.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self._answers(_START_S)
+
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        for connection in self._connections:
+            connection.send((work, args))
+        return [answer.value for answer in self._answers(timeout_s)]
+
+    def kill(self) -> None:
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.kill()
+            process.join()
+            connection.close()
+        self._directory.cleanup()
+
+    def _answers(self, timeout_s: float) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < len(self._connections):
+            open_connections = [it for rank, it in enumerate(self._connections) if rank not in answers]
+            ready = wait(open_connections, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = self._connections.index(connection)
+                answers[rank] = self._receive(rank)
+                if answers[rank].failure:
+                    deadline = min(deadline, time.monotonic() + _BLAME_S)
+        if len(answers) < len(self._connections) or any(answer.failure for answer in answers.values()):
+            raise RanksFailed(self._last_words(answers, timeout_s))
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _receive(self, rank: int) -> Answer:
+        try:
+            return self._connections[rank].recv()
+        except EOFError:
+            self._processes[rank].join()
+            return Answer(failure=f"ended with exit code {self._processes[rank].exitcode}\n{self._stack(rank)}")
+
+    def _last_words(self, answers: dict[int, Answer], timeout_s: float) -> str:
+        words = []
+        for rank in range(len(self._connections)):
+            if rank in answers:
+                word = answers[rank].failure or "done"
+            else:
+                word = f"no answer within {timeout_s:.0f} s, or since another rank failed\n{self._dump(rank)}"
+            words.append(f"--- rank {rank}: {word}")
+        return "\n".join(["", *words])
+
+    def _dump(self, rank: int) -> str:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3)  # for the dump to be written; it is only read by people
+        return self._stack(rank)
+
+    def _stack(self, rank: int) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return _stack_file(Path(self._directory.name), rank).read_text()
+        return ""
+
+
+def _stack_file(directory: Path, rank: int) -> Path:
+    return directory / f"stack-{rank}.txt"
+
+
+def _serve(rank: int, num_ranks: int, directory: Path, connection: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")  # as in the tests themselves
+    with _stack_file(directory, rank).open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        faulthandler.enable(file=stack)
+        store = dist.FileStore(str(directory / "meeting-point"), num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        connection.send(Answer())
+        gc.freeze()  # looking through all of torch after every test would take longer than most tests
+        with contextlib.suppress(EOFError):
+            while True:
+                connection.send(_answer(connection))
+    os._exit(0)  # the parent is gone
+
+
+def _answer(connection: Connection) -> Answer:
+    try:
+        work, args = connection.recv()
+        torch.manual_seed(0)
+        return Answer(value=_run(work, args))
+    except EOFError:
+        raise
+    except BaseException:
+        return Answer(failure=traceback.format_exc())
+
+
+def _run(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    value = work(*args)
+    gc.collect()
+    open_groups = [group.group_desc for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if open_groups:
+        raise RuntimeError(f"{work.__name__} has left process groups open: {open_groups}")
+    return value

@@ -1,0 +1,46 @@
+"""Hypothesis strategies for values of the pure half."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hypothesis import strategies as st
+
+from undertow.plan import ParamSpec, Plan, SizeCaps, group_by_size, plan_from_groups
+from undertow.schedule import lower_accumulation, lower_data_parallel
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "complex128": 16}
+
+
+def spec(name: str, numel: int, *, dtype: str = "float32", device: str = "cpu") -> ParamSpec:
+    return ParamSpec(name=name, shape=(numel,), dtype=dtype, itemsize=ITEMSIZE[dtype], device=device)
+
+
+def specs_of_sizes(*sizes: int) -> list[ParamSpec]:
+    """Parameters 'p0', 'p1', ... of so many bytes."""
+    return [spec(f"p{i}", size, dtype="uint8") for i, size in enumerate(sizes)]
+
+
+@st.composite
+def param_lists(draw: st.DrawFn, *, min_size: int = 0) -> list[ParamSpec]:
+    """Parameters of mixed dtypes and devices, some without elements."""
+    kinds = st.tuples(st.integers(0, 40), st.sampled_from(sorted(ITEMSIZE)), st.sampled_from(["cpu", "cuda:0"]))
+    drawn = draw(st.lists(kinds, min_size=min_size, max_size=12))
+    return [spec(f"p{i}", numel, dtype=dtype, device=device) for i, (numel, dtype, device) in enumerate(drawn)]
+
+
+_SIZES = st.integers(1, 400)
+_MAYBE_SIZES = st.none() | _SIZES
+size_caps = st.builds(SizeCaps, cap_bytes=_SIZES, first_bytes=_MAYBE_SIZES, last_bytes=_MAYBE_SIZES)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    params = draw(param_lists())
+    order = draw(st.permutations(range(len(params))))
+    return plan_from_groups(params, group_by_size(params, order, draw(size_caps)), num_ranks=draw(st.integers(1, 9)))
+
+
+# Every way to lower a number of buckets.
+LOWERINGS = [lower_data_parallel, partial(lower_data_parallel, overlap=False), lower_accumulation]
+lowerings = st.sampled_from(LOWERINGS)

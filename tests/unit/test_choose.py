@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.errors import text_of
+from support.strategies import spec, specs_of_sizes
+from undertow.config import SyncConfig
+from undertow.errors import ConfigError
+from undertow.plan import ParamSpec, first_plan, plan_in_order
+
+MIB = 1024 * 1024
+PARAMS = specs_of_sizes(*(size * MIB for size in (3, 1, 4, 2, 1)))
+PINNED = first_plan(PARAMS, SyncConfig(bucket_cap_mb=4), num_ranks=2)
+
+
+def buckets_of(num_ranks: int = 2, **settings: Any) -> list[tuple[int, ...]]:
+    plan = first_plan(PARAMS, SyncConfig(**settings), num_ranks=num_ranks)
+    return [bucket.params for bucket in plan.buckets]
+
+
+@pytest.mark.parametrize("order", ["observed", "reverse"])
+def test_before_anything_is_observed_parameters_go_in_reverse(order: str) -> None:
+    assert buckets_of(order=order, bucket_cap_mb=6) == [(4,), (3, 2), (1,), (0,)]
+
+
+def test_largest_first_goes_by_size() -> None:
+    assert buckets_of(order="largest_first", bucket_cap_mb=5) == [(2,), (0, 3), (1,), (4,)]
+
+
+def test_first_and_last_bucket_are_of_one_mebibyte_at_most() -> None:
+    assert buckets_of(order="reverse", bucket_cap_mb=100) == [(4,), (3, 2, 1), (0,)]
+
+
+def test_a_cap_below_one_mebibyte_is_that_of_every_bucket() -> None:
+    assert buckets_of(order="reverse", bucket_cap_mb=0.5) == [(4,), (3,), (2,), (1,), (0,)]
+
+
+def test_without_a_cap_the_size_of_the_model_chooses() -> None:
+    assert buckets_of(order="reverse") == buckets_of(order="reverse", bucket_cap_mb=1)
+
+
+def test_an_observed_order_is_followed() -> None:
+    plan = plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(bucket_cap_mb=4), num_ranks=2)
+    assert [bucket.params for bucket in plan.buckets] == [(1,), (4, 3), (0,), (2,)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_pinned_plan_keeps_its_buckets_on_any_number_of_ranks(num_ranks: int) -> None:
+    plan = first_plan(PARAMS, SyncConfig(plan=PINNED.to_json(), order="largest_first", bucket_cap_mb=1), num_ranks=num_ranks)
+    assert [bucket.params for bucket in plan.buckets] == [bucket.params for bucket in PINNED.buckets]
+    assert plan.num_ranks == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("params", "difference"),
+    [
+        ([spec("other", 3), *PARAMS[1:]], f"it has 'p0' ({3 * MIB},) uint8 where the model has 'other' (3,) float32"),
+        (PARAMS[:4], "it has 5 parameters, the model 4"),
+        ([*PARAMS, spec("more", 1)], "it has 5 parameters, the model 6"),
+    ],
+    ids=["another", "fewer", "more"],
+)
+def test_a_plan_of_another_model_is_refused(params: list[ParamSpec], difference: str) -> None:
+    config = SyncConfig(plan=PINNED.to_json())
+    assert text_of(ConfigError, lambda: first_plan(params, config, num_ranks=2)) == (
+        f"the saved plan is for another model.\n  {difference}\n"
+        "  Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out."
+    )

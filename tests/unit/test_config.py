@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from support.errors import text_of
+from undertow.config import SyncConfig, bytes_from_mib
+from undertow.errors import ConfigError
+
+DEFAULTS = {
+    "strategy": None,
+    "bucket_cap_mb": None,
+    "order": "observed",
+    "plan": None,
+    "auto_tune": False,
+    "overlap": True,
+    "reduction": "native",
+    "op": "mean",
+    "average_in_collective": True,
+    "reduce_dtype": None,
+    "wire_dtype": None,
+    "buffers": "rank0",
+    "ignore": (),
+    "experts": (),
+    "nonfinite": "ignore",
+    "record": "summary",
+}
+
+
+def refusal(**settings: Any) -> str:
+    return text_of(ConfigError, lambda: SyncConfig(**settings))
+
+
+def reading_error(text: Any) -> str:
+    return text_of(ConfigError, lambda: SyncConfig.from_json(text))
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(SyncConfig()) == DEFAULTS
+
+
+def test_settings_cannot_be_changed_later() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SyncConfig().overlap = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"strategy": "ddp", "bucket_cap_mb": 4.5, "order": "largest_first", "overlap": False},
+        {"bucket_cap_mb": math.inf, "order": "reverse", "buffers": "off", "ignore": ("a", "b.c"), "record": "full"},
+        {"plan": '{"format": 1}', "average_in_collective": False, "record": "off"},
+    ],
+)
+def test_json_round_trip(settings: dict[str, Any]) -> None:
+    config = SyncConfig(**settings)
+    assert SyncConfig.from_json(config.to_json()) == config
+
+
+def test_json_may_leave_out_settings() -> None:
+    assert SyncConfig.from_json('{"overlap": false}') == SyncConfig(overlap=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "choices"),
+    [
+        ({"strategy": "zero1"}, "None, 'ddp'"),
+        ({"strategy": "zero2"}, "None, 'ddp'"),
+        ({"strategy": "hybrid"}, "None, 'ddp'"),
+        ({"reduction": "ordered"}, "'native'"),
+        ({"op": "sum"}, "'mean'"),
+        ({"buffers": "mean"}, "'rank0', 'off'"),
+        ({"auto_tune": True}, "False"),
+        ({"nonfinite": "warn"}, "'ignore'"),
+        ({"nonfinite": "skip"}, "'ignore'"),
+        ({"nonfinite": "raise"}, "'ignore'"),
+        ({"reduce_dtype": "float32"}, "None"),
+        ({"wire_dtype": "bfloat16"}, "None"),
+        ({"experts": ("expert",)}, "()"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(settings: dict[str, Any], choices: str) -> None:
+    ((name, value),) = settings.items()
+    assert refusal(**settings) == f"{name}={value!r} is not built yet.\n  SyncConfig\n  What works today: {choices}."
+
+
+@pytest.mark.parametrize(
+    ("settings", "choices"),
+    [
+        ({"strategy": "zero3"}, "None, 'ddp'"),
+        ({"order": "random"}, "'observed', 'reverse', 'largest_first'"),
+        ({"overlap": 1}, "True, False"),
+        ({"overlap": "yes"}, "True, False"),
+        ({"average_in_collective": None}, "True, False"),
+        ({"reduction": None}, "'native'"),
+        ({"op": "max"}, "'mean'"),
+        ({"buffers": True}, "'rank0', 'off'"),
+        ({"auto_tune": None}, "False"),
+        ({"nonfinite": "panic"}, "'ignore'"),
+        ({"record": "some"}, "'summary', 'full', 'off'"),
+    ],
+)
+def test_a_value_that_no_version_will_have_is_refused_with_the_choices(settings: dict[str, Any], choices: str) -> None:
+    ((name, value),) = settings.items()
+    assert refusal(**settings) == f"{name} cannot be {value!r}.\n  SyncConfig\n  Choose one of: {choices}."
+
+
+@pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, "25", True])
+def test_a_bucket_size_must_be_a_positive_number(value: Any) -> None:
+    assert refusal(bucket_cap_mb=value) == (
+        f"bucket_cap_mb must be a positive number of MiB, got {value!r}.\n"
+        "  Give a size above zero, or leave it out for a planned one."
+    )
+
+
+def test_mebibytes_become_bytes() -> None:
+    assert bytes_from_mib(0.25, name="bucket_cap_mb") == 262_144
+
+
+@pytest.mark.parametrize("value", ["embedding.weight", None, 3, ("a", 3)])
+def test_ignore_must_be_names(value: Any) -> None:
+    assert refusal(ignore=value) == (
+        f'ignore must be a tuple of names, got {value!r}.\n  SyncConfig\n  Write ignore=("embedding.weight",).'
+    )
+
+
+@pytest.mark.parametrize("names", [["b", "a"], {"a", "b"}, (name for name in "ba")], ids=["list", "set", "generator"])
+def test_ignore_reads_the_same_on_every_rank(names: Any) -> None:
+    assert SyncConfig(ignore=names).ignore == ("a", "b")
+
+
+def test_plan_must_be_text() -> None:
+    assert refusal(plan={"format": 1}) == (
+        "plan must be the JSON text of a plan, got dict.\n  SyncConfig\n"
+        "  Write plan=pathlib.Path(path).read_text() for a file that save_plan() has written."
+    )
+
+
+def test_a_misspelt_setting_gets_the_right_one() -> None:
+    assert reading_error('{"overlapp": true}') == (
+        "there is no setting 'overlapp'.\n  SyncConfig.from_json\n  Did you mean 'overlap'?"
+    )
+
+
+def test_a_strange_setting_gets_the_list_of_all() -> None:
+    assert reading_error('{"xyzzy": true}') == (
+        f"there is no setting 'xyzzy'.\n  SyncConfig.from_json\n  Known settings: {', '.join(sorted(DEFAULTS))}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("overlap: true", "these settings are no JSON: Expecting value: line 1 column 1 (char 0)."),
+        (None, "these settings are no JSON: the JSON object must be str, bytes or bytearray, not NoneType."),
+        ("[1]", "settings are a JSON object, got list."),
+    ],
+)
+def test_text_that_holds_no_settings_is_refused(text: Any, problem: str) -> None:
+    assert reading_error(text) == f"{problem}\n  SyncConfig.from_json\n  Use text that to_json() has written."
+
+
+def test_values_from_json_are_checked_too() -> None:
+    assert reading_error('{"op": "sum"}') == refusal(op="sum")

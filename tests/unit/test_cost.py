@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from support.errors import text_of
+from undertow.cost import COLLECTIVES, Link, collective_seconds, link_from_text
+from undertow.errors import ConfigError
+
+# One second per byte and a thousand per hop, so that a cost shows both parts.
+PLAIN = Link(name="plain", hop_s=1000.0, bytes_per_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "seconds"),
+    [
+        ("all_reduce", 2, 2 * 1000 + 12),
+        ("all_reduce", 4, 6 * 1000 + 18),
+        ("reduce_scatter", 4, 3 * 1000 + 9),
+        ("all_gather", 4, 3 * 1000 + 9),
+        ("all_to_all", 4, 3 * 1000 + 9),
+        ("gather", 4, 3 * 1000 + 9),
+        ("scatter", 4, 3 * 1000 + 9),
+        ("broadcast", 4, 2 * 1000 + 12),
+        ("broadcast", 5, 3 * 1000 + 12),
+        ("reduce", 4, 2 * 1000 + 12),
+        ("send", 4, 1 * 1000 + 12),
+        ("barrier", 4, 2 * 1000),
+    ],
+)
+def test_cost_of_twelve_bytes(kind: str, num_ranks: int, seconds: float) -> None:
+    assert collective_seconds(PLAIN, kind, num_bytes=12, num_ranks=num_ranks) == seconds
+
+
+@pytest.mark.parametrize("kind", sorted(COLLECTIVES))
+def test_one_rank_communicates_for_nothing(kind: str) -> None:
+    assert collective_seconds(PLAIN, kind, num_bytes=12, num_ranks=1) == 0
+
+
+def test_all_reduce_of_8_4_megabytes_between_two_ranks_at_1_gigabit() -> None:
+    # 8.4 MB once over 125 MB/s * 0.956, and two hops of 100 us; measured on a shaped link: 70 ms.
+    seconds = collective_seconds(link_from_text("1gbit"), "all_reduce", num_bytes=8_400_000, num_ranks=2)
+    assert seconds == pytest.approx(8.4e6 / 119.5e6 + 200e-6)
+    assert round(seconds * 1e3, 1) == 70.5
+
+
+@pytest.mark.parametrize(
+    ("text", "line_rate"), [("1gbit", 125e6), ("5gbit", 625e6), ("2.5gbit", 312.5e6), ("200mbit", 25e6), ("0.1mbit", 12.5e3)]
+)
+def test_a_rate_names_an_ethernet_link(text: str, line_rate: float) -> None:
+    assert link_from_text(text) == Link(name=text, hop_s=100e-6, bytes_per_s=line_rate * 0.956)
+    assert not link_from_text(text).is_free
+
+
+def test_no_link_costs_nothing() -> None:
+    link = link_from_text("none")
+    assert link.is_free
+    assert collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8) == 0
+
+
+@pytest.mark.parametrize("link", [PLAIN, replace(PLAIN, hop_s=0.0), replace(PLAIN, bytes_per_s=math.inf)])
+def test_a_link_with_any_cost_is_not_free(link: Link) -> None:
+    assert not link.is_free
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "gbit", "1 gbit", "1Gbit", "-1gbit", "1gbits", "1.gbit", "1tbit", "0gbit", "0.0mbit", "1gbit\n"]
+)
+def test_a_text_that_names_no_link_is_refused(text: str) -> None:
+    assert text_of(ConfigError, lambda: link_from_text(text)) == (
+        f'there is no link {text!r}.\n  Write a rate such as "1gbit", "2.5gbit" or "200mbit", or "none" for the bare loopback.'
+    )
+
+
+@pytest.mark.parametrize(
+    ("hop_s", "bytes_per_s"), [(0.0, 0.0), (0.0, -1.0), (0.0, math.nan), (-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0)]
+)
+def test_an_impossible_link_is_refused(hop_s: float, bytes_per_s: float) -> None:
+    assert text_of(ConfigError, lambda: Link(name="odd", hop_s=hop_s, bytes_per_s=bytes_per_s)) == (
+        f"link 'odd' is impossible: {bytes_per_s} bytes/s, {hop_s} s per hop.\n"
+        "  Give a positive bandwidth and a latency of zero or more."
+    )

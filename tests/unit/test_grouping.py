@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from support.errors import text_of
+from support.strategies import param_lists, size_caps, spec, specs_of_sizes
+from undertow.errors import ConfigError
+from undertow.plan import ParamSpec, SizeCaps, default_caps, group_by_size, largest_first
+
+MIB = 1024 * 1024
+Groups = tuple[tuple[int, ...], ...]
+
+
+@st.composite
+def groupings(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], SizeCaps]:
+    params = draw(param_lists(min_size=1))
+    return params, draw(st.permutations(range(len(params)))), draw(size_caps)
+
+
+def fits(params: list[ParamSpec], group: tuple[int, ...], cap_bytes: float) -> bool:
+    """Whether a group keeps to a cap, as far as it can: one parameter may be above it."""
+    return len(group) == 1 or sum(params[i].num_bytes for i in group) <= cap_bytes
+
+
+def in_order(sizes: list[int], **caps: float) -> Groups:
+    return group_by_size(specs_of_sizes(*sizes), range(len(sizes)), SizeCaps(**caps))
+
+
+def test_largest_first_example() -> None:
+    params = specs_of_sizes(15, 50, 100, 20, 30)
+    groups = group_by_size(params, largest_first(params), SizeCaps(cap_bytes=100))
+    assert [[params[i].num_bytes for i in group] for group in groups] == [[100], [50, 30, 20], [15]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "caps", "groups"),
+    [
+        ([], {"cap_bytes": 10}, ()),
+        ([3, 3, 3, 3], {"cap_bytes": 6}, ((0, 1), (2, 3))),
+        ([3, 3, 3, 3], {"cap_bytes": math.inf}, ((0, 1, 2, 3),)),
+        ([3, 3, 3, 3], {"cap_bytes": 1}, ((0,), (1,), (2,), (3,))),
+        ([3, 99, 3, 3], {"cap_bytes": 10}, ((0,), (1,), (2, 3))),
+        ([99, 0, 0, 3], {"cap_bytes": 10}, ((0,), (1, 2, 3))),
+        ([0, 0, 0], {"cap_bytes": 1}, ((0, 1, 2),)),
+        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": 3}, ((0,), (1, 2, 3), (4,))),
+        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "last_bytes": 3}, ((0, 1, 2), (3,), (4,))),
+        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "last_bytes": 6}, ((0, 1, 2), (3, 4))),
+        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": 3, "last_bytes": 3}, ((0,), (1, 2, 3), (4,))),
+        ([3, 3, 3, 3, 99], {"cap_bytes": 9, "first_bytes": 3, "last_bytes": 3}, ((0,), (1, 2, 3), (4,))),
+        ([3, 3, 3], {"cap_bytes": 99, "first_bytes": 3, "last_bytes": 12}, ((0,), (1, 2))),
+    ],
+)
+def test_groups_are_consecutive_and_as_full_as_the_caps_allow(sizes: list[int], caps: dict[str, float], groups: Groups) -> None:
+    assert in_order(sizes, **caps) == groups
+
+
+def test_other_dtypes_and_devices_travel_apart_in_the_order_of_their_last_member() -> None:
+    kinds = [("float32", "cpu"), ("bfloat16", "cpu"), ("float32", "cuda:0"), ("float32", "cpu"), ("bfloat16", "cpu")]
+    params = [spec(f"p{i}", 1, dtype=dtype, device=device) for i, (dtype, device) in enumerate(kinds)]
+    assert group_by_size(params, range(5), SizeCaps(cap_bytes=100)) == ((2,), (0, 3), (1, 4))
+
+
+@given(groupings())
+def test_every_parameter_is_in_exactly_one_group(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
+    groups = group_by_size(*grouping)
+    assert sorted(i for group in groups for i in group) == list(range(len(grouping[0])))
+    assert all(groups)
+
+
+@given(groupings())
+def test_a_group_is_of_one_kind_and_in_order(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
+    params, order, _ = grouping
+    position = {index: at for at, index in enumerate(order)}
+    for group in group_by_size(*grouping):
+        assert len({params[i].kind for i in group}) == 1
+        assert all(position[earlier] < position[later] for earlier, later in pairwise(group))
+
+
+@given(groupings())
+def test_groups_leave_in_the_order_of_their_last_member(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
+    position = {index: at for at, index in enumerate(grouping[1])}
+    lasts = [position[group[-1]] for group in group_by_size(*grouping)]
+    assert lasts == sorted(lasts)
+
+
+@given(groupings())
+def test_caps_are_kept_by_all_but_a_single_parameter_above_them(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
+    params, _, caps = grouping
+    largest = max(cap for cap in (caps.cap_bytes, caps.first_bytes, caps.last_bytes) if cap is not None)
+    assert all(fits(params, group, largest) for group in group_by_size(*grouping))
+
+
+@given(groupings())
+def test_first_bucket_keeps_its_cap(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
+    params, _, caps = grouping
+    assume(caps.first_bytes is not None)
+    assert fits(params, group_by_size(*grouping)[0], caps.first_bytes)
+
+
+@given(groupings())
+def test_last_bucket_keeps_its_cap(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
+    params, _, caps = grouping
+    assume(caps.last_bytes is not None)
+    assert fits(params, group_by_size(*grouping)[-1], caps.last_bytes)
+
+
+@pytest.mark.parametrize("name", ["cap_bytes", "first_bytes", "last_bytes"])
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_a_cap_must_be_positive(name: str, value: float) -> None:
+    caps: dict[str, Any] = {"cap_bytes": 1, name: value}
+    assert text_of(ConfigError, lambda: SizeCaps(**caps)) == (
+        f"a bucket size must be positive, got {name}={value}.\n"
+        "  Give a size above zero; math.inf puts everything into one bucket."
+    )
+
+
+@pytest.mark.parametrize(("total_mib", "cap_mib"), [(0, 1), (1, 1), (20, 1), (100, 5), (500, 25), (10_000, 25)])
+def test_default_caps_make_about_twenty_buckets_of_1_to_25_mebibytes(total_mib: int, cap_mib: int) -> None:
+    assert default_caps(total_mib * MIB) == SizeCaps(cap_bytes=cap_mib * MIB, first_bytes=MIB, last_bytes=MIB)

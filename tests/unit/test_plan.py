@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.errors import text_of
+from support.strategies import plans, spec
+from undertow.errors import ConfigError
+from undertow.plan import Bucket, ParamSpec, Plan, Slot, plan_from_groups
+
+PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
+PLAN = plan_from_groups(PARAMS, [(1, 0), (2,)], num_ranks=2)
+EACH_ONCE = "a plan must hold each of its 3 parameters exactly once."
+FOREIGN = "Make the plan from the parameters of this model."
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def saved(**changes: Any) -> str:
+    """PLAN as JSON, with other values for some of its keys."""
+    return json.dumps({**json.loads(PLAN.to_json()), **changes})
+
+
+def reading_error(text: Any) -> str:
+    return text_of(ConfigError, lambda: Plan.from_json(text))
+
+
+def with_last_bucket(**changes: Any) -> Callable[[], Plan]:
+    *others, last = PLAN.buckets
+    return lambda: dataclasses.replace(PLAN, buckets=(*others, dataclasses.replace(last, **changes)))
+
+
+def test_a_plan_lays_groups_out_in_their_order() -> None:
+    assert [(bucket.index, bucket.dtype, bucket.device, bucket.params) for bucket in PLAN.buckets] == [
+        (0, "float32", "cpu", (1, 0)),
+        (1, "bfloat16", "cpu", (2,)),
+    ]
+    assert PLAN.buckets[0].slots == (Slot(param=1, start=0, stop=2), Slot(param=0, start=2, stop=8))
+
+
+def test_sizes_of_a_bucket() -> None:
+    # 8 elements, 2 used flags and 48 signature bits are 58 elements, padded to 60 for 16 bytes.
+    bucket = PLAN.buckets[0]
+    assert (bucket.numel, bucket.num_bytes, bucket.storage_numel, bucket.wire_bytes) == (8, 32, 60, 240)
+
+
+def test_an_empty_group_makes_no_bucket() -> None:
+    assert plan_from_groups(PARAMS, [(), (1, 0), (), (2,), ()], num_ranks=2) == PLAN
+
+
+@pytest.mark.parametrize("groups", [[], [()]])
+def test_without_parameters_one_bucket_of_a_trailer_only_remains(groups: list[tuple[int, ...]]) -> None:
+    (bucket,) = plan_from_groups((), groups, num_ranks=2).buckets
+    assert (bucket.slots, bucket.numel) == ((), 0)
+    assert (bucket.dtype, bucket.itemsize, bucket.device) == ("float32", 4, "cpu")
+    assert bucket.trailer.has_verdict
+
+
+def test_a_parameter_without_elements_has_an_empty_slot() -> None:
+    params = (spec("a", 2), spec("none", 0), spec("b", 1))
+    (bucket,) = plan_from_groups(params, [(0, 1, 2)], num_ranks=1).buckets
+    assert [(slot.start, slot.stop) for slot in bucket.slots] == [(0, 2), (2, 2), (2, 3)]
+    assert len(bucket.trailer.used) == 3
+
+
+@given(plans())
+def test_every_parameter_has_exactly_one_slot(plan: Plan) -> None:
+    placed = [slot.param for bucket in plan.buckets for slot in bucket.slots]
+    assert sorted(placed) == list(range(len(plan.params)))
+
+
+@given(plans())
+def test_dtypes_and_devices_do_not_share_a_bucket(plan: Plan) -> None:
+    for bucket in plan.buckets:
+        assert {plan.params[i].kind for i in bucket.params} <= {(bucket.dtype, bucket.device)}
+
+
+@given(plans())
+def test_json_round_trip(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@given(plans())
+def test_fingerprint_is_eight_digits_and_the_same_for_equal_plans(plan: Plan) -> None:
+    assert re.fullmatch(r"[0-9a-f]{8}", plan.fingerprint)
+    assert Plan.from_json(plan.to_json()).fingerprint == plan.fingerprint
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        plan_from_groups(PARAMS, [(0, 1), (2,)], num_ranks=2),
+        plan_from_groups(PARAMS, [(2,), (1, 0)], num_ranks=2),
+        plan_from_groups(PARAMS, [(1,), (0,), (2,)], num_ranks=2),
+        plan_from_groups(PARAMS, [(1, 0), (2,)], num_ranks=3),
+        plan_from_groups((spec("other", 6), *PARAMS[1:]), [(1, 0), (2,)], num_ranks=2),
+        plan_from_groups((spec("weight", 7), *PARAMS[1:]), [(1, 0), (2,)], num_ranks=2),
+        plan_from_groups((*PARAMS[:2], spec("half", 3, dtype="float16")), [(1, 0), (2,)], num_ranks=2),
+        plan_from_groups((*PARAMS[:2], spec("half", 3, dtype="bfloat16", device="cuda")), [(1, 0), (2,)], num_ranks=2),
+    ],
+    ids=["slots", "buckets", "grouping", "ranks", "name", "shape", "dtype", "device"],
+)
+def test_fingerprint_differs_for_plans_that_differ_in(other: Plan) -> None:
+    assert other.fingerprint != PLAN.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "Expecting value: line 1 column 1 (char 0)"),
+        (None, "the JSON object must be str, bytes or bytearray, not NoneType"),
+        ("{}", "it has no 'format'"),
+        ('{"format": 2}', "format 2, expected 1"),
+        ('{"format": 1}', "it has no 'params'"),
+        (saved(buckets=[[0, 1], ["two"]]), "invalid literal for int() with base 10: 'two'"),
+        (saved(buckets=[[0, 1], [2, 3]]), "tuple index out of range"),
+        (saved(num_ranks=float("inf")), "cannot convert float infinity to integer"),
+    ],
+)
+def test_text_that_holds_no_plan_is_refused(text: Any, problem: str) -> None:
+    assert reading_error(text) == f"this is no saved plan: {problem}.\n  Use a file that save_plan() has written."
+
+
+@pytest.mark.parametrize(
+    ("buckets", "difference"),
+    [
+        ([[0, 1]], "parameter 2 ('half') is in 0 slots"),
+        ([[0], [2]], "parameter 1 ('bias') is in 0 slots"),
+        ([[1, 0, 0], [2]], "parameter 0 ('weight') is in 2 slots"),
+        ([[0, 1], [2], [1]], "parameter 1 ('bias') is in 2 slots"),
+        ([[0, 1], [2], [-1]], "parameter -1 is in 1 slots"),
+    ],
+)
+def test_a_saved_plan_that_does_not_hold_each_parameter_once_is_refused(buckets: list[list[int]], difference: str) -> None:
+    assert reading_error(saved(buckets=buckets)) == f"{EACH_ONCE}\n  first difference: {difference}\n  {FOREIGN}"
+
+
+@given(st.sampled_from(["format", "num_ranks", "params", "buckets"]), json_values)
+def test_any_other_value_in_a_saved_plan_makes_a_plan_or_a_config_error(key: str, value: Any) -> None:
+    with contextlib.suppress(ConfigError):
+        Plan.from_json(saved(**{key: value}))
+
+
+@given(st.sampled_from(["name", "shape", "dtype", "itemsize", "device", "new"]), json_values)
+def test_any_other_value_in_a_saved_parameter_makes_a_plan_or_a_config_error(key: str, value: Any) -> None:
+    first, *others = [dataclasses.asdict(param) for param in PARAMS]
+    with contextlib.suppress(ConfigError):
+        plan = Plan.from_json(saved(params=[{**first, key: value}, *others]))
+        assert all(isinstance(bucket.storage_numel, int) for bucket in plan.buckets)
+
+
+@pytest.mark.parametrize("num_ranks", [0, -2])
+def test_a_plan_is_for_one_rank_or_more(num_ranks: int) -> None:
+    assert text_of(ConfigError, lambda: plan_from_groups(PARAMS, [(0, 1), (2,)], num_ranks=num_ranks)) == (
+        f"a plan is for one rank or more, got num_ranks={num_ranks}.\n  Give the size of the process group."
+    )
+
+
+@pytest.mark.parametrize(("shape", "itemsize"), [((-1,), 4), ((2, -3), 4), ((2.5,), 4), (("2",), 4), ((2,), 0), ((2,), -4)])
+def test_an_impossible_size_is_refused(shape: tuple[Any, ...], itemsize: int) -> None:
+    assert text_of(ConfigError, lambda: ParamSpec(name="w", shape=shape, dtype="float32", itemsize=itemsize)) == (
+        f"parameter 'w' has an impossible size: shape {shape}, {itemsize} bytes per element.\n"
+        "  Sizes are zero or more, and an element has at least one byte."
+    )
+
+
+def test_a_scalar_has_one_element() -> None:
+    scalar = ParamSpec(name="scale", shape=(), dtype="float64", itemsize=8)
+    assert (scalar.numel, scalar.num_bytes) == (1, 8)
+
+
+def test_a_group_of_two_dtypes_is_refused() -> None:
+    assert text_of(ConfigError, lambda: plan_from_groups(PARAMS, [(0, 1, 2)], num_ranks=2)) == (
+        "parameter 'half' does not fit its slot [8, 11) of bucket 0.\n"
+        "  it has 3 elements of bfloat16 on cpu; the bucket holds float32 on cpu and is free from 8\n"
+        "  Slots do not overlap, are as large as their parameter, and of one dtype and device."
+    )
+
+
+@pytest.mark.parametrize(
+    ("slot", "free_from"),
+    [(Slot(param=2, start=0, stop=4), 0), (Slot(param=2, start=5, stop=7), 0)],
+    ids=["too large", "too small"],
+)
+def test_a_slot_of_another_size_than_its_parameter_is_refused(slot: Slot, free_from: int) -> None:
+    assert text_of(ConfigError, with_last_bucket(slots=(slot,))) == (
+        f"parameter 'half' does not fit its slot [{slot.start}, {slot.stop}) of bucket 1.\n"
+        f"  it has 3 elements of bfloat16 on cpu; the bucket holds bfloat16 on cpu and is free from {free_from}\n"
+        "  Slots do not overlap, are as large as their parameter, and of one dtype and device."
+    )
+
+
+def test_slots_that_overlap_are_refused() -> None:
+    first, last = PLAN.buckets
+    overlapping = dataclasses.replace(first, slots=(Slot(param=1, start=0, stop=2), Slot(param=0, start=1, stop=7)))
+    assert text_of(ConfigError, lambda: dataclasses.replace(PLAN, buckets=(overlapping, last))) == (
+        "parameter 'weight' does not fit its slot [1, 7) of bucket 0.\n"
+        "  it has 6 elements of float32 on cpu; the bucket holds float32 on cpu and is free from 2\n"
+        "  Slots do not overlap, are as large as their parameter, and of one dtype and device."
+    )
+
+
+@pytest.mark.parametrize("change", [{"storage_numel": 80}, {"slots": (Slot(param=2, start=60, stop=63),)}])
+def test_a_trailer_that_does_not_end_the_storage_or_lies_on_gradients_is_refused(change: dict[str, Any]) -> None:
+    changed: Bucket = dataclasses.replace(PLAN.buckets[1], **change)
+    assert text_of(ConfigError, with_last_bucket(**change)) == (
+        f"the trailer [8, 64) of bucket 1 is misplaced.\n"
+        f"  the gradients end at {changed.numel}, the storage at {changed.storage_numel}\n"
+        "  The trailer lies behind the gradients and ends the storage."
+    )
