@@ -61,7 +61,7 @@ class _Arrivals:
     def __init__(self, model: nn.Module) -> None:
         self.steps: list[dict[int, float]] = []
         for index, param in enumerate(model.parameters()):
-            param.register_post_accumulate_grad_hook(partial(self._arrive, index))  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(partial(self._arrive, index))
 
     def begin(self) -> None:
         self.steps.append({})

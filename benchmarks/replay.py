@@ -45,7 +45,7 @@ class Replay(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for params in self.layers:
-            x = _TimedLayer.apply(x, *params)  # type: ignore[no-untyped-call]
+            x = _TimedLayer.apply(x, *params)
         return x
 
 

@@ -53,8 +53,7 @@ def measure(is_quick: bool, tell: Tell) -> list[Row]:
             tell(f"{name}, repetition {repetition + 1} of {num_repetitions}")
             found[name].append({"import_ms": _import_ms(_IMPORTS[name]), **run_ranks(measure_rank, 2, name)})
     return [
-        {"system": name, **{f"{key}": round(median(row[key] for row in rows), 1) for key in rows[0]}}
-        for name, rows in found.items()
+        {"system": name, **{key: round(median(row[key] for row in rows), 1) for key in rows[0]}} for name, rows in found.items()
     ]
 
 

@@ -56,8 +56,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.static_graph = static_graph
         self.sync = Sync(module, process_group=process_group, config=chosen, broadcast=init_sync)
 
-    @property  # type: ignore[override]
-    def process_group(self) -> dist.ProcessGroup:
+    @property
+    def process_group(self) -> dist.ProcessGroup:  # type: ignore[override]
         """The group of our own over which gradients travel."""
         return self.sync.process_group
 

@@ -48,20 +48,25 @@ class Sync:
         named_params = _trainable(module, self._config.ignore)
         require_unwatched(named_params)
         self._module = module
-        self._group = own_group(_chosen_group(process_group, mesh), device=_exchange_device(named_params))
-        require_agreement(
-            self._group,
-            settings={"torch": str(torch.__version__), **self._config.to_dict()},
-            params=[spec_of(name, param).to_dict() for name, param in named_params],
-        )
-        self._recorder = Recorder(
-            clock_for(self._group.device, self._group.backend), rank=self._group.rank, level=self._config.record
-        )
-        if broadcast:
-            self.broadcast_parameters()
-        self._engine = Engine(named_params, self._group, self._config, self._recorder)
         self._is_closed = False
-        self._step_hook = register_optimizer_step_pre_hook(_finish_before_step(self._engine, named_params))
+        self._group = own_group(_chosen_group(process_group, mesh), device=_exchange_device(named_params))
+        try:
+            require_agreement(
+                self._group,
+                settings={"torch": str(torch.__version__), **self._config.to_dict()},
+                params=[_description(name, param) for name, param in named_params],
+                others=[_description(name, tensor) for name, tensor in self._left_alone()],
+            )
+            self._recorder = Recorder(
+                clock_for(self._group.device, self._group.backend), rank=self._group.rank, level=self._config.record
+            )
+            if broadcast:
+                self.broadcast_parameters()
+            self._engine = Engine(named_params, self._group, self._config, self._recorder)
+        except BaseException:
+            self._group.close()
+            raise
+        self._hooks = [register_optimizer_step_pre_hook(_finish_before_step(self._engine, named_params))]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -128,8 +133,22 @@ class Sync:
         broadcast_in_place([param for name, param in self._module.named_parameters() if name not in ignored], self._group)
         broadcast_in_place([buffer for name, buffer in self._module.named_buffers() if name not in ignored], self._group)
 
+    def _left_alone(self) -> list[tuple[str, Tensor]]:
+        """What is broadcast and never reduced: parameters that are frozen, and buffers."""
+        frozen = [(name, param) for name, param in self._module.named_parameters() if not param.requires_grad]
+        tensors = [*frozen, *self._module.named_buffers()]
+        return [(name, tensor) for name, tensor in tensors if name not in self._config.ignore]
+
+    def watch_forwards(self) -> None:
+        """Has every forward of the module report its begin and end, until `close`."""
+        module = self._module
+        self._hooks.append(module.register_forward_pre_hook(lambda *_: self.forward_begins()))
+        self._hooks.append(module.register_forward_hook(lambda *_: self.forward_ends(), always_call=True))
+
     def forward_begins(self) -> None:
         """Called before each forward of the module: buffers follow rank 0, and a step begins."""
+        if self._is_closed:
+            return
         if private.graph_task_id() != -1 or not torch.is_grad_enabled():
             return  # recomputation inside a backward, or an evaluation, for which no other rank waits
         is_training = self._module.training
@@ -167,7 +186,8 @@ class Sync:
             return
         self._is_closed = True
         self._engine.close()
-        self._step_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._group.close()
 
 
@@ -195,8 +215,7 @@ def attach(
     ranks are those of `process_group`, of the one-dimensional `mesh`, or of the default group.
     """
     sync = Sync(module, mesh=mesh, process_group=process_group, config=config)
-    module.register_forward_pre_hook(lambda *_: sync.forward_begins())
-    module.register_forward_hook(lambda *_: sync.forward_ends(), always_call=True)
+    sync.watch_forwards()
     return sync
 
 
@@ -221,6 +240,16 @@ def _trainable(module: nn.Module, ignore: tuple[str, ...]) -> list[tuple[str, Te
                 remedy="Use the names that module.named_parameters() gives.",
             )
     return [(name, param) for name, param in known.items() if param.requires_grad and name not in ignore]
+
+
+def _description(name: str, tensor: Tensor) -> dict[str, Any]:
+    """What must be the same on every rank."""
+    axes = [axis for axis, size in enumerate(tensor.shape) if size > 1]
+    return {
+        **spec_of(name, tensor).to_dict(),
+        "device": tensor.device.type,  # its index may well differ
+        "axes in memory": sorted(axes, key=lambda axis: -tensor.stride()[axis]),
+    }
 
 
 def _chosen_group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup:

@@ -68,7 +68,7 @@ def require_same_parameters(ours: nn.Module, reference: nn.Module) -> None:
 def require_same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
     """To the bit with two ranks; with more, sums are formed in another order."""
     assert ours.keys() == reference.keys(), (ours.keys(), reference.keys())
-    different = [f"{name}: {ours[name]} != {wanted}" for name, wanted in reference.items() if not _is_same(ours[name], wanted)]
+    different = [f"{name}: {_text(ours[name])} != {_text(it)}" for name, it in reference.items() if not _is_same(ours[name], it)]
     assert not different, "\n".join(different)
 
 
@@ -81,3 +81,7 @@ def _is_same(ours: Tensor | None, wanted: Tensor | None) -> bool:
     # gradient; a few units in the last place of that.
     ulp = torch.finfo(wanted.dtype).eps * float(wanted.abs().max())
     return torch.allclose(ours, wanted, rtol=0.0, atol=4 * ulp)
+
+
+def _text(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.flatten()[:3].tolist()}"

@@ -213,16 +213,16 @@ def test_missing_is_what_has_not_arrived(case: Case) -> None:
     for param in case.arrivals:
         tracker.arrive(param)
     for index, bucket in enumerate(case.plan.buckets):
-        assert tracker.missing(index) == set(bucket.params) - set(case.arrivals)
+        assert tracker.arrivals.missing(index) == set(bucket.params) - set(case.arrivals)
 
 
 @given(cases())
 def test_arrived_is_what_came_since_the_reset(case: Case) -> None:
     tracker = case.tracker
     play(tracker, case.arrivals)
-    assert tracker.arrived == set(case.arrivals)
+    assert tracker.arrivals.arrived == set(case.arrivals)
     tracker.reset()
-    assert tracker.arrived == set()
+    assert tracker.arrivals.arrived == set()
 
 
 @pytest.mark.parametrize(("arrivals", "has_repeats"), [([], False), ([0, 2], False), ([0, 2, 0], True)])
@@ -230,31 +230,31 @@ def test_a_repeated_arrival_is_noticed(arrivals: list[int], has_repeats: bool) -
     tracker = three_buckets(lower_data_parallel(3))
     for param in arrivals:
         tracker.arrive(param)
-    assert tracker.has_repeats == has_repeats
+    assert tracker.arrivals.has_repeats == has_repeats
 
 
 def test_after_learning_a_bucket_waits_for_the_repeats_of_its_parameters() -> None:
     tracker = three_buckets(lower_data_parallel(3))
     play(tracker, [0, 1, 0])
-    tracker.learn_repeats()
+    tracker.arrivals.learn_repeats()
     tracker.reset()
     assert [labels(tracker.arrive(param)) for param in (0, 1, 0)] == [[], [], ["pack b0", "all_reduce b0"]]
-    assert not tracker.has_repeats
+    assert not tracker.arrivals.has_repeats
 
 
 def test_a_parameter_whose_learned_repeat_is_outstanding_is_not_missing() -> None:
     tracker = three_buckets(lower_data_parallel(3))
     play(tracker, [0, 1, 0])
-    tracker.learn_repeats()
+    tracker.arrivals.learn_repeats()
     tracker.reset()
     tracker.arrive(0)
-    assert (tracker.arrived, tracker.missing(0)) == ({0}, {1})
+    assert (tracker.arrivals.arrived, tracker.arrivals.missing(0)) == ({0}, {1})
 
 
 def test_repeats_that_do_not_come_again_leave_the_bucket_to_the_end_of_backward() -> None:
     tracker = three_buckets(lower_data_parallel(3))
     play(tracker, [0, 1, 0])
-    tracker.learn_repeats()
+    tracker.arrivals.learn_repeats()
     tracker.reset()
     played = play(tracker, [0, 1, 2, 3])
     assert labels(op for _, op in played.at_arrival) == ["pack b1"]
@@ -265,7 +265,7 @@ def test_learning_from_a_round_without_repeats_forgets_them() -> None:
     tracker = three_buckets(lower_data_parallel(3))
     for arrivals in ([0, 1, 0], [0, 1]):
         play(tracker, arrivals)
-        tracker.learn_repeats()
+        tracker.arrivals.learn_repeats()
         tracker.reset()
     assert play(tracker, [0, 1]).at_arrival == play(three_buckets(lower_data_parallel(3)), [0, 1]).at_arrival
 
@@ -274,7 +274,7 @@ def test_learning_from_a_round_without_repeats_forgets_them() -> None:
 def test_learned_repeats_change_neither_the_ops_nor_the_order_of_collectives(case: Case) -> None:
     tracker = case.tracker
     play(tracker, [*case.arrivals, *case.arrivals])
-    tracker.learn_repeats()
+    tracker.arrivals.learn_repeats()
     tracker.reset()
     released = play(tracker, case.arrivals).ops
     assert [op for op in released if op.kind is OpKind.ALL_REDUCE] == list(case.schedule.collectives)

@@ -36,7 +36,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     corpus = load_corpus(settings.text)
     require_matplotlib()
     _make_directory(settings.out)
-    print_introduction(console, settings, num_cores=os.cpu_count() or 1)
+    print_introduction(console, settings, num_cores=os.cpu_count() or 1, load=os.getloadavg()[0])
     try:
         results = _train(settings, corpus, console)
     except RanksLost as error:

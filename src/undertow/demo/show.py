@@ -19,9 +19,11 @@ from undertow.trace import overlap_of
 
 __all__ = ["LiveProgress", "comparison_table", "print_introduction"]
 
+_BARELY_BUSY = 0.5  # cores; what a desktop needs for itself
 
-def print_introduction(console: Console, settings: DemoSettings, *, num_cores: int) -> None:
-    """What is about to run."""
+
+def print_introduction(console: Console, settings: DemoSettings, *, num_cores: int, load: float) -> None:
+    """What is about to run, and what will blur its figures; `load` is the number of programs that compute already."""
     link = "the bare loopback" if settings.emulated_link.is_free else f"an emulated {settings.link} link"
     ranks = f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
     console.print(f"Training one model {len(Way)} ways: {ranks} on this machine, gradients over {link}.")
@@ -29,6 +31,8 @@ def print_introduction(console: Console, settings: DemoSettings, *, num_cores: i
         console.print("[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]")
     if settings.num_ranks > num_cores:
         console.print(f"[yellow]{ranks} share {num_cores} cores: computation will take longer than on machines of their own.[/]")
+    elif settings.num_ranks + load > num_cores + _BARELY_BUSY:
+        console.print("[yellow]Other programs are computing on this machine: times will vary.[/]")
 
 
 class LiveProgress:

@@ -76,13 +76,13 @@ class GradientBinding:
                 param.grad = None
         return bool(self._late)
 
+    @torch.no_grad()
     def late_contribution(self) -> Tensor:
         """What arrived late on this rank, laid out like the bucket's storage, zeros elsewhere. [storage_numel]"""
         scratch = torch.zeros_like(self.bucket.storage)
-        offsets = self.bucket.offsets
+        views = self.bucket.views_of(scratch)
         for position, grad in self._late.items():
-            start = offsets[position]
-            scratch[start : start + grad.numel()].view(grad.shape).copy_(grad)
+            views[position].copy_(grad)
         self._late.clear()
         return scratch
 

@@ -44,11 +44,11 @@ class GradientBucket:
         self._is_prepared = False
         self._check()
         self._starts = [0, *accumulate(gradient.numel() for gradient in self.gradients)]
-        self._row_shape = _row_shape(self.gradients)
         self.storage = torch.empty(0)
         self.views: list[Tensor] = []
         self._num_sharing = 0
         self.renew()
+        self._row_shape = _row_shape(self.views)
 
     @property
     def bucket_tensor(self) -> Tensor:
@@ -123,11 +123,20 @@ class GradientBucket:
         dtype, device = self._dtype_and_device()
         storage_numel = self._starts[-1] if self._layout is None else self._layout.storage_numel
         self.storage = torch.zeros(storage_numel, dtype=dtype, device=device)  # padding stays zero for ever
-        self.views = [
-            self.storage[start:stop].view(gradient.shape)
-            for gradient, (start, stop) in zip(self.gradients, pairwise(self._starts), strict=True)
-        ]
+        self.views = self.views_of(self.storage)
         self._num_sharing = private.storage_use_count(self.storage)
+
+    def views_of(self, storage: Tensor) -> list[Tensor]:
+        """Views like `views` of something that is laid out as our storage is."""
+        if self._layout is None:
+            return [
+                storage[start:stop].view(gradient.shape)
+                for gradient, (start, stop) in zip(self.gradients, pairwise(self._starts), strict=True)
+            ]
+        return [
+            storage.as_strided(gradient.shape, _strides_of_gradient(gradient), start)
+            for gradient, start in zip(self.gradients, self.offsets, strict=True)
+        ]
 
     def is_unreferenced(self) -> bool:
         """Whether nothing at all refers to a view, neither somebody outside nor a `.grad`; the cheap question."""
@@ -183,9 +192,14 @@ class GradientBucket:
             )
 
 
+def _strides_of_gradient(param: Tensor) -> tuple[int, ...]:
+    """Those that autograd and optimizers expect of a gradient: the parameter's own, such as channels-last."""
+    return torch.empty_like(param, device="meta").stride()
+
+
 def _row_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
     """The shape of every tensor's rows where it is the same for all of several tensors."""
     shapes = {tensor.shape[1:] for tensor in tensors if tensor.dim() > 0}
-    is_uniform = len(shapes) == 1 and len(tensors) > 1 and all(tensor.dim() > 0 for tensor in tensors)
-    row_shape = shapes.pop() if is_uniform else None
+    has_rows = all(tensor.dim() > 0 and tensor.is_contiguous() for tensor in tensors)
+    row_shape = shapes.pop() if len(shapes) == 1 and len(tensors) > 1 and has_rows else None
     return row_shape if row_shape is not None and row_shape.numel() > 0 else None

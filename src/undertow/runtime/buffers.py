@@ -54,9 +54,9 @@ def broadcast_buffers(owners: Sequence[BufferOwner], group: OwnGroup) -> None:
     received = _from_rank_zero([value for value in values if value is not None], group)
     if group.rank == 0:
         return
-    for places, (value, new) in zip(by_tensor.values(), received, strict=True):
+    for value, new in received:  # by dtype and device, not in the order of `values`
         if not torch.equal(value, new):
-            for owner in places:
+            for owner in by_tensor[id(value)]:
                 owner.put(new.clone())  # a chunk must not live on because one small buffer of it does
 
 

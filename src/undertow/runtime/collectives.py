@@ -41,7 +41,11 @@ class ReductionHandle:
 
     def on_done(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the reduction is complete, from a thread of the backend, or now if it already is."""
-        self._work.get_future().add_done_callback(lambda _: callback())
+
+        def done(_future: object) -> None:
+            callback()
+
+        self._work.get_future().add_done_callback(done)
 
     def __await__(self) -> Generator[Any, None, None]:
         loop = asyncio.get_running_loop()

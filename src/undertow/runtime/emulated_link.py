@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, final
 from weakref import WeakSet
@@ -183,6 +184,10 @@ class _Launch:
     work: _LinkWork
 
 
+def _identity(work: dist.Work) -> dist.Work:
+    return work
+
+
 def _collective(kind: str, name: str, *, payload: int | None, is_per_rank: bool = False) -> Callable[..., dist.Work]:
     """The group method `name`; its argument `payload` tells the bytes (times the ranks where it holds one rank's part)."""
 
@@ -255,13 +260,12 @@ class _EmulatedGroup(dist.ProcessGroup):
     def launch(self, kind: str, num_bytes: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         """Hands a collective to the group's thread, or straight to gloo where the link is free."""
         launched_s = time.perf_counter()
-        inner = self.inner
-        start: Callable[[], dist.Work] = lambda: getattr(inner, name)(*args, **kwargs)  # noqa: E731
+        start: Callable[[], dist.Work] = partial(getattr(self.inner, name), *args, **kwargs)
         if self._link.link.is_free:
-            inner_work = start()
-            if self._record_when_done(inner_work, kind, num_bytes, launched_s):
-                return inner_work
-            start = lambda: inner_work  # noqa: E731
+            running = start()
+            if self._record_when_done(running, kind, num_bytes, launched_s):
+                return running
+            start = partial(_identity, running)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"undertow-link-{self.rank()}", daemon=True)
             self._thread.start()

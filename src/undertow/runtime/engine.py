@@ -23,20 +23,20 @@ from undertow.plan import Plan, first_plan, observed, plan_in_order
 from undertow.runtime import private
 from undertow.runtime.executor import Executor, Round
 from undertow.runtime.group import OwnGroup
-from undertow.runtime.hooks import Arrivals, OutermostEnd, watch_parameters
+from undertow.runtime.hooks import OrderObserver, OutermostEnd, watch_parameters
 from undertow.runtime.manager import spec_of
 from undertow.runtime.recorder import Recorder
-from undertow.schedule import Op, Tracker, lower_accumulation, lower_data_parallel, verify
+from undertow.schedule import Arrivals, Op, Releases, lower_accumulation, lower_data_parallel, verify
 
 
 @dataclass(frozen=True)
 class _Assembly:
-    """What a plan becomes: trackers of both kinds of round, and buffers."""
+    """What a plan becomes: the ops of both kinds of round, and buffers."""
 
     plan: Plan
     generation: int
-    synchronising: Tracker
-    accumulating: Tracker
+    synchronising: Releases
+    accumulating: Releases
     make_executor: Callable[[], Executor]
 
     @cached_property
@@ -50,9 +50,9 @@ class _Progress:
     """What outlives a round."""
 
     num_rounds: int = 0  # synchronised ones
+    is_observed: bool = False  # one of them has ended well, and ranks have agreed on an order
     is_owed: bool = False  # a training forward ran and no round has followed
     arrived_before: set[int] = field(default_factory=set)  # in micro-batches since the last synchronisation
-    first_arrivals: list[int] = field(default_factory=list)  # of the backwards up to the first synchronisation
     unused: tuple[str, ...] = ()
     next_plan: Plan | None = None
 
@@ -71,13 +71,23 @@ class Engine:
         self._progress = _Progress()
         self._round: Round | None = None
         self._assembly = self._assemble(self._first_plan(), generation=0)
-        self._tracker = self._assembly.synchronising
-        self._arrivals = Arrivals(enter=self._enter, run=self._run)
+        self._releases = self._assembly.synchronising
+        self._arrivals = Arrivals(
+            _params_of_bucket(self.plan),
+            num_params=len(named_params),
+            on_full=self._fill,
+            traversal=private.graph_task_id,
+            on_traversal=self._enter,
+        )
         self._end = OutermostEnd(self._launch_rest)
+        self._observer = OrderObserver()
         self._hooks: list[RemovableHandle] = []
         if group.num_ranks > 1:
             _ = self._assembly.executor  # what does not fit into memory fails here and not in the first backward
-            self._hooks = watch_parameters([param for _, param in named_params], self._arrivals)
+            params = [param for _, param in named_params]
+            self._hooks = watch_parameters(params, self._arrivals)
+            if self._follows_observed_order():
+                self._observer.start(params)
 
     @property
     def plan(self) -> Plan:
@@ -127,12 +137,15 @@ class Engine:
         this_round = self._round
         if this_round is None:
             return
-        self._run(self._tracker.join())
+        if not this_round.is_launched:
+            self._abandon()
+            return
+        self._run(self._releases.join())
         self._round = None
-        self._arrivals.task = -1
+        self._arrivals.forget_traversal()
         self._end.forget()
         if not this_round.is_synchronised:
-            self._progress.arrived_before |= self._tracker.arrived
+            self._progress.arrived_before |= self._arrivals.arrived
             return
         self._settle(this_round)
 
@@ -141,40 +154,48 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._observer.stop()
 
     def _enter(self, task: int) -> None:
+        if self._round is not None and not self._end.is_coming:
+            self._leave_behind(self._round)
         if self._round is None:
             self._begin(is_synchronised=not self.is_accumulating)
         self._end.watch(task)
-        self._arrivals.task = task
+
+    def _leave_behind(self, this_round: Round) -> None:
+        """A new backward has begun, and `this_round` is not its own."""
+        if this_round.is_launched:
+            raise PhaseError(
+                "a backward began while gradients are being synchronised.",
+                where=f"synchronisation {this_round.number}",
+                remedy="Wait for reduce_gradients_async() before the next backward.",
+            )
+        self._give_up(this_round)
 
     def _begin(self, *, is_synchronised: bool) -> None:
         progress = self._progress
         if progress.next_plan is not None and is_synchronised:
             # The old buckets' storage goes when the last `.grad` has moved into the new ones.
             self._assembly = self._assemble(progress.next_plan, generation=self._assembly.generation + 1)
+            self._arrivals.regroup(_params_of_bucket(self.plan))
             progress.next_plan = None
         assembly = self._assembly
-        self._tracker = assembly.synchronising if is_synchronised else assembly.accumulating
-        self._tracker.reset()
-        self._arrivals.arrive = self._tracker.arrive if self._follows_plan() else self._arrive_observed
+        self._releases = assembly.synchronising if is_synchronised else assembly.accumulating
+        self._releases.reset()
+        self._arrivals.reset()
         self._round = Round(
             number=progress.num_rounds,
             generation=assembly.generation,
             is_synchronised=is_synchronised,
             not_arrived=self._not_arrived,
-            has_repeats=lambda: self._tracker.has_repeats,
+            has_repeats=lambda: self._arrivals.has_repeats,
         )
         assembly.executor.begin(self._round)
         self._recorder.backward_begins(generation=assembly.generation)
 
-    def _follows_plan(self) -> bool:
-        """Whether the order of arrivals need not be written down: it is, in the first synchronised backward."""
-        return self._progress.num_rounds > 0 or self._config.order != "observed"
-
-    def _arrive_observed(self, param: int) -> Sequence[Op]:
-        self._progress.first_arrivals.append(param)
-        return self._tracker.arrive(param)
+    def _fill(self, bucket: int) -> None:
+        self._run(self._releases.fill(bucket))
 
     def _run(self, ops: Sequence[Op]) -> None:
         self._assembly.executor.run(ops)
@@ -186,22 +207,44 @@ class Engine:
             return  # a nested backward has reached the outermost end as well
         this_round.is_launched = True
         self._recorder.backward_ends()
-        self._run(self._tracker.end_backward())
+        self._run(self._releases.end_backward())
         if private.graph_task_id() != -1:
             # Behind the callbacks of all other engines: with several models in one backward all launch, then all wait.
             private.call_after_backward(self.complete)
 
     def _abandon(self) -> None:
-        """Ends a round that an exception in backward has left open: the other ranks are waiting for our buckets."""
+        """Ends a round that an exception in backward has left open, and waits for one that was launched by hand."""
         if self._round is None or private.graph_task_id() != -1:
             return
-        self._round.has_failed = True
-        self._launch_rest()
-        self.complete()
+        if self._round.is_launched:
+            self.complete()
+        else:
+            self._give_up(self._round)
+
+    def _give_up(self, this_round: Round) -> None:
+        """Ends a round whose backward failed: the other ranks are waiting for our buckets, and drop what they get.
+
+        Every `.grad` is afterwards what it is now: the user may have cleared it, or another backward have begun.
+        """
+        params = [param for _, param in self._named_params]
+        kept = [param.grad for param in params]
+        if this_round.is_synchronised:
+            this_round.has_failed = True
+            for param in params:
+                param.grad = None
+        this_round.is_launched = True
+        self._recorder.backward_ends()
+        self._run(self._releases.end_backward())
+        try:
+            self.complete()
+        finally:
+            if this_round.is_synchronised:
+                for param, grad in zip(params, kept, strict=True):
+                    param.grad = grad
 
     def _not_arrived(self, bucket: int) -> list[int]:
         """Positions in `bucket` of parameters without a gradient since the last synchronisation."""
-        missing = self._tracker.missing(bucket)
+        missing = self._arrivals.missing(bucket)
         if not missing:
             return []
         missing -= self._progress.arrived_before
@@ -213,16 +256,18 @@ class Engine:
         late = sorted({bucket for reading in current for bucket in reading.late_buckets})
         if late:
             self._assembly.executor.reduce_late_parts(late)
-            self._tracker.learn_repeats()
+            self._arrivals.learn_repeats()
         self._recorder.round_ends(this_round.busy_ms)
         progress = self._progress
         progress.num_rounds += 1
         progress.is_owed = False
-        progress.arrived_before.clear()
+        if not this_round.has_failed:
+            progress.arrived_before.clear()
         progress.unused = self._names_of(this_round.unused)
         self._raise_agreed(this_round)
-        if progress.num_rounds == 1 and self._follows_observed_order():
-            progress.next_plan = self._observed_plan()
+        if not progress.is_observed and not this_round.has_failed:  # a failed one has left the other ranks already
+            progress.is_observed = True
+            progress.next_plan = self._observed_plan() if self._follows_observed_order() else None
 
     def _raise_agreed(self, this_round: Round) -> None:
         where = f"synchronisation {this_round.number}, rank {self._group.rank}"
@@ -261,17 +306,16 @@ class Engine:
 
     def _assemble(self, plan: Plan, *, generation: int) -> _Assembly:
         num_buckets = len(plan.buckets)
-        params_of_bucket = [bucket.params for bucket in plan.buckets]
-        trackers = [
-            Tracker(verify(schedule, num_buckets=num_buckets), params_of_bucket, num_params=len(plan.params))
+        synchronising, accumulating = (
+            Releases(verify(schedule, num_buckets=num_buckets))
             for schedule in (lower_data_parallel(num_buckets, overlap=self._config.overlap), lower_accumulation(num_buckets))
-        ]
+        )
 
         def executor() -> Executor:
             average = self._config.average_in_collective
             return Executor(plan, self._named_params, self._group, self._recorder, average=average)
 
-        return _Assembly(plan, generation, synchronising=trackers[0], accumulating=trackers[1], make_executor=executor)
+        return _Assembly(plan, generation, synchronising=synchronising, accumulating=accumulating, make_executor=executor)
 
     def _follows_observed_order(self) -> bool:
         # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every time.
@@ -280,8 +324,12 @@ class Engine:
 
     def _observed_plan(self) -> Plan | None:
         """The plan in the order in which rank 0's gradients arrived; None if it is the present one."""
-        order = torch.tensor(observed(len(self._named_params), self._progress.first_arrivals), dtype=torch.int64)
+        order = torch.tensor(observed(len(self._named_params), self._observer.stop()), dtype=torch.int64)
         order = order.to(self._group.device)
         dist.broadcast(order, group=self._group.process_group, group_src=0)
         plan = plan_in_order(self.plan.params, order.tolist(), self._config, num_ranks=self._group.num_ranks)
         return None if plan.fingerprint == self.plan.fingerprint else plan
+
+
+def _params_of_bucket(plan: Plan) -> list[tuple[int, ...]]:
+    return [bucket.params for bucket in plan.buckets]

@@ -95,9 +95,11 @@ def gather_bytes(group: OwnGroup, payload: bytes) -> list[bytes]:
     return [bytes(row[: int(size)].tolist()) for row, size in zip(received, sizes, strict=True)]
 
 
-def require_agreement(group: OwnGroup, *, settings: dict[str, Any], params: Sequence[dict[str, Any]]) -> None:
-    """Returns where all ranks have the same settings and parameters; else PlanMismatch on every one of them."""
-    text = json.dumps({"settings": settings, "params": list(params)}, sort_keys=True).encode()
+def require_agreement(
+    group: OwnGroup, *, settings: dict[str, Any], params: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Returns where all ranks have the same settings, parameters and other tensors; else PlanMismatch on every one."""
+    text = json.dumps({"settings": settings, "params": list(params), "others": list(others)}, sort_keys=True).encode()
     digests = gather_bytes(group, hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
@@ -117,9 +119,11 @@ def _mismatch(first: dict[str, Any], second: dict[str, Any], rank: int, *, finge
     def summary(number: int, described: dict[str, Any]) -> str:
         return f"rank {number}: {len(described['params'])} parameters, fingerprint {fingerprints[number]}"
 
-    difference = _parameter_difference(first["params"], second["params"], rank)
-    if difference is not None:
-        what, remedy = "ranks disagree on the parameters.", "Build the model the same way on every rank before wrapping it."
+    remedy = "Build the model the same way on every rank before wrapping it."
+    if difference := _tensor_difference(first["params"], second["params"], rank, kind="parameter"):
+        what = "ranks disagree on the parameters."
+    elif difference := _tensor_difference(first["others"], second["others"], rank, kind="tensor"):
+        what = "ranks disagree on the frozen parameters or the buffers."
     else:
         what, remedy = "ranks disagree on the settings.", "Give every rank the same settings and the same version of torch."
         difference = _setting_difference(first["settings"], second["settings"], rank)
@@ -127,16 +131,18 @@ def _mismatch(first: dict[str, Any], second: dict[str, Any], rank: int, *, finge
     return PlanMismatch(what, where=where, remedy=remedy)
 
 
-def _parameter_difference(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], rank: int) -> str | None:
+def _tensor_difference(
+    first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], rank: int, *, kind: str
+) -> str | None:
     for index in range(max(len(first), len(second))):
         mine = first[index] if index < len(first) else None
         theirs = second[index] if index < len(second) else None
         if mine == theirs:
             continue
         if mine is None or theirs is None or mine["name"] != theirs["name"]:
-            return f"parameter {index} is {_named(mine)} on rank 0 and {_named(theirs)} on rank {rank}"
+            return f"{kind} {index} is {_named(mine)} on rank 0 and {_named(theirs)} on rank {rank}"
         field = next(key for key in mine if mine[key] != theirs[key])
-        return f"{field} of parameter {index} ({mine['name']!r}) is {mine[field]} on rank 0 and {theirs[field]} on rank {rank}"
+        return f"{field} of {kind} {index} ({mine['name']!r}) is {mine[field]} on rank 0 and {theirs[field]} on rank {rank}"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,30 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import ConfigError
 from undertow.runtime import private
-from undertow.schedule import Op
-
-
-class Arrivals:
-    """What every parameter's hook reads: the backward under way, and whom to tell.
-
-    One object for all hooks, because a re-plan or another mode changes whom to tell.
-    """
-
-    __slots__ = ("arrive", "enter", "run", "task")
-
-    def __init__(self, enter: Callable[[int], None], run: Callable[[Sequence[Op]], None]) -> None:
-        self.enter = enter  # called when the innermost backward has changed
-        self.run = run  # issues the ops that an arrival has released
-        self.arrive: Callable[[int], Sequence[Op]] = _nobody_expects
-        self.task = -1
+from undertow.schedule import Arrivals
 
 
 def watch_parameters(params: Sequence[Tensor], arrivals: Arrivals) -> list[RemovableHandle]:
     """Hooks that report every gradient of `params`, by index."""
-    report = _reporter(arrivals)
-    # One function for all and a partial for each: thousands of closures would not stay in the cache.
+    # A partial for each and no closure: thousands of those would not stay in the cache, and every frame counts here.
     return [
-        param.register_post_accumulate_grad_hook(partial(report, index))  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(partial(arrivals.arrive, index))  # type: ignore[no-untyped-call]
         for index, param in enumerate(params)
     ]
 
@@ -50,26 +35,34 @@ def require_unwatched(named_params: Sequence[tuple[str, Tensor]]) -> None:
             )
 
 
-def _reporter(arrivals: Arrivals) -> Callable[[int, Tensor], None]:
-    graph_task_id = private.graph_task_id
-
-    # Runs once per parameter and step: no line more than must be.
-    def report(index: int, _param: Tensor) -> None:
-        if graph_task_id() != arrivals.task:
-            arrivals.enter(graph_task_id())
-        released = arrivals.arrive(index)
-        if released:
-            arrivals.run(released)
-
-    return report
-
-
 def _is_ours(hook: object) -> bool:
-    return isinstance(hook, partial) and getattr(hook.func, "__module__", None) == __name__
+    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Arrivals)
 
 
-def _nobody_expects(_param: int) -> Sequence[Op]:
-    return ()
+class OrderObserver:
+    """Writes down in which order gradients arrive, as long as it is on; it costs nothing afterwards."""
+
+    def __init__(self) -> None:
+        self._seen: list[Tensor] = []
+        self._params: Sequence[Tensor] = ()
+        self._hooks: list[RemovableHandle] = []
+
+    def start(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._seen.append)  # type: ignore[no-untyped-call]
+            for param in params
+        ]
+
+    def stop(self) -> list[int]:
+        """The parameters that arrived, by index, repeats included; takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        index_of = {id(param): index for index, param in enumerate(self._params)}
+        order = [index_of[id(param)] for param in self._seen]
+        self._seen.clear()
+        self._params, self._hooks = (), []
+        return order
 
 
 class OutermostEnd:
@@ -78,26 +71,47 @@ class OutermostEnd:
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._watched: set[int] = set()
+        self._watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether a watched backward still runs; one that an exception has ended does not, and its end never comes."""
+        return len(self._watches) > 0
 
     def watch(self, task: int) -> None:
         """Called from a hook that runs in backward `task`; once per task is enough."""
         if task not in self._watched:
             self._watched.add(task)
-            private.call_after_backward(self._task_is_over)
+            watch = _Watch(self._task_is_over)
+            self._watches.add(watch)
+            private.call_after_backward(watch)
 
     def forget(self) -> None:
         """The next round is another one: tasks of this one, also those that an exception ended, count no more."""
         self._watched.clear()
+        self._watches.clear()
 
-    def _task_is_over(self) -> None:
+    def _task_is_over(self, watch: _Watch) -> None:
         node = private.enclosing_node()
         if node is None:
             self._on_end()
             return
 
         # The task ran inside a node of an outer one: when that node is done, wait for the end of the outer task.
-        def climb(*_gradients: Any) -> None:
+        def climb(*_gradients: Any, _watch: _Watch = watch) -> None:
             handle.remove()
             self.watch(private.graph_task_id())
 
         handle = node.register_hook(climb)
+
+
+class _Watch:
+    """What a backward calls at its end. Held by nothing but that backward: it is gone as soon as that one is."""
+
+    __slots__ = ("__weakref__", "_on_over")
+
+    def __init__(self, on_over: Callable[[_Watch], None]) -> None:
+        self._on_over = on_over
+
+    def __call__(self) -> None:
+        self._on_over(self)

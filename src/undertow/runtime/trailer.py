@@ -52,12 +52,12 @@ class TrailerCodec:
             self._part(self._fields.used)[list(unused)] = 0
         self._unused = unused
         self._part(self._fields.signature).copy_(signature)
+        self._trailer().copy_(self._mine)
         if verdict is not None:
             self._write_verdict(verdict)
-        self._trailer().copy_(self._mine)
 
     def read(self) -> Reading | None:
-        """What the reduced trailer says; None where every rank wrote what this one did. Waits for the device."""
+        """What the reduced trailer says; None where every rank used what this one did and had nothing to report. Waits."""
         return self.parse(self._trailer(), self._mine)
 
     def snapshot(self) -> Snapshot:
@@ -71,7 +71,7 @@ class TrailerCodec:
         return Snapshot(self, reduced, mine, copied)
 
     def parse(self, trailer: Tensor, mine: Tensor) -> Reading | None:
-        """What `trailer` says to a rank that wrote `mine`; None where every rank wrote the same."""
+        """What `trailer` says to a rank that wrote `mine`; None where every rank wrote the same and reported nothing."""
         fields = self._fields
         stop = (fields.busy.start if fields.has_verdict else fields.stop) - fields.start
         if torch.equal(trailer[:stop], mine[:stop]):
@@ -97,7 +97,9 @@ class TrailerCodec:
             values[fields.late[bucket] - fields.failed.start] = 1.0
         # fp16 ends at 65504: a longer time is cut, for infinity would spoil the sum.
         values[fields.busy[verdict.rank] - fields.failed.start] = min(verdict.busy_ms, 60_000.0)
-        self._part(range(fields.failed.start, fields.stop)).copy_(to_device(values, self._mine.dtype, self._mine.device))
+        # Not into `_mine`: what all ranks report alike must not look as if there were nothing to read.
+        verdict_part = self._bucket.storage[fields.failed.start : fields.stop]
+        verdict_part.copy_(to_device(values, self._mine.dtype, self._mine.device))
 
     def _trailer(self) -> Tensor:
         return self._bucket.storage[self._fields.start : self._fields.stop]

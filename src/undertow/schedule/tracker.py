@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from undertow.errors import ConfigError
+from undertow.schedule.arrivals import Arrivals
 from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
 
 
-class Tracker:
-    """Who has arrived in this round, and which ops may be issued because of it.
+class Releases:
+    """Which ops of a schedule may be issued, now that others have happened.
 
     An op is released when every op it comes after has been released (or, for one that is not ours, has happened)
     and, on a communication lane, every earlier op of that lane: ranks whose gradients arrive in different orders
@@ -20,79 +20,23 @@ class Tracker:
     its inputs are, as a stream does.
     """
 
-    def __init__(self, schedule: Schedule, params_of_bucket: Sequence[Sequence[int]], *, num_params: int) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self._ops = schedule.ops
-        self._params_of_bucket = [frozenset(params) for params in params_of_bucket]
-        self._bucket_of_param = _bucket_of_param(params_of_bucket, num_params)
         self._graph = _Graph.of(schedule)
-        # Flags and counts in place of sets: arrive() runs thousands of times a step and these stay in the fastest cache.
-        self._has_arrived = bytearray(num_params)
-        self._num_pending: list[int] = []
-        self._repeats: Counter[int] = Counter()
-        self._expected_repeats: dict[int, int] = {}
         self._blockers: list[int] = []
         self._queues: list[deque[int]] = []
         self._happened: set[int] = set()
         self.reset()
 
     def reset(self) -> None:
-        """Starts the next round: nothing has arrived."""
-        self._has_arrived = bytearray(len(self._has_arrived))
-        self._num_pending = [len(params) for params in self._params_of_bucket]
-        for param, count in self._expected_repeats.items():
-            self._num_pending[self._bucket_of_param[param]] += count
-        self._repeats.clear()
+        """Starts the next round: nothing has happened."""
         self._happened.clear()
         self._blockers = list(self._graph.num_blockers)
         self._queues = [deque(ids) for ids in self._graph.comm_lanes]
 
-    @property
-    def arrived(self) -> set[int]:
-        """Parameters that have arrived in this round."""
-        return {param for param, has_arrived in enumerate(self._has_arrived) if has_arrived}
-
-    @property
-    def has_repeats(self) -> bool:
-        """Whether some parameter arrived more often in this round than it was expected to."""
-        return any(count > self._expected_repeats.get(param, 0) for param, count in self._repeats.items())
-
-    def learn_repeats(self) -> None:
-        """From the next round on a parameter counts as arrived when it has come as often as in this one.
-
-        It costs one round in which something came after its bucket had left; a parameter that then comes less often
-        is sent at the end of backward, later than it could be and never wrong.
-        """
-        self._expected_repeats = dict(self._repeats)
-
-    def missing(self, bucket: int) -> frozenset[int]:
-        """Parameters of `bucket` that have not arrived in this round."""
-        if self._num_pending[bucket] <= 0:
-            return frozenset()
-        return frozenset(param for param in self._params_of_bucket[bucket] if not self._has_arrived[param])
-
-    def arrive(self, param: int) -> Sequence[Op]:
-        """The ops that may be issued now that the gradient of `param` is there.
-
-        A repeated arrival releases nothing, unless it has been learned to expect it.
-        """
-        # Called once per parameter and step, inside backward: everything else here may be slower than this.
-        if self._has_arrived[param]:
-            return self._arrive_again(param)
-        self._has_arrived[param] = 1
-        bucket = self._bucket_of_param[param]
-        num_pending = self._num_pending[bucket] - 1
-        self._num_pending[bucket] = num_pending
-        if num_pending:
-            return ()
+    def fill(self, bucket: int) -> Sequence[Op]:
+        """The ops to issue now that all gradients of `bucket` are there."""
         return self._happen(self._graph.fills[bucket])
-
-    def _arrive_again(self, param: int) -> Sequence[Op]:
-        self._repeats[param] += 1
-        if self._repeats[param] > self._expected_repeats.get(param, 0):
-            return ()
-        bucket = self._bucket_of_param[param]
-        self._num_pending[bucket] -= 1
-        return () if self._num_pending[bucket] else self._happen(self._graph.fills[bucket])
 
     def end_backward(self) -> Sequence[Op]:
         """Backward is over: what has not arrived is unused here, and everything that remains leaves."""
@@ -136,6 +80,37 @@ class Tracker:
         return released
 
 
+class Tracker:
+    """Arrivals and the ops they release, together: a round as one object."""
+
+    def __init__(self, schedule: Schedule, params_of_bucket: Sequence[Sequence[int]], *, num_params: int) -> None:
+        self._releases = Releases(schedule)
+        self._released: list[Op] = []
+        self.arrivals = Arrivals(params_of_bucket, num_params=num_params, on_full=self._fill)
+
+    def reset(self) -> None:
+        """Starts the next round: nothing has arrived."""
+        self.arrivals.reset()
+        self._releases.reset()
+
+    def arrive(self, param: int) -> Sequence[Op]:
+        """The ops that may be issued now that the gradient of `param` is there."""
+        self._released = []
+        self.arrivals.arrive(param)
+        return self._released
+
+    def end_backward(self) -> Sequence[Op]:
+        """Backward is over: what has not arrived is unused here, and everything that remains leaves."""
+        return self._releases.end_backward()
+
+    def join(self) -> Sequence[Op]:
+        """Every engine of this process has launched: the ops that wait for the network may be issued."""
+        return self._releases.join()
+
+    def _fill(self, bucket: int) -> None:
+        self._released += self._releases.fill(bucket)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Graph:
     """What a round starts from: the schedule's edges, and the ops that happen without us."""
@@ -166,11 +141,3 @@ class _Graph:
             end=of_kind[OpKind.END][0],
             join=of_kind[OpKind.JOIN][0],
         )
-
-
-def _bucket_of_param(params_of_bucket: Sequence[Sequence[int]], num_params: int) -> list[int]:
-    bucket_of = {param: bucket for bucket, params in enumerate(params_of_bucket) for param in params}
-    for param in range(num_params):
-        if param not in bucket_of:
-            raise ConfigError(f"parameter {param} belongs to no bucket.", remedy="Put every parameter into one bucket.")
-    return [bucket_of[param] for param in range(num_params)]

@@ -1,0 +1,114 @@
+"""Who has arrived in this round: which gradients are there, and which buckets are full."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from undertow.errors import ConfigError
+
+
+class Arrivals:
+    """Counts gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket is there.
+
+    `traversal` tells one backward from another that runs inside it; when it has changed since the last arrival,
+    `on_traversal` is called first. Both are for the runtime; elsewhere there is one traversal.
+    """
+
+    def __init__(
+        self,
+        params_of_bucket: Sequence[Sequence[int]],
+        *,
+        num_params: int,
+        on_full: Callable[[int], object],
+        traversal: Callable[[], int] = int,
+        on_traversal: Callable[[int], object] = int,
+    ) -> None:
+        self._on_full = on_full
+        self._traversal = traversal
+        self._on_traversal = on_traversal
+        self._seen_traversal = -1
+        self._expected_repeats: dict[int, int] = {}
+        self._repeats: Counter[int] = Counter()
+        # Flags and counts in place of sets: arrive() runs thousands of times a step and these stay in the fastest cache.
+        self._has_arrived = bytearray(num_params)
+        self._num_pending: list[int] = []
+        self.regroup(params_of_bucket)
+
+    def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
+        """Counts for other buckets of the same parameters; nothing has arrived. ConfigError if one has no bucket."""
+        self._params_of_bucket = [tuple(params) for params in params_of_bucket]
+        self._bucket_of_param = _bucket_of_param(params_of_bucket, len(self._has_arrived))
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts the next round: nothing has arrived."""
+        self._has_arrived = bytearray(len(self._has_arrived))
+        self._num_pending = [len(params) for params in self._params_of_bucket]
+        for param, count in self._expected_repeats.items():
+            self._num_pending[self._bucket_of_param[param]] += count
+        self._repeats.clear()
+
+    def forget_traversal(self) -> None:
+        """The next arrival calls `on_traversal`, whatever traversal it comes from."""
+        self._seen_traversal = -1
+
+    def arrive(self, param: int, _gradient: object = None) -> None:
+        """The gradient of `param` is there. A repeated arrival counts only if it has been learned to expect it."""
+        # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
+        if self._traversal() != self._seen_traversal:
+            self._enter()
+        if self._has_arrived[param]:
+            self._arrive_again(param)
+            return
+        self._has_arrived[param] = 1
+        bucket = self._bucket_of_param[param]
+        num_pending = self._num_pending[bucket] - 1
+        self._num_pending[bucket] = num_pending
+        if not num_pending:
+            self._on_full(bucket)
+
+    @property
+    def arrived(self) -> set[int]:
+        """Parameters that have arrived in this round."""
+        return {param for param, has_arrived in enumerate(self._has_arrived) if has_arrived}
+
+    def missing(self, bucket: int) -> frozenset[int]:
+        """Parameters of `bucket` that have not arrived in this round."""
+        if self._num_pending[bucket] <= 0:
+            return frozenset()
+        return frozenset(param for param in self._params_of_bucket[bucket] if not self._has_arrived[param])
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether some parameter arrived more often in this round than it was expected to."""
+        return any(count > self._expected_repeats.get(param, 0) for param, count in self._repeats.items())
+
+    def learn_repeats(self) -> None:
+        """From the next round on a parameter counts as arrived when it has come as often as in this one.
+
+        It costs one round in which something came after its bucket had left; a parameter that then comes less often
+        is sent at the end of backward, later than it could be and never wrong.
+        """
+        self._expected_repeats = dict(self._repeats)
+
+    def _enter(self) -> None:
+        self._seen_traversal = self._traversal()
+        self._on_traversal(self._seen_traversal)
+
+    def _arrive_again(self, param: int) -> None:
+        self._repeats[param] += 1
+        if self._repeats[param] > self._expected_repeats.get(param, 0):
+            return
+        bucket = self._bucket_of_param[param]
+        self._num_pending[bucket] -= 1
+        if not self._num_pending[bucket]:
+            self._on_full(bucket)
+
+
+def _bucket_of_param(params_of_bucket: Sequence[Sequence[int]], num_params: int) -> list[int]:
+    bucket_of = {param: bucket for bucket, params in enumerate(params_of_bucket) for param in params}
+    for param in range(num_params):
+        if param not in bucket_of:
+            raise ConfigError(f"parameter {param} belongs to no bucket.", remedy="Put every parameter into one bucket.")
+    return [bucket_of[param] for param in range(num_params)]
