@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.figure import Part
 from benchmarks.machine import machine
@@ -38,13 +38,19 @@ def _run_parts(parts: Sequence[Part], console: Console, *, is_quick: bool) -> tu
     """What could be measured, and how many parts could not."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
     results: list[Measured] = []
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         tasks = {part.name: progress.add_task(part.name.ljust(14), start=False, total=1, now="") for part in parts}
         for part in parts:
             task = tasks[part.name]
+
+            def tell(now: str, part: Part = part, task: TaskID = task) -> None:
+                progress.update(task, now=now)
+                if not console.is_terminal:  # a log gets lines in place of a bar that moves
+                    console.print(f"{part.name}: {now}", markup=False, highlight=False)
+
             progress.start_task(task)
             try:
-                rows = part.measure(is_quick, lambda now, task=task: progress.update(task, now=now))
+                rows = part.measure(is_quick, tell)
                 results.append(Measured(part=part, rows=rows, figures=part.judge(rows)))
                 progress.update(task, completed=1, now="done")
             except Exception as error:

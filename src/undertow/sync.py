@@ -236,7 +236,7 @@ def _trainable(module: nn.Module, ignore: tuple[str, ...]) -> list[tuple[str, Te
         if name not in known and name not in known_buffers:
             raise ConfigError(
                 f"there is no parameter or buffer {name!r} to ignore.",
-                where=f"a module of {len(known)} parameters: {', '.join(list(known)[:5])}, ...",
+                where=f"a module of {len(known)} parameters: {', '.join([*list(known)[:5], *['...'][: len(known) > 5]])}",
                 remedy="Use the names that module.named_parameters() gives.",
             )
     return [(name, param) for name, param in known.items() if param.requires_grad and name not in ignore]

@@ -56,8 +56,9 @@ def broadcast_buffers(owners: Sequence[BufferOwner], group: OwnGroup) -> None:
         return
     for value, new in received:  # by dtype and device, not in the order of `values`
         if not torch.equal(value, new):
+            own = new.clone()  # a chunk must not live on because one small buffer of it does
             for owner in by_tensor[id(value)]:
-                owner.put(new.clone())  # a chunk must not live on because one small buffer of it does
+                owner.put(own)
 
 
 @torch.no_grad()

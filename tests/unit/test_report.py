@@ -1,0 +1,115 @@
+"""The report of steps whose times are known."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from undertow.plan import ParamSpec, plan_from_groups
+from undertow.report.terminal import print_report
+from undertow.trace import BucketRecord, StepRecord, summarize
+
+
+def make_plan():
+    params = [ParamSpec(name=name, shape=(1000,), dtype="float32", itemsize=4) for name in ("head", "body", "stem")]
+    return plan_from_groups(params, [(0, 1), (2,)], num_ranks=2)
+
+
+def make_record(*, step: int = 0, rank: int = 0, shift_us: float = 0.0, busy_ms: tuple[float, ...] = (50.0, 50.0)) -> StepRecord:
+    """Forward 0 to 20 ms, backward to 60; b0 on the link 30 to 50, b1 60 to 80; the lane waits 60 to 80."""
+    return StepRecord(
+        step=step,
+        rank=rank,
+        step_us=100_000 + shift_us,
+        forwards=((0.0, 20_000.0),),
+        backwards=((20_000.0, 60_000.0),),
+        buckets=(
+            BucketRecord(bucket=0, num_bytes=8000, ready_us=30_000, launched_us=30_000, done_us=50_000, waited=(60_000, 60_000)),
+            BucketRecord(bucket=1, num_bytes=4000, ready_us=60_000, launched_us=60_000, done_us=80_000, waited=(60_000, 80_000)),
+        ),
+        busy_ms=busy_ms,
+    )
+
+
+def test_a_step_is_split_into_forward_backward_hidden_and_exposed() -> None:
+    report = summarize([make_record()], make_plan(), rank=0)
+    assert (report.step_ms, report.forward_ms, report.backward_ms) == (100.0, 20.0, 40.0)
+    assert (report.communication_ms, report.exposed_ms, report.hidden_ms) == (40.0, 20.0, 20.0)
+    assert report.overlap == 0.5
+    assert report.synchronised_ms == report.limit_ms == 80.0
+
+
+def test_times_are_medians_over_steps() -> None:
+    records = [make_record(step=step, shift_us=shift) for step, shift in enumerate((0, 4_000, 90_000))]
+    assert summarize(records, make_plan(), rank=0).step_ms == 104.0
+
+
+def test_the_wait_for_a_slower_rank_is_told_from_the_wait_for_the_network() -> None:
+    report = summarize([make_record(busy_ms=(50.0, 65.0))], make_plan(), rank=0)
+    assert (report.late_rank_ms, report.wire_ms, report.slowest_rank) == (15.0, 5.0, 1)
+
+
+def test_the_slowest_rank_itself_waits_for_nobody() -> None:
+    report = summarize([make_record(rank=1, busy_ms=(50.0, 65.0))], make_plan(), rank=1)
+    assert (report.late_rank_ms, report.wire_ms) == (0.0, 20.0)
+
+
+def test_a_bucket_that_queued_is_charged_only_for_its_own_time_on_the_link() -> None:
+    record = make_record()
+    queued = BucketRecord(bucket=1, num_bytes=4000, ready_us=35_000, launched_us=35_000, done_us=80_000, waited=(60_000, 80_000))
+    wires = StepRecord(**{**{f: getattr(record, f) for f in record.__slots__}, "buckets": (record.buckets[0], queued)})
+    assert wires.wire_intervals() == ((30_000, 50_000), (50_000, 80_000))
+
+
+def test_the_worst_bucket_is_the_one_waited_for_longest() -> None:
+    report = summarize([make_record()], make_plan(), rank=0)
+    assert report.worst_bucket is not None
+    assert (report.worst_bucket.index, report.worst_bucket.params) == (1, ("stem",))
+
+
+def test_str_is_one_line() -> None:
+    assert str(summarize([make_record()], make_plan(), rank=0)) == "50% hidden; exposed 20.0 ms of 100.0 ms; worst: bucket 1"
+
+
+def test_without_steps_it_says_so() -> None:
+    assert str(summarize([], make_plan(), rank=0)) == "no step recorded yet"
+
+
+def test_without_communication_overlap_is_none() -> None:
+    record = make_record()
+    alone = StepRecord(**{**{f: getattr(record, f) for f in record.__slots__}, "buckets": (), "busy_ms": ()})
+    report = summarize([alone], make_plan(), rank=0)
+    assert (report.overlap, report.buckets, report.slowest_rank) == (None, (), None)
+    assert str(report) == "no communication; step 100.0 ms"
+
+
+def test_to_dict_is_plain_enough_for_json() -> None:
+    report = summarize([make_record()], make_plan(), rank=0)
+    assert json.loads(json.dumps(report.to_dict()))["buckets"][1]["params"] == ["stem"]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_the_terminal_shows_every_bucket_with_its_parameters(num_steps: int) -> None:
+    text = io.StringIO()
+    report = summarize([make_record()] * num_steps, make_plan(), rank=0)
+    print_report(report, Console(file=text, width=120))
+    expected = ("head, body", "stem", "50% hidden", "slowest is rank") if num_steps else ("no step recorded yet",)
+    assert all(part in text.getvalue() for part in expected)
+
+
+def test_the_trace_holds_the_lanes_of_the_step() -> None:
+    trace = make_record().trace()
+    assert [(event.kind, event.start_us, event.stop_us) for event in trace.on_lane("compute")] == [
+        ("forward", 0, 20_000),
+        ("backward", 20_000, 60_000),
+        ("wait", 60_000, 60_000),
+        ("wait", 60_000, 80_000),
+        ("optimizer", 80_000, 100_000),
+    ]
+    assert [(event.kind, event.bucket, event.num_bytes) for event in trace.communication] == [
+        ("all_reduce", 0, 8000),
+        ("all_reduce", 1, 4000),
+    ]
