@@ -30,6 +30,8 @@ def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
         except EOFError:
             is_ok, result = False, "the ranks ended without a result"
         for process in ranks:
+            if not is_ok:
+                process.terminate()  # it may be waiting for a rank that is gone
             process.join()
     if not is_ok:
         raise RuntimeError(result)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
@@ -67,6 +68,9 @@ class Sync:
             self._group.close()
             raise
         self._hooks = [register_optimizer_step_pre_hook(_finish_before_step(self._engine, named_params))]
+        # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
+        self._let_go = weakref.finalize(self, _let_go, self._engine, self._hooks)
+        self._let_go.atexit = False
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -142,8 +146,18 @@ class Sync:
     def watch_forwards(self) -> None:
         """Has every forward of the module report its begin and end, until `close`."""
         module = self._module
-        self._hooks.append(module.register_forward_pre_hook(lambda *_: self.forward_begins()))
-        self._hooks.append(module.register_forward_hook(lambda *_: self.forward_ends(), always_call=True))
+
+        # A deep copy of the module has these hooks too, and is none of ours.
+        def begins(called: nn.Module, *_: Any) -> None:
+            if called is module:
+                self.forward_begins()
+
+        def ends(called: nn.Module, *_: Any) -> None:
+            if called is module:
+                self.forward_ends()
+
+        self._hooks.append(module.register_forward_pre_hook(begins))
+        self._hooks.append(module.register_forward_hook(ends, always_call=True))
 
     def forward_begins(self) -> None:
         """Called before each forward of the module: buffers follow rank 0, and a step begins."""
@@ -185,9 +199,7 @@ class Sync:
         if self._is_closed:
             return
         self._is_closed = True
-        self._engine.close()
-        for hook in self._hooks:
-            hook.remove()
+        self._let_go()
         self._group.close()
 
 
@@ -240,6 +252,12 @@ def _trainable(module: nn.Module, ignore: tuple[str, ...]) -> list[tuple[str, Te
                 remedy="Use the names that module.named_parameters() gives.",
             )
     return [(name, param) for name, param in known.items() if param.requires_grad and name not in ignore]
+
+
+def _let_go(engine: Engine, hooks: list[RemovableHandle]) -> None:
+    engine.close()
+    for hook in hooks:
+        hook.remove()
 
 
 def _description(name: str, tensor: Tensor) -> dict[str, Any]:

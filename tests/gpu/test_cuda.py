@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 from torch import nn
 
+from support.ranks import Ranks
 from undertow import DistributedDataParallel, SyncConfig
 
 pytestmark = [

@@ -52,10 +52,8 @@ def broadcast_buffers(owners: Sequence[BufferOwner], group: OwnGroup) -> None:
             by_tensor[id(value)].append(owner)
     values = [owner.get() for owner, *_ in by_tensor.values()]
     received = _from_rank_zero([value for value in values if value is not None], group)
-    if group.rank == 0:
-        return
     for value, new in received:  # by dtype and device, not in the order of `values`
-        if not torch.equal(value, new):
+        if group.rank != 0 and not torch.equal(value, new):
             own = new.clone()  # a chunk must not live on because one small buffer of it does
             for owner in by_tensor[id(value)]:
                 owner.put(own)
@@ -69,9 +67,10 @@ def broadcast_in_place(tensors: Sequence[Tensor], group: OwnGroup) -> None:
             value.copy_(new)
 
 
-def _from_rank_zero(tensors: Sequence[Tensor], group: OwnGroup) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor with rank 0's value of it; coalesced, a broadcast per dtype, device and chunk."""
-    return [pair for chunk in _chunks(tensors) for pair in _broadcast_chunk(chunk, group)]
+def _from_rank_zero(tensors: Sequence[Tensor], group: OwnGroup) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with rank 0's value of it; coalesced, a broadcast per dtype, device and chunk, as they are taken."""
+    for chunk in _chunks(tensors):
+        yield from _broadcast_chunk(chunk, group)
 
 
 def _broadcast_chunk(chunk: Sequence[Tensor], group: OwnGroup) -> Iterator[tuple[Tensor, Tensor]]:

@@ -45,6 +45,14 @@ class _Assembly:
         return self.make_executor()
 
 
+@dataclass(frozen=True)
+class _Order:
+    """Parameters in the order in which rank 0's gradients arrived."""
+
+    params: Tensor  # [number of parameters] int64; to be read when `work` is done
+    work: dist.Work
+
+
 @dataclass(slots=True)
 class _Progress:
     """What outlives a round."""
@@ -54,7 +62,7 @@ class _Progress:
     is_owed: bool = False  # a training forward ran and no round has followed
     arrived_before: set[int] = field(default_factory=set)  # in micro-batches since the last synchronisation
     unused: tuple[str, ...] = ()
-    next_plan: Plan | None = None
+    order: _Order | None = None  # the next plan's
 
 
 class Engine:
@@ -155,6 +163,7 @@ class Engine:
             hook.remove()
         self._hooks = []
         self._observer.stop()
+        self._observer.stop()
 
     def _enter(self, task: int) -> None:
         if self._round is not None and not self._end.is_coming:
@@ -175,11 +184,9 @@ class Engine:
 
     def _begin(self, *, is_synchronised: bool) -> None:
         progress = self._progress
-        if progress.next_plan is not None and is_synchronised:
-            # The old buckets' storage goes when the last `.grad` has moved into the new ones.
-            self._assembly = self._assemble(progress.next_plan, generation=self._assembly.generation + 1)
-            self._arrivals.regroup(_params_of_bucket(self.plan))
-            progress.next_plan = None
+        if progress.order is not None and is_synchronised:
+            self._adopt(progress.order)
+            progress.order = None
         assembly = self._assembly
         self._releases = assembly.synchronising if is_synchronised else assembly.accumulating
         self._releases.reset()
@@ -267,7 +274,7 @@ class Engine:
         self._raise_agreed(this_round)
         if not progress.is_observed and not this_round.has_failed:  # a failed one has left the other ranks already
             progress.is_observed = True
-            progress.next_plan = self._observed_plan() if self._follows_observed_order() else None
+            progress.order = self._send_order() if self._follows_observed_order() else None
 
     def _raise_agreed(self, this_round: Round) -> None:
         where = f"synchronisation {this_round.number}, rank {self._group.rank}"
@@ -322,13 +329,23 @@ class Engine:
         is_free = self._config.plan is None and not torch.are_deterministic_algorithms_enabled()
         return self._config.order == "observed" and is_free and len(self._named_params) > 0
 
-    def _observed_plan(self) -> Plan | None:
-        """The plan in the order in which rank 0's gradients arrived; None if it is the present one."""
+    def _send_order(self) -> _Order:
+        """Rank 0's observed order, for all ranks. Not waited for here: with several models in one backward, another
+        rank may be in another one's turn."""
         order = torch.tensor(observed(len(self._named_params), self._observer.stop()), dtype=torch.int64)
         order = order.to(self._group.device)
-        dist.broadcast(order, group=self._group.process_group, group_src=0)
-        plan = plan_in_order(self.plan.params, order.tolist(), self._config, num_ranks=self._group.num_ranks)
-        return None if plan.fingerprint == self.plan.fingerprint else plan
+        work = dist.broadcast(order, group=self._group.process_group, group_src=0, async_op=True)
+        assert work is not None  # async_op on a rank of the group
+        return _Order(order, work)
+
+    def _adopt(self, order: _Order) -> None:
+        """Re-plans in that order, if it is another one than the present plan's."""
+        order.work.wait()
+        plan = plan_in_order(self.plan.params, order.params.tolist(), self._config, num_ranks=self._group.num_ranks)
+        if plan.fingerprint != self.plan.fingerprint:
+            # The old buckets' storage goes when the last `.grad` has moved into the new ones.
+            self._assembly = self._assemble(plan, generation=self._assembly.generation + 1)
+            self._arrivals.regroup(_params_of_bucket(plan))
 
 
 def _params_of_bucket(plan: Plan) -> list[tuple[int, ...]]:

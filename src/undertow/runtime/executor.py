@@ -49,6 +49,7 @@ class Executor:
         self._group = group
         self._recorder = recorder
         self._averages = average and group.can_average  # inside the collective; else we divide before a sum
+        self._wire_bytes = [bucket.wire_bytes for bucket in plan.buckets]
         self._bindings = [_binding(bucket, named_params) for bucket in plan.buckets]
         self._trailers = [
             TrailerCodec(bucket, binding.bucket, num_ranks=group.num_ranks, is_averaged=self._averages)
@@ -59,10 +60,12 @@ class Executor:
         self._snapshots: list[Snapshot] = []
         self._num_rounds = 0
         self._round: Round | None = None
-        self._table: dict[OpKind, Callable[[int, Round], None]] = {
-            OpKind.PACK: self._pack,
-            OpKind.ALL_REDUCE: self._all_reduce,
-            OpKind.BIND: self._bind,
+        # Functions and no bound methods: an executor that held itself would keep the buckets of an old plan alive until
+        # the garbage collector comes.
+        self._table: dict[OpKind, Callable[[Executor, int, Round], None]] = {
+            OpKind.PACK: Executor._pack,
+            OpKind.ALL_REDUCE: Executor._all_reduce,
+            OpKind.BIND: Executor._bind,
         }
 
     def begin(self, this_round: Round) -> None:
@@ -80,7 +83,7 @@ class Executor:
         assert self._round is not None  # begin() comes first
         for op in ops:
             with _profiler_range(op):
-                self._table[op.kind](op.bucket or 0, self._round)
+                self._table[op.kind](self, op.bucket or 0, self._round)
 
     def reduce_late_parts(self, buckets: Sequence[int]) -> None:
         """A second round for what arrived after these buckets had left, on any rank; blocks."""
@@ -97,7 +100,7 @@ class Executor:
         if not this_round.is_synchronised:
             binding.take()
             return
-        self._recorder.ready(index, num_bytes=binding.bucket.storage.nbytes)
+        self._recorder.ready(index, num_bytes=self._wire_bytes[index])
         unused = binding.take(this_round.not_arrived(index))
         this_round.unused[index] = unused
         is_last = index == len(self._bindings) - 1

@@ -131,9 +131,7 @@ def _mismatch(first: dict[str, Any], second: dict[str, Any], rank: int, *, finge
     return PlanMismatch(what, where=where, remedy=remedy)
 
 
-def _tensor_difference(
-    first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], rank: int, *, kind: str
-) -> str | None:
+def _tensor_difference(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], rank: int, *, kind: str) -> str | None:
     for index in range(max(len(first), len(second))):
         mine = first[index] if index < len(first) else None
         theirs = second[index] if index < len(second) else None
