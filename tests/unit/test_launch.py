@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
-from undertow.demo.launch import LocalRanks, RanksLost
+from undertow.demo.launch import LocalRanks, RanksLost, _interrupts_postponed
 from undertow.demo.results import RankFailed
 
 SILENCE_S = 60.0
@@ -53,8 +53,9 @@ def our_children() -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> object:
+    before = our_children()
     yield
-    assert our_children() == []
+    assert [child for child in our_children() if child not in before] == []
 
 
 def test_messages_of_all_ranks_come_in_until_the_last_has_ended() -> None:
@@ -81,8 +82,25 @@ def test_silence_ends_the_run() -> None:
     )
 
 
+def interrupt_the_parent(rank: int, connection: Connection) -> None:
+    os.kill(os.getppid(), signal.SIGINT)
+    threading.Event().wait()
+
+
+def test_an_interrupt_ends_the_ranks() -> None:
+    with pytest.raises(KeyboardInterrupt), LocalRanks(interrupt_the_parent, (), num_ranks=2, silence_s=SILENCE_S) as ranks:
+        list(ranks.messages())
+
+
+def test_an_interrupt_while_ranks_start_is_not_lost() -> None:
+    with pytest.raises(KeyboardInterrupt), _interrupts_postponed():
+        os.kill(os.getpid(), signal.SIGINT)
+        not_interrupted_here = True
+    assert not_interrupted_here
+
+
 def test_leaving_early_ends_even_ranks_that_refuse() -> None:
     with LocalRanks(ignore_every_request, (), num_ranks=1, silence_s=SILENCE_S) as ranks:
         assert next(iter(ranks.messages())) == "ready"
-        (child,) = our_children()
-    assert not child.is_running()
+        children = our_children()
+    assert [child for child in children if child.is_running()] == []

@@ -42,7 +42,7 @@ class LocalRanks:
 
     def __enter__(self) -> Self:
         try:
-            with _interrupts_ignored():  # inherited by the ranks, which import for seconds before they can ask for it
+            with _interrupts_postponed():
                 for rank in range(self._num_ranks):
                     self._start(rank)
         except BaseException:
@@ -51,7 +51,7 @@ class LocalRanks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with _interrupts_ignored():
+        with _interrupts_postponed():
             self._end()
 
     def messages(self) -> Iterator[Message]:
@@ -131,12 +131,21 @@ def _death(rank: int, code: int | None) -> RankFailed:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
+def _interrupts_postponed() -> Iterator[None]:
+    """Raises KeyboardInterrupt at the end of the block if Ctrl-C was pressed inside: no process is left half started.
+
+    Processes started inside are not interrupted by Ctrl-C at all, for they inherit that the signal is blocked.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only there do signals arrive
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pressed = threading.Event()
+    handler = signal.signal(signal.SIGINT, lambda *_: pressed.set())  # for another thread may take the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if pressed.is_set():
+        raise KeyboardInterrupt

@@ -36,7 +36,8 @@ _LEARNING_RATE = 1e-3
 
 def run_rank(rank: int, settings: DemoSettings, corpus: Path, meeting_point: Path, connection: Connection) -> None:
     """Entry point of a rank's process; sends messages and ends, with exit code 1 after a failure."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group of processes; the parent ends us
+    # Ctrl-C reaches the whole group of processes; the parent ends us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _meet_and_train(rank, settings, corpus, meeting_point, connection.send)

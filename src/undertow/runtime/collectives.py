@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +38,11 @@ class ReductionHandle:
     def is_completed(self) -> bool:
         return self._is_waited or bool(self._work.is_completed())
 
-    def on_done(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` when the reduction is complete, from a thread of the backend, or now if it already is."""
-
-        def done(_future: object) -> None:
-            callback()
-
-        self._work.get_future().add_done_callback(done)
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        """Calls `callback`, with the backend's future, when the reduction is complete: from a thread of the backend, or
+        now if it already is.
+        """
+        self._work.get_future().add_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, None]:
         loop = asyncio.get_running_loop()
@@ -55,7 +52,10 @@ class ReductionHandle:
             if not arrived.done():  # the task that awaits may have been cancelled
                 arrived.set_result(None)
 
-        self.on_done(partial(loop.call_soon_threadsafe, wake))
+        def done(_future: object) -> None:
+            loop.call_soon_threadsafe(wake)
+
+        self.on_done(done)
         yield from arrived
         self.wait()
 

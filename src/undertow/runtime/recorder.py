@@ -37,7 +37,7 @@ class HostClock:
         return time.perf_counter()
 
     def mark_done(self, handle: ReductionHandle, put: Callable[[Mark], None]) -> None:
-        handle.on_done(lambda: put(time.perf_counter()))
+        handle.on_done(lambda _: put(time.perf_counter()))
 
     def us_between(self, start: Mark, stop: Mark) -> float:
         return float(stop - start) * 1e6
