@@ -9,15 +9,11 @@ from torch import nn
 # Before: from torch.nn.parallel import DistributedDataParallel
 from undertow import DistributedDataParallel
 
-NUM_STEPS = 20
-
 
 def main() -> None:
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo")
 
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())]
@@ -25,7 +21,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees data of its own
-    for step in range(1, NUM_STEPS + 1):
+    for step in range(1, 21):
         inputs = torch.randn(64, 512, generator=random).to(device)
         wanted = inputs[:, :8].sum(dim=1, keepdim=True)
         loss = nn.functional.mse_loss(model(inputs), wanted)

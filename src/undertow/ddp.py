@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -117,6 +117,28 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Takes the hooks off and destroys our process group; the module goes on without synchronisation."""
         self.sync.close()
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward synchronises; decided when it runs."""
+        return not self.sync.is_accumulating
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, is_required: bool) -> None:
+        self.sync.is_accumulating = not is_required
+
+    def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise _not_built("join()", "Give every rank the same number of steps; finish() joins in for a rank without a backward.")
+
+    def register_comm_hook(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise _not_built("register_comm_hook()", "Leave the hook out: gradients are averaged in their own dtype.")
+
+    def _set_static_graph(self) -> None:
+        """Accepted: nothing of ours depends on it."""
+        self.static_graph = True
+
+    def __getstate__(self) -> NoReturn:
+        raise _not_built("copying and pickling a wrapped model", "Copy or save model.module, and wrap the copy.")
+
     def __getattr__(self, name: str) -> Any:
         # What the wrapper does not have, the module may: ddp.generate(...), ddp.config.
         try:
@@ -127,9 +149,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             return getattr(self.module, name)
 
 
+def _not_built(what: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{what} is not built yet.", where="undertow.DistributedDataParallel", remedy=remedy)
+
+
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"module must be a torch.nn.Module, got {type(module).__name__}.", where="DistributedDataParallel")
+        raise ConfigError(
+            f"module must be a torch.nn.Module, got {type(module).__name__}.",
+            where="DistributedDataParallel, first argument",
+            remedy="Pass the model itself.",
+        )
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise ConfigError(
             "this module is wrapped already.",

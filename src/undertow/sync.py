@@ -50,11 +50,18 @@ class Sync:
         require_unwatched(named_params)
         self._module = module
         self._is_closed = False
+        # All that a forward may train, and what of it is synchronised or ignored; parameters of ours live as long as we.
+        self._owned_params = [owner._parameters for owner in module.modules()]
+        self._planned = {id(param): param.dtype for _, param in named_params}
         self._group = own_group(_chosen_group(process_group, mesh), device=_exchange_device(named_params))
         try:
             require_agreement(
                 self._group,
-                settings={"torch": str(torch.__version__), **self._config.to_dict()},
+                settings={
+                    "torch": str(torch.__version__),
+                    "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
+                    **self._config.to_dict(),
+                },
                 params=[_description(name, param) for name, param in named_params],
                 others=[_description(name, tensor) for name, tensor in self._left_alone()],
             )
@@ -90,6 +97,15 @@ class Sync:
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that got no gradient on this rank, over the micro-batches of the last step."""
         return self._engine.unused_parameters
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a backward that runs now would only accumulate; `accumulate()` sets it for a while."""
+        return self._engine.is_accumulating
+
+    @is_accumulating.setter
+    def is_accumulating(self, value: bool) -> None:
+        self._engine.is_accumulating = value
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -166,9 +182,31 @@ class Sync:
         if private.graph_task_id() != -1 or not torch.is_grad_enabled():
             return  # recomputation inside a backward, or an evaluation, for which no other rank waits
         is_training = self._module.training
+        if is_training:
+            self._require_planned()
         self._engine.forward_begins(is_training=is_training)
         if is_training and self._group.num_ranks > 1 and self._config.buffers == "rank0" and not self._engine.is_accumulating:
             broadcast_buffers(buffer_owners(self._module, self._config.ignore), self._group)
+
+    def _require_planned(self) -> None:
+        """ConfigError where a parameter is trained for which no bucket has a place: it would not be synchronised."""
+        planned = self._planned
+        for owned in self._owned_params:
+            for param in owned.values():
+                if param is not None and param.requires_grad and planned.get(id(param)) is not param.dtype:
+                    self._require_ignored(param)
+
+    def _require_ignored(self, param: Tensor) -> None:
+        name = next(name for name, known in self._module.named_parameters() if known is param)
+        if name in self._config.ignore:
+            return
+        was = self._planned.get(id(param))
+        change = "belongs to no bucket" if was is None else f"was {was} and is {param.dtype}"
+        raise ConfigError(
+            f"parameter {name!r} is trained but {change}: its gradient would not be synchronised.",
+            where=f"rank {self._group.rank}; it has changed since the module was wrapped",
+            remedy="Wrap the module when its parameters are final, or close() and wrap it again.",
+        )
 
     def forward_ends(self) -> None:
         """Called after each forward of the module."""
@@ -199,6 +237,8 @@ class Sync:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._group.is_alive:
+            self._engine.complete()  # else what is in flight would leave its gradients None
         self._let_go()
         self._group.close()
 
@@ -296,9 +336,9 @@ def _finish_before_step(engine: Engine, named_params: list[tuple[str, Tensor]]) 
 
     def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         engine = weak_engine()
-        if engine is None or not engine.is_round_owed:
+        if engine is None:
             return
         if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
-            engine.finish()
+            engine.finish_before_step()
 
     return hook

@@ -10,7 +10,7 @@ from rich.console import Console
 from support.errors import text_of
 from undertow.demo import DemoSettings, Way
 from undertow.demo.measure import StepTimes, trace_of
-from undertow.demo.results import WayDone
+from undertow.demo.results import WayDone, way_done
 from undertow.demo.show import comparison_table
 from undertow.demo.verdict import Verdict
 from undertow.errors import ConfigError
@@ -36,7 +36,9 @@ def results(
                 way=way,
                 rank=rank,
                 step_ms=1234.56,
-                trace=TRACE,
+                exposed_ms=25.0,
+                overlap=0.8,
+                typical=TRACE,
                 loss=(losses or {}).get(way, 2.5),
                 gradients_agree=way is not wrong,
             )
@@ -75,7 +77,9 @@ def test_a_loss_that_is_no_number_is_wrong() -> None:
 def test_the_table_fits_a_narrow_terminal() -> None:
     console = Console(file=io.StringIO(), width=80)
     with console.capture() as captured:
-        console.print(comparison_table(results(wrong=Way.BUCKETED), Verdict.of(results(wrong=Way.BUCKETED), num_ranks=2)))
+        console.print(
+            comparison_table(results(wrong=Way.BUCKETED), Verdict.of(results(wrong=Way.BUCKETED), num_ranks=2), num_steps=3)
+        )
     lines = captured.get().splitlines()
     assert "bucketed, after backward   1234.6  1.00x     25.0    80%       1  2.5000     NO" in [line.strip() for line in lines]
     assert "Undertow, defaults         1234.6  1.00x     25.0    80%       1  2.5000    yes" in [line.strip() for line in lines]
@@ -98,12 +102,31 @@ def test_a_step_becomes_phases_and_the_collectives_of_its_gradients() -> None:
     assert overlap.exposed_us == pytest.approx(50_000, abs=0.01)
 
 
+def step_of(*, length_us: float, exposed_us: float) -> Trace:
+    wait = Event(lane="compute", kind="wait", start_us=length_us - exposed_us, stop_us=length_us)
+    sent = Event(lane="comm.dp", kind="all_reduce", start_us=length_us - 100, stop_us=length_us)
+    return Trace(rank=1, step=int(length_us), events=(wait, sent))
+
+
+def test_a_way_is_summed_up_by_medians_and_the_step_closest_to_them() -> None:
+    lengths_and_waits = [(900, 90), (500, 40), (510, 95), (490, 45), (100, 50)]
+    steps = [step_of(length_us=length, exposed_us=exposed) for length, exposed in lengths_and_waits]
+    done = way_done(Way.OVERLAPPED, steps, loss=1.0, gradients_agree=True)
+    assert (done.rank, done.step_ms, done.exposed_ms, done.overlap) == (1, 0.5, 0.05, 0.5)
+    assert done.typical.step == 500
+
+
+def test_a_way_without_communication_has_no_overlap() -> None:
+    silent = Trace(rank=0, step=0, events=(Event(lane="compute", kind="forward", start_us=0, stop_us=5),))
+    assert way_done(Way.UNDERTOW, [silent], loss=1.0, gradients_agree=True).overlap is None
+
+
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
         ({"num_ranks": 0}, "--nproc must be 1 to 16, got 0.\n  undertow demo\n  Two show the most on a small machine."),
         ({"num_ranks": 17}, "--nproc must be 1 to 16, got 17.\n  undertow demo\n  Two show the most on a small machine."),
-        ({"num_steps": 0}, "--steps must be 1 to 10000, got 0.\n  undertow demo\n  Ten are enough for a stable median."),
+        ({"num_steps": 0}, "--steps must be 1 to 10000, got 0.\n  undertow demo\n  Eight are enough for a stable median."),
         ({"seed": -1}, "--seed must be 0 to 2147483647, got -1.\n  undertow demo\n  Any such number will do."),
     ],
 )

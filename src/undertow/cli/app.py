@@ -53,7 +53,7 @@ def undertow(
 
 @app.command(
     help="Train a small GPT five ways over an emulated network and compare them.\n\n"
-    "Starts the ranks itself, takes about half a minute, and checks that every way finds the same gradients. Prints a "
+    "Starts the ranks itself, takes about a minute, and checks that every way finds the same gradients. Prints a "
     "table and draws where each step's time went, in OUT/demo.png.\n\n"
     "Exit code 0: all ways agree. 1: they do not, or a rank failed. 2: an option cannot work."
 )
@@ -65,7 +65,7 @@ def demo(
     text: Annotated[
         Path | None, typer.Option(help="File to train on; without it, the standard library's source.", show_default=False)
     ] = None,
-    steps: Annotated[int, typer.Option(help="Measured steps per way, after two to warm up.")] = 10,
+    steps: Annotated[int, typer.Option(help="Measured steps per way, after two to warm up.")] = 8,
     out: Annotated[Path, typer.Option(help="Directory for the pictures.")] = Path("out"),
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
 ) -> None:

@@ -51,8 +51,7 @@ class LocalRanks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with _interrupts_postponed():
-            self._end()
+        self._end()
 
     def messages(self) -> Iterator[Message]:
         """What the ranks send, until all of them have ended well. Raises RanksLost if one does not."""
@@ -106,16 +105,17 @@ class LocalRanks:
         return min(failures.values(), key=lambda failure: failure.failed_s)
 
     def _end(self) -> None:
-        for end in (SpawnProcess.terminate, SpawnProcess.kill):
-            deadline = time.monotonic() + _END_S
-            for process in self._processes:
-                if process.is_alive():
-                    end(process)
-            for process in self._processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-        for connection in self._open:
-            connection.close()
-        self._open.clear()
+        with _interrupts_postponed():
+            for end in (SpawnProcess.terminate, SpawnProcess.kill):
+                deadline = time.monotonic() + _END_S
+                for process in self._processes:
+                    if process.is_alive():
+                        end(process)
+                for process in self._processes:
+                    process.join(max(0.0, deadline - time.monotonic()))
+            for connection in self._open:
+                connection.close()
+            self._open.clear()
 
 
 def _death(rank: int, code: int | None) -> RankFailed:

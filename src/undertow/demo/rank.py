@@ -1,8 +1,7 @@
-"""What one rank of the demo does: train the same model five times."""
+"""What one rank of the demo does: train the same model in five ways, a step of each in turn."""
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -10,8 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -21,17 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from undertow.demo.measure import LastGradient, StepTimes, trace_of
+from undertow.demo.measure import trace_of
 from undertow.demo.model import Gpt, GptShape
-from undertow.demo.reference import Reference, gradients_of, reference_of_first_step
-from undertow.demo.results import Message, ModelBuilt, RankFailed, StepDone, WayDone
+from undertow.demo.reference import Reference, reference_of_first_step
+from undertow.demo.results import Message, ModelBuilt, RankFailed, StepDone, WayDone, way_done
 from undertow.demo.settings import NUM_WARM_UP_STEPS, REFERENCE, DemoSettings, Way
-from undertow.demo.ways import BUILDERS, Synchronised
-from undertow.runtime.emulated_link import BACKEND, EmulatedLink, emulated_backend
+from undertow.demo.way_run import WayRun
+from undertow.runtime.emulated_link import BACKEND, EmulatedLink, Transfer, emulated_backend
 
 __all__ = ["run_rank"]
-
-_LEARNING_RATE = 1e-3
 
 
 def run_rank(rank: int, settings: DemoSettings, corpus: Path, meeting_point: Path, connection: Connection) -> None:
@@ -69,14 +65,12 @@ def _meet_and_train(
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    times: StepTimes
-    loss: float
-
-
 class _Trainer:
-    """Trains the model once per way: same weights at the start, same data."""
+    """Trains one copy of the model per way: same weights at the start, same data.
+
+    Step by step in turn, so that a machine whose speed changes (another program, heat) is as fast for one way as for
+    another.
+    """
 
     def __init__(
         self, rank: int, settings: DemoSettings, text: Tensor, link: EmulatedLink, send: Callable[[Message], None]
@@ -87,60 +81,47 @@ class _Trainer:
         self._link = link
         self._send = send
         self._shape = GptShape()
-        self._last_reference: Reference | None = None
 
     def train_all_ways(self) -> None:
         model = self._new_model()
         num_parameters = sum(param.numel() for param in model.parameters())
         first_reference = reference_of_first_step(model, next(self._batches()))
+        runs = [WayRun(way, self._new_model()) for way in Way]
         if self._rank == 0:
             self._send(ModelBuilt(num_parameters=num_parameters, gradient_bytes=4 * num_parameters))
-        for way in Way:
-            self._send(self._train(way, first_reference))
-            gc.collect()  # torch's wrapper is a cycle; nobody's gradients should stay around
-
-    def _train(self, way: Way, first_reference: Reference) -> WayDone:
-        model = self._new_model()
-        last_gradient = LastGradient(model)
-        synchronised = BUILDERS[way](model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
         self._link.take_log()
-        dist.barrier()
-        steps: list[_Step] = []
-        agree = True
+        self._train(runs, first_reference)
+        dist.barrier()  # by now every collective of the steps is in the log
+        self._conclude(runs, self._link.take_log())
+        for run in runs:
+            run.close()
+
+    def _train(self, runs: Sequence[WayRun], first_reference: Reference) -> None:
         num_steps = NUM_WARM_UP_STEPS + self._settings.num_steps
         for index, batch in zip(range(num_steps), self._batches(), strict=False):
-            steps.append(_run_step(synchronised, optimizer, last_gradient, batch))
-            if index == 0:
-                agree &= first_reference.agrees_with(gradients_of(model))
-            if self._rank == 0:
-                self._send(StepDone(way=way, step=index, step_ms=steps[-1].times.step_ms, loss=steps[-1].loss))
-        agree &= self._agrees_at_the_end(way, gradients_of(model))
-        dist.barrier()  # by now every collective of the steps is in the log
-        synchronised.close()
-        return self._result(way, steps, gradients_agree=agree)
+            for run in runs:
+                run.step(batch)
+                if index == 0:
+                    run.compare(first_reference)
+                if self._rank == 0:
+                    done = run.steps[-1]
+                    self._send(StepDone(way=run.way, step=index, step_ms=done.times.step_ms, loss=done.loss))
 
-    def _agrees_at_the_end(self, way: Way, gradients: list[Tensor]) -> bool:
-        """With more than two ranks the weights have drifted apart by rounding, and only losses can be compared."""
-        if way is REFERENCE:
-            self._last_reference = Reference(gradients=gradients, tolerances=None)
-        if self._last_reference is None or self._settings.num_ranks > 2:
-            return True
-        return self._last_reference.agrees_with(gradients)
+    def _conclude(self, runs: Sequence[WayRun], transfers: Sequence[Transfer]) -> None:
+        if self._settings.num_ranks <= 2:  # with more the weights have drifted apart by rounding, only losses compare
+            right = next(run for run in runs if run.way is REFERENCE)
+            last_reference = Reference(gradients=right.gradients, tolerances=None)
+            for run in runs:
+                run.compare(last_reference)
+        for run in runs:
+            self._send(self._result(run, transfers))
 
-    def _result(self, way: Way, steps: list[_Step], *, gradients_agree: bool) -> WayDone:
-        transfers = self._link.take_log()
-        measured = range(NUM_WARM_UP_STEPS, len(steps))
-        by_time = sorted(measured, key=lambda index: steps[index].times.step_ms)
-        middle = by_time[(len(by_time) - 1) // 2]
-        return WayDone(
-            way=way,
-            rank=self._rank,
-            step_ms=steps[middle].times.step_ms,
-            trace=trace_of(steps[middle].times, transfers, rank=self._rank, step=middle),
-            loss=steps[-1].loss,
-            gradients_agree=gradients_agree,
-        )
+    def _result(self, run: WayRun, transfers: Sequence[Transfer]) -> WayDone:
+        traces = [
+            trace_of(run.steps[index].times, transfers, rank=self._rank, step=index)
+            for index in range(NUM_WARM_UP_STEPS, len(run.steps))
+        ]
+        return way_done(run.way, traces, loss=run.steps[-1].loss, gradients_agree=run.agrees)
 
     def _new_model(self) -> Gpt:
         torch.manual_seed(self._settings.seed)
@@ -153,22 +134,3 @@ class _Trainer:
         while True:
             starts = random.integers(0, self._text.numel() - length, size=self._shape.batch)
             yield torch.stack([self._text[start : start + length] for start in starts]).long()
-
-
-def _run_step(synchronised: Synchronised, optimizer: torch.optim.Optimizer, last_gradient: LastGradient, batch: Tensor) -> _Step:
-    optimizer.zero_grad()
-    began_s = time.perf_counter()
-    loss = synchronised.module(batch)
-    forward_s = time.perf_counter()
-    loss.backward()
-    synchronised.after_backward()
-    synchronised_s = time.perf_counter()
-    optimizer.step()
-    times = StepTimes(
-        began_s=began_s,
-        forward_s=forward_s,
-        last_gradient_s=last_gradient.arrived_s,
-        synchronised_s=synchronised_s,
-        ended_s=time.perf_counter(),
-    )
-    return _Step(times=times, loss=loss.item())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from undertow.demo.settings import Way
-from undertow.trace import Trace
+from undertow.trace import Trace, overlap_of
 
-__all__ = ["Message", "ModelBuilt", "RankFailed", "StepDone", "WayDone"]
+__all__ = ["Message", "ModelBuilt", "RankFailed", "StepDone", "WayDone", "way_done"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +32,35 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayDone:
-    """One way on one rank."""
+    """One way on one rank; figures are medians over the measured steps."""
 
     way: Way
     rank: int
-    step_ms: float  # median of the measured steps
-    trace: Trace  # of the step that took the median time
+    step_ms: float
+    exposed_ms: float
+    overlap: float | None  # hidden share of the communication; None: there was none
+    typical: Trace  # of the step that is closest to the medians
     loss: float  # of the last step
     gradients_agree: bool  # with the reference's
+
+
+def way_done(way: Way, traces: Sequence[Trace], *, loss: float, gradients_agree: bool) -> WayDone:
+    """Sums up the measured steps of one way."""
+    lengths = [max(event.stop_us for event in trace.events) for trace in traces]
+    overlaps = [overlap_of(trace) for trace in traces]
+    length, exposed = median(lengths), median(overlap.exposed_us for overlap in overlaps)
+    hidden = [overlap.fraction for overlap in overlaps if overlap.fraction is not None]
+    distances = [abs(lengths[i] - length) + abs(overlaps[i].exposed_us - exposed) for i in range(len(traces))]
+    return WayDone(
+        way=way,
+        rank=traces[0].rank,
+        step_ms=length / 1e3,
+        exposed_ms=exposed / 1e3,
+        overlap=median(hidden) if hidden else None,
+        typical=traces[distances.index(min(distances))],
+        loss=loss,
+        gradients_agree=gradients_agree,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

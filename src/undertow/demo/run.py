@@ -79,17 +79,18 @@ def _run_rank(*arguments: object) -> None:
 def _conclude(settings: DemoSettings, results: Mapping[Way, Sequence[WayDone]], console: Console) -> int:
     verdict = Verdict.of(results, num_ranks=settings.num_ranks)
     console.print()
-    console.print(comparison_table(results, verdict))
-    traces = {way.label: of_ranks[0].trace for way, of_ranks in results.items()}
+    console.print(comparison_table(results, verdict, num_steps=settings.num_steps))
+    traces = {way.label: of_ranks[0].typical for way, of_ranks in results.items()}
     for way in Way:
         save_timeline({way.label: traces[way.label]}, settings.out / f"demo-{way}.png")
     picture = settings.out / "demo.png"
     save_timeline(traces, picture)
-    console.print(f"\nTimeline of all ways: {picture}   (of each alone: {settings.out / 'demo-*.png'})", highlight=False)
+    each = settings.out / "demo-*.png"
+    console.print(f"\nA typical step as a picture: {picture}, each way alone: {each}", highlight=False, soft_wrap=True)
     for complaint in verdict.complaints:
         console.print(f"[bold red]{escape(complaint)}[/]", highlight=False)
     if not verdict.complaints:
-        console.print(f"All {len(Way)} ways found the same gradients and the same loss.")
+        console.print(f"All {len(Way)} ways found the same gradients and the same loss.", highlight=False)
     return 1 if verdict.complaints else 0
 
 

@@ -47,13 +47,13 @@ class DemoSettings:
     num_ranks: int = 2
     link: str = "1gbit"
     text: Path | None = None  # None: the standard library's source
-    num_steps: int = 10  # measured, per way, after the warm-up
+    num_steps: int = 8  # measured, per way, after the warm-up
     out: Path = Path("out")
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check_range("--nproc", self.num_ranks, highest=_MAX_RANKS, remedy="Two show the most on a small machine.")
-        _check_range("--steps", self.num_steps, highest=_MAX_STEPS, remedy="Ten are enough for a stable median.")
+        _check_range("--steps", self.num_steps, highest=_MAX_STEPS, remedy="Eight are enough for a stable median.")
         _check_range("--seed", self.seed, lowest=0, highest=2**31 - 1, remedy="Any such number will do.")
         link_from_text(self.link)
 

@@ -15,7 +15,6 @@ from undertow.cost import collective_seconds
 from undertow.demo.results import ModelBuilt, StepDone, WayDone
 from undertow.demo.settings import NUM_WARM_UP_STEPS, REFERENCE, DemoSettings, Way
 from undertow.demo.verdict import Verdict
-from undertow.trace import overlap_of
 
 __all__ = ["LiveProgress", "comparison_table", "print_introduction"]
 
@@ -75,10 +74,10 @@ class LiveProgress:
         self._progress.update(self._tasks[message.way], completed=message.step + 1, figures=figures)
 
 
-def comparison_table(results: Mapping[Way, Sequence[WayDone]], verdict: Verdict) -> Table:
+def comparison_table(results: Mapping[Way, Sequence[WayDone]], verdict: Verdict, *, num_steps: int) -> Table:
     """A row per way, as rank 0 has measured it; no wider than 80 columns."""
     table = Table(
-        title="Rank 0, the step that took the median time",
+        title=f"Rank 0, medians of {num_steps} steps",
         title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
@@ -90,15 +89,13 @@ def comparison_table(results: Mapping[Way, Sequence[WayDone]], verdict: Verdict)
     first_ms = results[REFERENCE][0].step_ms
     for way, of_ranks in results.items():
         result = of_ranks[0]
-        overlap = overlap_of(result.trace)
-        has_sent = overlap.fraction is not None
         table.add_row(
             way.label,
             f"{result.step_ms:.1f}",
             f"{first_ms / result.step_ms:.2f}x",
-            f"{overlap.exposed_us / 1e3:.1f}" if has_sent else "-",
-            f"{overlap.fraction:.0%}" if has_sent else "-",
-            str(len(result.trace.communication)),
+            "-" if result.overlap is None else f"{result.exposed_ms:.1f}",
+            "-" if result.overlap is None else f"{result.overlap:.0%}",
+            str(len(result.typical.communication)),
             f"{result.loss:.4f}",
             "yes" if verdict.agrees(way) else "[bold red]NO[/]",
             style="bold" if way is Way.UNDERTOW else None,

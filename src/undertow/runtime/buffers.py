@@ -54,7 +54,7 @@ def broadcast_buffers(owners: Sequence[BufferOwner], group: OwnGroup) -> None:
     received = _from_rank_zero([value for value in values if value is not None], group)
     for value, new in received:  # by dtype and device, not in the order of `values`
         if group.rank != 0 and not torch.equal(value, new):
-            own = new.clone()  # a chunk must not live on because one small buffer of it does
+            own = torch.empty_like(value).copy_(new)  # a chunk must not live on because one small buffer of it does
             for owner in by_tensor[id(value)]:
                 owner.put(own)
 

@@ -60,6 +60,7 @@ class _Progress:
     num_rounds: int = 0  # synchronised ones
     is_observed: bool = False  # one of them has ended well, and ranks have agreed on an order
     is_owed: bool = False  # a training forward ran and no round has followed
+    is_step_due: bool = False  # a round has ended and no optimizer has stepped since
     arrived_before: set[int] = field(default_factory=set)  # in micro-batches since the last synchronisation
     unused: tuple[str, ...] = ()
     order: _Order | None = None  # the next plan's
@@ -110,16 +111,22 @@ class Engine:
         """Names of parameters that got no gradient on this rank in the last synchronised step."""
         return self._progress.unused
 
-    @property
-    def is_round_owed(self) -> bool:
-        """Whether the other ranks may be waiting for a round of this one."""
-        return self._progress.is_owed or self._round is not None
-
     def forward_begins(self, *, is_training: bool) -> None:
         """Called before every forward that may be followed by a backward."""
         self._abandon()
+        if not is_training:
+            return
+        if self._group.num_ranks == 1 and not self.is_accumulating:
+            self._recorder.round_ends(())  # there are no rounds that would end a step
         self._recorder.forward_begins()
-        self._progress.is_owed = is_training and not self.is_accumulating
+        self._progress.is_owed = not self.is_accumulating
+
+    def finish_before_step(self) -> None:
+        """`finish`, unless a round has ended since the last step: then a later forward was not for training."""
+        self._abandon()
+        if not self._progress.is_step_due:
+            self.finish()
+        self._progress.is_step_due = False
 
     def finish(self) -> None:
         """Runs a round if none has run since the last training forward; for a rank whose backward touched nothing."""
@@ -162,7 +169,6 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._observer.stop()
         self._observer.stop()
 
     def _enter(self, task: int) -> None:
@@ -268,6 +274,7 @@ class Engine:
         progress = self._progress
         progress.num_rounds += 1
         progress.is_owed = False
+        progress.is_step_due = True
         if not this_round.has_failed:
             progress.arrived_before.clear()
         progress.unused = self._names_of(this_round.unused)

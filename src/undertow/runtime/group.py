@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from undertow.errors import ConfigError, PhaseError, PlanMismatch
+from undertow.runtime import private
 
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
@@ -41,6 +42,11 @@ class OwnGroup:
                 remedy="Call torch.distributed.destroy_process_group() after the last backward.",
             )
         return group
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether torch.distributed still has the group."""
+        return self._group() is not None and dist.is_initialized()
 
     @property
     def can_average(self) -> bool:
@@ -77,6 +83,7 @@ def own_group(process_group: dist.ProcessGroup, *, device: torch.device) -> OwnG
     ranks = dist.get_process_group_ranks(process_group)
     clone = dist.new_group(
         ranks,
+        timeout=private.timeout_of(process_group),
         backend=dist.get_backend(process_group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc="undertow",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 
 # Of the backward that this thread is in, the innermost one; -1 outside of backward.
@@ -20,6 +22,15 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def enclosing_node() -> Any | None:
     """Inside such a callback: the node around a backward that runs within another one, None for the outermost."""
     return torch._C._current_autograd_node()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long collectives of `group` may take; None, which means the backend's default, where it does not say."""
+    try:
+        options = group._get_backend(group._device_types[0]).options
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return getattr(options, "_timeout", None)
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:

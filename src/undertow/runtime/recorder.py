@@ -97,7 +97,9 @@ class _StepMarks:
 
     def last_mark(self) -> Mark:
         """Where the step was over as far as the gradients are concerned."""
-        return self.buckets[max(self.buckets)].wait_stop if self.buckets else self.backwards[-1][1]
+        if self.buckets:
+            return self.buckets[max(self.buckets)].wait_stop
+        return self.backwards[-1][1] if self.backwards else self.forwards[-1][1]
 
 
 class Recorder:
@@ -121,7 +123,7 @@ class Recorder:
         self._now.forwards.append([mark, None])
 
     def forward_ends(self) -> None:
-        if self._is_on and self._now.forwards:
+        if self._is_on and self._now.forwards and self._now.forwards[-1][1] is None:
             self._now.forwards[-1][1] = self._clock.mark()
 
     def backward_begins(self, *, generation: int) -> None:
@@ -166,7 +168,7 @@ class Recorder:
 
     def round_ends(self, busy_ms: tuple[float, ...]) -> None:
         self._round_stop_s = time.perf_counter()
-        if self._is_on:
+        if self._is_on and (self._now.forwards or self._now.backwards):
             self._now.busy_ms = busy_ms
             self._now.is_synchronised = True
             self._steps.append(self._now)

@@ -78,6 +78,10 @@ class StepReport:
 def summarize(records: Sequence[StepRecord], plan: Plan, *, rank: int) -> StepReport:
     """Medians over `records`, all of which were made under `plan`."""
     splits = [_split(record) for record in records]
+    times = {field.name: _median(splits, field.name) for field in dataclasses.fields(_Split)}
+    # What are parts of another time follow from the medians, so that the lines of the report add up.
+    times["hidden_ms"] = max(0.0, times["communication_ms"] - times["exposed_ms"])
+    times["wire_ms"] = max(0.0, times["exposed_ms"] - times["late_rank_ms"])
     busy = tuple(median(times) for times in zip(*(record.busy_ms for record in records), strict=True))
     return StepReport(
         num_steps=len(records),
@@ -86,7 +90,7 @@ def summarize(records: Sequence[StepRecord], plan: Plan, *, rank: int) -> StepRe
         slowest_rank=max(range(len(busy)), key=busy.__getitem__) if busy else None,
         busy_ms=busy,
         buckets=tuple(_bucket_report(records, plan, index) for index in range(len(plan.buckets))) if _any_sent(records) else (),
-        **{field.name: _median(splits, field.name) for field in dataclasses.fields(_Split)},
+        **times,
     )
 
 
