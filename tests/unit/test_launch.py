@@ -87,6 +87,16 @@ def interrupt_the_parent(rank: int, connection: Connection) -> None:
     threading.Event().wait()
 
 
+def tell_whether_interrupts_are_blocked(rank: int, connection: Connection) -> None:
+    connection.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+def test_ranks_do_not_hear_interrupts_themselves() -> None:
+    ranks = LocalRanks(tell_whether_interrupts_are_blocked, (), num_ranks=2, silence_s=SILENCE_S)
+    with ranks:
+        assert list(ranks.messages()) == [True, True]
+
+
 def test_an_interrupt_ends_the_ranks() -> None:
     with pytest.raises(KeyboardInterrupt), LocalRanks(interrupt_the_parent, (), num_ranks=2, silence_s=SILENCE_S) as ranks:
         list(ranks.messages())

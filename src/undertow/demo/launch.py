@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
@@ -41,6 +42,7 @@ class LocalRanks:
         self._open: dict[Connection, int] = {}
 
     def __enter__(self) -> Self:
+        resource_tracker.ensure_running()  # before: it unblocks Ctrl-C in us when it starts with the first process
         try:
             with _interrupts_postponed():
                 for rank in range(self._num_ranks):

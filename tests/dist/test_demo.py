@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from undertow.demo import DemoSettings, Way, run, run_demo
+
+PATIENCE_S = 60.0
+
+
+def run_and_read(settings: DemoSettings) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as captured:
+        code = run_demo(settings, console)
+    return code, captured.get()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_all_ways_agree_and_the_pictures_are_there(num_ranks: int, tmp_path: Path) -> None:
+    code, text = run_and_read(DemoSettings(num_ranks=num_ranks, link="none", num_steps=1, out=tmp_path))
+    assert "All 5 ways found the same gradients and the same loss." in text
+    assert code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"demo.png", *(f"demo-{way}.png" for way in Way)}
+    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(" yes")]
+    assert len(rows) == len(Way)
+    losses = [row[-2] for row in rows]
+    assert losses == losses[:1] * len(Way)
+
+
+def fail_in_rank_1(rank: int, *arguments: object) -> None:
+    if rank == 1:
+        os._exit(3)
+    threading.Event().wait()
+
+
+def test_a_failed_rank_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_run_rank", fail_in_rank_1)
+    code, text = run_and_read(DemoSettings(out=tmp_path))
+    assert code == 1
+    assert "rank 1 has failed.\n  It ended with exit code 3." in text
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command, in a session of its own as on a terminal."""
+    command = [sys.executable, "-c", "from undertow.cli import main; main()", "demo", "--out", str(tmp_path)]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    with started:
+        yield started
+        started.kill()
+
+
+def ranks_of(demo: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Once both are there."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        children = psutil.Process(demo.pid).children()
+        if sum("spawn_main" in " ".join(child.cmdline()) for child in children) == 2:
+            return children
+        time.sleep(0.02)
+    pytest.fail("the ranks did not start")
+
+
+def test_an_interrupt_ends_all_ranks(demo: subprocess.Popen[str]) -> None:
+    ranks = ranks_of(demo)
+    os.killpg(demo.pid, signal.SIGINT)
+    text, _ = demo.communicate(timeout=PATIENCE_S)
+    assert demo.returncode == 130
+    assert text.endswith("Interrupted; all ranks have ended.\n")
+    assert "Traceback" not in text
+    assert psutil.wait_procs(ranks, timeout=PATIENCE_S)[1] == []
+
+
+def test_ranks_do_not_outlive_the_process_that_started_them(demo: subprocess.Popen[str]) -> None:
+    ranks = ranks_of(demo)
+    demo.kill()
+    demo.communicate(timeout=PATIENCE_S)
+    assert psutil.wait_procs(ranks, timeout=PATIENCE_S)[1] == []

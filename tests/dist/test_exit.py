@@ -1,0 +1,54 @@
+"""Scripts of users end with exit code 0, whatever they do about their process group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S = 120.0
+
+SCRIPT = """
+    import sys, torch, torch.distributed as dist
+    import undertow
+
+    rank, meeting_point = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(meeting_point, 2), rank=rank, world_size=2)
+    model = undertow.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+ENDINGS = {
+    "destroyed with the model alive": "    dist.destroy_process_group()\n",
+    "not destroyed": "",
+    "closed": "    model.close()\n",
+}
+
+
+def exit_codes(script: str, meeting_point: Path) -> list[tuple[int, str]]:
+    """Of both ranks, with what they wrote to stderr."""
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(meeting_point)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        return [(rank.wait(PATIENCE_S), rank.stderr.read() if rank.stderr else "") for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_ends_with_exit_code_0(ending: str, tmp_path: Path) -> None:
+    assert exit_codes(SCRIPT + ENDINGS[ending], tmp_path / "meeting-point") == [(0, ""), (0, "")]
