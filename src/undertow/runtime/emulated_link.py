@@ -27,10 +27,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-
-# Imported before any group exists: its functions take the world group of that moment as a default. Torch itself imports
-# it with the first optimizer; a group that it holds then is never destroyed, and the process may abort at exit.
-import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from undertow.cost import Link, collective_seconds
