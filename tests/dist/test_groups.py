@@ -61,7 +61,7 @@ def late_parts_of_several_models() -> None:
         wrapper.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the round for late parts blocks in one model's turn, while another rank is in another's")
+@pytest.mark.xfail(strict=False, reason="the round for late parts blocks in one model's turn, while another rank is in another's")
 def test_late_parts_of_several_models_do_not_wait_for_each_other(two_ranks: Ranks) -> None:
     two_ranks.run(late_parts_of_several_models, timeout_s=8.0)
 
