@@ -36,16 +36,18 @@ def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> P
     pinned = Plan.from_json(text)
     for mine, planned in zip(params, pinned.params, strict=False):
         if (mine.name, mine.shape, mine.dtype) != (planned.name, planned.shape, planned.dtype):
-            raise ConfigError(
-                "the saved plan is for another model.",
-                where=f"it has {planned.name!r} {planned.shape} {planned.dtype} where the model has "
-                f"{mine.name!r} {mine.shape} {mine.dtype}",
-                remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+            raise _another_model(
+                f"it has {planned.name!r} {planned.shape} {planned.dtype} where the model has "
+                f"{mine.name!r} {mine.shape} {mine.dtype}"
             )
     if len(params) != len(pinned.params):
-        raise ConfigError(
-            "the saved plan is for another model.",
-            where=f"it has {len(pinned.params)} parameters, the model {len(params)}",
-            remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
-        )
+        raise _another_model(f"it has {len(pinned.params)} parameters, the model {len(params)}")
     return plan_from_groups(params, [bucket.params for bucket in pinned.buckets], num_ranks=num_ranks)
+
+
+def _another_model(difference: str) -> ConfigError:
+    return ConfigError(
+        "the saved plan is for another model.",
+        where=difference,
+        remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+    )

@@ -46,7 +46,7 @@ class GradientBinding:
         """
         with torch.no_grad():
             try:
-                if not not_arrived and self.bucket.is_unreferenced():
+                if not not_arrived and not self.bucket.is_held():
                     return self._take_new()
                 return self._take_any(not_arrived)
             except RuntimeError:

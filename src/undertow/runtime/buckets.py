@@ -138,17 +138,10 @@ class GradientBucket:
             for gradient, start in zip(self.gradients, self.offsets, strict=True)
         ]
 
-    def is_unreferenced(self) -> bool:
-        """Whether nothing at all refers to a view, neither somebody outside nor a `.grad`; the cheap question."""
-        return (
-            sum(map(getrefcount, self.views)) == _REFERENCES_OF_OURS * len(self.views)
-            and private.storage_use_count(self.storage) == self._num_sharing
-        )
-
     def is_held(self, *, num_references: int = 0) -> bool:
-        """Whether somebody outside holds a view, so that writing here would change what they see.
+        """Whether anything but the caller refers to a view, so that writing here would change what it sees.
 
-        No view may be bound as a `.grad` when this is asked; `num_references` are those that the caller has to them.
+        A view that is bound as a `.grad` counts; `num_references` are those that the caller has to views.
         """
         expected = _REFERENCES_OF_OURS * len(self.views) + num_references
         return sum(map(getrefcount, self.views)) > expected or private.storage_use_count(self.storage) > self._num_sharing
