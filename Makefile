@@ -51,5 +51,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing $(TORCH) (large; the first time takes minutes) ..."
 	@$(PIP) install --quiet $(TORCH)
 	@echo "Installing everything else ..."
-	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[dev]'
+	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[dev,integrations]'
 	@touch $@

@@ -7,10 +7,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, UndertowError
+from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, UndertowError, WrongType
 
 if TYPE_CHECKING:
     from undertow.ddp import DistributedDataParallel
+    from undertow.runtime.average import average_gradients
     from undertow.runtime.buckets import GradientBucket
     from undertow.runtime.manager import GradientBucketManager
     from undertow.sync import BucketedDDPHooks, Sync, attach
@@ -25,6 +26,7 @@ _LAZY = {
     "GradientBucketManager": "undertow.runtime.manager",
     "Sync": "undertow.sync",
     "attach": "undertow.sync",
+    "average_gradients": "undertow.runtime.average",
 }
 
 __all__ = [
@@ -40,7 +42,9 @@ __all__ = [
     "Sync",
     "SyncConfig",
     "UndertowError",
+    "WrongType",
     "attach",
+    "average_gradients",
 ]
 
 logging.getLogger("undertow").addHandler(logging.NullHandler())

@@ -17,7 +17,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "order": ("observed", "reverse", "largest_first"),
     "reduction": ("native",),
     "op": ("mean",),
-    "buffers": ("rank0", "off"),
+    "buffers": ("rank0", "mean", "off"),
     "record": ("summary", "full", "off"),
     "auto_tune": (False,),
     "reduce_dtype": (None,),
@@ -31,7 +31,6 @@ _NOT_BUILT: dict[str, tuple[object, ...]] = {
     "strategy": ("zero1", "zero2", "hybrid"),
     "reduction": ("ordered",),
     "op": ("sum",),
-    "buffers": ("mean",),
     "auto_tune": (True,),
     "nonfinite": ("warn", "skip", "raise"),
 }
@@ -42,13 +41,15 @@ class SyncConfig:
     """How gradients are synchronised. The same on every rank; compared before the first step.
 
     strategy: "ddp" (None means the same).
-    bucket_cap_mb: largest bucket in MiB; None lets the library choose from the size of the model.
+    bucket_cap_mb: largest bucket in MiB; None lets the library choose from the size of the model. Several sizes are
+        those of the first buckets, one after another; the last holds for all that follow.
     order: in which order gradients are expected: "observed" (that of rank 0's first backward; reverse registration
         until then), "reverse" (of registration) or "largest_first".
     plan: a saved plan to pin, as its JSON text (`Sync.save_plan` writes it); switches `bucket_cap_mb` and `order` off.
     overlap: False sends the same buckets after backward; same bits.
     op: "mean" over ranks. average_in_collective: False divides before the collective, which sums.
-    buffers: "rank0" (module buffers follow rank 0 before a training forward) or "off".
+    buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; what
+        is no real or complex number follows rank 0), or are left alone ("off").
     ignore: names of parameters and buffers that are left alone.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
@@ -57,7 +58,7 @@ class SyncConfig:
     """
 
     strategy: str | None = None
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: float | tuple[float, ...] | None = None
     order: str = "observed"
     plan: str | None = None
     auto_tune: bool = False
@@ -76,7 +77,11 @@ class SyncConfig:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
-        if self.bucket_cap_mb is not None:
+        if isinstance(self.bucket_cap_mb, tuple | list):
+            object.__setattr__(self, "bucket_cap_mb", tuple(self.bucket_cap_mb))
+            for cap in self.bucket_cap_mb or (None,):
+                bytes_from_mib(cap, name="bucket_cap_mb")
+        elif self.bucket_cap_mb is not None:
             bytes_from_mib(self.bucket_cap_mb, name="bucket_cap_mb")
         if not isinstance(self.plan, str | None):
             raise ConfigError(
@@ -109,11 +114,12 @@ class SyncConfig:
         return cls(**values)
 
 
-def bytes_from_mib(value: float, *, name: str) -> float:
+def bytes_from_mib(value: object, *, name: str) -> float:
     """`value` MiB in bytes; ConfigError, naming the setting, for what is not a positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ConfigError(
             f"{name} must be a positive number of MiB, got {value!r}.",
+            where="SyncConfig",
             remedy="Give a size above zero, or leave it out for a planned one.",
         )
     return value * 1024 * 1024

@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.device_mesh import DeviceMesh
 
+from undertow import ddp_arguments as arguments
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.plan import Plan
+from undertow.runtime import private
+from undertow.runtime.ignore import names_to_ignore
 from undertow.sync import Reduction, Sync
 from undertow.trace import StepReport, Trace
+from undertow.uneven import ShadowHook, UnevenInputs, announce_forward
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Data-parallel training of `module`: change one import.
 
     The constructor is torch's. It is torch's class in name only, so that trainers and checkpointing recognise it; its
-    C++ reducer is never made. What we always do is accepted: `find_unused_parameters` (who used what travels inside
-    the buckets), `gradient_as_bucket_view`, `static_graph`. Settings of our own come in `config`.
+    C++ reducer is never made. What we always do is accepted: `find_unused_parameters` and
+    `skip_all_reduce_unused_params` (who used what travels inside the buckets), `gradient_as_bucket_view`,
+    `batched_grad_copy`, `static_graph`, and the delayed parameters, which are sent in their turn like all others. Of our
+    own are `config`, and `ignore`: parameters, buffers and submodules, by name or themselves, that are left alone.
     """
 
     def __init__(  # noqa: PLR0913  torch's signature
         self,
         module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
+        device_ids: arguments.Devices | None = None,
+        output_device: int | str | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -40,25 +50,64 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, Tensor]] | None = None,
+        param_to_hook_all_reduce: Tensor | None = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
         *,
         config: SyncConfig | None = None,
+        ignore: Iterable[str | nn.Module | Tensor] = (),
     ) -> None:
-        _check_module(module)
-        _check_devices(device_ids)
+        arguments.check_module(module)
+        device_indices, output_index = arguments.check_devices(module, device_ids, output_device)
+        arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        arguments.check_mixed_precision(mixed_precision)
+        arguments.warn_of_check_reduction(check_reduction)
+        forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers)
+        cap = tuple(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
+        given = {"bucket_cap_mb": cap} if cap is not None else {}
+        chosen = arguments.settings_of(config, {**given, "buffers": "off"} if not forward_sync else given)
+
         nn.Module.__init__(self)  # past torch's constructor, which would make its reducer
-        chosen = _settings(config, bucket_cap_mb=bucket_cap_mb, broadcast_buffers=broadcast_buffers)
+        Joinable.__init__(self)
         self.module = module
         self.dim = dim
-        self.device_ids = list(device_ids) if device_ids else None  # type: ignore[arg-type]
-        self.broadcast_buffers = broadcast_buffers
+        self.device_ids = device_indices
+        self.output_device = output_index
+        self.device = next((param.device for param in module.parameters()), torch.device("cpu"))
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({param.device for param in module.parameters()}) > 1
+        self.device_mesh = device_mesh
+        self.forward_sync_buffers = chosen.buffers != "off"
+        self.require_forward_param_sync = True
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
-        self.sync = Sync(module, process_group=process_group, config=chosen, broadcast=init_sync)
+        self.broadcast_bucket_size = 250 * 1024 * 1024  # torch's own helpers ask for this and the next two
+        self.use_side_stream_for_tensor_copies = True
+        self.logger = None
+        self.mixed_precision = None
+        self._buffer_hook: _BufferHook | None = None
+        self._shadow: ShadowHook | None = None
+        makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
+        self.sync = Sync(
+            module,
+            process_group=process_group,
+            mesh=device_mesh,
+            config=chosen,
+            ignore=(*names_to_ignore(module, ignore), *arguments.ignored_by_torchs_way(module)),
+            shared=("parameters", "buffers")[: 1 + makes_buffers_equal] if init_sync else (),
+        )
 
     @property
     def process_group(self) -> dist.ProcessGroup:  # type: ignore[override]
-        """The group of our own over which gradients travel."""
+        """The group over whose ranks gradients are averaged."""
         return self.sync.process_group
 
     @property
@@ -70,24 +119,61 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Names of the parameters that got no gradient on this rank, over the micro-batches of the last step."""
         return self.sync.unused_parameters
 
+    @property
+    def parameters_to_ignore(self) -> set[str]:  # type: ignore[override]
+        """Names of the parameters and buffers that are left alone."""
+        return set(self.sync.config.ignore)
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """The buffers that are synchronised, as they are now."""
+        ignored = self.parameters_to_ignore
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
+
+    @property
+    def bucket_bytes_cap(self) -> int:  # type: ignore[override]
+        """Bytes of the largest bucket."""
+        return max(bucket.num_bytes for bucket in self.plan.buckets)
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:  # type: ignore[override]
+        """Bytes of every bucket."""
+        return [bucket.num_bytes for bucket in self.plan.buckets]
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:  # type: ignore[override]
+        """Whether the sizes of buckets are the library's choice."""
+        return self.sync.config.bucket_cap_mb is None
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]
+        return list(self.named_module_buffers.values())
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self.sync.forward_begins()
+        self._forward_begins()
+        if self.device_ids:
+            inputs, kwargs = self._on_device(inputs, kwargs)
         try:
-            return self.module(*inputs, **kwargs)
+            outputs = self.module(*inputs, **kwargs)
         finally:
-            self.sync.forward_ends()
+            if not torch.compiler.is_compiling():  # nothing is timed between compiled pieces
+                self.sync.forward_ends()
+        if self._buffer_hook is not None:
+            self._run_buffer_hook("POST_FORWARD")
+        return outputs
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; the next one outside synchronises the sum."""
         return self.sync.accumulate()
 
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """The same as `accumulate`, under torch's name."""
+        """The same as `accumulate`, under torch's name. The mode that holds when backward runs is what counts."""
         return self.sync.accumulate()
 
     def finish(self) -> None:
-        """Joins the other ranks where this rank's backward reached no parameter at all."""
-        self.sync.finish()
+        """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
+        follows = self.require_forward_param_sync and self.forward_sync_buffers and self._buffer_hook is None
+        self.sync.finish(buffers_follow=0 if follows else None)
 
     def reduce_gradients_async(self) -> Reduction:
         """Sends the gradients that were accumulated; wait for the result before the optimizer steps."""
@@ -126,70 +212,171 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def require_backward_grad_sync(self, is_required: bool) -> None:
         self.sync.is_accumulating = not is_required
 
-    def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise _not_built("join()", "Give every rank the same number of steps; finish() joins in for a rank without a backward.")
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next training forward synchronises buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
 
-    def register_comm_hook(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise _not_built("register_comm_hook()", "Leave the hook out: gradients are averaged in their own dtype.")
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> UnevenInputs:
+        """Lets ranks run out of data at different times: inside, a rank that has left its loop shadows the others.
+
+        A gradient is divided by the number of all ranks, or, with `divide_by_initial_world_size=False`, of those that
+        still have data. With `throw_on_early_termination` all ranks raise as soon as one has run out. At the end every
+        rank has the model of a rank that trained longest. One backward for each forward.
+        """
+        return UnevenInputs([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """For torch.distributed.algorithms.Join, also among other participants."""
+        self._shadow = ShadowHook(self.sync, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+        return self._shadow
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.sync.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduces every bucket by `hook(state, bucket)`; torch's own hooks run unchanged. See Sync.register_comm_hook."""
+        self.sync.register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # loads every optimizer of torch's
+
+        hooks = {
+            BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
+    def _register_buffer_comm_hook(self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
+        """Has `hook(state, buffers by name)` synchronise buffers, in place of rank 0's values.
+
+        It runs after every training forward, or before it; futures that it returns are waited for at the end of backward.
+        """
+        if not callable(hook):
+            raise WrongType(
+                f"hook must be callable, got {type(hook).__name__}.",
+                where="_register_buffer_comm_hook",
+                remedy="Pass a function hook(state, named_buffers).",
+            )
+        location = "POST_FORWARD" if comm_hook_location is None else comm_hook_location.name
+        self._buffer_hook = _BufferHook(state, hook, location)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup | int) -> None:
+        """Averages over the ranks of another group from the next forward on; nothing happens on a rank outside of it."""
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.sync.change_process_group(new_process_group)
 
     def _set_static_graph(self) -> None:
         """Accepted: nothing of ours depends on it."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
         self.static_graph = True
 
-    def __getstate__(self) -> NoReturn:
-        raise _not_built("copying and pickling a wrapped model", "Copy or save model.module, and wrap the copy.")
+    def _remove_autograd_hooks(self) -> None:
+        self.sync.close()
+
+    def _check_reducer_finalized(self) -> None:
+        """PhaseError where a backward has begun whose gradients are not synchronised yet."""
+        if self.sync.is_synchronising:
+            raise PhaseError(
+                "Expect to have finished reduction in the prior iteration before starting a new one.",
+                where=f"rank {self.sync.rank}",
+                remedy="Look for an exception in backward; the next forward ends the round.",
+            )
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accepted: outputs are never copied."""
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Accepted: every step is recorded."""
+        if sample_rate < 1:
+            raise ConfigError(
+                f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}.",
+                where="_set_ddp_runtime_logging_sample_rate",
+                remedy="Leave it out: every step is recorded, and report() shows them.",
+            )
+
+    def _set_sparse_metadata(self, global_unique_ids: object) -> None:
+        """Accepted: the rows of sparse gradients need not be known beforehand."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts about the wrapper, under the names that torch has for them."""
+        return {
+            "module_name": type(self.module).__name__,
+            "world_size": self.sync.num_ranks,
+            "rank": self.sync.rank,
+            "num_parameter_tensors": len(self.plan.params),
+            "bucket_sizes": ", ".join(str(bucket.num_bytes) for bucket in self.plan.buckets),
+            "broadcast_buffers": self.forward_sync_buffers,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "can_set_static_graph": True,
+        }
+
+    @private.untraced
+    def _forward_begins(self) -> None:
+        sync, follows = self.sync, self.require_forward_param_sync and self.forward_sync_buffers and self._buffer_hook is None
+        if self._shadow is not None and self._join_config.enable and sync.is_training_forward:
+            source = announce_forward(sync, self, self._shadow, with_buffers=follows)
+            sync.forward_begins(buffers_follow=source)
+        else:
+            sync.forward_begins(buffers_follow=0 if follows else None)
+        if self._buffer_hook is not None:
+            self._run_buffer_hook("PRE_FORWARD")
+
+    def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        device = torch.device(self.device_type, self.device_ids[0])  # type: ignore[index]  # asked before
+        return private.moved_to_device(inputs, kwargs, device)
+
+    def _run_buffer_hook(self, location: str) -> None:
+        hook = self._buffer_hook
+        if hook is None or hook.location != location or not self.sync.is_training_forward or self.sync.is_accumulating:
+            return
+        if self.will_sync_module_buffers():
+            self.sync.wait_after_backward(hook.run(self.named_module_buffers))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to this process: a copy makes its own buckets and groups when it first trains."""
+        if self.sync.has_comm_hook:
+            warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
+        own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow")}
+        return {**own, "sync_config": self.sync.config, "sync_group": self.sync.group_reference}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        config, group = state.pop("sync_config"), state.pop("sync_group")
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        Joinable.__init__(self)
+        self._shadow = None
+        self.sync = Sync(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "reducer":
+            raise AttributeError("Undertow's DistributedDataParallel has no C++ reducer; see model.plan and model.report().")
         # What the wrapper does not have, the module may: ddp.generate(...), ddp.config.
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module" or isinstance(getattr(type(self), name, None), property):
                 raise
             return getattr(self.module, name)
 
 
-def _not_built(what: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{what} is not built yet.", where="undertow.DistributedDataParallel", remedy=remedy)
+class _BufferHook:
+    """A user's way of synchronising buffers."""
 
+    def __init__(self, state: object, hook: Callable[..., Any], location: str) -> None:
+        self.location = location
+        self._state = state
+        self._hook = hook
 
-def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"module must be a torch.nn.Module, got {type(module).__name__}.",
-            where="DistributedDataParallel, first argument",
-            remedy="Pass the model itself.",
-        )
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "this module is wrapped already.",
-            where=f"DistributedDataParallel({type(module).__name__}(...))",
-            remedy="Wrap the bare module once.",
-        )
-
-
-def _check_devices(device_ids: Sequence[int | torch.device] | None) -> None:
-    if isinstance(device_ids, dist.ProcessGroup):
-        raise ConfigError(
-            "a process group stands where device_ids belongs.",
-            where="DistributedDataParallel, second argument",
-            remedy="Write DistributedDataParallel(module, process_group=group).",
-        )
-    if device_ids is not None and len(device_ids) > 1:
-        raise ConfigError(
-            f"device_ids must name one device, got {list(device_ids)}.",
-            where="DistributedDataParallel",
-            remedy="Start one process per device, and move the module to its device before wrapping it.",
-        )
-
-
-def _settings(config: SyncConfig | None, *, bucket_cap_mb: float | None, broadcast_buffers: bool) -> SyncConfig:
-    if config is None:
-        return SyncConfig(bucket_cap_mb=bucket_cap_mb, buffers="rank0" if broadcast_buffers else "off")
-    if bucket_cap_mb is not None or not broadcast_buffers:
-        raise ConfigError(
-            "settings are given twice.",
-            where="DistributedDataParallel(bucket_cap_mb=... or broadcast_buffers=..., config=...)",
-            remedy="Put bucket_cap_mb and buffers into config=SyncConfig(...).",
-        )
-    return config
+    def run(self, named_buffers: dict[str, Tensor]) -> list[Any]:
+        """The futures to wait for."""
+        with torch.no_grad():
+            return list(self._hook(self._state, named_buffers) or ())

@@ -1,21 +1,23 @@
 """The exception tree.
 
-    UndertowError
+    UndertowError (RuntimeError)
     ├── ConfigError (ValueError)      a setting, an argument or a file that cannot work
+    │   └── WrongType (TypeError)     an argument of a type that cannot work
     ├── PlanMismatch                  ranks disagree about parameters, plan or settings
-    ├── PhaseError (RuntimeError)     a call that does not fit where the step is
+    ├── PhaseError                    a call that does not fit where the step is
     ├── Desync                        ranks are in different steps, plan generations or modes
     └── PeerFailed                    another rank reported an error in this step
 
-Every message has three parts: what happened, where, and what to do.
+Every message has three parts: what happened, where, and what to do. All are RuntimeErrors, as most of torch's own errors
+about distributed training are: code that catches those keeps working.
 """
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "Desync", "PeerFailed", "PhaseError", "PlanMismatch", "UndertowError"]
+__all__ = ["ConfigError", "Desync", "PeerFailed", "PhaseError", "PlanMismatch", "UndertowError", "WrongType"]
 
 
-class UndertowError(Exception):
+class UndertowError(RuntimeError):
     """Base of all errors of this library; `str()` is what happened, where, and what to do, a line each."""
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
@@ -27,11 +29,15 @@ class ConfigError(UndertowError, ValueError):
     """A setting, an argument or a file that cannot work."""
 
 
+class WrongType(ConfigError, TypeError):
+    """An argument of a type that cannot work."""
+
+
 class PlanMismatch(UndertowError):
     """Ranks disagree about parameters, plan or settings; raised on every rank."""
 
 
-class PhaseError(UndertowError, RuntimeError):
+class PhaseError(UndertowError):
     """A call that does not fit where the step is."""
 
 

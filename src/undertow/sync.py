@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Plan
 from undertow.report.terminal import print_report
 from undertow.runtime import private
-from undertow.runtime.buffers import broadcast_buffers, broadcast_in_place, buffer_owners
+from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
+from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.engine import Engine
-from undertow.runtime.group import own_group, require_agreement, user_group
-from undertow.runtime.hooks import require_unwatched
-from undertow.runtime.manager import spec_of
+from undertow.runtime.group import GroupRef, OwnGroup, user_group
+from undertow.runtime.hooks import ForwardHook
+from undertow.runtime.ignore import names_to_ignore
+from undertow.runtime.members import Members
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.trace import StepReport, Trace, summarize
 
@@ -32,57 +35,106 @@ from undertow.trace import StepReport, Trace, summarize
 class Sync:
     """Synchronises the gradients of one module; made by `attach` and by `DistributedDataParallel`.
 
-    Making one is a collective call. Raises ConfigError, and PlanMismatch on every rank if ranks hold different
-    parameters or settings.
+    Making one is a collective call, in which every rank takes over rank 0's tensors of the kinds in `shared`. Raises
+    ConfigError, and PlanMismatch on every rank if ranks hold different parameters or settings.
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | GroupRef | None = None,
         mesh: DeviceMesh | None = None,
         config: SyncConfig | None = None,
-        broadcast: bool = True,
+        ignore: Iterable[str | nn.Module | Tensor] = (),
+        shared: Collection[str] = ("parameters", "buffers"),
     ) -> None:
-        self._config = SyncConfig() if config is None else config
-        named_params = _trainable(module, self._config.ignore)
-        require_unwatched(named_params)
+        config = SyncConfig() if config is None else config
+        ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
+        self._config = dataclasses.replace(config, ignore=tuple(ignored))
         self._module = module
+        self._members = Members(module, ignored)
+        self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = False
-        # All that a forward may train, and what of it is synchronised or ignored; parameters of ours live as long as we.
-        self._owned_params = [owner._parameters for owner in module.modules()]
-        self._planned = {id(param): param.dtype for _, param in named_params}
-        self._group = own_group(_chosen_group(process_group, mesh), device=_exchange_device(named_params))
+        self._hook: CommHook | None = None
+        self._set_up(_chosen_group(process_group, mesh))
+        if isinstance(process_group, GroupRef):
+            return  # a copy: the ranks that hold it open it when they first use it
         try:
-            require_agreement(
-                self._group,
-                settings={
-                    "torch": str(torch.__version__),
-                    "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
-                    **self._config.to_dict(),
-                },
-                params=[_description(name, param) for name, param in named_params],
-                others=[_description(name, tensor) for name, tensor in self._left_alone()],
-            )
-            self._recorder = Recorder(
-                clock_for(self._group.device, self._group.backend), rank=self._group.rank, level=self._config.record
-            )
-            if broadcast:
-                self.broadcast_parameters()
-            self._engine = Engine(named_params, self._group, self._config, self._recorder)
+            self._engine.open()
+            self.share(shared)
         except BaseException:
-            self._group.close()
+            self.close()
             raise
-        self._hooks = [register_optimizer_step_pre_hook(_finish_before_step(self._engine, named_params))]
+
+    def _set_up(self, group: GroupRef) -> None:
+        """Makes everything that belongs to one process group; communicates nothing."""
+        params = [param for _, param in self._members.trained()]
+        self._group = OwnGroup(group, device=params[0].device if params else torch.device("cpu"))
+        self._recorder = Recorder(
+            clock_for(self._group.device, self._group.backend), rank=self._group.rank, level=self._config.record
+        )
+        self._engine = Engine(self._members, self._group, self._config, self._recorder)
+        if self._hook is not None:
+            self._engine.use_hook(self._hook)
+        attached = contextlib.ExitStack()
+        attached.callback(self._engine.close)
+        attached.callback(register_optimizer_step_pre_hook(_finish_before_step(self._engine)).remove)
         # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
-        self._let_go = weakref.finalize(self, _let_go, self._engine, self._hooks)
+        self._let_go = weakref.finalize(self, attached.close)
         self._let_go.atexit = False
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group of our own over which gradients travel."""
+        """The user's group, over whose ranks gradients are averaged; what we send travels over a clone of it."""
+        group = self._group.user.group
+        return self._group.process_group if group is None else group
+
+    @property
+    def own_process_group(self) -> dist.ProcessGroup:
+        """The clone of the user's group, over which everything of ours travels."""
         return self._group.process_group
+
+    @property
+    def group_reference(self) -> GroupRef:
+        """The user's group, as far as it can be copied."""
+        return self._group.user
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.num_ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors of exchanges between ranks live."""
+        return self._group.device
+
+    @property
+    def has_comm_hook(self) -> bool:
+        return self._hook is not None
+
+    @property
+    def is_synchronising(self) -> bool:
+        """Whether a round is under way: a backward runs, or has not ended well."""
+        return self._engine.is_busy
+
+    @property
+    def is_training_forward(self) -> bool:
+        """Whether a forward that begins now is one that all ranks run: in training mode, and to be differentiated."""
+        return self._module.training and _is_outermost_forward()
+
+    @property
+    def rescale(self) -> float:
+        """Factor for the mean, where some ranks have run out of data; from the next round on."""
+        return self._engine.rescale
+
+    @rescale.setter
+    def rescale(self, value: float) -> None:
+        self._engine.rescale = value
 
     @property
     def config(self) -> SyncConfig:
@@ -118,18 +170,23 @@ class Sync:
 
     no_sync = accumulate
 
-    def finish(self) -> None:
-        """Joins the other ranks where this rank's backward reached no parameter at all.
+    def finish(self, *, buffers_follow: int | None = 0) -> None:
+        """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all.
 
-        Runs a round if none has run since this rank's last training forward, else does nothing. Called by itself
-        before an optimizer steps that holds one of the parameters.
+        Runs a round if none has run since this rank's last training forward or step, else does nothing. Where no
+        forward ran, buffers are synchronised as well, as the other ranks' forwards have done. After a training
+        forward it is called by itself before an optimizer steps that holds one of the parameters.
         """
+        is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
+        if is_empty and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
+            self.synchronise_buffers(source=buffers_follow)
         self._engine.finish()
 
     def reduce_gradients_async(self) -> Reduction:
         """Sends the gradients that were accumulated; wait for the result before the optimizer steps.
 
-        PhaseError inside a backward and while an earlier reduction is not waited for.
+        PhaseError inside a backward, where nothing was accumulated since the last synchronisation, and while an
+        earlier reduction is not waited for.
         """
         if private.graph_task_id() != -1:
             raise PhaseError(
@@ -137,8 +194,7 @@ class Sync:
                 where="Sync.reduce_gradients_async",
                 remedy="Call it after the last backward of the step.",
             )
-        if self._group.num_ranks > 1:
-            self._engine.launch()
+        self._engine.reduce_accumulated()
         return Reduction(self._engine)
 
     def wait(self) -> None:
@@ -147,70 +203,82 @@ class Sync:
 
     def broadcast_parameters(self) -> None:
         """Gives every rank rank 0's parameters and buffers; a collective call."""
+        self.share(("parameters", "buffers"))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduces every bucket by `hook(state, bucket)`, which returns a future of the reduced buffer.
+
+        `bucket` has the methods of torch.distributed.GradBucket, so that torch's own hooks run unchanged. What the
+        hook sees is not divided: the mean is the hook's affair. Once, and not within a backward: else PhaseError.
+        """
+        chosen = CommHook(state, hook)
+        self._engine.use_hook(chosen)
+        self._hook = chosen
+
+    def change_process_group(self, process_group: dist.ProcessGroup) -> None:
+        """Averages over the ranks of `process_group` from the next forward on; a call for each of its ranks."""
+        group = GroupRef.of(user_group(process_group))
+        if self._group.is_alive:
+            self._engine.complete()
+        self._let_go()
+        self._group.close()
+        accumulates = self._engine.is_accumulating
+        self._set_up(group)
+        self._engine.is_accumulating = accumulates
+
+    def share(self, kinds: Collection[str], *, source: int = 0) -> None:
+        """Gives every rank that rank's "parameters" or "buffers"; a collective call."""
         if self._group.num_ranks == 1:
             return
-        ignored = set(self._config.ignore)
-        broadcast_in_place([param for name, param in self._module.named_parameters() if name not in ignored], self._group)
-        broadcast_in_place([buffer for name, buffer in self._module.named_buffers() if name not in ignored], self._group)
+        self._engine.open()
+        for kind in kinds:
+            named = self._module.named_parameters() if kind == "parameters" else self._module.named_buffers()
+            tensors = [tensor for name, tensor in named if name not in self._config.ignore]
+            broadcast_in_place(tensors, self._group, source=source)
 
-    def _left_alone(self) -> list[tuple[str, Tensor]]:
-        """What is broadcast and never reduced: parameters that are frozen, and buffers."""
-        frozen = [(name, param) for name, param in self._module.named_parameters() if not param.requires_grad]
-        tensors = [*frozen, *self._module.named_buffers()]
-        return [(name, tensor) for name, tensor in tensors if name not in self._config.ignore]
+    def synchronise_buffers(self, *, source: int = 0) -> None:
+        """Buffers follow that rank's, or become the mean over ranks, as the settings say; a collective call."""
+        if self._group.num_ranks == 1:
+            return
+        self._engine.open()
+        owners = self._members.buffer_owners()
+        if self._config.buffers == "mean":
+            average_buffers(owners, self._group, source=source)
+        else:
+            broadcast_buffers(owners, self._group, source=source)
+
+    def shadow(self) -> None:
+        """Keeps the other ranks company in one synchronisation, without gradients of our own."""
+        self._engine.shadow()
+
+    def wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        """Has the end of the next synchronising backward, or the next forward, wait for these too."""
+        self._engine.also_awaited += futures
 
     def watch_forwards(self) -> None:
         """Has every forward of the module report its begin and end, until `close`."""
-        module = self._module
+        begins, ends = (ForwardHook(self._module, then) for then in (self._attached_forward_begins, self.forward_ends))
+        self._forward_hooks = [
+            self._module.register_forward_pre_hook(begins),
+            self._module.register_forward_hook(ends, always_call=True),
+        ]
 
-        # A deep copy of the module has these hooks too, and is none of ours.
-        def begins(called: nn.Module, *_: Any) -> None:
-            if called is module:
-                self.forward_begins()
+    def _attached_forward_begins(self) -> None:
+        self.forward_begins(buffers_follow=None if self._config.buffers == "off" else 0)
 
-        def ends(called: nn.Module, *_: Any) -> None:
-            if called is module:
-                self.forward_ends()
-
-        self._hooks.append(module.register_forward_pre_hook(begins))
-        self._hooks.append(module.register_forward_hook(ends, always_call=True))
-
-    def forward_begins(self) -> None:
-        """Called before each forward of the module: buffers follow rank 0, and a step begins."""
-        if self._is_closed:
+    @private.untraced
+    def forward_begins(self, *, buffers_follow: int | None = 0) -> None:
+        """Called before each forward of the module: a step begins, and buffers follow a rank, if not None."""
+        if self._engine.is_closed or not _is_outermost_forward():
             return
-        if private.graph_task_id() != -1 or not torch.is_grad_enabled():
-            return  # recomputation inside a backward, or an evaluation, for which no other rank waits
-        is_training = self._module.training
-        if is_training:
-            self._require_planned()
-        self._engine.forward_begins(is_training=is_training)
-        if is_training and self._group.num_ranks > 1 and self._config.buffers == "rank0" and not self._engine.is_accumulating:
-            broadcast_buffers(buffer_owners(self._module, self._config.ignore), self._group)
+        self._engine.forward_begins(is_training=self._module.training)
+        if buffers_follow is not None and self.is_training_forward and not self._engine.is_accumulating:
+            self.synchronise_buffers(source=buffers_follow)
 
-    def _require_planned(self) -> None:
-        """ConfigError where a parameter is trained for which no bucket has a place: it would not be synchronised."""
-        planned = self._planned
-        for owned in self._owned_params:
-            for param in owned.values():
-                if param is not None and param.requires_grad and planned.get(id(param)) is not param.dtype:
-                    self._require_ignored(param)
-
-    def _require_ignored(self, param: Tensor) -> None:
-        name = next(name for name, known in self._module.named_parameters() if known is param)
-        if name in self._config.ignore:
-            return
-        was = self._planned.get(id(param))
-        change = "belongs to no bucket" if was is None else f"was {was} and is {param.dtype}"
-        raise ConfigError(
-            f"parameter {name!r} is trained but {change}: its gradient would not be synchronised.",
-            where=f"rank {self._group.rank}; it has changed since the module was wrapped",
-            remedy="Wrap the module when its parameters are final, or close() and wrap it again.",
-        )
-
+    @private.untraced
     def forward_ends(self) -> None:
         """Called after each forward of the module."""
-        if private.graph_task_id() == -1 and torch.is_grad_enabled():
+        if not self._engine.is_closed and _is_outermost_forward():
             self._recorder.forward_ends()
 
     def report(self, *, show: bool = True) -> StepReport:
@@ -240,6 +308,8 @@ class Sync:
         if self._group.is_alive:
             self._engine.complete()  # else what is in flight would leave its gradients None
         self._let_go()
+        for hook in self._forward_hooks:
+            hook.remove()
         self._group.close()
 
 
@@ -260,13 +330,15 @@ def attach(
     mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     config: SyncConfig | None = None,
+    ignore: Iterable[str | nn.Module | Tensor] = (),
 ) -> Sync:
     """Synchronises `module`'s gradients from now on: after a backward every `.grad` is the mean over ranks.
 
     The module keeps its class and its `state_dict` keys. All ranks take over rank 0's parameters and buffers. The
-    ranks are those of `process_group`, of the one-dimensional `mesh`, or of the default group.
+    ranks are those of `process_group`, of the one-dimensional `mesh`, or of the default group. What `ignore` names
+    (parameters, buffers, submodules, by name or the thing itself) is left alone.
     """
-    sync = Sync(module, mesh=mesh, process_group=process_group, config=config)
+    sync = Sync(module, mesh=mesh, process_group=process_group, config=config, ignore=ignore)
     sync.watch_forwards()
     return sync
 
@@ -281,64 +353,34 @@ class BucketedDDPHooks:
         self.sync.close()
 
 
-def _trainable(module: nn.Module, ignore: tuple[str, ...]) -> list[tuple[str, Tensor]]:
-    known = dict(module.named_parameters())
-    known_buffers = dict(module.named_buffers())
-    for name in ignore:
-        if name not in known and name not in known_buffers:
-            raise ConfigError(
-                f"there is no parameter or buffer {name!r} to ignore.",
-                where=f"a module of {len(known)} parameters: {', '.join([*list(known)[:5], *['...'][: len(known) > 5]])}",
-                remedy="Use the names that module.named_parameters() gives.",
-            )
-    return [(name, param) for name, param in known.items() if param.requires_grad and name not in ignore]
-
-
-def _let_go(engine: Engine, hooks: list[RemovableHandle]) -> None:
-    engine.close()
-    for hook in hooks:
-        hook.remove()
-
-
-def _description(name: str, tensor: Tensor) -> dict[str, Any]:
-    """What must be the same on every rank."""
-    axes = [axis for axis, size in enumerate(tensor.shape) if size > 1]
-    return {
-        **spec_of(name, tensor).to_dict(),
-        "device": tensor.device.type,  # its index may well differ
-        "axes in memory": sorted(axes, key=lambda axis: -tensor.stride()[axis]),
-    }
-
-
-def _chosen_group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup:
+def _chosen_group(process_group: dist.ProcessGroup | GroupRef | None, mesh: DeviceMesh | None) -> GroupRef:
+    if isinstance(process_group, GroupRef):
+        return process_group
     if mesh is None:
-        return user_group(process_group)
+        return GroupRef.of(user_group(process_group))
     if process_group is not None or mesh.ndim != 1:
         raise ConfigError(
-            "give either process_group= or a mesh with one dimension."
+            "Cannot specify both process_group and device_mesh arguments."
             if process_group is not None
-            else f"a mesh with {mesh.ndim} dimensions is not supported yet.",
-            where=f"mesh {mesh}",
-            remedy='Pass one dimension of it, such as mesh["dp"].',
+            else f"Only 1D device mesh is supported, but got {mesh}.",
+            where="the ranks over which gradients are averaged",
+            remedy='Give process_group=, or one dimension of a mesh, such as mesh["dp"].',
         )
-    return mesh.get_group()
+    return GroupRef.of(mesh.get_group())
 
 
-def _exchange_device(named_params: list[tuple[str, Tensor]]) -> torch.device:
-    return named_params[0][1].device if named_params else torch.device("cpu")
+def _is_outermost_forward() -> bool:
+    """Not a recomputation inside a backward, nor an evaluation, for which no other rank waits."""
+    return private.graph_task_id() == -1 and torch.is_grad_enabled()
 
 
-def _finish_before_step(engine: Engine, named_params: list[tuple[str, Tensor]]) -> Any:
+def _finish_before_step(engine: Engine) -> Any:
     """A hook for all optimizers: one that holds our parameters must not step on gradients that are not synchronised."""
-    # Weak: torch keeps such hooks for the life of the process.
-    weak_engine = weakref.ref(engine)
-    ours = {id(param) for _, param in named_params}
+    weak_engine = weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
     def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         engine = weak_engine()
-        if engine is None:
-            return
-        if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+        if engine is not None and engine.concerns({id(param) for group in optimizer.param_groups for param in group["params"]}):
             engine.finish_before_step()
 
     return hook

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dist.test_events import collectives
 from support.models import CASES, noise
 from support.naive import wrapped
 from support.ranks import Ranks
 from undertow import attach
+from undertow.runtime.buffers import BufferOwner, average_buffers, broadcast_buffers, broadcast_in_place
+from undertow.runtime.group import GroupRef, OwnGroup
 
 CASE = CASES["convolutions"]
 
@@ -46,6 +52,23 @@ def test_buffers_stay_each_ranks_own_in_evaluation(ranks: Ranks) -> None:
 
 def test_buffers_can_be_left_alone(ranks: Ranks) -> None:
     for after, seen in ranks.run(buffers_in_the_next_forward, True, "off"):
+        assert equal(after, seen)
+
+
+def test_buffers_become_the_mean_over_ranks_before_a_training_forward(ranks: Ranks) -> None:
+    answers = ranks.run(buffers_in_the_next_forward, True, "mean")
+    assert not equal(answers[0][0], answers[1][0])
+    for _, seen in answers:
+        assert seen.keys() == answers[0][0].keys()
+        for name, mean in seen.items():
+            mine = [after[name] for after, _ in answers]
+            wanted = torch.stack(mine).double().mean(0).float() if mean.is_floating_point() else mine[0]
+            assert mean.dtype == mine[0].dtype
+            assert torch.equal(mean, wanted), name
+
+
+def test_buffers_are_not_averaged_in_evaluation(ranks: Ranks) -> None:
+    for after, seen in ranks.run(buffers_in_the_next_forward, False, "mean"):
         assert equal(after, seen)
 
 
@@ -128,6 +151,154 @@ def shared_buffers() -> dict[str, object]:
 def test_shared_buffers_stay_shared_and_ignored_ones_are_left_alone(ranks: Ranks) -> None:
     for rank, answer in enumerate(ranks.run(shared_buffers)):
         assert answer == {"is shared": True, "table": [1.0, 1.0], "flag": True, "count": rank + 1}
+
+
+def shared_buffers_averaged() -> dict[str, object]:
+    model = Shared()
+    with wrapped(model, ignore=("inner.table",), buffers="mean") as ddp:
+        model.table.fill_(dist.get_rank())
+        ddp(noise(1, 2))
+        ignored = model.table.tolist()
+    with wrapped(model, buffers="mean") as ddp:
+        rank, table, empty = dist.get_rank(), model.table, model.empty
+        model.table.fill_(rank)
+        model.count.fill_(rank + 5)
+        model.flag.fill_(rank == 0)
+        ddp(noise(1, 2))
+        return {
+            "ignored": ignored,
+            "is shared": model.table is model.inner.table,
+            "is new": model.table is not table and table.tolist() == [rank] * 2,
+            "keeps what is the same": model.empty is empty,
+            "table": model.table.tolist(),
+            "flag": bool(model.flag),
+            "count": int(model.count),
+        }
+
+
+def test_averaged_buffers_stay_shared_and_counters_follow_rank_0(ranks: Ranks) -> None:
+    mean = (ranks.num_ranks - 1) / 2
+    for rank, answer in enumerate(ranks.run(shared_buffers_averaged)):
+        # With three ranks the mean is 1, which rank 1 has already: there the buffer stays the same tensor.
+        assert answer == {
+            "ignored": [rank] * 2,
+            "is shared": True,
+            "is new": rank != mean,
+            "keeps what is the same": True,
+            "table": [mean] * 2,
+            "flag": True,
+            "count": 5,
+        }
+
+
+class Registered(nn.Module):
+    """Buffers by name."""
+
+    def __init__(self, **buffers: Tensor) -> None:
+        super().__init__()
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def owners(self) -> list[BufferOwner]:
+        return [BufferOwner(self._buffers, name) for name in self._buffers]
+
+
+@contextlib.contextmanager
+def own_group() -> Iterator[OwnGroup]:
+    assert dist.group.WORLD is not None
+    group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def averaged_in_every_dtype() -> dict[str, tuple[list[object], bool]]:
+    values = noise(3).abs() + 1
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+    model = Registered(**{f"of_{str(dtype)[6:]}": values.to(dtype) for dtype in dtypes})
+    with own_group() as group, collectives() as called:
+        average_buffers(model.owners(), group)
+    assert called == ["all_reduce"] * len(dtypes)
+    return {name[3:]: (buffer.tolist(), buffer.dtype == getattr(torch, name[3:])) for name, buffer in model.named_buffers()}
+
+
+def test_buffers_of_every_dtype_are_averaged_as_exactly_as_it_can(ranks: Ranks) -> None:
+    answers = ranks.run(averaged_in_every_dtype)
+    for answer in answers:
+        for name, (mean, keeps_dtype) in answer.items():
+            dtype = getattr(torch, name)
+            values = [(noise(3, rank=rank).abs() + 1).to(dtype) for rank in range(ranks.num_ranks)]
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            exact = torch.stack(values).to(wide).mean(0).to(dtype)
+            assert keeps_dtype
+            # Ours divides before it adds: some roundings of fp64, which only fp64 itself shows.
+            torch.testing.assert_close(torch.tensor(mean, dtype=dtype), exact, rtol=1e-15, atol=0.0)
+
+
+def averaged_constants() -> bool:
+    """What every rank has alike, not all of it a number that a third can be taken of; averaged many times."""
+    lowest = torch.full((3,), torch.finfo(torch.float32).min)
+    model = Registered(
+        table=noise(1000, rank=0),
+        halves=noise(1000, rank=0).half(),
+        mask=torch.cat([lowest, torch.tensor([-torch.inf, torch.inf, 0.0])]),
+        turned=noise(3, 4, rank=0).t(),
+    )
+    before = dict(model.named_buffers())
+    with own_group() as group:
+        for _ in range(3):
+            average_buffers(model.owners(), group)
+    return all(buffer is before[name] for name, buffer in model.named_buffers())
+
+
+def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor(ranks: Ranks) -> None:
+    assert all(ranks.run(averaged_constants))
+
+
+def follows_the_last_rank() -> dict[str, object]:
+    rank = dist.get_rank()
+    model = Registered(count=torch.tensor(rank), value=torch.full((2, 3), float(rank)).t())
+    param = torch.full((2,), float(rank))
+    with own_group() as group:
+        last = group.num_ranks - 1
+        value = model.value
+        average_buffers(model.owners(), group, source=last)
+        averaged = [int(model.count), model.value[0, 0].item(), model.value.stride()]
+        model.count, model.value = torch.tensor(rank), value
+        broadcast_buffers(model.owners(), group, source=last)
+        broadcast_in_place([param], group, source=last)
+    return {
+        "averaged": averaged,
+        "followed": [int(model.count), model.value[0, 0].item(), model.value.stride()],
+        "is kept": model.value is value,
+        "written": param.tolist(),
+    }
+
+
+def test_any_rank_can_be_followed(ranks: Ranks) -> None:
+    last = ranks.num_ranks - 1
+    for rank, answer in enumerate(ranks.run(follows_the_last_rank)):
+        assert answer == {
+            "averaged": [last, last / 2, (1, 3)],
+            "followed": [last, last, (1, 3)],
+            "is kept": rank == last,
+            "written": [last] * 2,
+        }
+
+
+def in_chunks() -> tuple[list[str], bool]:
+    """Five buffers of 8 MiB, of which four fill a chunk."""
+    numel = 2 * 1024 * 1024
+    model = Registered(**{f"b{index}": torch.full((numel,), float(dist.get_rank() + index)) for index in range(5)})
+    with own_group() as group, collectives() as called:
+        average_buffers(model.owners(), group)
+    mean = (dist.get_world_size() - 1) / 2
+    return called, all(bool((buffer == mean + index).all()) for index, buffer in enumerate(model.buffers()))
+
+
+def test_large_buffers_travel_in_chunks(ranks: Ranks) -> None:
+    assert ranks.run(in_chunks) == [(["all_reduce"] * 2, True)] * ranks.num_ranks
 
 
 def no_broadcast_while_accumulating() -> bool:

@@ -45,7 +45,7 @@ def collectives() -> Iterator[list[str]]:
 
 
 def executor_of(ddp: nn.Module) -> Any:
-    return ddp.sync._engine._assembly.executor
+    return ddp.sync._engine._formation.assembly.executor
 
 
 def recorded_ops(ddp: nn.Module) -> list[str]:

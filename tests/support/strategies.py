@@ -12,8 +12,8 @@ from undertow.schedule import lower_accumulation, lower_data_parallel
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "complex128": 16}
 
 
-def spec(name: str, numel: int, *, dtype: str = "float32", device: str = "cpu") -> ParamSpec:
-    return ParamSpec(name=name, shape=(numel,), dtype=dtype, itemsize=ITEMSIZE[dtype], device=device)
+def spec(name: str, numel: int, *, dtype: str = "float32", device: str = "cpu", is_sparse: bool = False) -> ParamSpec:
+    return ParamSpec(name=name, shape=(numel,), dtype=dtype, itemsize=ITEMSIZE[dtype], device=device, is_sparse=is_sparse)
 
 
 def specs_of_sizes(*sizes: int) -> list[ParamSpec]:
@@ -23,15 +23,19 @@ def specs_of_sizes(*sizes: int) -> list[ParamSpec]:
 
 @st.composite
 def param_lists(draw: st.DrawFn, *, min_size: int = 0) -> list[ParamSpec]:
-    """Parameters of mixed dtypes and devices, some without elements."""
-    kinds = st.tuples(st.integers(0, 40), st.sampled_from(sorted(ITEMSIZE)), st.sampled_from(["cpu", "cuda:0"]))
+    """Parameters of mixed dtypes and devices, some without elements, some sparse."""
+    kinds = st.tuples(st.integers(0, 40), st.sampled_from(sorted(ITEMSIZE)), st.sampled_from(["cpu", "cuda:0"]), st.booleans())
     drawn = draw(st.lists(kinds, min_size=min_size, max_size=12))
-    return [spec(f"p{i}", numel, dtype=dtype, device=device) for i, (numel, dtype, device) in enumerate(drawn)]
+    return [
+        spec(f"p{i}", numel, dtype=dtype, device=device, is_sparse=is_sparse)
+        for i, (numel, dtype, device, is_sparse) in enumerate(drawn)
+    ]
 
 
 _SIZES = st.integers(1, 400)
-_MAYBE_SIZES = st.none() | _SIZES
-size_caps = st.builds(SizeCaps, cap_bytes=_SIZES, first_bytes=_MAYBE_SIZES, last_bytes=_MAYBE_SIZES)
+size_caps = st.builds(
+    SizeCaps, cap_bytes=_SIZES, first_bytes=st.lists(_SIZES, max_size=3).map(tuple), last_bytes=st.none() | _SIZES
+)
 
 
 @st.composite

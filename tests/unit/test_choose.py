@@ -37,6 +37,28 @@ def test_a_cap_below_one_mebibyte_is_that_of_every_bucket() -> None:
     assert buckets_of(order="reverse", bucket_cap_mb=0.5) == [(4,), (3,), (2,), (1,), (0,)]
 
 
+def test_several_caps_are_those_of_the_first_buckets_and_the_last_one_of_all_that_follow() -> None:
+    assert buckets_of(order="reverse", bucket_cap_mb=(1, 2, 5)) == [(4,), (3,), (2, 1), (0,)]
+    assert buckets_of(order="reverse", bucket_cap_mb=(3, 5)) == [(4, 3), (2, 1), (0,)]
+    assert buckets_of(order="reverse", bucket_cap_mb=(100,)) == [(4, 3, 2, 1, 0)]
+    assert buckets_of(order="reverse", bucket_cap_mb=(100, 1, 1)) == [(4, 3, 2, 1, 0)]
+
+
+def test_an_observed_order_is_cut_by_several_caps_too() -> None:
+    plan = plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(bucket_cap_mb=(1, 3, 7)), num_ranks=2)
+    assert [bucket.params for bucket in plan.buckets] == [(1,), (4, 3), (0, 2)]
+
+
+def test_sparse_parameters_take_no_room_under_the_caps() -> None:
+    params = [spec("rows", 9 * MIB, is_sparse=True), *PARAMS]
+    plan = first_plan(params, SyncConfig(order="reverse", bucket_cap_mb=100), num_ranks=2)
+    assert [(bucket.is_sparse, bucket.params) for bucket in plan.buckets] == [
+        (False, (5,)),
+        (False, (4, 3, 2, 1)),
+        (True, (0,)),
+    ]
+
+
 def test_without_a_cap_the_size_of_the_model_chooses() -> None:
     assert buckets_of(order="reverse") == buckets_of(order="reverse", bucket_cap_mb=1)
 

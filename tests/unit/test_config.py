@@ -53,7 +53,9 @@ def test_settings_cannot_be_changed_later() -> None:
         {},
         {"strategy": "ddp", "bucket_cap_mb": 4.5, "order": "largest_first", "overlap": False},
         {"bucket_cap_mb": math.inf, "order": "reverse", "buffers": "off", "ignore": ("a", "b.c"), "record": "full"},
-        {"plan": '{"format": 1}', "average_in_collective": False, "record": "off"},
+        {"plan": '{"format": 1}', "average_in_collective": False, "buffers": "mean", "record": "off"},
+        {"bucket_cap_mb": (0.5, 2)},
+        {"bucket_cap_mb": (math.inf,)},
     ],
 )
 def test_json_round_trip(settings: dict[str, Any]) -> None:
@@ -73,7 +75,6 @@ def test_json_may_leave_out_settings() -> None:
         ({"strategy": "hybrid"}, "None, 'ddp'"),
         ({"reduction": "ordered"}, "'native'"),
         ({"op": "sum"}, "'mean'"),
-        ({"buffers": "mean"}, "'rank0', 'off'"),
         ({"auto_tune": True}, "False"),
         ({"nonfinite": "warn"}, "'ignore'"),
         ({"nonfinite": "skip"}, "'ignore'"),
@@ -98,7 +99,7 @@ def test_what_is_not_built_is_refused_by_name(settings: dict[str, Any], choices:
         ({"average_in_collective": None}, "True, False"),
         ({"reduction": None}, "'native'"),
         ({"op": "max"}, "'mean'"),
-        ({"buffers": True}, "'rank0', 'off'"),
+        ({"buffers": True}, "'rank0', 'mean', 'off'"),
         ({"auto_tune": None}, "False"),
         ({"nonfinite": "panic"}, "'ignore'"),
         ({"record": "some"}, "'summary', 'full', 'off'"),
@@ -113,6 +114,24 @@ def test_a_value_that_no_version_will_have_is_refused_with_the_choices(settings:
 def test_a_bucket_size_must_be_a_positive_number(value: Any) -> None:
     assert refusal(bucket_cap_mb=value) == (
         f"bucket_cap_mb must be a positive number of MiB, got {value!r}.\n"
+        "  SyncConfig\n"
+        "  Give a size above zero, or leave it out for a planned one."
+    )
+
+
+@pytest.mark.parametrize(("given", "kept"), [((1, 2.5), (1, 2.5)), ([1, 2.5], (1, 2.5)), ([4], (4,))])
+def test_several_bucket_sizes_become_a_tuple(given: Any, kept: tuple[float, ...]) -> None:
+    assert SyncConfig(bucket_cap_mb=given).bucket_cap_mb == kept
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bad"),
+    [((0,), 0), ((1, -1), -1), ([1, math.nan, 2], math.nan), ((1, "2"), "2"), ((True,), True), ((1, None), None), ((), None)],
+)
+def test_each_of_several_bucket_sizes_must_be_a_positive_number(sizes: Any, bad: Any) -> None:
+    assert refusal(bucket_cap_mb=sizes) == (
+        f"bucket_cap_mb must be a positive number of MiB, got {bad!r}.\n"
+        "  SyncConfig\n"
         "  Give a size above zero, or leave it out for a planned one."
     )
 

@@ -23,7 +23,7 @@ def reduced_signature(ranks: list[tuple[int, int, int]]) -> list[bool]:
 
 
 def trailer_ranges(trailer: Trailer) -> list[range]:
-    verdict = [trailer.failed, range(trailer.changed, trailer.changed + 1), trailer.late, trailer.busy]
+    verdict = [trailer.failed, trailer.changed, trailer.late, trailer.busy]
     return [trailer.used, trailer.signature, *(verdict if trailer.has_verdict else [])]
 
 
@@ -33,17 +33,17 @@ def test_trailer_of_the_last_bucket() -> None:
     assert trailer.used == range(100, 103)
     assert trailer.signature == range(103, 151)
     assert trailer.failed == range(151, 155)
-    assert trailer.changed == 155
-    assert trailer.late == range(156, 158)
-    assert trailer.busy == range(158, 162)
-    assert trailer.stop == 162
+    assert trailer.changed == range(155, 159)
+    assert trailer.late == range(159, 161)
+    assert trailer.busy == range(161, 165)
+    assert trailer.stop == 165
 
 
 def test_trailer_of_another_bucket_has_no_verdict() -> None:
     trailer = Trailer(start=100, num_slots=3)
     assert not trailer.has_verdict
     assert trailer.stop == trailer.signature.stop == 151
-    assert len(trailer.failed) == len(trailer.late) == len(trailer.busy) == 0
+    assert len(trailer.failed) == len(trailer.changed) == len(trailer.late) == len(trailer.busy) == 0
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 0), (3, 2)])
@@ -76,7 +76,7 @@ def test_slots_of_a_bucket_lie_one_behind_the_other(plan: Plan) -> None:
         ends = [0, *(slot.stop for slot in bucket.slots)]
         assert [slot.start for slot in bucket.slots] == ends[:-1]
         assert bucket.numel == ends[-1]
-        assert [slot.stop - slot.start for slot in bucket.slots] == [plan.params[i].numel for i in bucket.params]
+        assert [slot.stop - slot.start for slot in bucket.slots] == [plan.params[i].slot_numel for i in bucket.params]
 
 
 @given(plans())
@@ -100,7 +100,7 @@ def test_only_the_last_bucket_carries_the_verdict(plan: Plan) -> None:
     *others, last = plan.buckets
     assert not any(bucket.trailer.has_verdict for bucket in others)
     assert len(last.trailer.late) == len(plan.buckets)
-    assert len(last.trailer.failed) == len(last.trailer.busy) == plan.num_ranks
+    assert len(last.trailer.failed) == len(last.trailer.changed) == len(last.trailer.busy) == plan.num_ranks
 
 
 def test_signature_is_the_bits_and_their_complements() -> None:

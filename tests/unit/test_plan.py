@@ -75,6 +75,43 @@ def test_a_parameter_without_elements_has_an_empty_slot() -> None:
     assert len(bucket.trailer.used) == 3
 
 
+def test_a_sparse_parameter_has_a_flag_and_takes_no_room() -> None:
+    params = (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))
+    (bucket,) = plan_from_groups(params, [(0, 1)], num_ranks=1).buckets
+    assert bucket.is_sparse
+    assert bucket.slots == (Slot(param=0, start=0, stop=0), Slot(param=1, start=0, stop=0))
+    assert (bucket.numel, bucket.num_bytes) == (0, 0)
+    assert len(bucket.trailer.used) == 2
+
+
+@pytest.mark.parametrize(("is_sparse", "room"), [(False, 24), (True, 0)])
+def test_room_of_a_parameter_in_its_bucket(is_sparse: bool, room: int) -> None:
+    param = spec("rows", 6, is_sparse=is_sparse)
+    assert (param.numel, param.slot_numel * param.itemsize, param.num_bytes) == (6, room, room)
+    assert param.kind == ("float32", "cpu", is_sparse)
+
+
+def test_a_sparse_and_a_dense_parameter_in_one_group_are_refused() -> None:
+    params = (spec("weight", 6), spec("rows", 6, is_sparse=True))
+    assert text_of(ConfigError, lambda: plan_from_groups(params, [(0, 1)], num_ranks=2)) == (
+        "parameter 'rows' does not fit its slot [6, 6) of bucket 0.\n"
+        "  it has 0 elements of float32 on cpu; the bucket holds float32 on cpu and is free from 6\n"
+        "  Slots do not overlap, are as large as their parameter, and of one dtype and device."
+    )
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_saved_plan_knows_what_is_sparse(is_sparse: bool) -> None:
+    plan = plan_from_groups((spec("rows", 6, is_sparse=is_sparse),), [(0,)], num_ranks=2)
+    read = Plan.from_json(plan.to_json())
+    assert (read, read.params[0].is_sparse, read.buckets[0].is_sparse) == (plan, is_sparse, is_sparse)
+
+
+def test_a_plan_that_was_saved_without_a_word_on_sparse_parameters_is_of_dense_ones() -> None:
+    params = [{key: value for key, value in param.to_dict().items() if key != "is_sparse"} for param in PARAMS]
+    assert Plan.from_json(saved(params=params)) == PLAN
+
+
 @given(plans())
 def test_every_parameter_has_exactly_one_slot(plan: Plan) -> None:
     placed = [slot.param for bucket in plan.buckets for slot in bucket.slots]
@@ -82,9 +119,9 @@ def test_every_parameter_has_exactly_one_slot(plan: Plan) -> None:
 
 
 @given(plans())
-def test_dtypes_and_devices_do_not_share_a_bucket(plan: Plan) -> None:
+def test_kinds_do_not_share_a_bucket(plan: Plan) -> None:
     for bucket in plan.buckets:
-        assert {plan.params[i].kind for i in bucket.params} <= {(bucket.dtype, bucket.device)}
+        assert {plan.params[i].kind for i in bucket.params} <= {(bucket.dtype, bucket.device, bucket.is_sparse)}
 
 
 @given(plans())
@@ -109,8 +146,9 @@ def test_fingerprint_is_eight_digits_and_the_same_for_equal_plans(plan: Plan) ->
         plan_from_groups((spec("weight", 7), *PARAMS[1:]), [(1, 0), (2,)], num_ranks=2),
         plan_from_groups((*PARAMS[:2], spec("half", 3, dtype="float16")), [(1, 0), (2,)], num_ranks=2),
         plan_from_groups((*PARAMS[:2], spec("half", 3, dtype="bfloat16", device="cuda")), [(1, 0), (2,)], num_ranks=2),
+        plan_from_groups((*PARAMS[:2], spec("half", 3, dtype="bfloat16", is_sparse=True)), [(1, 0), (2,)], num_ranks=2),
     ],
-    ids=["slots", "buckets", "grouping", "ranks", "name", "shape", "dtype", "device"],
+    ids=["slots", "buckets", "grouping", "ranks", "name", "shape", "dtype", "device", "sparse"],
 )
 def test_fingerprint_differs_for_plans_that_differ_in(other: Plan) -> None:
     assert other.fingerprint != PLAN.fingerprint
@@ -153,7 +191,7 @@ def test_any_other_value_in_a_saved_plan_makes_a_plan_or_a_config_error(key: str
         Plan.from_json(saved(**{key: value}))
 
 
-@given(st.sampled_from(["name", "shape", "dtype", "itemsize", "device", "new"]), json_values)
+@given(st.sampled_from(["name", "shape", "dtype", "itemsize", "device", "is_sparse", "new"]), json_values)
 def test_any_other_value_in_a_saved_parameter_makes_a_plan_or_a_config_error(key: str, value: Any) -> None:
     first, *others = [dataclasses.asdict(param) for param in PARAMS]
     with contextlib.suppress(ConfigError):
@@ -216,7 +254,7 @@ def test_slots_that_overlap_are_refused() -> None:
 def test_a_trailer_that_does_not_end_the_storage_or_lies_on_gradients_is_refused(change: dict[str, Any]) -> None:
     changed: Bucket = dataclasses.replace(PLAN.buckets[1], **change)
     assert text_of(ConfigError, with_last_bucket(**change)) == (
-        f"the trailer [8, 64) of bucket 1 is misplaced.\n"
+        f"the trailer [7, 64) of bucket 1 is misplaced.\n"
         f"  the gradients end at {changed.numel}, the storage at {changed.storage_numel}\n"
         "  The trailer lies behind the gradients and ends the storage."
     )

@@ -23,13 +23,19 @@ def first_plan(params: Sequence[ParamSpec], config: SyncConfig, *, num_ranks: in
 
 def plan_in_order(params: Sequence[ParamSpec], order: Sequence[int], config: SyncConfig, *, num_ranks: int) -> Plan:
     """Buckets of the configured size over `order`."""
-    if config.bucket_cap_mb is None:
-        caps = default_caps(sum(spec.num_bytes for spec in params))
-    else:
-        cap = bytes_from_mib(config.bucket_cap_mb, name="bucket_cap_mb")
-        small = min(cap, math.ceil(bytes_from_mib(1.0, name="first bucket")))
-        caps = SizeCaps(cap_bytes=cap, first_bytes=small, last_bytes=small)
+    caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params))
     return plan_from_groups(params, group_by_size(params, order, caps), num_ranks=num_ranks)
+
+
+def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int) -> SizeCaps:
+    if bucket_cap_mb is None:
+        return default_caps(total_bytes)
+    if isinstance(bucket_cap_mb, tuple):
+        *first, rest = (bytes_from_mib(cap, name="bucket_cap_mb") for cap in bucket_cap_mb)
+        return SizeCaps(cap_bytes=rest, first_bytes=tuple(first))
+    cap = bytes_from_mib(bucket_cap_mb, name="bucket_cap_mb")
+    small = min(cap, math.ceil(bytes_from_mib(1.0, name="first bucket")))
+    return SizeCaps(cap_bytes=cap, first_bytes=(small,), last_bytes=small)
 
 
 def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> Plan:

@@ -13,24 +13,26 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeCaps:
-    """Largest size in bytes of a bucket, of the first one and of the last one.
+    """Largest size in bytes of a bucket, of the first ones and of the last one.
 
     The first bucket is small so that communication starts early, the last one because nothing hides it: its
     gradients arrive when backward is over.
     """
 
     cap_bytes: float
-    first_bytes: float | None = None  # None: like the others
-    last_bytes: float | None = None
+    first_bytes: tuple[float, ...] = ()  # of the first bucket, the second, ...
+    last_bytes: float | None = None  # None: like the others
 
     def __post_init__(self) -> None:
-        for name in ("cap_bytes", "first_bytes", "last_bytes"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:  # NaN is not above zero either
-                raise ConfigError(
-                    f"a bucket size must be positive, got {name}={value}.",
-                    remedy="Give a size above zero; math.inf puts everything into one bucket.",
-                )
+        sizes = {"cap_bytes": (self.cap_bytes,), "first_bytes": self.first_bytes, "last_bytes": (self.last_bytes,)}
+        for name, values in sizes.items():
+            for value in values:
+                if value is not None and not value > 0:  # NaN is not above zero either
+                    raise ConfigError(
+                        f"a bucket size must be positive, got {name}={value}.",
+                        where="the largest sizes of buckets",
+                        remedy="Give a size above zero; math.inf puts everything into one bucket.",
+                    )
 
 
 def default_caps(total_bytes: int) -> SizeCaps:
@@ -40,7 +42,7 @@ def default_caps(total_bytes: int) -> SizeCaps:
     whole, few enough that latencies do not add up; 25 MiB is where measured curves of all common links are flat.
     """
     cap = min(max(total_bytes / 20, _MIB), 25 * _MIB)
-    return SizeCaps(cap_bytes=cap, first_bytes=min(cap, _MIB), last_bytes=min(cap, _MIB))
+    return SizeCaps(cap_bytes=cap, first_bytes=(min(cap, _MIB),), last_bytes=min(cap, _MIB))
 
 
 def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps) -> tuple[tuple[int, ...], ...]:
@@ -50,11 +52,11 @@ def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeC
     ready, the order in which they will leave.
     """
     split = len(order) - _num_in_last_group(params, order, caps)
-    first_cap = caps.cap_bytes if caps.first_bytes is None else caps.first_bytes
     last_cap = caps.cap_bytes if caps.last_bytes is None else caps.last_bytes
+    first_cap = (*caps.first_bytes, last_cap)[0]
     return (
-        *_next_fit(params, order[:split], cap_bytes=caps.cap_bytes, first_bytes=first_cap),
-        *_next_fit(params, order[split:], cap_bytes=last_cap, first_bytes=last_cap if split else min(first_cap, last_cap)),
+        *_next_fit(params, order[:split], (*caps.first_bytes, caps.cap_bytes)),
+        *_next_fit(params, order[split:], (last_cap if split else min(first_cap, last_cap), last_cap)),
     )
 
 
@@ -71,16 +73,15 @@ def _num_in_last_group(params: Sequence[ParamSpec], order: Sequence[int], caps: 
     return count
 
 
-def _next_fit(
-    params: Sequence[ParamSpec], order: Sequence[int], *, cap_bytes: float, first_bytes: float
-) -> list[tuple[int, ...]]:
+def _next_fit(params: Sequence[ParamSpec], order: Sequence[int], caps_bytes: Sequence[float]) -> list[tuple[int, ...]]:
+    """Groups under those caps, one after another; the last cap holds for all that follow."""
     position = {index: at for at, index in enumerate(order)}
     closed: list[list[int]] = []
-    open_groups: dict[tuple[str, str], list[int]] = {}
-    sizes: dict[tuple[str, str], int] = {}
+    open_groups: dict[tuple[str, str, bool], list[int]] = {}
+    sizes: dict[tuple[str, str, bool], int] = {}
     for index in order:
         kind, num_bytes = params[index].kind, params[index].num_bytes
-        cap = cap_bytes if closed else first_bytes
+        cap = caps_bytes[min(len(closed), len(caps_bytes) - 1)]
         group = open_groups.get(kind)
         if group is not None and sizes[kind] + num_bytes > cap:
             closed.append(group)

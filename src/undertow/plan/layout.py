@@ -3,8 +3,8 @@
     0             numel        trailer.start                                   storage_numel
     | gradients   | padding    | used | signature | verdict                    |
       one slot                   one    48 bits     last bucket only:
-      per                        per                failed ranks, changed, late buckets,
-      parameter                  slot               busy time of every rank
+      per                        per                failed ranks, changed ranks, late
+      parameter                  slot               buckets, busy time of every rank
 
 The end is a multiple of the number of ranks (shards are equal) and of 16 bytes (vector loads). The trailer is
 summed or averaged like the gradients, so everything in it but the busy times is read only as "not zero", which is
@@ -70,14 +70,14 @@ class Trailer:
         return range(self.signature.stop, self.signature.stop + self.num_ranks)
 
     @property
-    def changed(self) -> int:
-        """One flag: a rank's parameters are no longer those of the plan. In the last bucket only."""
-        return self.failed.stop
+    def changed(self) -> range:
+        """One flag per rank, set by a rank whose parameters are no longer those of the plan. In the last bucket only."""
+        return range(self.failed.stop, self.failed.stop + self.num_ranks)
 
     @property
     def late(self) -> range:
         """One flag per bucket: a gradient of it arrived again after it had left. In the last bucket only."""
-        return range(self.changed + 1, self.changed + 1 + self.num_late)
+        return range(self.changed.stop, self.changed.stop + self.num_late)
 
     @property
     def busy(self) -> range:
@@ -116,7 +116,7 @@ def slots_of(group: Sequence[int], params: Sequence[ParamSpec]) -> tuple[Slot, .
     """The parameters of `group` one behind the other."""
     slots, start = [], 0
     for param in group:
-        slots.append(Slot(param=param, start=start, stop=start + params[param].numel))
+        slots.append(Slot(param=param, start=start, stop=start + params[param].slot_numel))
         start = slots[-1].stop
     return tuple(slots)
 

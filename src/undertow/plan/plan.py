@@ -25,6 +25,7 @@ class Bucket:
     dtype: str
     itemsize: int
     device: str
+    is_sparse: bool
     slots: tuple[Slot, ...]
     trailer: Trailer
     storage_numel: int  # gradients, padding and trailer
@@ -121,6 +122,7 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[int], index: int, num_b
         dtype=first.dtype,
         itemsize=first.itemsize,
         device=first.device,
+        is_sparse=first.is_sparse,
         slots=slots,
         trailer=Trailer(start=storage_numel - trailer_numel, num_slots=len(slots), **verdict),
         storage_numel=storage_numel,
@@ -144,10 +146,11 @@ def _check_bucket(bucket: Bucket, params: Sequence[ParamSpec]) -> None:
     end = 0
     for slot in bucket.slots:
         spec = params[slot.param]
-        if slot.start < end or slot.stop - slot.start != spec.numel or spec.kind != (bucket.dtype, bucket.device):
+        is_of_kind = spec.kind == (bucket.dtype, bucket.device, bucket.is_sparse)
+        if slot.start < end or slot.stop - slot.start != spec.slot_numel or not is_of_kind:
             raise ConfigError(
                 f"parameter {spec.name!r} does not fit its slot [{slot.start}, {slot.stop}) of bucket {bucket.index}.",
-                where=f"it has {spec.numel} elements of {spec.dtype} on {spec.device}; the bucket holds {bucket.dtype} "
+                where=f"it has {spec.slot_numel} elements of {spec.dtype} on {spec.device}; the bucket holds {bucket.dtype} "
                 f"on {bucket.device} and is free from {end}",
                 remedy="Slots do not overlap, are as large as their parameter, and of one dtype and device.",
             )

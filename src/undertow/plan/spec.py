@@ -18,6 +18,7 @@ class ParamSpec:
     dtype: str  # torch's name without "torch.": "float32"
     itemsize: int  # bytes per element
     device: str = "cpu"
+    is_sparse: bool = False  # its gradient lists rows in place of holding all of them
 
     def __post_init__(self) -> None:
         if not all(isinstance(size, int) and size >= 0 for size in (*self.shape, self.itemsize - 1)):
@@ -31,13 +32,19 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
-    def num_bytes(self) -> int:
-        return self.numel * self.itemsize
+    def slot_numel(self) -> int:
+        """Elements of its slot: a sparse gradient has a flag in the bucket's trailer only and travels beside it."""
+        return 0 if self.is_sparse else self.numel
 
     @property
-    def kind(self) -> tuple[str, str]:
-        """Gradients share a bucket only if they are of one kind: dtype and device."""
-        return self.dtype, self.device
+    def num_bytes(self) -> int:
+        """Bytes of its slot."""
+        return self.slot_numel * self.itemsize
+
+    @property
+    def kind(self) -> tuple[str, str, bool]:
+        """Gradients share a bucket only if they are of one kind: dtype, device, and sparse or not."""
+        return self.dtype, self.device, self.is_sparse
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""

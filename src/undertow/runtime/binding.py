@@ -1,17 +1,20 @@
-"""Where `param.grad` points: to a view of the bucket at rest, to nothing while the bucket is in flight."""
+"""Where `param.grad` points: to a view of the bucket at rest, to nothing while the bucket is in flight.
+
+A sparse gradient has no place in a flat bucket: it stays a tensor of its own, and its bucket holds a trailer only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from undertow.errors import ConfigError
 from undertow.runtime import private
 from undertow.runtime.buckets import GradientBucket
 
@@ -28,86 +31,127 @@ class _Kept:
     was_view: bool  # then `grad` is a copy: the reduction overwrites the view
 
 
-class GradientBinding:
+class Binding(Protocol):
     """Owns the `.grad` of one bucket's parameters. Positions count the bucket's slots."""
 
-    def __init__(self, bucket: GradientBucket, params: Sequence[Tensor], names: Sequence[str]) -> None:
-        self.bucket = bucket
-        self._params = tuple(params)
-        self._names = tuple(names)
-        self._kept: dict[int, _Kept] = {}
-        self._late: dict[int, Tensor] = {}  # what arrived after the bucket had left
+    bucket: GradientBucket
+    params: Sequence[Tensor]
 
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
-        """Moves every gradient into the bucket and leaves None in `.grad`; returns the positions unused on this rank.
+        """Moves every gradient out of `.grad`, leaves None there, and returns the positions unused on this rank.
 
         None, so that what arrives while the bucket is in flight lands in a tensor of its own. A parameter that has
         not arrived contributes what its `.grad` holds, zeros if that is None; `give` can put back what it was.
         """
-        with torch.no_grad():
-            try:
-                if not not_arrived and not self.bucket.is_held():
-                    return self._take_new()
-                return self._take_any(not_arrived)
-            except RuntimeError:
-                self._require_dense()
-                raise
+        ...
+
+    def has_graph(self) -> bool:
+        """Whether some gradient can be differentiated again (`create_graph=True`), which no copy of it could be."""
+        ...
+
+    def values(self) -> Sequence[Tensor]:
+        """What was taken and is to be reduced: a dense bucket's gradients, flat, or each sparse gradient."""
+        ...
+
+    def views_of(self, value: Tensor) -> list[Tensor]:
+        """The gradients in one of `values`."""
+        ...
 
     def give(self, used_elsewhere: Collection[int] = ()) -> None:
-        """Binds `.grad` to the bucket's values.
+        """Binds `.grad` to the reduced values.
 
         Of the positions unused here, those in `used_elsewhere` are bound too; the others get back, to the bit, what
         they had.
         """
+        ...
+
+    def catch_late(self) -> bool:
+        """Takes out of `.grad` what arrived after the bucket had left; whether there was anything."""
+        ...
+
+    def late_values(self) -> Sequence[Tensor]:
+        """What arrived late on this rank, laid out like `values`, zeros where nothing did."""
+        ...
+
+    def add_late(self, values: Sequence[Tensor]) -> None:
+        """Adds the reduced `late_values`."""
+        ...
+
+
+class DenseBinding:
+    """The `.grad` of parameters whose gradients lie in a bucket."""
+
+    def __init__(self, bucket: GradientBucket, params: Sequence[Tensor]) -> None:
+        self.bucket = bucket
+        self.params: Sequence[Tensor] = tuple(params)
+        self._kept: dict[int, _Kept] = {}
+        self._late: dict[int, Tensor] = {}  # what arrived after the bucket had left
+
+    def take(self, not_arrived: Collection[int] = ()) -> list[int]:
+        with torch.no_grad():
+            if not not_arrived and not self.bucket.is_held():
+                return self._take_new()
+            return self._take_any(not_arrived)
+
+    def has_graph(self) -> bool:
+        return _has_graph(self.params)
+
+    def values(self) -> Sequence[Tensor]:
+        return (self.bucket.bucket_tensor,)
+
+    def views_of(self, value: Tensor) -> list[Tensor]:
+        return self.bucket.views_of(value)
+
+    def give(self, used_elsewhere: Collection[int] = ()) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
         if not restored:
-            for param, view in zip(self._params, self.bucket.views, strict=True):
+            for param, view in zip(self.params, self.bucket.views, strict=True):
                 param.grad = view
         else:
-            for position, (param, view) in enumerate(zip(self._params, self.bucket.views, strict=True)):
+            for position, (param, view) in enumerate(zip(self.params, self.bucket.views, strict=True)):
                 param.grad = _put_back(self._kept[position], view) if position in restored else view
         self._kept.clear()
 
     def catch_late(self) -> bool:
-        """Takes out of `.grad` what arrived after the bucket had left; whether there was anything."""
-        for position, param in enumerate(self._params):
+        for position, param in enumerate(self.params):
             if param.grad is not None:
                 self._late[position] = param.grad
                 param.grad = None
         return bool(self._late)
 
     @torch.no_grad()
-    def late_contribution(self) -> Tensor:
-        """What arrived late on this rank, laid out like the bucket's storage, zeros elsewhere. [storage_numel]"""
-        scratch = torch.zeros_like(self.bucket.storage)
-        views = self.bucket.views_of(scratch)
+    def late_values(self) -> Sequence[Tensor]:
+        late = torch.zeros_like(self.bucket.bucket_tensor)
+        views = self.bucket.views_of(late)
         for position, grad in self._late.items():
             views[position].copy_(grad)
         self._late.clear()
-        return scratch
+        return (late,)
+
+    @torch.no_grad()
+    def add_late(self, values: Sequence[Tensor]) -> None:
+        # The mean of a sum is the sum of the means: what was reduced before stays as it is.
+        self.bucket.bucket_tensor.add_(values[0])
 
     def _take_new(self) -> list[int]:
         """The usual case: `.grad` was cleared before backward, and every gradient is a new tensor."""
         unused: list[int] = []
-        for start in range(0, len(self._params), _MOST_AT_ONCE):
-            params = self._params[start : start + _MOST_AT_ONCE]
+        for start in range(0, len(self.params), _MOST_AT_ONCE):
+            params = self.params[start : start + _MOST_AT_ONCE]
             grads = [param.grad for param in params]
-            if any(map(is_, grads, repeat(None))):
-                unused += (start + position for position, grad in enumerate(grads) if grad is None)
-                self._fill(start, grads)
-            else:
-                self.bucket.fill(start, cast(list[Tensor], grads))
+            unused += (start + position for position, grad in enumerate(grads) if grad is None)
+            self._fill(start, grads)
             for param in params:
                 param.grad = None
         self._kept = dict.fromkeys(unused, _Kept(None, was_view=False))
         return unused
 
     def _take_any(self, not_arrived: Collection[int]) -> list[int]:
-        grads = [param.grad for param in self._params]
+        grads = [param.grad for param in self.params]
         unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
         for position in unused:
             self._kept[position] = _keep(grads[position], self.bucket.views[position])
-        for param in self._params:
+        for param in self.params:
             param.grad = None
         num_in_place = sum(map(is_, grads, self.bucket.views))
         if num_in_place == len(grads):
@@ -118,17 +162,21 @@ class GradientBinding:
         self._fill(0, grads)
         return unused
 
-    def _require_dense(self) -> None:
-        for param, name in zip(self._params, self._names, strict=True):
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                raise ConfigError(
-                    f"the gradient of {name!r} is {param.grad.layout}, and buckets are dense.",
-                    where=f"bucket {self.bucket.bucket_index}",
-                    remedy="Make the layer with sparse=False, or name the parameter in SyncConfig(ignore=...).",
-                )
-
     def _fill(self, start: int, grads: Sequence[Tensor | None]) -> None:
         """Copies the gradients of the positions from `start` on into their views; zeros where there is none."""
+        try:
+            if any(map(is_, grads, repeat(None))) or any(map(is_, grads, self.bucket.views[start:])):
+                self._fill_some(start, grads)
+            else:
+                self.bucket.fill(start, cast(list[Tensor], grads))
+        except RuntimeError:
+            # Of a layer that makes sparse gradients without saying so. Looked for only here, where it costs nothing.
+            dense = [grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads]
+            if all(map(is_, dense, grads)):
+                raise
+            self._fill_some(start, dense)
+
+    def _fill_some(self, start: int, grads: Sequence[Tensor | None]) -> None:
         views = self.bucket.views[start : start + len(grads)]
         targets, sources, absent = [], [], []
         for grad, view in zip(grads, views, strict=True):
@@ -151,3 +199,87 @@ def _put_back(kept: _Kept, view: Tensor) -> Tensor | None:
         view.copy_(kept.grad)
         return view
     return kept.grad
+
+
+class SparseBinding:
+    """The `.grad` of parameters whose gradients list rows, such as those of nn.Embedding(sparse=True)."""
+
+    def __init__(self, bucket: GradientBucket, params: Sequence[Tensor]) -> None:
+        self.bucket = bucket
+        self.params: Sequence[Tensor] = tuple(params)
+        self._values: list[Tensor] = []
+        self._kept: dict[int, Tensor | None] = {}
+        self._late: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, not_arrived: Collection[int] = ()) -> list[int]:
+        grads = [param.grad for param in self.params]
+        unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
+        self._kept = {position: grads[position] for position in unused}
+        self._values = [_rows(param, grad) for param, grad in zip(self.params, grads, strict=True)]
+        for param in self.params:
+            param.grad = None
+        return unused
+
+    def has_graph(self) -> bool:
+        return _has_graph(self.params)
+
+    def values(self) -> Sequence[Tensor]:
+        return self._values
+
+    def views_of(self, value: Tensor) -> list[Tensor]:
+        return [value]
+
+    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+        restored = self._kept.keys() - set(used_elsewhere)
+        for position, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
+            param.grad = self._kept[position] if position in restored else value
+        self._values = []
+        self._kept = {}
+
+    def catch_late(self) -> bool:
+        for position, param in enumerate(self.params):
+            if param.grad is not None:
+                self._late[position] = param.grad
+                param.grad = None
+        return bool(self._late)
+
+    @torch.no_grad()
+    def late_values(self) -> Sequence[Tensor]:
+        late = [_rows(param, self._late.get(position)) for position, param in enumerate(self.params)]
+        self._late.clear()
+        return late
+
+    @torch.no_grad()
+    def add_late(self, values: Sequence[Tensor]) -> None:
+        for param, value in zip(self.params, values, strict=True):
+            param.grad = value if param.grad is None else param.grad + value
+
+
+def _has_graph(params: Sequence[Tensor]) -> bool:
+    return any(param.grad is not None and param.grad.requires_grad for param in params)
+
+
+def _rows(param: Tensor, grad: Tensor | None) -> Tensor:
+    """A sparse tensor of our own with `grad`'s rows, each once; none where that is None. [rows, *] of param's shape"""
+    if grad is None:
+        indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+        values = param.new_empty(0, *param.shape[1:])
+        return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
+    if not grad.is_sparse:
+        return grad.to_sparse(1).coalesce()
+    merged = grad.coalesce()
+    return merged.clone() if merged is grad else merged
+
+
+@contextlib.contextmanager
+def gradients_aside(params: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, every `.grad` is None; afterwards, what it was."""
+    kept = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, kept, strict=True):
+            param.grad = grad

@@ -161,7 +161,7 @@ class GradientBucket:
 
     def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
         if self._layout is not None and not self.gradients:
-            return torch.float32, torch.device(self._layout.device)
+            return getattr(torch, self._layout.dtype), torch.device(self._layout.device)
         return self.gradients[0].dtype, self.gradients[0].device
 
     def _check(self) -> None:

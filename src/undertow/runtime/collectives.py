@@ -5,10 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+
+class Handle(Protocol):
+    """Something on its way between ranks."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool: ...
+
+    def block_stream(self) -> None: ...
+
+    def on_done(self, callback: Callable[[object], None]) -> None: ...
 
 
 class ReductionHandle:

@@ -8,49 +8,31 @@ A round synchronises or only accumulates; which one is decided when backward run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
-from undertow.errors import Desync, PeerFailed, PhaseError
-from undertow.plan import Plan, first_plan, observed, plan_in_order
+from undertow.errors import PhaseError
+from undertow.plan import Plan
 from undertow.runtime import private
-from undertow.runtime.executor import Executor, Round
-from undertow.runtime.group import OwnGroup
-from undertow.runtime.hooks import OrderObserver, OutermostEnd, watch_parameters
-from undertow.runtime.manager import spec_of
+from undertow.runtime.binding import gradients_aside
+from undertow.runtime.comm_hook import CommHook
+from undertow.runtime.dist_autograd import DistributedBackwards
+from undertow.runtime.executor import Round
+from undertow.runtime.formation import Formation
+from undertow.runtime.group import GroupRef, OwnGroup
+from undertow.runtime.hooks import OutermostEnd
+from undertow.runtime.in_backward import InBackward
+from undertow.runtime.members import Members
+from undertow.runtime.outcome import late_buckets, require_changed_alike, require_sound
 from undertow.runtime.recorder import Recorder
-from undertow.schedule import Arrivals, Op, Releases, lower_accumulation, lower_data_parallel, verify
-
-
-@dataclass(frozen=True)
-class _Assembly:
-    """What a plan becomes: the ops of both kinds of round, and buffers."""
-
-    plan: Plan
-    generation: int
-    synchronising: Releases
-    accumulating: Releases
-    make_executor: Callable[[], Executor]
-
-    @cached_property
-    def executor(self) -> Executor:
-        """Made when it is first asked for: a group of one rank never needs the buffers."""
-        return self.make_executor()
-
-
-@dataclass(frozen=True)
-class _Order:
-    """Parameters in the order in which rank 0's gradients arrived."""
-
-    params: Tensor  # [number of parameters] int64; to be read when `work` is done
-    work: dist.Work
+from undertow.runtime.watch import Watch
+from undertow.schedule import Releases
 
 
 @dataclass(slots=True)
@@ -58,87 +40,228 @@ class _Progress:
     """What outlives a round."""
 
     num_rounds: int = 0  # synchronised ones
-    is_observed: bool = False  # one of them has ended well, and ranks have agreed on an order
     is_owed: bool = False  # a training forward ran and no round has followed
     is_step_due: bool = False  # a round has ended and no optimizer has stepped since
-    arrived_before: set[int] = field(default_factory=set)  # in micro-batches since the last synchronisation
+    has_accumulated: bool = False  # since the last synchronisation
     unused: tuple[str, ...] = ()
-    order: _Order | None = None  # the next plan's
+
+
+@dataclass(slots=True)
+class _OpenRound:
+    """The round under way, and how far it has come."""
+
+    round: Round
+    releases: Releases
+    ending: Iterator[None] | None = None  # what follows backward, in parts: see Engine._end_round
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether its last bucket has left, or may leave."""
+        return self.ending is not None
 
 
 class Engine:
-    """Synchronises the gradients of `named_params` over `group`, backward after backward."""
+    """Synchronises the gradients of `members` over `group`, backward after backward.
 
-    def __init__(
-        self, named_params: Sequence[tuple[str, Tensor]], group: OwnGroup, config: SyncConfig, recorder: Recorder
-    ) -> None:
-        self._named_params = tuple(named_params)
-        self._group = group
-        self._config = config
-        self._recorder = recorder
+    All ranks `open` it, at the latest when the first round begins.
+    """
+
+    def __init__(self, members: Members, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
         self.is_accumulating = False
+        self.is_closed = False
+        self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
+        self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
+        self._recorder = recorder
         self._progress = _Progress()
-        self._round: Round | None = None
-        self._assembly = self._assemble(self._first_plan(), generation=0)
-        self._releases = self._assembly.synchronising
-        self._arrivals = Arrivals(
-            _params_of_bucket(self.plan),
-            num_params=len(named_params),
-            on_full=self._fill,
-            traversal=private.graph_task_id,
-            on_traversal=self._enter,
-        )
+        self._open: _OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
-        self._observer = OrderObserver()
-        self._hooks: list[RemovableHandle] = []
-        if group.num_ranks > 1:
-            _ = self._assembly.executor  # what does not fit into memory fails here and not in the first backward
-            params = [param for _, param in named_params]
-            self._hooks = watch_parameters(params, self._arrivals)
-            if self._follows_observed_order():
-                self._observer.start(params)
+        self._formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
 
     @property
     def plan(self) -> Plan:
-        return self._assembly.plan
+        return self._formation.plan
 
     @property
     def generation(self) -> int:
-        return self._assembly.generation
+        return self._formation.assembly.generation
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of parameters that got no gradient on this rank in the last synchronised step."""
         return self._progress.unused
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a round is under way."""
+        return self._open is not None
+
     def forward_begins(self, *, is_training: bool) -> None:
         """Called before every forward that may be followed by a backward."""
         self._abandon()
+        self._await_others()
+        formation = self._formation
+        formation.look_again()
+        formation.look()
+        if formation.is_active:
+            self._prepare(formation.watch)
         if not is_training:
             return
-        if self._group.num_ranks == 1 and not self.is_accumulating:
+        if not formation.is_active and not self.is_accumulating:
             self._recorder.round_ends(())  # there are no rounds that would end a step
         self._recorder.forward_begins()
         self._progress.is_owed = not self.is_accumulating
+        self._progress.has_accumulated |= self.is_accumulating
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Reduces buckets by `hook` from the next round on. PhaseError in a round, or if there is a hook already."""
+        earlier = self._formation.assembly.reducer.hook
+        if self._open is not None or earlier is not None:
+            raise PhaseError(
+                "register_comm_hook can only be called once, and not within a backward.",
+                where="gradients are being synchronised" if earlier is None else f"{earlier.name} is registered",
+                remedy="Write one hook that does both, and register it before training.",
+            )
+        self._formation.use_hook(hook)
+
+    def concerns(self, params: set[int]) -> bool:
+        """Whether one of these parameters, by id, is ours."""
+        return not self.is_closed and self._formation.concerns(params)
+
+    def may_pass_on(self, params: set[int], group: GroupRef) -> bool:
+        """Whether somebody who synchronises those parameters, by id, over `group` may take ours over."""
+        return params.issuperset(map(id, self._formation.watch.params)) and group.ranks == self._formation.group.user.ranks
 
     def finish_before_step(self) -> None:
-        """`finish`, unless a round has ended since the last step: then a later forward was not for training."""
+        """`finish`, unless a round has ended since the last step: then a later forward was not for training.
+
+        PhaseError for an optimizer that steps in the middle of a backward.
+        """
+        if self._open is not None and private.graph_task_id() != -1:
+            raise PhaseError(
+                "an optimizer steps within a backward, on gradients that are not averaged yet.",
+                where=f"synchronisation {self._open.round.number}, rank {self._formation.group.rank}",
+                remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
+            )
         self._abandon()
         if not self._progress.is_step_due:
-            self.finish()
+            self._formation.look()
+            if self._progress.is_owed or self._formation.retiring is not None:  # parameters of which no forward has told
+                self._run_outside_of_backward()
         self._progress.is_step_due = False
 
+    @property
+    def is_step_empty(self) -> bool:
+        """Whether neither a training forward nor a synchronisation has come since the last step."""
+        return not self._progress.is_owed and not self._progress.is_step_due
+
     def finish(self) -> None:
-        """Runs a round if none has run since the last training forward; for a rank whose backward touched nothing."""
+        """Runs a round, unless one has run since the last training forward or step; for a rank without gradients."""
         self._abandon()
-        if self._progress.is_owed and self._group.num_ranks > 1:
-            self.launch()
+        if self._progress.is_owed or not self._progress.is_step_due:
+            self._run_outside_of_backward()
+
+    def reduce_accumulated(self) -> None:
+        """Sends what was accumulated, outside of backward; `complete` waits for it."""
+        if not self._formation.is_active:
+            return
+        if self._open is None and not self._progress.has_accumulated:
+            raise PhaseError(
+                "there is nothing to reduce: no accumulation has run since the last synchronisation.",
+                where=f"synchronisation {self._progress.num_rounds}",
+                remedy="Run backward inside accumulate() or no_sync(), then reduce once.",
+            )
+        self._launch()
+
+    def shadow(self) -> None:
+        """A round in which this rank, which has run out of data, only keeps the others company."""
+        self._abandon()
+        if self._formation.is_active:
+            self._begin(is_synchronised=True)
+            with gradients_aside(self._formation.watch.params):
+                self._launch_rest()
+                self.complete()
+
+    def complete(self) -> None:
+        """Waits for what was launched and binds the gradients. Raises what the ranks have agreed on."""
+        this = self._open
+        if this is None:
+            return
+        if this.ending is None:
+            self._abandon()
+            return
+        try:
+            for _ in this.ending:
+                pass
+        finally:
+            if self._open is this:  # an error has ended it
+                self._close_round()
+
+    def open(self) -> None:
+        """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""
+        self._formation.open()
+
+    def close(self) -> None:
+        """Ends what is under way and takes the hooks off; gradients stay where they are."""
+        self.is_closed = True
+        self._formation.watch.close()
+
+    def _prepare(self, watch: Watch) -> None:
+        """What can only be known when a forward begins."""
+        watch.run_last()
+        if watch.in_backward is None:
+            watch.in_backward = InBackward(watch.params)
+        if watch.distributed is None and private.is_rpc_running():
+            watch.distributed = DistributedBackwards(watch.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere)
+        if watch.distributed is not None:
+            watch.distributed.forward_begins()
+
+    def _reduce_elsewhere(self, gradients: dict[int, Tensor]) -> None:
+        """A round for gradients that do not lie in `.grad`, at the end of their backward."""
+        if self.is_accumulating:
+            return
+        watch = self._formation.watch
+        params = watch.params
+        with gradients_aside(params):
+            self._begin(is_synchronised=True)
+            for index, gradient in gradients.items():
+                params[index].grad = gradient
+                watch.arrivals.note(index)
+            self._launch_rest()
+            self.complete()
+            for index, gradient in gradients.items():
+                gradient.copy_(params[index].grad)  # type: ignore[arg-type]  # it is the mean
+
+    def _enter(self, task: int, param: int) -> None:
+        """The gradient of `param` is the first to arrive in backward `task`."""
+        if self._open is not None and not self._end.is_coming:
+            self._leave_behind(self._open)
+        before = self._formation.watch
+        if self._open is None:
+            self._begin(is_synchronised=not self.is_accumulating)
+        self._end.watch(task)
+        watch = self._formation.watch
+        if watch is not before:  # since a moment ago, and this gradient counts there
+            for index in watch.indices({id(before.params[param])}):
+                watch.arrivals.arrive(index)
+
+    def _leave_behind(self, this: _OpenRound) -> None:
+        """A new backward has begun, and `this` round is not its own."""
+        if this.is_launched:
+            raise PhaseError(
+                "a backward began while gradients are being synchronised.",
+                where=f"synchronisation {this.round.number}",
+                remedy="Wait for reduce_gradients_async() before the next backward.",
+            )
+        self._give_up(this)
+
+    def _run_outside_of_backward(self) -> None:
+        if self._formation.is_active and not self.is_closed:
+            self._launch()
             self.complete()
         self._progress.is_owed = False
 
-    def launch(self) -> None:
-        """Sends everything there is, outside of backward; `complete` waits for it."""
-        if self._round is not None:
+    def _launch(self) -> None:
+        if self._open is not None:
             raise PhaseError(
                 "gradients are being synchronised already.",
                 where=f"synchronisation {self._progress.num_rounds}",
@@ -147,213 +270,143 @@ class Engine:
         self._begin(is_synchronised=True)
         self._launch_rest()
 
-    def complete(self) -> None:
-        """Waits for what was launched and binds the gradients. Raises what the ranks have agreed on."""
-        this_round = self._round
-        if this_round is None:
-            return
-        if not this_round.is_launched:
-            self._abandon()
-            return
-        self._run(self._releases.join())
-        self._round = None
-        self._arrivals.forget_traversal()
-        self._end.forget()
-        if not this_round.is_synchronised:
-            self._progress.arrived_before |= self._arrivals.arrived
-            return
-        self._settle(this_round)
-
-    def close(self) -> None:
-        """Takes the hooks off; gradients stay where they are."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._observer.stop()
-
-    def _enter(self, task: int) -> None:
-        if self._round is not None and not self._end.is_coming:
-            self._leave_behind(self._round)
-        if self._round is None:
-            self._begin(is_synchronised=not self.is_accumulating)
-        self._end.watch(task)
-
-    def _leave_behind(self, this_round: Round) -> None:
-        """A new backward has begun, and `this_round` is not its own."""
-        if this_round.is_launched:
-            raise PhaseError(
-                "a backward began while gradients are being synchronised.",
-                where=f"synchronisation {this_round.number}",
-                remedy="Wait for reduce_gradients_async() before the next backward.",
-            )
-        self._give_up(this_round)
-
     def _begin(self, *, is_synchronised: bool) -> None:
-        progress = self._progress
-        if progress.order is not None and is_synchronised:
-            self._adopt(progress.order)
-            progress.order = None
-        assembly = self._assembly
-        self._releases = assembly.synchronising if is_synchronised else assembly.accumulating
-        self._releases.reset()
-        self._arrivals.reset()
-        self._round = Round(
-            number=progress.num_rounds,
+        formation = self._formation
+        formation.look()
+        if is_synchronised:
+            formation.open()
+            formation.adopt_order()
+        assembly, arrivals = formation.assembly, formation.watch.arrivals
+        arrivals.reset()
+        this_round = Round(
+            number=self._progress.num_rounds,
             generation=assembly.generation,
             is_synchronised=is_synchronised,
             not_arrived=self._not_arrived,
-            has_repeats=lambda: self._arrivals.has_repeats,
+            has_repeats=lambda: arrivals.has_repeats,
+            rescale=self.rescale,
         )
-        assembly.executor.begin(self._round)
+        self._open = _OpenRound(this_round, assembly.releases(is_synchronised=is_synchronised))
+        assembly.executor.begin(this_round)
         self._recorder.backward_begins(generation=assembly.generation)
 
     def _fill(self, bucket: int) -> None:
-        self._run(self._releases.fill(bucket))
-
-    def _run(self, ops: Sequence[Op]) -> None:
-        self._assembly.executor.run(ops)
+        # Under a plan that not all ranks have agreed on yet, nothing leaves before the end of backward.
+        if self._open is not None and self._formation.retiring is None:
+            self._formation.assembly.executor.run(self._open.releases.fill(bucket))
 
     def _launch_rest(self) -> None:
         """Backward is over: what is missing is unused here, and everything that is still here leaves."""
-        this_round = self._round
-        if this_round is None or this_round.is_launched:
+        this = self._open
+        if this is None or this.is_launched:
             return  # a nested backward has reached the outermost end as well
-        this_round.is_launched = True
         self._recorder.backward_ends()
-        self._run(self._releases.end_backward())
+        this.ending = self._end_round(this)
+        next(this.ending)
         if private.graph_task_id() != -1:
-            # Behind the callbacks of all other engines: with several models in one backward all launch, then all wait.
-            private.call_after_backward(self.complete)
+            private.call_after_backward(self._go_on)
+
+    def _go_on(self) -> None:
+        """Behind the callbacks of all other engines: with several models in one backward all launch, then all wait."""
+        this = self._open
+        if this is None or this.ending is None:
+            return
+        try:
+            next(this.ending)
+        except StopIteration:
+            return
+        except BaseException:
+            self._close_round()
+            raise
+        private.call_after_backward(self._go_on)
+
+    def _end_round(self, this: _OpenRound) -> Iterator[None]:
+        """What follows backward, in parts: it yields wherever it is about to wait for other ranks."""
+        formation = self._formation
+        if formation.retiring is not None and this.round.is_synchronised:
+            yield from formation.retire(number=this.round.number)
+            self._progress.num_rounds += 1
+            this.round.number += 1
+        executor, watch = formation.assembly.executor, formation.watch
+        executor.run(this.releases.end_backward())
+        yield
+        executor.run(this.releases.join())
+        self._await_others()
+        late = late_buckets(this.round)
+        if late:
+            executor.launch_late_parts(late)
+            yield
+            executor.add_late_parts()
+            watch.arrivals.learn_repeats()
+        self._close_round()
+        if this.round.is_synchronised:
+            self._settle(this.round)
+        else:
+            watch.arrived_before |= watch.arrivals.arrived
+            self._progress.has_accumulated = True
+            formation.look_again()
+
+    def _await_others(self) -> None:
+        awaited, self.also_awaited = self.also_awaited, []
+        for future in awaited:
+            future.wait()
+
+    def _close_round(self) -> None:
+        self._open = None
+        self._formation.watch.arrivals.forget_traversal()
+        self._end.forget()
 
     def _abandon(self) -> None:
         """Ends a round that an exception in backward has left open, and waits for one that was launched by hand."""
-        if self._round is None or private.graph_task_id() != -1:
+        if self._open is None or private.graph_task_id() != -1:
             return
-        if self._round.is_launched:
+        if self._open.is_launched:
             self.complete()
         else:
-            self._give_up(self._round)
+            self._give_up(self._open)
 
-    def _give_up(self, this_round: Round) -> None:
+    def _give_up(self, this: _OpenRound) -> None:
         """Ends a round whose backward failed: the other ranks are waiting for our buckets, and drop what they get.
 
         Every `.grad` is afterwards what it is now: the user may have cleared it, or another backward have begun.
         """
-        params = [param for _, param in self._named_params]
-        kept = [param.grad for param in params]
-        if this_round.is_synchronised:
-            this_round.has_failed = True
-            for param in params:
-                param.grad = None
-        this_round.is_launched = True
-        self._recorder.backward_ends()
-        self._run(self._releases.end_backward())
-        try:
+        this.round.has_failed = this.round.is_synchronised
+        with gradients_aside(self._formation.watch.params) if this.round.is_synchronised else contextlib.nullcontext():
+            self._recorder.backward_ends()
+            this.ending = self._end_round(this)
             self.complete()
-        finally:
-            if this_round.is_synchronised:
-                for param, grad in zip(params, kept, strict=True):
-                    param.grad = grad
 
     def _not_arrived(self, bucket: int) -> list[int]:
         """Positions in `bucket` of parameters without a gradient since the last synchronisation."""
-        missing = self._arrivals.missing(bucket)
+        watch = self._formation.watch
+        missing = watch.arrivals.missing(bucket)
         if not missing:
             return []
-        missing -= self._progress.arrived_before
+        missing -= watch.arrived_before
         return [position for position, param in enumerate(self.plan.buckets[bucket].params) if param in missing]
 
     def _settle(self, this_round: Round) -> None:
         """What every rank does alike when a synchronisation is complete."""
-        current = [reading for reading in this_round.readings if not reading.is_overdue]
-        late = sorted({bucket for reading in current for bucket in reading.late_buckets})
-        if late:
-            self._assembly.executor.reduce_late_parts(late)
-            self._arrivals.learn_repeats()
         self._recorder.round_ends(this_round.busy_ms)
         progress = self._progress
         progress.num_rounds += 1
         progress.is_owed = False
         progress.is_step_due = True
+        formation, watch = self._formation, self._formation.watch
         if not this_round.has_failed:
-            progress.arrived_before.clear()
+            watch.arrived_before.clear()
+            progress.has_accumulated = False
+            formation.look_again()
         progress.unused = self._names_of(this_round.unused)
-        self._raise_agreed(this_round)
-        if not progress.is_observed and not this_round.has_failed:  # a failed one has left the other ranks already
-            progress.is_observed = True
-            progress.order = self._send_order() if self._follows_observed_order() else None
-
-    def _raise_agreed(self, this_round: Round) -> None:
-        where = f"synchronisation {this_round.number}, rank {self._group.rank}"
-        if any(reading.ranks_differ for reading in this_round.readings):
-            raise Desync(
-                "ranks are not in the same step.",
-                where=where,
-                remedy="Run the same number of synchronised backwards on every rank; a rank that has none calls finish().",
-            )
-        if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
-            raise Desync(
-                "gradients arrived again after their bucket had left, and were left out.",
-                where=f"{where}, or the one before",
-                remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
-            )
-        failed = sorted({rank for reading in this_round.readings for rank in reading.failed_ranks})
-        if failed and not this_round.has_failed:
-            raise PeerFailed(
-                f"backward failed on rank {', '.join(map(str, failed))}.",
-                where=where,
-                remedy="The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
-            )
+        require_sound(this_round, rank=formation.group.rank)
+        require_changed_alike(this_round, rank=formation.group.rank, num_ranks=formation.group.num_ranks)
+        if this_round.has_failed:
+            return  # it has left the other ranks already
+        if watch.order is not None:
+            watch.order.send()
+        if watch.in_backward is not None:
+            watch.in_backward.step()
 
     def _names_of(self, unused: dict[int, list[int]]) -> tuple[str, ...]:
-        if not any(unused.values()):
-            return ()
-        return tuple(
-            self._named_params[self.plan.buckets[bucket].params[position]][0]
-            for bucket, positions in sorted(unused.items())
-            for position in positions
-        )
-
-    def _first_plan(self) -> Plan:
-        specs = [spec_of(name, param) for name, param in self._named_params]
-        return first_plan(specs, self._config, num_ranks=self._group.num_ranks)
-
-    def _assemble(self, plan: Plan, *, generation: int) -> _Assembly:
-        num_buckets = len(plan.buckets)
-        synchronising, accumulating = (
-            Releases(verify(schedule, num_buckets=num_buckets))
-            for schedule in (lower_data_parallel(num_buckets, overlap=self._config.overlap), lower_accumulation(num_buckets))
-        )
-
-        def executor() -> Executor:
-            average = self._config.average_in_collective
-            return Executor(plan, self._named_params, self._group, self._recorder, average=average)
-
-        return _Assembly(plan, generation, synchronising=synchronising, accumulating=accumulating, make_executor=executor)
-
-    def _follows_observed_order(self) -> bool:
-        # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every time.
-        is_free = self._config.plan is None and not torch.are_deterministic_algorithms_enabled()
-        return self._config.order == "observed" and is_free and len(self._named_params) > 0
-
-    def _send_order(self) -> _Order:
-        """Rank 0's observed order, for all ranks. Not waited for here: with several models in one backward, another
-        rank may be in another one's turn."""
-        order = torch.tensor(observed(len(self._named_params), self._observer.stop()), dtype=torch.int64)
-        order = order.to(self._group.device)
-        work = dist.broadcast(order, group=self._group.process_group, group_src=0, async_op=True)
-        assert work is not None  # async_op on a rank of the group
-        return _Order(order, work)
-
-    def _adopt(self, order: _Order) -> None:
-        """Re-plans in that order, if it is another one than the present plan's."""
-        order.work.wait()
-        plan = plan_in_order(self.plan.params, order.params.tolist(), self._config, num_ranks=self._group.num_ranks)
-        if plan.fingerprint != self.plan.fingerprint:
-            # The old buckets' storage goes when the last `.grad` has moved into the new ones.
-            self._assembly = self._assemble(plan, generation=self._assembly.generation + 1)
-            self._arrivals.regroup(_params_of_bucket(plan))
-
-
-def _params_of_bucket(plan: Plan) -> list[tuple[int, ...]]:
-    return [bucket.params for bucket in plan.buckets]
+        buckets, watch = self.plan.buckets, self._formation.watch
+        return watch.names_of([buckets[bucket].params[it] for bucket, places in sorted(unused.items()) for it in places])

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from undertow.plan import Bucket, Plan, signature_bits
 from undertow.runtime import private
-from undertow.runtime.binding import GradientBinding
+from undertow.runtime.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.buckets import GradientBucket
-from undertow.runtime.collectives import ReductionHandle, all_reduce_async
+from undertow.runtime.collectives import Handle, all_reduce_async
+from undertow.runtime.comm_hook import CommHook, HookedBucket
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.trailer import Reading, Snapshot, TrailerCodec, Verdict, to_device
@@ -33,29 +34,30 @@ class Round:
     is_synchronised: bool
     not_arrived: Callable[[int], Sequence[int]]  # bucket -> positions without a new gradient on this rank
     has_repeats: Callable[[], bool]  # whether some parameter arrived more often than expected
+    rescale: float = 1.0  # of the mean over all ranks, where some of them have run out of data
     has_failed: bool = False
-    is_launched: bool = False  # its last bucket has left
+    has_changed: bool = False  # the parameters are no longer those of the plan
     unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank
     readings: list[Reading] = field(default_factory=list)
     busy_ms: tuple[float, ...] = ()
 
 
 class Executor:
-    """The buckets of one plan and what is in flight of them."""
+    """The buckets of one plan and what is in flight of them; `reducer` says how they are reduced."""
 
-    def __init__(
-        self, plan: Plan, named_params: Sequence[tuple[str, Tensor]], group: OwnGroup, recorder: Recorder, *, average: bool
-    ) -> None:
-        self._group = group
+    def __init__(self, plan: Plan, params: Sequence[Tensor], group: OwnGroup, recorder: Recorder, reducer: Reducer) -> None:
+        self._rank = group.rank
         self._recorder = recorder
-        self._averages = average and group.can_average  # inside the collective; else we divide before a sum
-        self._wire_bytes = [bucket.wire_bytes for bucket in plan.buckets]
-        self._bindings = [_binding(bucket, named_params) for bucket in plan.buckets]
+        self._reducer = reducer
+        self._buckets = plan.buckets
+        self._bindings = [_binding(bucket, [params[index] for index in bucket.params]) for bucket in plan.buckets]
         self._trailers = [
-            TrailerCodec(bucket, binding.bucket, num_ranks=group.num_ranks, is_averaged=self._averages)
+            TrailerCodec(bucket, binding.bucket, num_ranks=group.num_ranks, is_averaged=reducer.averages)
             for bucket, binding in zip(plan.buckets, self._bindings, strict=True)
         ]
-        self._handles: dict[int, ReductionHandle] = {}
+        self._handles: dict[int, list[Handle]] = {}
+        self._packed: set[int] = set()  # in a round that does not communicate
+        self._late: dict[int, tuple[Sequence[Tensor], list[Handle]]] = {}
         self._signatures: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._snapshots: list[Snapshot] = []
         self._num_rounds = 0
@@ -82,25 +84,33 @@ class Executor:
         """Issues `ops` in the given order."""
         assert self._round is not None  # begin() comes first
         for op in ops:
-            with _profiler_range(op):
+            with _profiler_range(f"undertow.{op.label}"):
                 self._table[op.kind](self, op.bucket or 0, self._round)
 
-    def reduce_late_parts(self, buckets: Sequence[int]) -> None:
-        """A second round for what arrived after these buckets had left, on any rank; blocks."""
+    def launch_late_parts(self, buckets: Sequence[int]) -> None:
+        """A second round for what arrived after these buckets had left, on any rank."""
         for index in buckets:
-            bucket = self._bindings[index].bucket
-            part = self._bindings[index].late_contribution()
-            numel = bucket.bucket_tensor.numel()
-            self._reduce(part, numel).wait()
-            # The mean of a sum is the sum of the means: what was reduced before stays as it is.
-            bucket.bucket_tensor.add_(part[:numel])
+            values = self._bindings[index].late_values()
+            self._late[index] = values, self._reduce(index, values)
+
+    def add_late_parts(self) -> None:
+        """Waits for that round."""
+        assert self._round is not None  # the one whose late parts they are
+        for index, (values, handles) in self._late.items():
+            for handle in handles:
+                handle.wait()
+            _rescale(values, self._round)
+            self._bindings[index].add_late(values)
+        self._late.clear()
 
     def _pack(self, index: int, this_round: Round) -> None:
         binding = self._bindings[index]
         if not this_round.is_synchronised:
-            binding.take()
+            if not binding.has_graph():
+                self._packed.add(index)
+                binding.take()
             return
-        self._recorder.ready(index, num_bytes=self._wire_bytes[index])
+        self._recorder.ready(index, num_bytes=self._buckets[index].wire_bytes)
         unused = binding.take(this_round.not_arrived(index))
         this_round.unused[index] = unused
         is_last = index == len(self._bindings) - 1
@@ -111,20 +121,29 @@ class Executor:
         )
 
     def _all_reduce(self, index: int, _round: Round) -> None:
-        bucket = self._bindings[index].bucket
+        binding, bucket = self._bindings[index], self._buckets[index]
+        storage, trailer = binding.bucket.storage, bucket.trailer
         self._recorder.launches(index)
-        handle = self._reduce(bucket.storage, bucket.bucket_tensor.numel())
-        self._handles[index] = handle
-        self._recorder.launched(index, handle)
+        if bucket.slots and (bucket.is_sparse or self._reducer.hook is not None):
+            # What is not in the bucket, or is the hook's alone, leaves the trailer to a small collective of its own.
+            handles = [*self._reduce(index, binding.values()), self._reducer.reduce(storage[trailer.start :], numel=0)]
+        else:
+            handles = [self._reducer.reduce(storage, numel=trailer.start)]
+        self._handles[index] = handles
+        self._recorder.launched(index, handles[0])
 
     def _bind(self, index: int, this_round: Round) -> None:
-        binding, handle = self._bindings[index], self._handles.pop(index, None)
-        if handle is None:
-            binding.give()
+        binding, handles = self._bindings[index], self._handles.pop(index, None)
+        if handles is None:
+            if index in self._packed:
+                self._packed.remove(index)
+                binding.give()
             return
         self._recorder.wait_begins(index)
-        handle.wait()
+        for handle in handles:
+            handle.wait()
         self._recorder.wait_ends(index)
+        _rescale(binding.values(), this_round)
         binding.give(self._used_elsewhere(index, this_round))
 
     def _used_elsewhere(self, index: int, this_round: Round) -> Collection[int]:
@@ -135,7 +154,8 @@ class Executor:
             return ()
         if index == len(self._bindings) - 1:
             this_round.busy_ms = trailer.busy_ms()
-        reading = trailer.read()
+        with _profiler_range("search_unused_parameters"):  # torch's name for it
+            reading = trailer.read()
         if reading is None:
             return ()
         this_round.readings.append(reading)
@@ -146,11 +166,16 @@ class Executor:
         is_on_host = self._bindings[index].bucket.storage.device.type == "cpu"
         return is_on_host or bool(this_round.unused[index]) or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
-    def _reduce(self, tensor: Tensor, numel: int) -> ReductionHandle:
-        if self._averages:
-            return all_reduce_async(tensor, self._group.process_group, dist.ReduceOp.AVG)
-        tensor[:numel].div_(self._group.num_ranks)
-        return all_reduce_async(tensor, self._group.process_group, dist.ReduceOp.SUM)
+    def _reduce(self, index: int, values: Sequence[Tensor]) -> list[Handle]:
+        binding, hook = self._bindings[index], self._reducer.hook
+        if hook is None:
+            return [self._reducer.reduce(value, numel=value.numel()) for value in values]
+        params = [[param] for param in binding.params] if self._buckets[index].is_sparse else [binding.params]
+        is_last = index == len(self._bindings) - 1
+        return [
+            hook.start(HookedBucket(index, value, binding.views_of(value), params_of_value, is_last=is_last))
+            for value, params_of_value in zip(values, params, strict=True)
+        ]
 
     def _signature(self, like: Tensor, this_round: Round) -> Tensor:
         kind = like.dtype, like.device
@@ -162,20 +187,46 @@ class Executor:
     def _verdict(self, this_round: Round) -> Verdict:
         in_flight = sorted(self._handles) if this_round.has_repeats() else ()
         return Verdict(
-            rank=self._group.rank,
+            rank=self._rank,
             has_failed=this_round.has_failed,
+            has_changed=this_round.has_changed,
             late_buckets=[index for index in in_flight if self._bindings[index].catch_late()],
             busy_ms=self._recorder.busy_ms(),
         )
 
 
-def _binding(bucket: Bucket, named_params: Sequence[tuple[str, Tensor]]) -> GradientBinding:
-    chosen = [named_params[param] for param in bucket.params]
-    params, names = [param for _, param in chosen], [name for name, _ in chosen]
-    return GradientBinding(GradientBucket(bucket.index, bucket.num_bytes, params, layout=bucket), params, names)
+@dataclass(frozen=True)
+class Reducer:
+    """How values become what all ranks have together: their mean, or what the user's hook makes of them."""
+
+    group: OwnGroup
+    average_in_collective: bool
+    hook: CommHook | None = None
+
+    @property
+    def averages(self) -> bool:
+        """Whether the collective divides; else we divide before a sum."""
+        return self.average_in_collective and self.group.can_average
+
+    def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
+        """Starts the mean of `tensor`, in place; what is behind the first `numel` elements may come back as a sum."""
+        if self.averages and not tensor.is_sparse:
+            return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.AVG)
+        (tensor if tensor.is_sparse else tensor[:numel]).div_(self.group.num_ranks)
+        return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.SUM)
 
 
-def _profiler_range(op: Op) -> AbstractContextManager[object]:
-    if not private.is_profiling():
-        return nullcontext()
-    return torch.profiler.record_function(f"undertow.{op.label}")
+def _binding(bucket: Bucket, params: Sequence[Tensor]) -> Binding:
+    if bucket.is_sparse:
+        return SparseBinding(GradientBucket(bucket.index, 0, (), layout=bucket), params)
+    return DenseBinding(GradientBucket(bucket.index, bucket.num_bytes, params, layout=bucket), params)
+
+
+def _rescale(values: Sequence[Tensor], this_round: Round) -> None:
+    if this_round.rescale != 1.0:
+        for value in values:
+            value.mul_(this_round.rescale)
+
+
+def _profiler_range(label: str) -> AbstractContextManager[object]:
+    return torch.profiler.record_function(label) if private.is_profiling() else nullcontext()

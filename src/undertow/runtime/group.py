@@ -6,35 +6,102 @@ import hashlib
 import json
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from undertow.errors import ConfigError, PhaseError, PlanMismatch
+from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
 
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 
 
+@dataclass(frozen=True)
+class GroupRef:
+    """A process group of the user's, as far as another one like it can be made from this; it can be pickled.
+
+    The group itself is held weakly, for torch.distributed owns it: a process whose groups are held by somebody else when
+    they are destroyed may abort at exit.
+    """
+
+    ranks: tuple[int, ...]  # in the world
+    backend: str
+    timeout: timedelta | None
+    held: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> GroupRef:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return cls(ranks, dist.get_backend(group), private.timeout_of(group), weakref.ref(group))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The user's group itself; None where it is gone, or was not pickled with us."""
+        group = None if self.held is None else self.held()
+        if group is None and dist.is_initialized() and self.ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        return group
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return self.ranks.index(dist.get_rank())
+
+    @property
+    def can_average(self) -> bool:
+        """Whether a collective can divide."""
+        return any(name in self.backend for name in _BACKENDS_WITH_AVERAGE)
+
+    def clone(self) -> dist.ProcessGroup:
+        """A new group of the same ranks; a collective call."""
+        clone = dist.new_group(
+            list(self.ranks),
+            timeout=self.timeout,
+            backend=self.backend,
+            use_local_synchronization=len(self.ranks) < dist.get_world_size(),
+            group_desc="undertow",
+        )
+        assert isinstance(clone, dist.ProcessGroup)  # this rank is a member
+        return clone
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GroupRef, (self.ranks, self.backend, self.timeout)
+
+    def __deepcopy__(self, _memo: object) -> GroupRef:
+        return self
+
+
 class OwnGroup:
     """A clone of the user's process group: our collectives never interleave with the user's own.
 
-    It is held weakly, for torch.distributed owns it: a process whose groups are held by somebody else when they are
-    destroyed may abort at exit.
+    It is made by `open`, and held weakly for the reason that `GroupRef` gives.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
-        self._group = weakref.ref(group)
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
-        self.backend = dist.get_backend(group)
+    def __init__(self, user: GroupRef, *, device: torch.device) -> None:
+        self.user = user
+        self.rank = user.rank
+        self.num_ranks = len(user.ranks)
+        self.backend = user.backend
         self.device = device  # where small tensors of exchanges live
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._group is not None
+
+    def open(self) -> None:
+        """Makes the clone; a collective call, before any other one over it."""
+        self._group = weakref.ref(self.user.clone())
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        group = self._group()
+        if self._group is None:
+            self.open()
+        group = None if self._group is None else self._group()
         if group is None or not dist.is_initialized():
             raise PhaseError(
                 "the process group of this model has been destroyed.",
@@ -46,15 +113,15 @@ class OwnGroup:
     @property
     def is_alive(self) -> bool:
         """Whether torch.distributed still has the group."""
-        return self._group() is not None and dist.is_initialized()
+        return self._group is not None and self._group() is not None and dist.is_initialized()
 
     @property
     def can_average(self) -> bool:
-        return any(name in self.backend for name in _BACKENDS_WITH_AVERAGE)
+        return self.user.can_average
 
     def close(self) -> None:
         """Destroys the clone; does nothing if torch.distributed has done so already."""
-        group = self._group()
+        group = None if self._group is None else self._group()
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -63,8 +130,9 @@ def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The given group, or the default one; ConfigError, with the way out, where there is none."""
     if process_group is not None:
         if not isinstance(process_group, dist.ProcessGroup):
-            raise ConfigError(
+            raise WrongType(
                 f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}.",
+                where="the group over which gradients are averaged",
                 remedy="Pass what torch.distributed.new_group() returned; a rank outside of the group does not wrap.",
             )
         return process_group
@@ -76,20 +144,6 @@ def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "torchrun --nproc-per-node=2 script.py.",
         )
     return dist.group.WORLD  # type: ignore[return-value]
-
-
-def own_group(process_group: dist.ProcessGroup, *, device: torch.device) -> OwnGroup:
-    """Clones `process_group`; a collective call."""
-    ranks = dist.get_process_group_ranks(process_group)
-    clone = dist.new_group(
-        ranks,
-        timeout=private.timeout_of(process_group),
-        backend=dist.get_backend(process_group),
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-        group_desc="undertow",
-    )
-    assert isinstance(clone, dist.ProcessGroup)  # this rank is a member
-    return OwnGroup(clone, device=device)
 
 
 def gather_bytes(group: OwnGroup, payload: bytes) -> list[bytes]:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import ConfigError
 from undertow.runtime import private
 from undertow.schedule import Arrivals
 
@@ -24,45 +23,38 @@ def watch_parameters(params: Sequence[Tensor], arrivals: Arrivals) -> list[Remov
     ]
 
 
-def require_unwatched(named_params: Sequence[tuple[str, Tensor]]) -> None:
-    """ConfigError if some parameter is synchronised already."""
+def earlier_watchers(named_params: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """The engines that watch these parameters already, each by the name of one of them."""
+    found: dict[int, tuple[str, Any]] = {}
     for name, param in named_params:
-        if any(_is_ours(hook) for hook in private.post_accumulate_hooks(param)):
-            raise ConfigError(
-                "this module is synchronised already.",
-                where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
-                remedy="Wrap a module once; call close() on the earlier one to wrap it anew.",
-            )
+        for hook in private.post_accumulate_hooks(param):
+            arrivals = getattr(hook.func, "__self__", None) if isinstance(hook, partial) else None
+            if isinstance(arrivals, Arrivals):
+                found.setdefault(id(arrivals), (name, arrivals.listener))
+    return dict(found.values())
 
 
-def _is_ours(hook: object) -> bool:
-    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Arrivals)
+class ForwardHook:
+    """Calls `then` around forwards of `module`. A copy of the module has it too, where it does nothing."""
+
+    def __init__(self, module: nn.Module, then: Callable[[], None]) -> None:
+        self._module = weakref.ref(module)
+        self._then = then
+
+    def __call__(self, called: nn.Module, *_arguments: Any) -> None:
+        if called is self._module():
+            self._then()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
 
 
-class OrderObserver:
-    """Writes down in which order gradients arrive, as long as it is on; it costs nothing afterwards."""
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
 
-    def __init__(self) -> None:
-        self._seen: list[Tensor] = []
-        self._params: Sequence[Tensor] = ()
-        self._hooks: list[RemovableHandle] = []
 
-    def start(self, params: Sequence[Tensor]) -> None:
-        self._params = params
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._seen.append)  # type: ignore[no-untyped-call]
-            for param in params
-        ]
-
-    def stop(self) -> list[int]:
-        """The parameters that arrived, by index, repeats included; takes the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-        index_of = {id(param): index for index, param in enumerate(self._params)}
-        order = [index_of[id(param)] for param in self._seen]
-        self._seen.clear()
-        self._params, self._hooks = (), []
-        return order
+def _do_nothing(*_arguments: Any) -> None:
+    return None
 
 
 class OutermostEnd:

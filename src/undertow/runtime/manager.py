@@ -95,7 +95,7 @@ class GradientBucketManager:
         self.close()
 
 
-def spec_of(name: str, tensor: Tensor) -> ParamSpec:
+def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
     """What the planner needs to know of `tensor`."""
     return ParamSpec(
         name=name,
@@ -103,6 +103,7 @@ def spec_of(name: str, tensor: Tensor) -> ParamSpec:
         dtype=str(tensor.dtype).removeprefix("torch."),
         itemsize=tensor.element_size(),
         device=str(tensor.device),
+        is_sparse=is_sparse,
     )
 
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed.utils import _to_kwargs
+from torch.utils.hooks import RemovableHandle
 
 # Of the backward that this thread is in, the innermost one; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def untraced(function: _Function) -> _Function:
+    """Has torch.compile call a function, and everything that it calls, as it is.
+
+    The public torch.compiler.disable imports the compiler at once, this one when the function first runs; making an
+    optimizer has imported it by then.
+    """
+    return cast(_Function, torch._compile._disable_dynamo(function))
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -52,6 +67,64 @@ def zero_each(targets: list[torch.Tensor]) -> None:
 def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[..., None]]:
     """The hooks that `register_post_accumulate_grad_hook` has put on a parameter."""
     return tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def is_rpc_running() -> bool:
+    """Whether this process takes part in torch.distributed.rpc, without which there is no distributed autograd."""
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    return rpc is not None and bool(rpc._is_current_rpc_agent_set())
+
+
+def accumulating_node(param: torch.Tensor) -> Any:
+    """The node of the graph that adds to the parameter's gradient."""
+    with torch.enable_grad():
+        return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def distributed_autograd_context() -> int | None:
+    """The context of distributed autograd that this thread is in."""
+    try:
+        return int(sys.modules["torch.distributed.autograd"]._current_context()._context_id())
+    except RuntimeError:
+        return None
+
+
+def gradients_in_context(context: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients of that backward, by parameter; the very tensors."""
+    return dict(sys.modules["torch.distributed.autograd"].get_gradients(context))
+
+
+def optimizers_in_backward(param: torch.Tensor) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that torch.distributed.optim._apply_optimizer_in_backward has put on a parameter."""
+    return getattr(param, "_in_backward_optimizers", ())
+
+
+def disarm_optimizers_in_backward(param: torch.Tensor) -> None:
+    """Has them not step by themselves any more."""
+    # Loaded already where a parameter has such optimizers; importing it here would load every optimizer of torch's.
+    handles = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"].param_to_optim_hook_handle_map
+    for hook in handles.get(param, ()):
+        hook.remove()
+
+
+def moved_to_device(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a forward with every tensor in them on `device`, copied on a side stream."""
+    moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, True)
+    return tuple(moved_inputs[0]), dict(moved_kwargs[0])
+
+
+def num_hooks_ever() -> int:
+    """Grows whenever a hook is put on anything."""
+    return int(RemovableHandle.next_id)
+
+
+def run_last(param: torch.Tensor, hook: RemovableHandle) -> None:
+    """Has a post-accumulate hook of `param` run after all others that it has."""
+    hooks = param._post_accumulate_grad_hooks
+    if next(reversed(hooks)) != hook.id:
+        hooks[hook.id] = hooks.pop(hook.id)  # C++ reads them in the order of insertion
 
 
 def is_profiling() -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from undertow.runtime.collectives import ReductionHandle
+from undertow.runtime.collectives import Handle
 from undertow.trace import BucketRecord, StepRecord
 
 _NUM_KEPT_IN_SUMMARY = 64
@@ -23,7 +23,7 @@ class Clock(Protocol):
 
     def mark(self) -> Mark: ...
 
-    def mark_done(self, handle: ReductionHandle, put: Callable[[Mark], None]) -> None:
+    def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
         """Hands a mark of the handle's completion to `put`, now or later."""
         ...
 
@@ -36,7 +36,7 @@ class HostClock:
     def mark(self) -> Mark:
         return time.perf_counter()
 
-    def mark_done(self, handle: ReductionHandle, put: Callable[[Mark], None]) -> None:
+    def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
         handle.on_done(lambda _: put(time.perf_counter()))
 
     def us_between(self, start: Mark, stop: Mark) -> float:
@@ -54,7 +54,7 @@ class CudaClock:
         event.record()
         return event
 
-    def mark_done(self, handle: ReductionHandle, put: Callable[[Mark], None]) -> None:
+    def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
         with torch.cuda.stream(self._done_stream):
             handle.block_stream()
             put(self.mark())
@@ -142,6 +142,10 @@ class Recorder:
         if self._is_on:
             self._now.backwards[-1][1] = self._clock.mark()
 
+    def forgets_buckets(self) -> None:
+        """What has left so far in this step had nothing in it."""
+        self._now.buckets.clear()
+
     def ready(self, bucket: int, *, num_bytes: int) -> None:
         if self._is_on:
             self._now.buckets[bucket] = _BucketMarks(num_bytes, ready=self._clock.mark())
@@ -150,7 +154,7 @@ class Recorder:
         if self._is_on:
             self._now.buckets[bucket].launched = self._clock.mark()
 
-    def launched(self, bucket: int, handle: ReductionHandle) -> None:
+    def launched(self, bucket: int, handle: Handle) -> None:
         if self._is_on:
             self._clock.mark_done(handle, self._now.buckets[bucket].put_done)
 

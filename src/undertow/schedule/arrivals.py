@@ -12,7 +12,7 @@ class Arrivals:
     """Counts gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket is there.
 
     `traversal` tells one backward from another that runs inside it; when it has changed since the last arrival,
-    `on_traversal` is called first. Both are for the runtime; elsewhere there is one traversal.
+    `on_traversal(traversal, param)` is called first. Both are for the runtime; elsewhere there is one traversal.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class Arrivals:
         num_params: int,
         on_full: Callable[[int], object],
         traversal: Callable[[], int] = int,
-        on_traversal: Callable[[int], object] = int,
+        on_traversal: Callable[[int, int], object] = max,
     ) -> None:
         self._on_full = on_full
         self._traversal = traversal
@@ -57,7 +57,7 @@ class Arrivals:
         """The gradient of `param` is there. A repeated arrival counts only if it has been learned to expect it."""
         # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
         if self._traversal() != self._seen_traversal:
-            self._enter()
+            self._enter(param)
         if self._has_arrived[param]:
             self._arrive_again(param)
             return
@@ -67,6 +67,17 @@ class Arrivals:
         self._num_pending[bucket] = num_pending
         if not num_pending:
             self._on_full(bucket)
+
+    def note(self, param: int) -> None:
+        """The gradient of `param` is there; nothing is called for it."""
+        if not self._has_arrived[param]:
+            self._has_arrived[param] = 1
+            self._num_pending[self._bucket_of_param[param]] -= 1
+
+    @property
+    def listener(self) -> object:
+        """Whose method `on_full` is."""
+        return getattr(self._on_full, "__self__", None)
 
     @property
     def arrived(self) -> set[int]:
@@ -92,9 +103,9 @@ class Arrivals:
         """
         self._expected_repeats = dict(self._repeats)
 
-    def _enter(self) -> None:
+    def _enter(self, param: int) -> None:
         self._seen_traversal = self._traversal()
-        self._on_traversal(self._seen_traversal)
+        self._on_traversal(self._seen_traversal, param)
 
     def _arrive_again(self, param: int) -> None:
         self._repeats[param] += 1

@@ -1,0 +1,140 @@
+"""The user's own reduction: a communication hook as torch's DistributedDataParallel takes it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from undertow.errors import ConfigError, WrongType
+
+
+class HookedBucket:
+    """A bucket as hooks see it: the methods of `torch.distributed.GradBucket`, which Python cannot make."""
+
+    def __init__(
+        self, index: int, buffer: Tensor, gradients: Sequence[Tensor], parameters: Sequence[Tensor], *, is_last: bool
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._gradients = list(gradients)
+        self._parameters = list(parameters)
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Place of the bucket in the order in which buckets leave."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """The gradients one behind the other, [numel]; without padding or trailer."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """A view of the buffer for each parameter, of its shape."""
+        return self._gradients
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether this bucket is the last one of the step."""
+        return self._is_last
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replaces the buffer; the result is still what the hook's future holds."""
+        self._buffer = tensor
+
+
+class CommHook:
+    """`hook(state, bucket)`, which returns a future of the reduced buffer. ConfigError if torch would refuse it."""
+
+    def __init__(self, state: object, hook: Callable[..., Any]) -> None:
+        _check_signature(hook)
+        self.name = getattr(hook, "__qualname__", type(hook).__name__)
+        self._state = state
+        self._hook = hook
+
+    def start(self, bucket: HookedBucket) -> HookHandle:
+        """Calls the hook; what its future holds at the end is written into the bucket's buffer."""
+        target = bucket.buffer()
+        future = self._hook(self._state, bucket)
+        if not isinstance(future, torch._C.Future):  # of which torch.futures.Future is a subclass
+            raise WrongType(
+                f"expected the communication hook to return a torch.futures.Future, got {type(future).__name__}.",
+                where=f"{self.name}, bucket {bucket.index()}",
+                remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
+            )
+        return HookHandle(future, target, name=self.name)
+
+
+class HookHandle:
+    """A reduction that a hook has started."""
+
+    def __init__(self, future: torch._C.Future[Any], target: Tensor, *, name: str) -> None:
+        self._future = future
+        self._target = target
+        self._name = name
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Returns when the result is in the bucket (on CUDA: when the current stream will have it there)."""
+        result = self._future.wait()
+        if isinstance(result, list | tuple) and len(result) == 1:
+            (result,) = result
+        if not isinstance(result, Tensor) or result.numel() != self._target.numel():
+            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise WrongType(
+                f"expected the communication hook's future to hold a tensor of {self._target.numel()} elements, got {got}.",
+                where=self._name,
+                remedy="Let the future hold a tensor with the shape of bucket.buffer().",
+            )
+        if self._target.is_sparse:
+            self._target.copy_(result)
+        elif result.data_ptr() != self._target.data_ptr():
+            self._target.copy_(result.view_as(self._target))
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+    def block_stream(self) -> None:
+        self._future.wait()
+
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        self._future.add_done_callback(callback)
+
+
+def _check_signature(hook: object) -> None:
+    """What torch demands of a hook, in its words."""
+    if not callable(hook):
+        raise WrongType(
+            f"Communication hook must be callable, got {type(hook).__name__}.",
+            where="register_comm_hook(state, hook)",
+            remedy="Pass a function hook(state, bucket) that returns a torch.futures.Future.",
+        )
+    signature = inspect.signature(hook)
+    if "bucket" not in signature.parameters:
+        raise ConfigError(
+            f"Communication hook: expected a parameter named 'bucket', got {list(signature.parameters)}.",
+            where="register_comm_hook(state, hook)",
+            remedy="Write def hook(state, bucket).",
+        )
+    wanted = {
+        "bucket": (signature.parameters["bucket"].annotation, GradBucket, "dist.GradBucket"),
+        "return": (signature.return_annotation, torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]"),
+    }
+    for what, (annotation, expected, text) in wanted.items():
+        if annotation not in (inspect.Parameter.empty, expected, text) and not _is_same_text(annotation, text):
+            raise ConfigError(
+                f"Communication hook: {what} annotation should be {text}, got {annotation!r}.",
+                where="register_comm_hook(state, hook)",
+                remedy="Annotate it so, or leave the annotation out.",
+            )
+
+
+def _is_same_text(annotation: object, text: str) -> bool:
+    """Annotations are text under `from __future__ import annotations`, with whatever prefix the file imports."""
+    return isinstance(annotation, str) and text.split(".")[-1].rstrip("]") in annotation

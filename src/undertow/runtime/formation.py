@@ -1,0 +1,202 @@
+"""The parameters and the plan in force: how they come about, and how all ranks change them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from undertow.config import SyncConfig
+from undertow.errors import ConfigError
+from undertow.plan import Plan, first_plan, plan_in_order
+from undertow.runtime.assembly import Assembly
+from undertow.runtime.binding import gradients_aside
+from undertow.runtime.buffers import broadcast_in_place
+from undertow.runtime.comm_hook import CommHook
+from undertow.runtime.executor import Reducer, Round
+from undertow.runtime.group import OwnGroup
+from undertow.runtime.hooks import earlier_watchers
+from undertow.runtime.members import Members, first_change
+from undertow.runtime.order import ObservedOrder
+from undertow.runtime.outcome import require_changed_alike, require_sound
+from undertow.runtime.recorder import Recorder
+from undertow.runtime.watch import Watch, params_of_bucket
+
+
+class Formation:
+    """What an engine works with: `assembly` (the plan and its buckets) and `watch` (its parameters).
+
+    `retiring` is the plan before, where the parameters have changed: until all ranks have met under it once more and
+    agreed, nothing leaves under the new one. `on_full` and `on_backward` are called as `Watch` says.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        group: OwnGroup,
+        config: SyncConfig,
+        recorder: Recorder,
+        *,
+        on_full: Callable[[int], object],
+        on_backward: Callable[[int, int], object],
+    ) -> None:
+        self.retiring: Assembly | None = None
+        self._members = members
+        self._config = config
+        self._recorder = recorder
+        self._on_full = on_full
+        self._on_backward = on_backward
+        self._has_looked = True
+        named_params = members.trained()
+        self.assembly = self._assemble(named_params, Reducer(group, config.average_in_collective), generation=0)
+        self.watch = self._watch_over(named_params)
+
+    @property
+    def plan(self) -> Plan:
+        return self.assembly.plan
+
+    @property
+    def group(self) -> OwnGroup:
+        return self.assembly.reducer.group
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is anything to do: one rank alone has its mean already."""
+        return self.group.num_ranks > 1 or self.assembly.reducer.hook is not None
+
+    def open(self) -> None:
+        """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""
+        if self.group.num_ranks > 1 and not self.group.is_open:
+            self.group.open()
+            self._agree()
+
+    def concerns(self, params: set[int]) -> bool:
+        """Whether one of these parameters, by id, is ours."""
+        return bool(self.watch.indices(params)) or self._members.has_new_of(params)
+
+    def look_again(self) -> None:
+        """Looks for changes of the parameters when it is next asked to."""
+        self._has_looked = False
+
+    def look(self) -> None:
+        """Follows the parameters of the module where they have changed since the last look."""
+        if not self._has_looked:
+            self._has_looked = True
+            if self._members.has_changed():
+                self._follow(self._members.trained())
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Reduces buckets by `hook` from the next round on."""
+        before, named_params = self.assembly, self.watch.named_params
+        self.watch.close()
+        reducer = Reducer(self.group, before.reducer.average_in_collective, hook)
+        self.assembly = self._assemble(named_params, reducer, generation=before.generation)
+        self.watch = self._watch_over(named_params)
+
+    def adopt_order(self) -> None:
+        """Re-plans in rank 0's order, if that has come and gives another plan than the present one."""
+        order = None if self.watch.order is None or self.retiring is not None else self.watch.order.take()
+        if order is None:
+            return
+        now = self.assembly
+        plan = plan_in_order(now.plan.params, order, self._config, num_ranks=now.plan.num_ranks)
+        if plan.fingerprint != now.plan.fingerprint:
+            # The old buckets' storage goes when the last `.grad` has moved into the new ones.
+            self.assembly = self._assemble(self.watch.named_params, now.reducer, generation=now.generation + 1, plan=plan)
+            self.watch.arrivals.regroup(params_of_bucket(plan))
+
+    def retire(self, *, number: int) -> Iterator[None]:
+        """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
+
+        A round without gradients, the `number`th; yields where it is about to wait. PlanMismatch, on every rank, where
+        the parameters have not changed alike. New ones take over rank 0's values.
+        """
+        old = self.retiring
+        assert old is not None  # else nothing is to be retired
+        this_round = Round(
+            number=number,
+            generation=old.generation,
+            is_synchronised=True,
+            not_arrived=lambda bucket: range(len(old.plan.buckets[bucket].slots)),
+            has_repeats=bool,
+            has_changed=True,
+        )
+        releases = old.releases(is_synchronised=True)
+        with gradients_aside(old.params):
+            old.executor.begin(this_round)
+            old.executor.run(releases.end_backward())
+            yield
+            old.executor.run(releases.join())
+        self._recorder.forgets_buckets()
+        rank, num_ranks = self.group.rank, self.group.num_ranks
+        require_sound(this_round, rank=rank)
+        change = first_change(old.plan.params, self.plan.params)
+        require_changed_alike(this_round, rank=rank, num_ranks=num_ranks, change=change)
+        self._agree()
+        known = set(map(id, old.params))
+        broadcast_in_place([param for param in self.watch.params if id(param) not in known], self.group)
+        self.retiring = None
+
+    def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
+        """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
+        before, old = self.watch, self.assembly
+        before.close()
+        if self.retiring is None and self.is_active:
+            self.retiring = old
+        generation = (self.retiring or old).generation + 1
+        self.assembly = self._assemble(named_params, old.reducer, generation=generation)
+        self.watch = self._watch_over(named_params)
+        self.watch.arrived_before = self.watch.indices({id(before.params[index]) for index in before.arrived_before})
+
+    def _agree(self) -> None:
+        """PlanMismatch, on every rank, where ranks have different parameters or settings; a collective call."""
+        settings = {
+            "torch": str(torch.__version__),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
+            **self._config.to_dict(),
+        }
+        self._members.require_alike(self.group, self.plan.params, self.assembly.params, settings)
+
+    def _assemble(
+        self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer, *, generation: int, plan: Plan | None = None
+    ) -> Assembly:
+        if plan is None:
+            plan = first_plan(self._members.specs(named_params), self._config, num_ranks=reducer.group.num_ranks)
+        params = [param for _, param in named_params]
+        return Assembly(plan, params, reducer, self._recorder, generation=generation, overlap=self._config.overlap)
+
+    def _watch_over(self, named_params: Sequence[tuple[str, Tensor]]) -> Watch:
+        watch = Watch(named_params, self.plan, on_full=self._on_full, on_backward=self._on_backward)
+        if self.is_active:
+            self._take_over(named_params)
+            _ = self.assembly.executor  # what does not fit into memory fails here and not in the first backward
+            watch.start()
+            if self._follows_observed_order():
+                watch.order = ObservedOrder(watch.params, self.group)
+        return watch
+
+    def _take_over(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
+        """A module may be wrapped again, alone or as part of a larger one; its gradients are averaged once, by the newest.
+
+        ConfigError where that would leave a parameter of the earlier one without anybody, or in another group.
+        """
+        ours = {id(param) for _, param in named_params}
+        earlier = earlier_watchers(named_params)
+        for name, engine in earlier.items():
+            if not engine.may_pass_on(ours, self.group.user):
+                raise ConfigError(
+                    "a part of this module is synchronised already.",
+                    where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
+                    remedy="Call close() on the earlier one first.",
+                )
+        for engine in earlier.values():
+            engine.complete()
+            engine.close()
+
+    def _follows_observed_order(self) -> bool:
+        # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every
+        # time. A hook may keep state for every bucket.
+        hook, config = self.assembly.reducer.hook, self._config
+        is_free = config.plan is None and hook is None and not torch.are_deterministic_algorithms_enabled()
+        return config.order == "observed" and is_free and self.group.num_ranks > 1 and bool(self.assembly.params)

@@ -1,0 +1,103 @@
+"""What the user wants left alone."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from undertow.errors import ConfigError, WrongType
+
+
+def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor]) -> tuple[str, ...]:
+    """Sorted names of the parameters and buffers that `ignore` lists: by name or themselves, alone or as submodules.
+
+    A tied weight is ignored as a whole, whichever of its names is given; all of them are returned. ConfigError for what
+    the module does not have, WrongType for what cannot be meant.
+    """
+    if isinstance(ignore, str | Tensor | nn.Module) or not isinstance(ignore, Iterable):
+        raise WrongType(
+            f"ignore must be a sequence of names, modules and tensors, got {_brief(ignore)}.",
+            where=_where(module),
+            remedy=f"Write ignore=({_brief(ignore)},)." if isinstance(ignore, str) else "Write ignore=(it,).",
+        )
+    contents = _Contents(module)
+    chosen = {name for entry in ignore for name in contents.names_of(entry)}
+    return tuple(sorted(chosen | contents.other_names_of(chosen)))
+
+
+class _Contents:
+    """Everything in a module that has a name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._tensors = dict(_named_places(module))  # also of places that hold None so far
+        self._names: dict[int, set[str]] = defaultdict(set)  # by the tensor's id
+        for name, tensor in self._tensors.items():
+            if tensor is not None:
+                self._names[id(tensor)].add(name)
+        # The module itself is left out: ignoring all of it is never meant.
+        self._parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
+
+    def names_of(self, entry: object) -> set[str]:
+        """Names of the parameters and buffers that `entry` stands for."""
+        match entry:
+            case str():
+                return self._below(entry)
+            case nn.Module():
+                return self._inside(entry)
+            case Tensor():
+                return self._names.get(id(entry)) or self._refuse(f"a tensor of shape {tuple(entry.shape)}")
+        raise WrongType(
+            f"ignore takes names, modules, parameters and buffers, got {_brief(entry)}.",
+            where=_where(self._module),
+            remedy='Write ignore=("embedding.weight", model.head).',
+        )
+
+    def other_names_of(self, names: Iterable[str]) -> set[str]:
+        """All names of the tensors that these names stand for."""
+        return {other for name in names for other in self._names.get(id(self._tensors[name]), ())}
+
+    def _below(self, name: str) -> set[str]:
+        if name in self._tensors:
+            return {name}
+        if name in self._parts:
+            return {f"{name}.{inner}" for inner, _ in _named_places(self._parts[name])}
+        close = difflib.get_close_matches(name, [*self._tensors, *self._parts], n=1)
+        raise ConfigError(
+            f"there is no {name!r} to ignore.",
+            where=_where(self._module),
+            remedy=f"Did you mean {close[0]!r}?"
+            if close
+            else "Use names of named_parameters(), named_buffers() or named_modules().",
+        )
+
+    def _inside(self, part: nn.Module) -> set[str]:
+        found = [name for name, known in self._parts.items() if known is part]
+        if not found:
+            return self._refuse(f"a module of type {type(part).__name__}")
+        return {name for prefix in found for name in self._below(prefix)}
+
+    def _refuse(self, what: str) -> set[str]:
+        raise ConfigError(
+            f"{what} that is to be ignored is not inside the model.",
+            where=_where(self._module),
+            remedy="Give modules, parameters and buffers of this very model, no copies, and not the whole of it.",
+        )
+
+
+def _named_places(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Where parameters and buffers are registered, under every name; also where there is None so far."""
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            yield (f"{prefix}.{name}" if prefix else name), tensor
+
+
+def _brief(value: object) -> str:
+    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+def _where(module: nn.Module) -> str:
+    return f"ignore, for a model of type {type(module).__name__}"

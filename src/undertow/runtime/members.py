@@ -1,0 +1,163 @@
+"""Which parameters of a module are trained, and whether that is still so."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undertow.plan import ParamSpec
+from undertow.runtime.buffers import BufferOwner
+from undertow.runtime.group import OwnGroup, require_agreement
+from undertow.runtime.manager import spec_of
+
+_dtype_of = attrgetter("dtype")
+_is_trained = attrgetter("requires_grad")
+
+
+class Members:
+    """The tensors of `module` that are synchronised: all but the names in `ignored`."""
+
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+        # Weakly: parameters' hooks hold us, and the garbage collector does not see through those.
+        self._module = weakref.ref(module)
+        self._ignored = frozenset(ignored)
+        self._seen = _Census.of(module)
+        self._buffers = _buffers_of(module)
+
+    def trained(self) -> list[tuple[str, Tensor]]:
+        """Parameters to synchronise, by name, as they are now; `has_changed` compares with this moment."""
+        module = self._module()
+        assert module is not None  # a forward of it runs, or its optimizer steps
+        self._seen = _Census.of(module)
+        self._buffers = _buffers_of(module)
+        return [(name, param) for name, param in self._named_params(module) if param.requires_grad]
+
+    def left_alone(self) -> list[tuple[str, Tensor]]:
+        """What is broadcast and never reduced: parameters that are frozen, and buffers."""
+        module = self._module()
+        assert module is not None
+        frozen = [(name, param) for name, param in self._named_params(module) if not param.requires_grad]
+        return [*frozen, *((name, buffer) for name, buffer in module.named_buffers() if name not in self._ignored)]
+
+    def buffer_owners(self) -> list[BufferOwner]:
+        """Every place where a buffer to synchronise is registered."""
+        return [
+            BufferOwner(buffers, name)
+            for prefix, buffers in self._buffers
+            if buffers
+            for name in buffers
+            if prefix + name not in self._ignored
+        ]
+
+    def has_changed(self) -> bool:
+        """Whether a parameter was added, removed, replaced, frozen or unfrozen, or has another dtype, size or device."""
+        return self._seen.has_changed()
+
+    def has_new_of(self, tensors: Collection[int]) -> bool:
+        """Whether one of these, by id, is trained since a change that nobody has looked at."""
+        module = self._module()
+        if module is None or not self.has_changed():
+            return False
+        return any(id(param) in tensors for _, param in self._named_params(module) if param.requires_grad)
+
+    def specs(self, named_params: Sequence[tuple[str, Tensor]]) -> list[ParamSpec]:
+        """What the planner needs to know of the parameters."""
+        module = self._module()
+        sparse = set() if module is None else _sparse_params(module)
+        return [spec_of(name, param, is_sparse=id(param) in sparse) for name, param in named_params]
+
+    def require_alike(
+        self, group: OwnGroup, specs: Sequence[ParamSpec], params: Sequence[Tensor], settings: dict[str, Any]
+    ) -> None:
+        """PlanMismatch, on every rank, where ranks differ in these or in what is left alone; a collective call."""
+        require_agreement(
+            group,
+            settings=settings,
+            params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
+            others=[_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()],
+        )
+
+    def _named_params(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        return [(name, param) for name, param in module.named_parameters() if name not in self._ignored]
+
+
+class _Census:
+    """Every parameter of a module at one moment, quick to compare with a later one."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._parameters = [module._parameters for module in modules]
+        self._children = [module._modules for module in modules]
+        params = self.present()
+        self._params = params  # held, so that no other one gets the same id
+        self._child_ids = _ids(self._children)
+        self._param_ids = _ids(self._parameters)
+        self._are_trained = list(map(_is_trained, params))
+        self._dtypes = list(map(_dtype_of, params))
+        self._numel = sum(map(Tensor.numel, params))
+        self._device = params[0].device if params else None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Census:
+        return cls(list(module.modules()))
+
+    def present(self) -> list[Tensor]:
+        return [param for param in chain.from_iterable(map(dict.values, self._parameters)) if param is not None]
+
+    def has_changed(self) -> bool:
+        # Once a step, for thousands of parameters: every line is a loop in C.
+        if _ids(self._parameters) != self._param_ids or _ids(self._children) != self._child_ids:
+            return True
+        params = self._params
+        return (
+            list(map(_is_trained, params)) != self._are_trained
+            or list(map(_dtype_of, params)) != self._dtypes
+            or sum(map(Tensor.numel, params)) != self._numel
+            or (bool(params) and params[0].device != self._device)
+        )
+
+
+def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str:
+    """The first parameter that differs, in words."""
+    old, new = {spec.name: spec for spec in before}, {spec.name: spec for spec in after}
+    for name in (*old, *new):
+        if name not in new:
+            return f"parameter {name!r} is not trained any more"
+        if name not in old:
+            return f"parameter {name!r} is trained now"
+        if old[name] != new[name]:
+            return f"parameter {name!r} was {_text(old[name])} and is {_text(new[name])}"
+    return "a parameter was replaced"
+
+
+def _text(spec: ParamSpec) -> str:
+    return f"{spec.shape} {spec.dtype} on {spec.device}"
+
+
+def _ids(owned: Sequence[dict[str, Any]]) -> list[int]:
+    return list(map(id, chain.from_iterable(map(dict.values, owned))))
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
+    """The buffers of every module, which may get some later, with what stands before their names."""
+    return [(f"{prefix}." if prefix else "", part._buffers) for prefix, part in module.named_modules()]
+
+
+def _sparse_params(module: nn.Module) -> set[int]:
+    embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    return {id(layer.weight) for layer in embeddings if layer.sparse}
+
+
+def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
+    """What must be the same on every rank."""
+    axes = [axis for axis, size in enumerate(tensor.shape) if size > 1]
+    return {
+        **spec.to_dict(),
+        "device": tensor.device.type,  # its index may well differ
+        "axes in memory": sorted(axes, key=lambda axis: -tensor.stride()[axis]) if tensor.layout is torch.strided else [],
+    }

@@ -1,0 +1,54 @@
+"""What all ranks conclude from the trailers of a round, alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from undertow.errors import Desync, PeerFailed, PlanMismatch
+from undertow.runtime.executor import Round
+
+
+def late_buckets(this_round: Round) -> list[int]:
+    """Buckets for which some rank has a part that came after they had left."""
+    return sorted({bucket for reading in this_round.readings if not reading.is_overdue for bucket in reading.late_buckets})
+
+
+def require_sound(this_round: Round, *, rank: int) -> None:
+    """Raises, on every rank, what some rank has reported."""
+    where = f"synchronisation {this_round.number}, rank {rank}"
+    if any(reading.ranks_differ for reading in this_round.readings):
+        raise Desync(
+            "ranks are not in the same step.",
+            where=where,
+            remedy="Run the same number of synchronised backwards on every rank; a rank that has none calls finish().",
+        )
+    if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
+        raise Desync(
+            "gradients arrived again after their bucket had left, and were left out.",
+            where=f"{where}, or the one before",
+            remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
+        )
+    failed = _reported(reading.failed_ranks for reading in this_round.readings)
+    if failed and not this_round.has_failed:
+        raise PeerFailed(
+            f"backward failed on rank {', '.join(map(str, failed))}.",
+            where=where,
+            remedy="The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
+        )
+
+
+def require_changed_alike(this_round: Round, *, rank: int, num_ranks: int, change: str = "") -> None:
+    """PlanMismatch, on every rank, where the parameters have changed on some ranks and not on others."""
+    changed = _reported(reading.changed_ranks for reading in this_round.readings)
+    if not changed or len(changed) == num_ranks:
+        return
+    unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in changed)
+    raise PlanMismatch(
+        f"the parameters have changed on rank {', '.join(map(str, changed))} and not on rank {unchanged}.",
+        where=f"synchronisation {this_round.number}, rank {rank}{change and f': {change}'}",
+        remedy="Freeze, unfreeze, add and replace parameters in the same step on every rank.",
+    )
+
+
+def _reported(flags: Iterable[Sequence[int]]) -> list[int]:
+    return sorted({rank for ranks in flags for rank in ranks})

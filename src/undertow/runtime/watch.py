@@ -1,0 +1,79 @@
+"""One set of parameters, and what counts their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from undertow.plan import Plan
+from undertow.runtime import private
+from undertow.runtime.dist_autograd import DistributedBackwards
+from undertow.runtime.hooks import watch_parameters
+from undertow.runtime.in_backward import InBackward
+from undertow.runtime.order import ObservedOrder
+from undertow.schedule import Arrivals
+
+
+class Watch:
+    """Hooks on `named_params` until `close`: `on_full(bucket)` and `on_backward(task, param)` are called from them."""
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, Tensor]],
+        plan: Plan,
+        *,
+        on_full: Callable[[int], object],
+        on_backward: Callable[[int, int], object],
+    ) -> None:
+        self.named_params = tuple(named_params)
+        self.arrivals = Arrivals(
+            params_of_bucket(plan),
+            num_params=len(named_params),
+            on_full=on_full,
+            traversal=private.graph_task_id,
+            on_traversal=on_backward,
+        )
+        self.arrived_before: set[int] = set()  # in micro-batches since the last synchronisation
+        self.order: ObservedOrder | None = None
+        self.in_backward: InBackward | None = None
+        self.distributed: DistributedBackwards | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._num_hooks_ever = 0
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [param for _, param in self.named_params]
+
+    def start(self) -> None:
+        self._hooks = watch_parameters(self.params, self.arrivals)
+        self._num_hooks_ever = private.num_hooks_ever()
+
+    def run_last(self) -> None:
+        """Has our hooks run after those that the user has put on parameters since: they may change a gradient."""
+        if self._num_hooks_ever != private.num_hooks_ever():
+            self._num_hooks_ever = private.num_hooks_ever()
+            for (_, param), hook in zip(self.named_params, self._hooks, strict=True):
+                private.run_last(param, hook)
+
+    def close(self) -> None:
+        """Takes the hooks off; a second call does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for other in (self.order, self.distributed):
+            if other is not None:
+                other.close()
+
+    def indices(self, tensors: set[int]) -> set[int]:
+        """Which parameters those are, given by id."""
+        return {index for index, (_, param) in enumerate(self.named_params) if id(param) in tensors}
+
+    def names_of(self, params: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.named_params[param][0] for param in params)
+
+
+def params_of_bucket(plan: Plan) -> list[tuple[int, ...]]:
+    """Indices of the parameters in each bucket."""
+    return [bucket.params for bucket in plan.buckets]

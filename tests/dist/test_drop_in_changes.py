@@ -1,0 +1,338 @@
+"""Parameters that are frozen, unfrozen, added, replaced or cast after the model was wrapped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.drop_in import TIMEOUT_S, SideBySide, with_both_plans
+from support.errors import text_of
+from support.models import noise
+from support.naive import gradients
+from support.ranks import Ranks
+from undertow import PlanMismatch
+
+NUM_STEPS_AFTER = 2
+
+
+class Layers(nn.Module):
+    """Three layers, the first of them frozen, and a shift where one is added; every parameter is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.layers[0].requires_grad_(False)
+        self.register_parameter("shift", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x if self.shift is None else x + self.shift
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).square().mean()
+
+
+def layer_of_seed(seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(4, 4)
+
+
+class Wide(nn.Linear):
+    """A layer with one parameter more."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def unfrozen(module: Layers) -> None:
+    module.layers[0].requires_grad_(True)
+
+
+def frozen(module: Layers) -> None:
+    module.layers[1].requires_grad_(False)
+
+
+def exchanged(module: Layers) -> None:
+    """Of the parameters in the first plan none is left."""
+    module.requires_grad_(False)
+    module.layers[0].requires_grad_(True)
+
+
+def parameter_added(module: Layers) -> None:
+    module.register_parameter("shift", nn.Parameter(torch.full((4,), 0.5)))
+
+
+def submodule_added(module: Layers) -> None:
+    module.layers.append(layer_of_seed(3))
+
+
+def parameter_replaced(module: Layers) -> None:
+    module.layers[1].weight = nn.Parameter(layer_of_seed(4).weight.detach())
+
+
+def submodule_replaced(module: Layers) -> None:
+    module.layers[1] = layer_of_seed(4)
+
+
+def submodule_replaced_by_a_larger_one(module: Layers) -> None:
+    module.layers[1] = Wide()
+
+
+def submodule_removed(module: Layers) -> None:
+    del module.layers[2]
+
+
+def new_data(module: Layers) -> None:
+    for param in module.parameters():
+        param.data = param.data * 0.5
+
+
+def cast_to_double(module: Layers) -> None:
+    module.double()
+
+
+def cast_to_bfloat16(module: Layers) -> None:
+    module.bfloat16()
+
+
+CHANGES = [
+    unfrozen,
+    frozen,
+    exchanged,
+    parameter_added,
+    submodule_added,
+    parameter_replaced,
+    submodule_replaced,
+    submodule_replaced_by_a_larger_one,
+    submodule_removed,
+    new_data,
+    cast_to_double,
+    cast_to_bfloat16,
+]
+Change = Callable[[Layers], None]
+with_every_change = pytest.mark.parametrize("change", CHANGES)
+
+
+def loss(model: nn.Module, step: int) -> Tensor:
+    return model(noise(3, 4, step=step)).square().mean()
+
+
+def is_followed(change: Change, at_step: int, bucket_cap_mb: float | None, is_attached: bool) -> None:
+    with SideBySide(Layers(), bucket_cap_mb, is_attached=is_attached) as side:
+        for step in range(at_step + NUM_STEPS_AFTER):
+            if step == at_step:
+                for module in side.both_modules:
+                    change(module)
+            side.step(lambda model, step=step: loss(model, step))
+
+
+# Before which step, the largest bucket in MiB, whether attached. After the first step a plan in the observed order is due.
+SITUATIONS = {"before the first step": (0, None, False), "after the first step": (1, 1e-6, False), "later": (3, None, True)}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@with_every_change
+def test_a_change_is_followed_in_the_same_step(ranks: Ranks, change: Change, situation: str) -> None:
+    ranks.run(is_followed, change, *SITUATIONS[situation], timeout_s=TIMEOUT_S)
+
+
+def is_followed_with_gradients(change: Change) -> None:
+    with SideBySide(Layers()) as side:
+        for step in range(4):
+            if step == 2:
+                for module in side.both_modules:
+                    change(module)
+            side.backward(lambda model, step=step: loss(model, step))
+            side.compare()
+            side.optimize()
+
+
+@with_every_change
+def test_a_change_keeps_the_gradients_that_are_there(ranks: Ranks, change: Change) -> None:
+    ranks.run(is_followed_with_gradients, change, timeout_s=TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def nothing_frozen(module: nn.Module) -> Iterator[None]:
+    """What was accumulated before a parameter was frozen counts, on every rank the same: its mean is due as well."""
+    was_frozen = [param for param in module.parameters() if not param.requires_grad]
+    for param in was_frozen:
+        param.requires_grad_(True)
+    yield
+    for param in was_frozen:
+        param.requires_grad_(False)
+
+
+def is_followed_while_accumulating(change: Change) -> None:
+    with SideBySide(Layers(), 1e-6) as side:
+        for step in range(3):
+            side.zero_grad()
+            with side.accumulating():
+                side.backward(lambda model, step=step: loss(model, 3 * step))
+                if step == 1:
+                    for module in side.both_modules:
+                        change(module)
+                side.backward(lambda model, step=step: loss(model, 3 * step + 1))
+            side.backward(lambda model, step=step: loss(model, 3 * step + 2))
+            with nothing_frozen(side.bare):
+                side.compare()
+            side.optimize()
+
+
+@with_every_change
+def test_a_change_while_accumulating_is_followed(ranks: Ranks, change: Change) -> None:
+    ranks.run(is_followed_while_accumulating, change, timeout_s=TIMEOUT_S)
+
+
+def is_followed_after_the_forward(change: Change, bucket_cap_mb: float | None) -> None:
+    with SideBySide(Layers(), bucket_cap_mb) as side:
+        for step in range(4):
+            side.zero_grad()
+            losses = [loss(model, step) for model in side.both]
+            if step == 2:
+                for module in side.both_modules:
+                    change(module)
+            for each in losses:
+                each.backward()
+            side.compare()
+            side.optimize()
+
+
+@with_both_plans
+@pytest.mark.parametrize("change", [unfrozen, frozen, parameter_added, submodule_added])
+def test_a_change_between_forward_and_backward_is_followed(ranks: Ranks, change: Change, bucket_cap_mb: float | None) -> None:
+    ranks.run(is_followed_after_the_forward, change, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def exchanged_in_every_step(bucket_cap_mb: float | None) -> None:
+    with SideBySide(Layers(), bucket_cap_mb) as side:
+        for step in range(6):
+            for module in side.both_modules:
+                for index, layer in enumerate(module.layers):
+                    layer.requires_grad_(index == step % 3)
+            side.step(lambda model, step=step: loss(model, step))
+            assert [grad is not None for grad in gradients(side.module).values()].count(True) == 2
+
+
+@with_both_plans
+def test_parameters_may_take_turns(ranks: Ranks, bucket_cap_mb: float | None) -> None:
+    ranks.run(exchanged_in_every_step, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def frozen_for_a_while(bucket_cap_mb: float | None) -> None:
+    with SideBySide(Layers(), bucket_cap_mb) as side:
+        for step in range(5):
+            for module in side.both_modules:
+                module.requires_grad_(step not in (1, 2))
+            if step in (1, 2):
+                assert not any(loss(model, step).requires_grad for model in side.both)
+                side.ddp.finish()
+                side.optimize()
+            else:
+                side.step(lambda model, step=step: loss(model, step))
+
+
+@with_both_plans
+def test_everything_may_be_frozen_for_a_while(ranks: Ranks, bucket_cap_mb: float | None) -> None:
+    ranks.run(frozen_for_a_while, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def unfrozen_and_trained_through_a_method(bucket_cap_mb: float | None) -> None:
+    with SideBySide(Layers(), bucket_cap_mb) as side:
+        for step in range(4):
+            if step == 2:
+                for module in side.both_modules:
+                    unfrozen(module)
+            side.zero_grad()
+            for module in side.both_modules:
+                module.loss(noise(3, 4, step=step)).backward()
+            side.compare()
+            side.optimize()
+
+
+@with_both_plans
+def test_a_parameter_unfrozen_for_a_method_of_the_module_is_synchronised(ranks: Ranks, bucket_cap_mb: float | None) -> None:
+    ranks.run(unfrozen_and_trained_through_a_method, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def added_with_values_of_each_ranks_own(bucket_cap_mb: float | None) -> None:
+    """The loss is linear in what is added: when its value becomes rank 0's does not change a gradient."""
+    with SideBySide(Layers(), bucket_cap_mb) as side:
+        for step in range(4):
+            if step == 2:
+                for module, value in zip(side.both_modules, (1.0 + dist.get_rank(), 1.0), strict=True):
+                    module.shift = nn.Parameter(torch.full((4,), value))
+            side.step(lambda model, step=step: model(noise(3, 4, step=step)).mean())
+
+
+@with_both_plans
+def test_a_parameter_that_is_added_takes_rank_0s_value(ranks: Ranks, bucket_cap_mb: float | None) -> None:
+    ranks.run(added_with_values_of_each_ranks_own, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+@pytest.fixture(params=["fresh_pair", "fresh_ranks"])
+def fresh(request: pytest.FixtureRequest) -> Ranks:
+    """Ranks that may be left in any state."""
+    return request.getfixturevalue(request.param)
+
+
+def changed_on_some_ranks(changes: dict[int, Change]) -> str:
+    """The error of the step before which each rank changes what `changes` says."""
+
+    def train(step: int) -> None:
+        loss(side.ddp, step).backward()
+        side.ddp.finish()
+
+    with SideBySide(Layers(), 1e-6) as side:
+        for step in range(2):
+            train(step)
+        changes.get(dist.get_rank(), new_data)(side.module)
+        return text_of(PlanMismatch, lambda: train(2))
+
+
+@pytest.mark.parametrize(
+    "change", [unfrozen, frozen, exchanged, parameter_added, submodule_added, submodule_removed, cast_to_double]
+)
+def test_a_change_on_one_rank_is_an_error_on_all(fresh: Ranks, change: Change) -> None:
+    last = fresh.num_ranks - 1
+    for rank, text in enumerate(fresh.run(changed_on_some_ranks, {last: change}, timeout_s=TIMEOUT_S)):
+        assert text == (
+            f"the parameters have changed on rank {last} and not on rank {', '.join(map(str, range(last)))}.\n"
+            f"  synchronisation 2, rank {rank}\n"
+            "  Freeze, unfreeze, add and replace parameters in the same step on every rank."
+        )
+
+
+# Of what is trained before: 'layers.1.weight', 'layers.1.bias', 'layers.2.weight', 'layers.2.bias'.
+DIFFERENCES = [
+    (frozen, unfrozen, "parameter 0 is 'layers.2.weight' on rank 0 and 'layers.0.weight' on rank {rank}"),
+    (parameter_added, submodule_added, "parameter 0 is 'shift' on rank 0 and 'layers.1.weight' on rank {rank}"),
+    (submodule_replaced, submodule_removed, "parameter 2 is 'layers.2.weight' on rank 0 and missing on rank {rank}"),
+    (
+        cast_to_bfloat16,
+        cast_to_double,
+        "dtype of parameter 0 ('layers.1.weight') is bfloat16 on rank 0 and float64 on rank {rank}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "other", "difference"), DIFFERENCES, ids=lambda it: getattr(it, "__name__", "."))
+def test_different_changes_are_an_error_on_all(fresh: Ranks, change: Change, other: Change, difference: str) -> None:
+    last = fresh.num_ranks - 1
+    changes = {**dict.fromkeys(range(last), change), last: other}
+    texts = fresh.run(changed_on_some_ranks, changes, timeout_s=TIMEOUT_S)
+    assert texts == texts[:1] * fresh.num_ranks
+    lines = texts[0].splitlines()
+    assert lines[0] == "ranks disagree on the parameters."
+    assert lines[2] == f"  first difference: {difference.format(rank=last)}"

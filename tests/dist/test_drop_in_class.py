@@ -1,0 +1,164 @@
+"""Our class is torch's in name: what becomes of each of its attributes, and what other libraries do with it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from support.models import mlp, noise
+from support.naive import naive_mean, wrapped, wrapped_and_bare
+from support.ranks import Ranks
+from undertow import DistributedDataParallel
+
+# Every public attribute that torch's class has and nn.Module has not.
+OVERRIDDEN = {
+    "bucket_bytes_cap": "our largest bucket",
+    "bucket_bytes_cap_default": "whether the library chose it",
+    "bucket_bytes_cap_list": "all our buckets",
+    "join": "an empty round for a rank without data",
+    "join_device": "",
+    "join_hook": "",
+    "join_process_group": "",
+    "modules_buffers": "",
+    "named_module_buffers": "",
+    "no_sync": "the mode when backward runs counts",
+    "parameters_to_ignore": "",
+    "process_group": "the user's",
+    "register_comm_hook": "",
+    "require_backward_grad_sync": "the same switch as no_sync",
+    "will_sync_module_buffers": "",
+}
+INHERITED = {
+    "broadcast_buffers": "a property on forward_sync_buffers",
+    "gather": "concatenates outputs, as torch's has it",
+    "scatter": "splits inputs",
+    "to_kwargs": "moves inputs to a device",
+}
+SET_BY_OUR_CONSTRUCTOR = {
+    "batched_grad_copy",
+    "broadcast_bucket_size",
+    "device",
+    "device_ids",
+    "device_type",
+    "dim",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "is_multi_device_module",
+    "logger",
+    "mixed_precision",
+    "module",
+    "output_device",
+    "require_forward_param_sync",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+    "use_side_stream_for_tensor_copies",
+}
+
+
+def public_attributes() -> dict[str, set[str]]:
+    plain = set(dir(nn.Module()))
+    torchs = TorchDistributedDataParallel(mlp())
+    names = {name for name in dir(torchs) if not name.startswith("_")} - plain
+    with wrapped(mlp()) as ours:
+        missing = {name for name in names if not hasattr(ours, name)}
+        own = {name for name in vars(ours) if not name.startswith("_")} | {"module"}
+    defined = {name for name in names if name in vars(DistributedDataParallel)}
+    return {"names": names, "missing": missing, "defined": defined, "own": own & names}
+
+
+def test_every_public_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose(two_ranks: Ranks) -> None:
+    found = two_ranks.run(public_attributes)[0]
+    assert found["names"] == OVERRIDDEN.keys() | INHERITED.keys() | SET_BY_OUR_CONSTRUCTOR | {"reducer"}
+    assert found["defined"] == OVERRIDDEN.keys()
+    assert found["own"] == SET_BY_OUR_CONSTRUCTOR
+    assert found["missing"] == {"reducer"}
+
+
+def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
+    torchs = list(inspect.signature(TorchDistributedDataParallel.__init__).parameters)
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters
+    positional = [name for name, it in ours.items() if it.kind is it.POSITIONAL_OR_KEYWORD]
+    # An older torch has fewer; newer ones would show here.
+    assert positional[: len(torchs)] == torchs
+
+
+def no_reducer_is_made() -> tuple[str, bool, bool]:
+    with wrapped(mlp()) as ddp:
+        with pytest.raises(AttributeError) as caught:
+            _ = ddp.reducer
+        return str(caught.value), isinstance(ddp, TorchDistributedDataParallel), isinstance(ddp, Joinable)
+
+
+def test_it_is_torchs_class_in_name_only(two_ranks: Ranks) -> None:
+    assert two_ranks.run(no_reducer_is_made)[0] == (
+        "Undertow's DistributedDataParallel has no C++ reducer; see model.plan and model.report().",
+        True,
+        True,
+    )
+
+
+def checkpointed() -> tuple[list[str], list[str]]:
+    with wrapped_and_bare(mlp()) as (ddp, bare):
+        optimizer = torch.optim.Adam(ddp.parameters())
+        ddp(noise(3, 6)).sum().backward()
+        optimizer.step()
+        model_state, optimizer_state = get_state_dict(ddp, optimizer)
+        set_model_state_dict(ddp, {name: torch.zeros_like(value) for name, value in model_state.items()})
+        assert all(not param.any() for param in ddp.parameters())
+        assert get_model_state_dict(ddp).keys() == bare.state_dict().keys()
+        return list(model_state), list(optimizer_state["state"])
+
+
+def test_torchs_checkpointing_unwraps_it(two_ranks: Ranks) -> None:
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert two_ranks.run(checkpointed) == [(names, names)] * 2
+
+
+def clipped() -> None:
+    with wrapped_and_bare(mlp()) as (ddp, bare):
+        for model in (ddp, bare):
+            model(noise(3, 6)).sum().backward()
+        naive_mean(bare)
+        norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (ddp, bare)]
+        assert torch.equal(*norms)
+        vectors = [torch.nn.utils.parameters_to_vector(param.grad for param in model.parameters()) for model in (ddp, bare)]
+        assert torch.equal(*vectors)
+
+
+def test_torchs_clipping_works_on_it(two_ranks: Ranks) -> None:
+    two_ranks.run(clipped)
+
+
+def unwrapped_by_accelerate() -> bool:
+    accelerate = importlib.import_module("accelerate.utils")
+    model = mlp()
+    with wrapped(model) as ddp:
+        return accelerate.extract_model_from_parallel(ddp) is model
+
+
+def test_accelerate_unwraps_it(fresh_pair: Ranks) -> None:
+    pytest.importorskip("accelerate")
+    assert fresh_pair.run(unwrapped_by_accelerate, timeout_s=120.0) == [True, True]
+
+
+def saved_by_lightning() -> list[str]:
+    strategies = importlib.import_module("lightning.fabric.strategies.ddp")
+    with wrapped(mlp()) as ddp:
+        return list(strategies.DDPStrategy().get_module_state_dict(ddp))
+
+
+def test_lightning_unwraps_it(fresh_pair: Ranks) -> None:
+    pytest.importorskip("lightning")
+    assert fresh_pair.run(saved_by_lightning, timeout_s=120.0) == [["0.weight", "0.bias", "2.weight", "2.bias"]] * 2

@@ -1,0 +1,236 @@
+"""A wrapped model that is copied, saved and loaded, moved to another process group, or fed unevenly."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, groups_of, squares, with_both_plans
+from support.errors import text_of
+from support.models import mlp, noise
+from support.naive import naive_mean, require_same_gradients
+from support.ranks import Ranks
+from undertow import DistributedDataParallel, attach
+
+
+def deep_copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+Way = Callable[[nn.Module], nn.Module]
+WAYS = [deep_copied, pickled, saved]
+
+
+def copies_train(way: Way, num_steps_before: int, bucket_cap_mb: float | None) -> None:
+    """The copy and its origin go on in turns, on data of their own."""
+    with SideBySide(mlp(), bucket_cap_mb) as side:
+        for step in range(num_steps_before):
+            side.step(squares(5, 6, step=step))
+        twin = way(side.ddp)
+        assert type(twin) is DistributedDataParallel
+        with SideBySide.of(twin, copy.deepcopy(side.bare)) as other:
+            other.compare_parameters()
+            for step in range(3):
+                other.step(squares(5, 6, step=10 + step))
+                side.step(squares(5, 6, step=step))
+
+
+@pytest.mark.parametrize(("num_steps_before", "bucket_cap_mb"), [(0, None), (1, 1e-6), (2, None)])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_of_the_wrapper_trains_on(ranks: Ranks, way: Way, num_steps_before: int, bucket_cap_mb: float | None) -> None:
+    ranks.run(copies_train, way, num_steps_before, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def copied_with_gradients(way: Way) -> None:
+    """In the middle of an accumulation: the origin's gradients are none of the copy's business."""
+    with SideBySide(mlp()) as side:
+        with side.accumulating():
+            side.backward(squares(5, 6, step=0))
+        twin = way(side.ddp)
+        side.backward(squares(5, 6, step=1))
+        side.compare()
+        side.optimize()
+        twin.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copying_in_the_middle_of_a_step_does_not_disturb_it(ranks: Ranks, way: Way) -> None:
+    ranks.run(copied_with_gradients, way, timeout_s=TIMEOUT_S)
+
+
+def copied_on_rank_0_alone(way: Way) -> None:
+    """As for a checkpoint, or for a moving average of the weights: nobody else takes part."""
+    with SideBySide(mlp()) as side:
+        for step in range(3):
+            if dist.get_rank() == 0:
+                twin = way(side.ddp)
+                with torch.no_grad():
+                    assert torch.equal(twin.module(noise(5, 6)), side.module(noise(5, 6)))
+                    assert torch.equal(twin.eval()(noise(5, 6)), side.module(noise(5, 6)))
+                twin.close()
+            side.step(squares(5, 6, step=step))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_rank_may_copy_the_wrapper_alone(ranks: Ranks, way: Way) -> None:
+    ranks.run(copied_on_rank_0_alone, way, timeout_s=TIMEOUT_S)
+
+
+def copy_of_an_attached_model(bucket_cap_mb: float | None) -> None:
+    """The copy is bare; attached in its turn, it trains beside its origin."""
+    with SideBySide(mlp(), bucket_cap_mb, is_attached=True) as side:
+        side.step(squares(5, 6, step=0))
+        twin, bare = copy.deepcopy(side.module), copy.deepcopy(side.bare)
+        for model in (twin, bare):
+            squares(5, 6, step=1)(model).backward()
+        assert not torch.equal(twin[0].weight.grad, side.module[0].weight.grad)
+        require_same_gradients(twin, bare)
+        sync = attach(twin)
+        for step in range(2, 5):
+            for model in (twin, bare):
+                model.zero_grad()
+                squares(5, 6, step=step)(model).backward()
+            naive_mean(bare)
+            require_same_gradients(twin, bare)
+            side.step(squares(5, 6, step=step))
+        sync.close()
+
+
+@with_both_plans
+def test_a_copy_of_an_attached_model_is_bare_and_can_be_attached(ranks: Ranks, bucket_cap_mb: float | None) -> None:
+    ranks.run(copy_of_an_attached_model, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def other_group(bucket_cap_mb: float | None) -> None:
+    """Means over all ranks, then over ranks 0 and 1 (a third rank stays alone), then over all again."""
+    (group,) = groups_of([0, 1], *([rank] for rank in range(2, dist.get_world_size())))
+    with SideBySide(mlp(), bucket_cap_mb) as side:
+        for index, current in enumerate([dist.group.WORLD, group, dist.group.WORLD]):
+            if index > 0:
+                side.ddp._update_process_group(current)
+            for step in range(2):
+                side.zero_grad()
+                side.backward(squares(5, 6, step=2 * index + step))
+                naive_mean(side.bare, current)
+                require_same_gradients(side.ddp, side.bare)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(("fresh", "bucket_cap_mb"), [("fresh_pair", 1e-6), ("fresh_pair", None), ("fresh_ranks", 1e-6)])
+def test_the_process_group_can_be_changed(request: pytest.FixtureRequest, fresh: str, bucket_cap_mb: float | None) -> None:
+    """In processes of its own: torch names a group of some ranks by these alone, and finds the keys of earlier ones."""
+    request.getfixturevalue(fresh).run(other_group, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+# How many batches each rank has; a third number is for a third rank.
+BATCHES = {"rank 0 ends first": (1, 3, 4), "rank 0 ends last": (4, 2, 1), "even": (2, 2, 2), "rank 1 has none": (2, 0, 1)}
+
+
+def step_alone(model: nn.Module, steps_of_rank: dict[int, list[int]], divisor: int) -> None:
+    """A step with the data of all ranks in one process: each rank's gradients are summed up, then those of the ranks."""
+    total = [torch.zeros_like(param) for param in model.parameters()]
+    for rank, steps in steps_of_rank.items():
+        model.zero_grad()
+        for step in steps:
+            model(noise(5, 6, step=step, rank=rank)).square().mean().backward()
+        for param, summed in zip(model.parameters(), total, strict=True):
+            summed += param.grad
+    for param, summed in zip(model.parameters(), total, strict=True):
+        param.grad = summed / divisor
+    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+
+
+def join_uneven_inputs(name: str, divides_by_all: bool, bucket_cap_mb: float | None) -> None:
+    batches = BATCHES[name][: dist.get_world_size()]
+    with SideBySide(mlp(), bucket_cap_mb) as side:
+        optimizer = torch.optim.SGD(side.ddp.parameters(), lr=LEARNING_RATE)
+        for _ in range(2):  # epochs
+            with side.ddp.join(divide_by_initial_world_size=divides_by_all):
+                for step in range(batches[dist.get_rank()]):
+                    optimizer.zero_grad()
+                    squares(5, 6, step=step)(side.ddp).backward()
+                    optimizer.step()
+            for step in range(max(batches)):
+                active = [rank for rank, num_batches in enumerate(batches) if step < num_batches]
+                divisor = len(batches) if divides_by_all else len(active)
+                step_alone(side.bare, {rank: [step] for rank in active}, divisor)
+            side.compare_parameters()
+        side.step(squares(5, 6, step=9))  # and without the context everybody counts again
+
+
+@pytest.mark.parametrize(
+    ("divides_by_all", "bucket_cap_mb"),
+    [(True, None), (True, 1e-6), (False, 1e-6)],
+    ids=["by all ranks", "by all ranks, a bucket per parameter", "by active ranks"],
+)
+@pytest.mark.parametrize("name", BATCHES)
+def test_join_allows_uneven_inputs(ranks: Ranks, name: str, divides_by_all: bool, bucket_cap_mb: float | None) -> None:
+    ranks.run(join_uneven_inputs, name, divides_by_all, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def join_that_accumulates(bucket_cap_mb: float | None) -> None:
+    """Every second micro-batch synchronises; rank 0 has one pair fewer."""
+    num_pairs = [1, 2, 2][: dist.get_world_size()]
+    with SideBySide(mlp(), bucket_cap_mb) as side:
+        with side.ddp.join():
+            for pair in range(num_pairs[dist.get_rank()]):
+                side.ddp.zero_grad()
+                with side.accumulating():
+                    squares(5, 6, step=2 * pair)(side.ddp).backward()
+                squares(5, 6, step=2 * pair + 1)(side.ddp).backward()
+                torch.optim.SGD(side.ddp.parameters(), lr=LEARNING_RATE).step()
+        for pair in range(2):
+            steps = {rank: [2 * pair, 2 * pair + 1] for rank, num in enumerate(num_pairs) if pair < num}
+            step_alone(side.bare, steps, divisor=len(num_pairs))
+        side.compare_parameters()
+
+
+@with_both_plans
+def test_join_allows_accumulation(ranks: Ranks, bucket_cap_mb: float | None) -> None:
+    ranks.run(join_that_accumulates, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def join_that_throws() -> str:
+    def train() -> None:
+        with ddp.join(throw_on_early_termination=True):
+            for step in range(1 + dist.get_rank()):
+                squares(5, 6, step=step)(ddp).backward()
+
+    with SideBySide(mlp()) as side:
+        ddp = side.ddp
+        return text_of(RuntimeError, train)
+
+
+def test_join_can_throw_on_all_ranks_when_one_has_run_out(ranks: Ranks) -> None:
+    """In torch's words."""
+    first, *others = ranks.run(join_that_throws, timeout_s=TIMEOUT_S)
+    assert first == "Rank 0 exhausted all inputs."
+    assert others == ["Detected at least one rank that exhausted inputs. Throwing across all ranks."] * len(others)
+
+
+def join_switched_off() -> None:
+    with SideBySide(mlp()) as side, side.ddp.join(enable=False):
+        for step in range(2):
+            side.step(squares(5, 6, step=step))
+
+
+def test_join_can_be_switched_off(ranks: Ranks) -> None:
+    ranks.run(join_switched_off, timeout_s=TIMEOUT_S)
