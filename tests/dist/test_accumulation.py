@@ -201,29 +201,42 @@ def errors_of_reductions() -> dict[str, str]:
     errors = {}
     model = Branches(2)
     with wrapped(model) as ddp:
+        errors["before anything"] = text_of(PhaseError, ddp.reduce_gradients_async)
         with ddp.no_sync():
             ddp(noise(2, 4), (0, 1)).sum().backward()
         reduction = ddp.reduce_gradients_async()
         errors["twice"] = text_of(PhaseError, ddp.reduce_gradients_async)
         reduction.wait()
+        errors["again"] = text_of(PhaseError, ddp.reduce_gradients_async)
+        ddp(noise(2, 4), (0, 1)).sum().backward()
+        errors["after a synchronisation"] = text_of(PhaseError, ddp.reduce_gradients_async)
 
         model.layers[0].weight.register_hook(lambda _: ddp.reduce_gradients_async())
         errors["inside"] = text_of(PhaseError, ddp(noise(2, 4), (0, 1)).sum().backward)
     return errors
 
 
-def test_a_second_reduction_is_an_error(two_ranks: Ranks) -> None:
+def nothing_to_reduce(number: int) -> str:
+    return (
+        "there is nothing to reduce: no accumulation has run since the last synchronisation.\n"
+        f"  synchronisation {number}\n"
+        "  Run backward inside accumulate() or no_sync(), then reduce once."
+    )
+
+
+def test_a_reduction_at_the_wrong_time_is_an_error(two_ranks: Ranks) -> None:
     for errors in two_ranks.run(errors_of_reductions):
-        assert errors["twice"] == (
-            "gradients are being synchronised already.\n"
+        assert errors == {
+            "before anything": nothing_to_reduce(0),
+            "twice": "gradients are being synchronised already.\n"
             "  synchronisation 0\n"
-            "  Call this outside of backward, and wait for the earlier reduction first."
-        )
-        assert errors["inside"] == (
-            "reduce_gradients_async() was called inside a backward.\n"
+            "  Call this outside of backward, and wait for the earlier reduction first.",
+            "again": nothing_to_reduce(1),
+            "after a synchronisation": nothing_to_reduce(2),
+            "inside": "reduce_gradients_async() was called inside a backward.\n"
             "  Sync.reduce_gradients_async\n"
-            "  Call it after the last backward of the step."
-        )
+            "  Call it after the last backward of the step.",
+        }
 
 
 def backward_during_a_reduction() -> str:

@@ -301,15 +301,25 @@ def changed_on_some_ranks(changes: dict[int, Change]) -> str:
         return text_of(PlanMismatch, lambda: train(2))
 
 
-@pytest.mark.parametrize(
-    "change", [unfrozen, frozen, exchanged, parameter_added, submodule_added, submodule_removed, cast_to_double]
-)
-def test_a_change_on_one_rank_is_an_error_on_all(fresh: Ranks, change: Change) -> None:
+# What the rank that has changed says of it.
+SAID = [
+    (unfrozen, "parameter 'layers.0.weight' is trained now"),
+    (frozen, "parameter 'layers.1.weight' is not trained any more"),
+    (exchanged, "parameter 'layers.1.weight' is not trained any more"),
+    (parameter_added, "parameter 'shift' is trained now"),
+    (submodule_added, "parameter 'layers.3.weight' is trained now"),
+    (submodule_removed, "parameter 'layers.2.weight' is not trained any more"),
+    (cast_to_double, "parameter 'layers.1.weight' was (4, 4) float32 on cpu and is (4, 4) float64 on cpu"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), SAID, ids=lambda it: getattr(it, "__name__", ""))
+def test_a_change_on_one_rank_is_an_error_on_all(fresh: Ranks, change: Change, said: str) -> None:
     last = fresh.num_ranks - 1
     for rank, text in enumerate(fresh.run(changed_on_some_ranks, {last: change}, timeout_s=TIMEOUT_S)):
         assert text == (
             f"the parameters have changed on rank {last} and not on rank {', '.join(map(str, range(last)))}.\n"
-            f"  synchronisation 2, rank {rank}\n"
+            f"  synchronisation 2, rank {rank}{f': {said}' if rank == last else ''}\n"
             "  Freeze, unfreeze, add and replace parameters in the same step on every rank."
         )
 
@@ -327,7 +337,7 @@ DIFFERENCES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "other", "difference"), DIFFERENCES, ids=lambda it: getattr(it, "__name__", "."))
+@pytest.mark.parametrize(("change", "other", "difference"), DIFFERENCES, ids=lambda it: getattr(it, "__name__", ""))
 def test_different_changes_are_an_error_on_all(fresh: Ranks, change: Change, other: Change, difference: str) -> None:
     last = fresh.num_ranks - 1
     changes = {**dict.fromkeys(range(last), change), last: other}

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from support.errors import text_of
 from support.models import Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped_and_bare
 from support.ranks import Ranks
-from undertow import PeerFailed
+from undertow import Desync, PeerFailed, PhaseError, UndertowError, attach
 
 CAPS = [1e-6, 25.0]
 
@@ -202,3 +203,94 @@ def forward_fails_on_one_rank() -> None:
 
 def test_a_failed_forward_on_one_rank_does_not_shift_its_steps(ranks: Ranks) -> None:
     ranks.run(forward_fails_on_one_rank)
+
+
+def in_another_step() -> str:
+    """No order of calls that we know of leads to this; but a rank that has counted wrongly must not train on."""
+    with wrapped_and_bare(Branches(), bucket_cap_mb=1e-6) as (ddp, bare):
+        step_is_right(ddp, bare, 0)
+        ddp.sync._engine._progress.num_rounds += dist.get_rank() == 1
+        return text_of(Desync, loss(ddp).backward)
+
+
+def test_a_rank_in_another_step_is_an_error_on_all(ranks: Ranks) -> None:
+    for rank, text in enumerate(ranks.run(in_another_step)):
+        assert text == (
+            "ranks are not in the same step.\n"
+            f"  synchronisation {1 + (rank == 1)}, rank {rank}\n"
+            "  Run the same number of synchronised backwards on every rank; a rank that has none calls finish()."
+        )
+
+
+def step_in_backward() -> list[str]:
+    """The optimizer steps in a hook of the user's, when the first gradients are there."""
+    texts = []
+    with wrapped_and_bare(Branches(), bucket_cap_mb=1e-6) as (ddp, bare):
+        optimizer = torch.optim.SGD(ddp.module.layers[2].parameters(), lr=0.1)
+        for step in range(2):
+            before = [param.detach().clone() for param in ddp.parameters()]
+            handle = ddp.module.layers[0].weight.register_hook(lambda _: optimizer.step())
+            texts.append(text_of(PhaseError, loss(ddp, step).backward))
+            handle.remove()
+            assert all(map(torch.equal, before, ddp.parameters()))
+            step_is_right(ddp, bare, step)
+        other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        handle = ddp.module.layers[0].weight.register_hook(lambda _: other.step())  # of no concern to us
+        step_is_right(ddp, bare, 2)
+        handle.remove()
+    return texts
+
+
+def test_an_optimizer_that_steps_in_backward_is_an_error(ranks: Ranks) -> None:
+    for rank, texts in enumerate(ranks.run(step_in_backward)):
+        # The round that the first error has ended counts, and the right one after it.
+        assert texts == [
+            "an optimizer steps within a backward, on gradients that are not averaged yet.\n"
+            f"  synchronisation {number}, rank {rank}\n"
+            "  Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward."
+            for number in (0, 2)
+        ]
+
+
+def after_the_group_is_gone(in_forward: bool) -> str:
+    model = Branches()
+    sync = attach(model)
+    result = None if in_forward else loss(model)
+    dist.destroy_process_group(sync.own_process_group)
+    text = text_of(PhaseError, lambda: (loss(model) if result is None else result).backward())
+    sync.close()
+    return text
+
+
+@pytest.mark.parametrize("in_forward", [True, False], ids=["before the forward", "before the backward"])
+def test_a_step_after_the_group_is_gone_is_an_error(fresh_pair: Ranks, in_forward: bool) -> None:
+    assert (
+        fresh_pair.run(after_the_group_is_gone, in_forward)
+        == [
+            "the process group of this model has been destroyed.\n"
+            "  gradient synchronisation\n"
+            "  Call torch.distributed.destroy_process_group() after the last backward."
+        ]
+        * 2
+    )
+
+
+def caught_as_torchs_errors_are() -> bool:
+    """Code that catches RuntimeError around a step catches ours too."""
+    with wrapped_and_bare(Branches(), bucket_cap_mb=1e-6) as (ddp, bare):
+        caught: BaseException | None = None
+        try:
+            if dist.get_rank() == 1:
+                with failing_backward(ddp):
+                    loss(ddp).backward()
+                ddp.finish()
+            else:
+                loss(ddp).backward()
+        except RuntimeError as error:
+            caught = error
+        step_is_right(ddp, bare, 1)
+    return isinstance(caught, UndertowError)
+
+
+def test_errors_of_ours_are_runtime_errors(two_ranks: Ranks) -> None:
+    assert two_ranks.run(caught_as_torchs_errors_are) == [True, False]

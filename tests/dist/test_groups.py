@@ -7,6 +7,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from support.models import CASES, Branches, mlp, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import Ranks
 from undertow import DistributedDataParallel, attach
+from undertow.runtime import private
 
 
 def models_in_one_backward(num_models: int, reverse_on_rank_1: bool) -> None:
@@ -167,6 +169,21 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(
 ) -> None:
     answers = fresh_ranks.run(groups_of_a_model, way, members)
     assert answers == [(True, True, True, "undertow") if members is None or rank in members else None for rank in range(3)]
+
+
+def timeouts() -> list[timedelta | None]:
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=77))
+    with wrapped(mlp(), process_group=group) as ddp, wrapped(mlp()) as other:
+        found = [private.timeout_of(each.sync.own_process_group) for each in (ddp, other)]
+        usual = private.timeout_of(dist.group.WORLD)
+    dist.destroy_process_group(group)
+    return [*found, usual]
+
+
+def test_our_group_waits_as_long_as_the_users(ranks: Ranks) -> None:
+    for found, found_of_the_default, usual in ranks.run(timeouts):
+        assert found == timedelta(seconds=77)
+        assert found_of_the_default == usual != found
 
 
 def own_collectives_between() -> None:

@@ -207,6 +207,7 @@ ARGUMENTS: dict[str, tuple[list[Any], float, str]] = {
             [TWICE],
             size,
             f"a bucket size must be positive, got cap_bytes={size}.\n"
+            "  the largest sizes of buckets\n"
             "  Give a size above zero; math.inf puts everything into one bucket.",
         )
         for size in (0, -1, math.nan)

@@ -158,16 +158,33 @@ def test_what_the_wrapper_does_not_have_the_module_may(two_ranks: Ranks) -> None
     }
 
 
-def settings_of_the_wrapper() -> tuple[SyncConfig, SyncConfig]:
-    wrappers = [
-        DistributedDataParallel(mlp(), bucket_cap_mb=3, broadcast_buffers=False),
-        DistributedDataParallel(mlp()),
-    ]
-    configs = tuple(wrapper.sync.config for wrapper in wrappers)
-    for wrapper in wrappers:
-        wrapper.close()
-    return configs
+def settings_of(arguments: dict[str, Any]) -> SyncConfig:
+    model = mlp()
+    if "ignored by torch's name" in arguments:
+        model._ddp_params_and_buffers_to_ignore = arguments.pop("ignored by torch's name")
+    ddp = DistributedDataParallel(model, **arguments)
+    config = ddp.sync.config
+    assert ddp.parameters_to_ignore == set(config.ignore)
+    ddp.close()
+    return config
 
 
-def test_torchs_arguments_become_settings(two_ranks: Ranks) -> None:
-    assert two_ranks.run(settings_of_the_wrapper)[0] == (SyncConfig(bucket_cap_mb=3, buffers="off"), SyncConfig())
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ({}, {}),
+        ({"bucket_cap_mb": 3, "forward_sync_buffers": False}, {"bucket_cap_mb": 3, "buffers": "off"}),
+        ({"bucket_cap_mb": 3, "bucket_cap_mb_list": [1, 2]}, {"bucket_cap_mb": (1, 2)}),
+        ({"bucket_cap_mb": 3, "bucket_cap_mb_list": []}, {"bucket_cap_mb": 3}),
+        ({"forward_sync_buffers": True}, {}),
+        ({"ignore": ["2.weight", "0.bias"]}, {"ignore": ("0.bias", "2.weight")}),
+        ({"ignored by torch's name": ["2.bias"], "ignore": ["0.bias"]}, {"ignore": ("0.bias", "2.bias")}),
+        (
+            {"config": SyncConfig(overlap=False, ignore=("2.bias",)), "ignore": ["0"]},
+            {"overlap": False, "ignore": ("0.bias", "0.weight", "2.bias")},
+        ),
+    ],
+    ids=str,
+)
+def test_torchs_arguments_become_settings(two_ranks: Ranks, arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+    assert two_ranks.run(settings_of, arguments) == [SyncConfig(**settings)] * 2

@@ -16,12 +16,16 @@ from support.models import noise
 from support.naive import require_same, require_same_gradients
 from undertow import DistributedDataParallel, SyncConfig, attach
 
-TIMEOUT_S = 20.0  # for a test whose ranks wait for each other for ever if it fails
+TIMEOUT_S = 12.0  # for a test whose ranks wait for each other for ever if it fails
 LEARNING_RATE = 0.125
 
-# Largest bucket in MiB: so small that every parameter has a bucket of its own, and whatever the library chooses.
-CAPS = [1e-6, None]
-with_both_plans = pytest.mark.parametrize("bucket_cap_mb", CAPS, ids=["a bucket per parameter", "default plan"])
+# The largest bucket in MiB: so small that every parameter has a bucket of its own, or whatever the library chooses.
+with_both_plans = pytest.mark.parametrize(
+    ("ranks", "bucket_cap_mb"),
+    [("two_ranks", 1e-6), ("two_ranks", None), ("three_ranks", 1e-6)],
+    ids=["two ranks", "two ranks, default plan", "three ranks"],
+    indirect=["ranks"],
+)
 
 Loss = Callable[[nn.Module], Tensor]
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from undertow.runtime import private
 
@@ -81,6 +89,115 @@ def test_post_accumulate_hooks_are_found_and_gone_after_removal() -> None:
     assert private.post_accumulate_hooks(param) == (hook,)
     handle.remove()
     assert private.post_accumulate_hooks(param) == ()
+
+
+def test_an_untraced_function_is_called_as_it_is() -> None:
+    seen: list[bool] = []
+
+    @private.untraced
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return look(x) * 2
+
+    compiled = torch.compile(forward, backend="eager")
+    assert [compiled(torch.ones(1)).item() for _ in range(3)] == [4.0] * 3
+    assert seen == [False] * 3
+
+
+def test_a_group_says_how_long_its_collectives_may_take(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "meeting-point"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        assert dist.group.WORLD is not None
+        assert private.timeout_of(dist.group.WORLD) == timedelta(seconds=77)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_object_that_is_no_real_group_does_not_say_it() -> None:
+    assert private.timeout_of(object()) is None  # type: ignore[arg-type]
+
+
+def test_no_rpc_runs_unless_it_was_started() -> None:
+    assert not private.is_rpc_running()
+
+
+def test_a_hook_on_the_accumulating_node_runs_after_the_gradient_is_there() -> None:
+    param = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        node = private.accumulating_node(param)
+    seen: list[list[float]] = []
+    node.register_hook(lambda *_: seen.append(param.grad.tolist()))
+    (3 * param).sum().backward()
+    assert seen == [[3.0, 3.0]]
+    assert private.accumulating_node(param) is node
+
+
+def test_optimizers_in_backward_are_found_and_disarmed() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.* is deprecated", DeprecationWarning)  # torch's own use of it
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    params = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    assert private.optimizers_in_backward(params[0]) == ()
+    _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.5})
+    assert [type(optimizer) for optimizer in private.optimizers_in_backward(params[0])] == [torch.optim.SGD]
+    private.disarm_optimizers_in_backward(params[0])
+    sum(param.sum() for param in params).backward()
+    assert params[0].tolist() == [1, 1]
+    assert params[0].grad is not None
+    assert params[1].tolist() == [0.5, 0.5]
+    for optimizer in private.optimizers_in_backward(params[0]):
+        optimizer.step()
+    assert params[0].tolist() == [0.5, 0.5]
+
+
+def test_arguments_of_a_forward_keep_their_structure_when_they_are_moved() -> None:
+    x = torch.ones(2)
+    inputs, kwargs = private.moved_to_device((x, [x, 3], "text"), {"a": {"b": x}}, torch.device("meta"))
+    assert (inputs[0].device.type, inputs[1][0].device.type, kwargs["a"]["b"].device.type) == ("meta",) * 3
+    assert (inputs[1][1], inputs[2], len(inputs), list(kwargs)) == (3, "text", 3, ["a"])
+
+
+@pytest.mark.parametrize(("inputs", "kwargs"), [((), {}), ((torch.ones(1),), {}), ((), {"x": torch.ones(1)})])
+def test_arguments_of_a_forward_may_be_missing(inputs: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+    moved, moved_kwargs = private.moved_to_device(inputs, kwargs, torch.device("meta"))
+    assert ([x.device.type for x in moved], list(moved_kwargs)) == (["meta"] * len(inputs), list(kwargs))
+
+
+HOOKED = {
+    "on a tensor": lambda: torch.ones(1, requires_grad=True).register_hook(lambda _: None),
+    "after accumulation": lambda: torch.ones(1, requires_grad=True).register_post_accumulate_grad_hook(lambda _: None),
+    "on a module": lambda: nn.Linear(1, 1).register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_every_hook_counts(name: str) -> None:
+    before = private.num_hooks_ever()
+    assert private.num_hooks_ever() == before
+    HOOKED[name]()
+    assert private.num_hooks_ever() > before
+
+
+def test_a_hook_can_be_made_to_run_last() -> None:
+    param, order = torch.ones(2, requires_grad=True), []
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        return lambda _: order.append(name)
+
+    ours = param.register_post_accumulate_grad_hook(hook("ours"))
+    others = [param.register_post_accumulate_grad_hook(hook(name)) for name in "ab"]
+    for _ in range(2):  # a second time changes nothing
+        private.run_last(param, ours)
+        param.sum().backward()
+    assert order == ["a", "b", "ours"] * 2
+    ours.remove()
+    param.sum().backward()
+    assert order[6:] == ["a", "b"]
+    assert len(others) == len(private.post_accumulate_hooks(param))
 
 
 def test_is_profiling_only_inside_a_profiler() -> None:

@@ -11,7 +11,7 @@ from support.errors import text_of
 from support.strategies import lowerings, plans
 from undertow.errors import ConfigError
 from undertow.plan import Plan
-from undertow.schedule import Op, OpKind, Schedule, Tracker, lower_accumulation, lower_data_parallel, schedule_from_text
+from undertow.schedule import Arrivals, Op, OpKind, Schedule, Tracker, lower_accumulation, lower_data_parallel, schedule_from_text
 from undertow.schedule.op import EXTERNAL
 
 FILLS_BACKWARDS = """
@@ -279,6 +279,62 @@ def test_learned_repeats_change_neither_the_ops_nor_the_order_of_collectives(cas
     released = play(tracker, case.arrivals).ops
     assert [op for op in released if op.kind is OpKind.ALL_REDUCE] == list(case.schedule.collectives)
     assert sorted(op.id for op in released) == [op.id for op in case.schedule.ops if op.kind not in EXTERNAL]
+
+
+def test_the_first_arrival_of_every_traversal_is_told_with_its_parameter() -> None:
+    told: list[tuple[str, int, int]] = []
+    traversal = 7
+    arrivals = Arrivals(
+        [(1, 0), (2,)],
+        num_params=3,
+        on_full=lambda bucket: told.append(("full", bucket, -1)),
+        traversal=lambda: traversal,
+        on_traversal=lambda traversal, param: told.append(("traversal", traversal, param)),
+    )
+    arrivals.arrive(2)
+    assert told == [("traversal", 7, 2), ("full", 1, -1)]
+    traversal = 8
+    for param in (1, 0, 2, 0):
+        arrivals.arrive(param)
+    assert told[2:] == [("traversal", 8, 1), ("full", 0, -1)]
+    traversal = 7
+    for param in (0, 1):  # repeated, in a traversal that was left and is told anew
+        arrivals.arrive(param)
+    assert told[4:] == [("traversal", 7, 0)]
+
+
+def test_a_forgotten_traversal_is_told_again() -> None:
+    told: list[int] = []
+    arrivals = Arrivals([(0, 1)], num_params=2, on_full=int, on_traversal=lambda _, param: told.append(param))
+    for forget, param in ((False, 0), (False, 1), (True, 0), (False, 1)):
+        if forget:
+            arrivals.forget_traversal()
+        arrivals.arrive(param)
+    assert told == [0, 0]
+
+
+def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
+    """What was reset counts the gradient that is just being told."""
+    arrivals = Arrivals([(0, 1)], num_params=2, on_full=int, on_traversal=lambda *_: arrivals.reset())
+    arrivals.note(1)
+    arrivals.arrive(0)
+    assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})
+
+
+def test_what_is_only_noted_has_arrived_and_releases_nothing() -> None:
+    tracker = three_buckets(lower_data_parallel(3))
+    for param in (0, 1, 1):
+        tracker.arrivals.note(param)
+    assert tracker.arrivals.arrived == {0, 1}
+    assert tracker.arrivals.missing(0) == frozenset()
+    assert not tracker.arrivals.has_repeats
+    assert labels(tracker.end_backward())[:2] == ["pack b0", "all_reduce b0"]
+
+
+def test_arrivals_know_who_listens() -> None:
+    tracker = three_buckets(lower_data_parallel(3))
+    assert tracker.arrivals.listener is tracker
+    assert Arrivals([], num_params=0, on_full=lambda _: None).listener is None
 
 
 def test_a_parameter_in_no_bucket_is_an_error() -> None:

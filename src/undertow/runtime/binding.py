@@ -89,7 +89,7 @@ class DenseBinding:
 
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
         with torch.no_grad():
-            if not not_arrived and not self.bucket.is_held():
+            if not not_arrived and not self.bucket.is_held() and not self.bucket.is_torn():
                 return self._take_new()
             return self._take_any(not_arrived)
 
@@ -153,11 +153,12 @@ class DenseBinding:
             self._kept[position] = _keep(grads[position], self.bucket.views[position])
         for param in self.params:
             param.grad = None
+        is_torn = self.bucket.is_torn()
         num_in_place = sum(map(is_, grads, self.bucket.views))
-        if num_in_place == len(grads):
+        if num_in_place == len(grads) and not is_torn:
             return unused
         # Last step's gradients may still be in somebody's hands: those must not change under them.
-        if self.bucket.is_held(num_references=num_in_place):
+        if is_torn or self.bucket.is_held(num_references=num_in_place):
             self.bucket.renew()
         self._fill(0, grads)
         return unused
@@ -208,6 +209,7 @@ class SparseBinding:
         self.bucket = bucket
         self.params: Sequence[Tensor] = tuple(params)
         self._values: list[Tensor] = []
+        self._are_dense: list[bool] = []
         self._kept: dict[int, Tensor | None] = {}
         self._late: dict[int, Tensor] = {}
 
@@ -217,6 +219,7 @@ class SparseBinding:
         unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
         self._kept = {position: grads[position] for position in unused}
         self._values = [_rows(param, grad) for param, grad in zip(self.params, grads, strict=True)]
+        self._are_dense = [grad is not None and not grad.is_sparse for grad in grads]
         for param in self.params:
             param.grad = None
         return unused
@@ -233,7 +236,10 @@ class SparseBinding:
     def give(self, used_elsewhere: Collection[int] = ()) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
         for position, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
-            param.grad = self._kept[position] if position in restored else value
+            if position in restored:
+                param.grad = self._kept[position]
+            else:  # dense where it was dense, because the weight is tied to a dense layer
+                param.grad = value.to_dense() if self._are_dense[position] else value
         self._values = []
         self._kept = {}
 

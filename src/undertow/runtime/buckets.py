@@ -146,6 +146,10 @@ class GradientBucket:
         expected = _REFERENCES_OF_OURS * len(self.views) + num_references
         return sum(map(getrefcount, self.views)) > expected or private.storage_use_count(self.storage) > self._num_sharing
 
+    def is_torn(self) -> bool:
+        """Whether a view has been given other data (`param.grad.data = ...`, as casts do) and is no view any more."""
+        return private.storage_use_count(self.storage) < self._num_sharing
+
     def _present_gradients(self) -> list[Tensor]:
         found = []
         for position, gradient in enumerate(self.gradients):

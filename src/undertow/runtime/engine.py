@@ -29,7 +29,7 @@ from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.hooks import OutermostEnd
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
-from undertow.runtime.outcome import late_buckets, require_changed_alike, require_sound
+from undertow.runtime.outcome import late_buckets, require_sound
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch
 from undertow.schedule import Releases
@@ -399,7 +399,7 @@ class Engine:
             formation.look_again()
         progress.unused = self._names_of(this_round.unused)
         require_sound(this_round, rank=formation.group.rank)
-        require_changed_alike(this_round, rank=formation.group.rank, num_ranks=formation.group.num_ranks)
+        formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already
         if watch.order is not None:

@@ -19,7 +19,7 @@ from undertow.runtime.group import OwnGroup
 from undertow.runtime.hooks import earlier_watchers
 from undertow.runtime.members import Members, first_change
 from undertow.runtime.order import ObservedOrder
-from undertow.runtime.outcome import require_changed_alike, require_sound
+from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch, params_of_bucket
 
@@ -48,6 +48,7 @@ class Formation:
         self._on_full = on_full
         self._on_backward = on_backward
         self._has_looked = True
+        self._leaving: set[int] = set()  # parameters, by id, that have accumulated a gradient and are not watched any more
         named_params = members.trained()
         self.assembly = self._assemble(named_params, Reducer(group, config.average_in_collective), generation=0)
         self.watch = self._watch_over(named_params)
@@ -109,34 +110,46 @@ class Formation:
     def retire(self, *, number: int) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
-        A round without gradients, the `number`th; yields where it is about to wait. PlanMismatch, on every rank, where
-        the parameters have not changed alike. New ones take over rank 0's values.
+        The `number`th round, with gradients only of parameters that leave and have accumulated some; yields where it is
+        about to wait. PlanMismatch, on every rank, where the parameters have not changed alike. New ones take over rank
+        0's values.
         """
         old = self.retiring
         assert old is not None  # else nothing is to be retired
+        leaving, self._leaving = self._leaving, set()
         this_round = Round(
             number=number,
             generation=old.generation,
             is_synchronised=True,
-            not_arrived=lambda bucket: range(len(old.plan.buckets[bucket].slots)),
+            not_arrived=lambda bucket: [
+                place for place, param in enumerate(old.plan.buckets[bucket].params) if id(old.params[param]) not in leaving
+            ],
             has_repeats=bool,
             has_changed=True,
         )
         releases = old.releases(is_synchronised=True)
-        with gradients_aside(old.params):
+        with gradients_aside([param for param in old.params if id(param) not in leaving]):
             old.executor.begin(this_round)
             old.executor.run(releases.end_backward())
             yield
             old.executor.run(releases.join())
         self._recorder.forgets_buckets()
-        rank, num_ranks = self.group.rank, self.group.num_ranks
-        require_sound(this_round, rank=rank)
-        change = first_change(old.plan.params, self.plan.params)
-        require_changed_alike(this_round, rank=rank, num_ranks=num_ranks, change=change)
+        require_sound(this_round, rank=self.group.rank)
+        self.require_changed_alike(this_round, change=first_change(old.plan.params, self.plan.params))
         self._agree()
         known = set(map(id, old.params))
         broadcast_in_place([param for param in self.watch.params if id(param) not in known], self.group)
         self.retiring = None
+
+    def require_changed_alike(self, this_round: Round, *, change: str = "") -> None:
+        """PlanMismatch, on every rank, where the parameters have changed on some ranks and not on others."""
+        if not has_changed_unlike(this_round, num_ranks=self.group.num_ranks):
+            return
+        # On the host every rank has read the same and is here now, and the comparison names a parameter. On a device the
+        # others read later, when this rank is gone.
+        if self.group.device.type == "cpu":
+            self._agree()
+        raise changed_unlike(this_round, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
@@ -147,7 +160,9 @@ class Formation:
         generation = (self.retiring or old).generation + 1
         self.assembly = self._assemble(named_params, old.reducer, generation=generation)
         self.watch = self._watch_over(named_params)
-        self.watch.arrived_before = self.watch.indices({id(before.params[index]) for index in before.arrived_before})
+        accumulated = {id(before.params[index]) for index in before.arrived_before}
+        self.watch.arrived_before = self.watch.indices(accumulated)
+        self._leaving |= accumulated.difference(map(id, self.watch.params))
 
     def _agree(self) -> None:
         """PlanMismatch, on every rank, where ranks have different parameters or settings; a collective call."""

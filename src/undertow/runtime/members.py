@@ -57,7 +57,8 @@ class Members:
 
     def has_changed(self) -> bool:
         """Whether a parameter was added, removed, replaced, frozen or unfrozen, or has another dtype, size or device."""
-        return self._seen.has_changed()
+        # What torch.func.functional_call puts in their places for the time of a call are tensors, not parameters.
+        return self._seen.has_changed() and all(isinstance(it, nn.Parameter) for it in self._seen.present())
 
     def has_new_of(self, tensors: Collection[int]) -> bool:
         """Whether one of these, by id, is trained since a change that nobody has looked at."""

@@ -37,13 +37,16 @@ def require_sound(this_round: Round, *, rank: int) -> None:
         )
 
 
-def require_changed_alike(this_round: Round, *, rank: int, num_ranks: int, change: str = "") -> None:
-    """PlanMismatch, on every rank, where the parameters have changed on some ranks and not on others."""
+def has_changed_unlike(this_round: Round, *, num_ranks: int) -> bool:
+    """Whether the parameters have changed on some ranks and not on others."""
+    return 0 < len(_reported(reading.changed_ranks for reading in this_round.readings)) < num_ranks
+
+
+def changed_unlike(this_round: Round, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch:
+    """The error for that; `change` is what is known of it here."""
     changed = _reported(reading.changed_ranks for reading in this_round.readings)
-    if not changed or len(changed) == num_ranks:
-        return
     unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in changed)
-    raise PlanMismatch(
+    return PlanMismatch(
         f"the parameters have changed on rank {', '.join(map(str, changed))} and not on rank {unchanged}.",
         where=f"synchronisation {this_round.number}, rank {rank}{change and f': {change}'}",
         remedy="Freeze, unfreeze, add and replace parameters in the same step on every rank.",

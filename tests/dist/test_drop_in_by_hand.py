@@ -1,4 +1,4 @@
-"""Gradients that the user has made with torch.autograd.grad, averaged by undertow.average_gradients."""
+"""Training a wrapped model with torch.autograd.grad and undertow.average_gradients, without a backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import undertow
 from dist.test_drop_in_tensors import MixedDtypes, Strided
 from dist.test_events import collectives
 from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, groups_of, require_same_tensors, squares, with_both_plans
-from support.errors import text_of
 from support.models import Branches, mlp, noise
 from support.naive import naive_mean
 from support.ranks import Ranks
@@ -131,27 +130,3 @@ def alone() -> tuple[list[str], list[float]]:
 
 def test_one_rank_averages_without_a_collective(ranks: Ranks) -> None:
     assert ranks.run(alone, timeout_s=TIMEOUT_S) == [([], [rank + 1.0] * 2) for rank in range(ranks.num_ranks)]
-
-
-def errors() -> dict[str, str]:
-    param = nn.Parameter(torch.zeros(2))
-    return {
-        "None": text_of(undertow.ConfigError, lambda: undertow.average_gradients([torch.zeros(2), None])),
-        "lengths": text_of(undertow.ConfigError, lambda: undertow.average_gradients([torch.zeros(2)], [param, param])),
-    }
-
-
-def test_what_cannot_be_averaged_is_refused(ranks: Ranks) -> None:
-    """On every rank alike, before anything is sent."""
-    texts = ranks.run(errors, timeout_s=TIMEOUT_S)
-    assert texts == texts[:1] * ranks.num_ranks
-    assert texts[0]["None"].splitlines()[0] == "gradient 1 is None, and nothing says how large it would be."
-    assert texts[0]["lengths"].splitlines()[0] == "there are 1 gradients and 2 parameters."
-
-
-def test_nothing_to_average_is_nothing(ranks: Ranks) -> None:
-    assert ranks.run(undertow_of_nothing, timeout_s=TIMEOUT_S) == [()] * ranks.num_ranks
-
-
-def undertow_of_nothing() -> tuple[Tensor | None, ...]:
-    return undertow.average_gradients([])

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+
+from support.errors import text_of
+from undertow.errors import ConfigError, WrongType
+from undertow.runtime.comm_hook import CommHook, HookedBucket
+
+BUFFER = torch.arange(6.0)
+
+
+def bucket() -> HookedBucket:
+    """Two gradients in a buffer of six elements, the fifth bucket."""
+    buffer = BUFFER.clone()
+    return HookedBucket(4, buffer, [buffer[:4].view(2, 2), buffer[4:]], [torch.zeros(2, 2), torch.zeros(2)], is_last=True)
+
+
+def completed(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def returns(value: Any) -> Callable[[Any, Any], Any]:
+    def hook(_state: Any, bucket: Any) -> Any:
+        return value(bucket) if callable(value) else value
+
+    del hook.__annotations__["bucket"], hook.__annotations__["return"]
+    return hook
+
+
+def accepted_hooks() -> dict[str, Callable[..., Any]]:
+    def annotated(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]: ...
+
+    annotated.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+    def as_text(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]: ...
+
+    def as_short_text(state, bucket): ...
+
+    as_short_text.__annotations__ = {"bucket": "GradBucket", "return": "Future[Tensor]"}
+
+    class Hook:
+        def __call__(self, state, bucket): ...
+
+    return {
+        "bare": lambda state, bucket: None,
+        "annotated": annotated,
+        "annotated by text": as_text,
+        "annotated by short text": as_short_text,
+        "object": Hook(),
+        "partial": functools.partial(lambda extra, state, bucket: None, 1),
+        "more parameters": lambda state, bucket, *, extra=1: None,
+        "all_reduce": default_hooks.allreduce_hook,
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16, wrapped": default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+        "power": powerSGD_hook.powerSGD_hook,
+        "quantized": quantization_hooks.quantization_pertensor_hook,
+    }
+
+
+HOOKS = accepted_hooks()
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_that_torch_takes_is_taken(name: str) -> None:
+    assert CommHook(None, HOOKS[name]).name
+
+
+def with_annotations(**annotations: Any) -> Callable[..., Any]:
+    def hook(state, bucket): ...
+
+    hook.__annotations__ = annotations
+    return hook
+
+
+ASK = "  register_comm_hook(state, hook)\n"
+REFUSALS: dict[str, tuple[object, type[Exception], str]] = {
+    "not callable": (
+        1,
+        WrongType,
+        "Communication hook must be callable, got int.\n"
+        f"{ASK}  Pass a function hook(state, bucket) that returns a torch.futures.Future.",
+    ),
+    "no bucket": (
+        lambda state, grads: None,
+        ConfigError,
+        "Communication hook: expected a parameter named 'bucket', got ['state', 'grads'].\n"
+        f"{ASK}  Write def hook(state, bucket).",
+    ),
+    "bucket annotation": (
+        with_annotations(bucket=int),
+        ConfigError,
+        "Communication hook: bucket annotation should be dist.GradBucket, got <class 'int'>.\n"
+        f"{ASK}  Annotate it so, or leave the annotation out.",
+    ),
+    "bucket annotation by text": (
+        with_annotations(bucket="int"),
+        ConfigError,
+        "Communication hook: bucket annotation should be dist.GradBucket, got 'int'.\n"
+        f"{ASK}  Annotate it so, or leave the annotation out.",
+    ),
+    "return annotation": (
+        with_annotations(**{"return": int}),
+        ConfigError,
+        "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], got <class 'int'>.\n"
+        f"{ASK}  Annotate it so, or leave the annotation out.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_hook_that_torch_refuses_is_refused(name: str) -> None:
+    hook, error, text = REFUSALS[name]
+    assert text_of(error, lambda: CommHook(None, hook)) == text  # type: ignore[arg-type]
+
+
+def test_the_hook_gets_its_state_and_the_bucket() -> None:
+    state, seen = object(), []
+
+    def hook(state, bucket):
+        seen.append((state, bucket))
+        return completed(bucket.buffer())
+
+    given = bucket()
+    CommHook(state, hook).start(given)
+    assert seen == [(state, given)]
+
+
+def test_a_bucket_has_the_methods_of_torchs() -> None:
+    given = bucket()
+    names = [name for name in dir(dist.GradBucket) if not name.startswith("_")]
+    assert [name for name in names if not callable(getattr(given, name, None))] == []
+    assert (given.index(), given.is_last()) == (4, True)
+    assert [gradient.tolist() for gradient in given.gradients()] == [[[0, 1], [2, 3]], [4, 5]]
+    assert [param.shape for param in given.parameters()] == [(2, 2), (2,)]
+    other = torch.ones(6)
+    given.set_buffer(other)
+    assert given.buffer() is other
+
+
+RESULTS: dict[str, Callable[[HookedBucket], Any]] = {
+    "the buffer": lambda bucket: bucket.buffer().mul_(3),
+    "a new tensor": lambda bucket: 3 * bucket.buffer(),
+    "a list": lambda bucket: [3 * bucket.buffer()],
+    "a tuple": lambda bucket: (3 * bucket.buffer(),),
+    "another shape": lambda bucket: (3 * bucket.buffer()).view(2, 3),
+    "another dtype": lambda bucket: (3 * bucket.buffer()).half(),
+    "a graph": lambda bucket: 3 * bucket.buffer() * torch.ones(6, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_result_is_written_into_the_bucket(name: str) -> None:
+    given = bucket()
+    target = given.buffer()
+    handle = CommHook(None, returns(lambda bucket: completed(RESULTS[name](bucket)))).start(given)
+    handle.wait()
+    handle.wait()  # a second time is fine
+    assert torch.equal(target, 3 * BUFFER)
+    assert not target.requires_grad
+
+
+def test_a_sparse_result_is_written_too() -> None:
+    rows = torch.tensor([[1.0, 2.0]])
+    target = torch.sparse_coo_tensor([[1]], rows, (3, 2), check_invariants=True).coalesce()
+    given = HookedBucket(0, target, [target], [torch.zeros(3, 2)], is_last=False)
+    result = torch.sparse_coo_tensor([[0, 2]], torch.ones(2, 2), (3, 2), check_invariants=True).coalesce()
+    CommHook(None, returns(lambda _: completed(result))).start(given).wait()
+    assert torch.equal(target.to_dense(), result.to_dense())
+
+
+def test_a_handle_is_complete_when_its_future_is() -> None:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    handle = CommHook(None, returns(lambda _: future)).start(bucket())
+    told: list[object] = []
+    handle.on_done(told.append)
+    assert (handle.is_completed(), told) == (False, [])
+    future.set_result(BUFFER)
+    handle.block_stream()
+    assert (handle.is_completed(), len(told)) == (True, 1)
+
+
+@pytest.mark.parametrize(("value", "got"), [(None, "NoneType"), (BUFFER, "Tensor")], ids=["nothing", "a tensor"])
+def test_a_hook_that_returns_no_future_is_told_so(value: object, got: str) -> None:
+    hook = returns(value)
+    assert text_of(WrongType, lambda: CommHook(None, hook).start(bucket())) == (
+        f"expected the communication hook to return a torch.futures.Future, got {got}.\n"
+        "  returns.<locals>.hook, bucket 4\n"
+        "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result()."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [(None, "NoneType"), (torch.zeros(5), "(5,)"), (torch.zeros(2, 2), "(2, 2)"), ([BUFFER, BUFFER], "list"), ([], "list")],
+    ids=["nothing", "too few elements", "another shape", "two tensors", "no tensor"],
+)
+def test_a_future_that_holds_something_else_is_told_so(value: object, got: str) -> None:
+    handle = CommHook(None, returns(lambda _: completed(value))).start(bucket())
+    assert text_of(WrongType, handle.wait) == (
+        f"expected the communication hook's future to hold a tensor of 6 elements, got {got}.\n"
+        "  returns.<locals>.hook\n"
+        "  Let the future hold a tensor with the shape of bucket.buffer()."
+    )
+
+
+def test_an_error_of_the_future_is_raised_as_it_is() -> None:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    handle = CommHook(None, returns(lambda _: future)).start(bucket())
+    future.set_exception(ZeroDivisionError("in the hook"))
+    assert text_of(ZeroDivisionError, handle.wait) == "in the hook"

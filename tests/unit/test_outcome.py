@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.errors import text_of
+from undertow.errors import Desync, PeerFailed, PlanMismatch
+from undertow.runtime.executor import Round
+from undertow.runtime.outcome import changed_unlike, has_changed_unlike, late_buckets, require_sound
+from undertow.runtime.trailer import Reading
+
+
+def reading(**said: Any) -> Reading:
+    return Reading(**{"used": frozenset(), "ranks_differ": False, **said})
+
+
+def round_with(*readings: Reading, has_failed: bool = False) -> Round:
+    this_round = Round(number=5, generation=1, is_synchronised=True, not_arrived=lambda _: (), has_repeats=bool)
+    this_round.readings += readings
+    this_round.has_failed = has_failed
+    return this_round
+
+
+DIFFERENT = "ranks are not in the same step.\n"
+OVERDUE = "gradients arrived again after their bucket had left, and were left out.\n"
+FAILED = "backward failed on rank 0, 2.\n"
+TEXTS = {
+    DIFFERENT: "  synchronisation 5, rank 1\n"
+    "  Run the same number of synchronised backwards on every rank; a rank that has none calls finish().",
+    OVERDUE: "  synchronisation 5, rank 1, or the one before\n"
+    "  Let the first two steps use parameters as often as later ones do, or set overlap=False.",
+    FAILED: "  synchronisation 5, rank 1\n"
+    "  The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
+}
+
+
+@pytest.mark.parametrize(
+    ("readings", "error", "what"),
+    [
+        ([reading(), reading(ranks_differ=True)], Desync, DIFFERENT),
+        ([reading(late_buckets=(1,), is_overdue=True)], Desync, OVERDUE),
+        ([reading(failed_ranks=(2,)), reading(failed_ranks=(0, 2))], PeerFailed, FAILED),
+        ([reading(failed_ranks=(0, 2), ranks_differ=True)], Desync, DIFFERENT),
+        ([reading(failed_ranks=(0, 2), late_buckets=(0,), is_overdue=True)], Desync, OVERDUE),
+    ],
+    ids=["another step", "late and overdue", "failed", "failed in another step", "failed and overdue"],
+)
+def test_what_some_rank_reports_is_raised(readings: list[Reading], error: type[Exception], what: str) -> None:
+    assert text_of(error, lambda: require_sound(round_with(*readings), rank=1)) == what + TEXTS[what]
+
+
+@pytest.mark.parametrize(
+    "readings",
+    [[], [reading(used=frozenset({0}))], [reading(late_buckets=(2,))], [reading(is_overdue=True)], [reading(changed_ranks=(0,))]],
+    ids=["nothing", "uses", "late in time", "overdue without late parts", "changes"],
+)
+def test_a_round_without_trouble_is_sound(readings: list[Reading]) -> None:
+    require_sound(round_with(*readings), rank=1)
+
+
+def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
+    require_sound(round_with(reading(failed_ranks=(1,)), has_failed=True), rank=1)
+    assert text_of(Desync, lambda: require_sound(round_with(reading(ranks_differ=True), has_failed=True), rank=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "where"), [("", ""), ("parameter 'w' is trained now", ": parameter 'w' is trained now")], ids=["no word", "word"]
+)
+def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, where: str) -> None:
+    this_round = round_with(reading(changed_ranks=(3,)), reading(changed_ranks=(1,)))
+    assert has_changed_unlike(this_round, num_ranks=4)
+    error = changed_unlike(this_round, rank=1, num_ranks=4, change=change)
+    assert isinstance(error, PlanMismatch)
+    assert str(error) == (
+        "the parameters have changed on rank 1, 3 and not on rank 0, 2.\n"
+        f"  synchronisation 5, rank 1{where}\n"
+        "  Freeze, unfreeze, add and replace parameters in the same step on every rank."
+    )
+
+
+@pytest.mark.parametrize("changed", [[], [(0, 1)], [(0,), (1,)]], ids=["nowhere", "everywhere", "everywhere, in two buckets"])
+def test_parameters_that_changed_on_all_ranks_or_none_are_fine(changed: list[tuple[int, ...]]) -> None:
+    assert not has_changed_unlike(round_with(*(reading(changed_ranks=ranks) for ranks in changed)), num_ranks=2)
+
+
+def test_late_buckets_are_those_of_this_round() -> None:
+    readings = [reading(late_buckets=(4, 1)), reading(late_buckets=(1, 2)), reading(late_buckets=(0,), is_overdue=True)]
+    assert late_buckets(round_with(*readings)) == [1, 2, 4]
+    assert late_buckets(round_with()) == []
