@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -162,31 +162,40 @@ HOOKS = {
 }
 
 
-def hooks_of_the_user(name: str, is_before: bool, bucket_cap_mb: float | None) -> None:
-    def register(module: nn.Module) -> None:
-        for param in list(module.parameters())[::2]:
-            HOOKS[name](param)
+WHEN = ["before wrapping", "between two steps", "after a forward"]
 
-    models = [mlp(), mlp()]
-    models[1].load_state_dict(models[0].state_dict())
-    if is_before:
-        for model in models:
-            register(model)
-    with SideBySide(models[0], bucket_cap_mb, bare=models[1]) as side:
-        for step in range(4):
-            if step == 1 and not is_before:
-                for module in side.both_modules:
-                    register(module)
-            side.step(squares(5, 6, step=step))
+
+def hooks_of_the_user(name: str, when: str, bucket_cap_mb: float | None) -> None:
+    def register(modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            for param in list(module.parameters())[::2]:
+                HOOKS[name](param)
+
+    model = mlp()
+    bare = _same(model)
+    if when == WHEN[0]:
+        register([model, bare])
+    with SideBySide(model, bucket_cap_mb, bare=bare) as side:
+        for step in range(3):
+            if when == WHEN[1] and step == 1:
+                register(side.both_modules)
+            side.zero_grad()
+            losses = [squares(5, 6, step=step)(each) for each in side.both]
+            if when == WHEN[2] and step == 1:
+                register(side.both_modules)
+            for each in losses:
+                each.backward()
+            side.compare()
+            side.optimize()
 
 
 @with_both_plans
-@pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_of_the_user_see_and_change_this_ranks_gradient(
-    ranks: Ranks, name: str, is_before: bool, bucket_cap_mb: float | None
+    ranks: Ranks, name: str, when: str, bucket_cap_mb: float | None
 ) -> None:
-    ranks.run(hooks_of_the_user, name, is_before, bucket_cap_mb, timeout_s=TIMEOUT_S)
+    ranks.run(hooks_of_the_user, name, when, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def what_a_hook_sees(bucket_cap_mb: float | None) -> None:

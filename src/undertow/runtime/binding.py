@@ -6,11 +6,11 @@ A sparse gradient has no place in a flat bucket: it stays a tensor of its own, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -139,8 +139,11 @@ class DenseBinding:
         for start in range(0, len(self.params), _MOST_AT_ONCE):
             params = self.params[start : start + _MOST_AT_ONCE]
             grads = [param.grad for param in params]
-            unused += (start + position for position, grad in enumerate(grads) if grad is None)
-            self._fill(start, grads)
+            if any(map(is_, grads, repeat(None))):
+                unused += (start + position for position, grad in enumerate(grads) if grad is None)
+                self._fill(self._fill_some, start, grads)
+            else:
+                self._fill(self.bucket.fill, start, cast(list[Tensor], grads))
             for param in params:
                 param.grad = None
         self._kept = dict.fromkeys(unused, _Kept(None, was_view=False))
@@ -160,16 +163,13 @@ class DenseBinding:
         # Last step's gradients may still be in somebody's hands: those must not change under them.
         if is_torn or self.bucket.is_held(num_references=num_in_place):
             self.bucket.renew()
-        self._fill(0, grads)
+        self._fill(self._fill_some, 0, grads)
         return unused
 
-    def _fill(self, start: int, grads: Sequence[Tensor | None]) -> None:
-        """Copies the gradients of the positions from `start` on into their views; zeros where there is none."""
+    def _fill(self, fill: Callable[[int, Any], None], start: int, grads: Sequence[Tensor | None]) -> None:
+        """Has `fill` copy the gradients of the positions from `start` on into their views."""
         try:
-            if any(map(is_, grads, repeat(None))) or any(map(is_, grads, self.bucket.views[start:])):
-                self._fill_some(start, grads)
-            else:
-                self.bucket.fill(start, cast(list[Tensor], grads))
+            fill(start, grads)
         except RuntimeError:
             # Of a layer that makes sparse gradients without saying so. Looked for only here, where it costs nothing.
             dense = [grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads]
@@ -178,6 +178,7 @@ class DenseBinding:
             self._fill_some(start, dense)
 
     def _fill_some(self, start: int, grads: Sequence[Tensor | None]) -> None:
+        """Also where some are in place already, or None: then zeros."""
         views = self.bucket.views[start : start + len(grads)]
         targets, sources, absent = [], [], []
         for grad, view in zip(grads, views, strict=True):
