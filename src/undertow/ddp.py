@@ -68,7 +68,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         arguments.check_mixed_precision(mixed_precision)
         arguments.warn_of_check_reduction(check_reduction)
         forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers)
-        cap = tuple(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
+        cap = arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list)
         given = {"bucket_cap_mb": cap} if cap is not None else {}
         chosen = arguments.settings_of(config, {**given, "buffers": "off"} if not forward_sync else given)
 

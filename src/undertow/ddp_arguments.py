@@ -15,6 +15,7 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, WrongType
 
 _WHERE = "DistributedDataParallel(...)"
+_ONE_BYTE_MIB = 1 / 1024**2
 Devices = Sequence[int | str | torch.device]
 
 
@@ -83,7 +84,7 @@ def check_devices(
         )
     devices = {param.device for param in module.parameters()}
     if not device_ids or len(devices) != 1 or next(iter(devices)).type == "cpu":
-        if device_ids or output_device is not None:
+        if device_ids or output_device:  # torch accepts output_device=0 here
             raise ConfigError(
                 "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules, "
                 f"but got device_ids {device_ids}, output_device {output_device}, and module parameters "
@@ -107,6 +108,12 @@ def ignored_by_torchs_way(module: nn.Module) -> list[str]:
     """What `_set_params_and_buffers_to_ignore_for_model` was told; names that the module does not have count for nothing."""
     known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return [name for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ()) if name in known]
+
+
+def cap_of(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | tuple[float, ...] | None:
+    """The cap on buckets in MiB; where torch is given 0, every parameter travels alone."""
+    caps = tuple(cap if cap != 0 else _ONE_BYTE_MIB for cap in bucket_cap_mb_list or ())
+    return caps or (_ONE_BYTE_MIB if bucket_cap_mb == 0 else bucket_cap_mb)
 
 
 def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] | None, hooked: Tensor | None) -> None:

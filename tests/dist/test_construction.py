@@ -374,7 +374,7 @@ def errors_of_arguments() -> dict[str, str]:
         "plan": lambda: attach(mlp(), config=SyncConfig(plan=plan)),
         "size": lambda: BucketedDDPHooks(mlp(), bucket_size_mb=float("nan")),
         "negative": lambda: DistributedDataParallel(mlp(), bucket_cap_mb=-1),
-        "no size in a list": lambda: DistributedDataParallel(mlp(), bucket_cap_mb_list=[1, 0]),
+        "no size in a list": lambda: DistributedDataParallel(mlp(), bucket_cap_mb_list=[1, -2]),
     }
     texts = {
         name: text_of(WrongType if name in WRONG_TYPES else ConfigError, call).replace(str(mesh), "MESH")
@@ -468,7 +468,7 @@ ARGUMENTS = {
     "  Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
     "size": SIZE.format("nan"),
     "negative": SIZE.format("-1"),
-    "no size in a list": SIZE.format("0"),
+    "no size in a list": SIZE.format("-2"),
 }
 
 
@@ -516,3 +516,34 @@ def agree_on_numbered_devices() -> None:
 
 def test_ranks_may_have_devices_of_different_numbers(two_ranks: Ranks) -> None:
     two_ranks.run(agree_on_numbered_devices)
+
+
+def accumulated_then_wrapped_anew() -> list[float]:
+    layers = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "ab"})
+    inputs = torch.full((1, 1), dist.get_rank() + 1.0)
+    first = DistributedDataParallel(layers)
+    with first.no_sync():
+        layers["a"](inputs).sum().backward()
+    second = DistributedDataParallel(layers)
+    layers["b"](inputs).sum().backward()
+    grads = [layer.weight.grad.item() for layer in layers.values()]
+    for wrapper in (first, second):
+        wrapper.close()
+    return grads
+
+
+def test_what_was_accumulated_before_wrapping_anew_is_averaged(two_ranks: Ranks) -> None:
+    assert two_ranks.run(accumulated_then_wrapped_anew) == [[1.5, 1.5]] * 2
+
+
+def buckets_of_zero_mib() -> list[int]:
+    counts = []
+    for arguments in ({"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [0]}):
+        ddp = DistributedDataParallel(mlp(), **arguments)
+        counts.append(len(ddp.plan.buckets))
+        ddp.close()
+    return counts
+
+
+def test_a_cap_of_zero_gives_every_parameter_a_bucket_as_in_torch(two_ranks: Ranks) -> None:
+    assert two_ranks.run(buckets_of_zero_mib) == [[4, 4]] * 2

@@ -16,7 +16,7 @@ from support.models import noise
 from support.naive import require_same, require_same_gradients
 from undertow import DistributedDataParallel, SyncConfig, attach
 
-TIMEOUT_S = 10.0  # for a test whose ranks wait for each other for ever if it fails
+TIMEOUT_S = 20.0  # for a test whose ranks wait for each other for ever if it fails
 LEARNING_RATE = 0.125
 
 # The largest bucket in MiB: so small that every parameter has a bucket of its own, or whatever the library chooses.

@@ -41,6 +41,8 @@ def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int) 
 def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> Plan:
     pinned = Plan.from_json(text)
     for mine, planned in zip(params, pinned.params, strict=False):
+        if mine.is_sparse != planned.is_sparse:
+            raise _another_model(f"gradients of {mine.name!r} are sparse in {'the model' if mine.is_sparse else 'the plan'} only")
         if (mine.name, mine.shape, mine.dtype) != (planned.name, planned.shape, planned.dtype):
             raise _another_model(
                 f"it has {planned.name!r} {planned.shape} {planned.dtype} where the model has "

@@ -131,6 +131,13 @@ class Engine:
         """Whether somebody who synchronises those parameters, by id, over `group` may take ours over."""
         return params.issuperset(map(id, self._formation.watch.params)) and group.ranks == self._formation.group.user.ranks
 
+    def pass_on(self) -> set[int]:
+        """Ends here; returns the parameters, by id, that have accumulated a gradient since the last synchronisation."""
+        self.complete()
+        self.close()
+        watch = self._formation.watch
+        return {id(watch.params[index]) for index in watch.arrived_before}
+
     def finish_before_step(self) -> None:
         """`finish`, unless a round has ended since the last step: then a later forward was not for training.
 

@@ -161,7 +161,7 @@ class Formation:
         self.assembly = self._assemble(named_params, old.reducer, generation=generation)
         self.watch = self._watch_over(named_params)
         accumulated = {id(before.params[index]) for index in before.arrived_before}
-        self.watch.arrived_before = self.watch.indices(accumulated)
+        self.watch.arrived_before |= self.watch.indices(accumulated)
         self._leaving |= accumulated.difference(map(id, self.watch.params))
 
     def _agree(self) -> None:
@@ -184,17 +184,18 @@ class Formation:
     def _watch_over(self, named_params: Sequence[tuple[str, Tensor]]) -> Watch:
         watch = Watch(named_params, self.plan, on_full=self._on_full, on_backward=self._on_backward)
         if self.is_active:
-            self._take_over(named_params)
+            watch.arrived_before = watch.indices(self._take_over(named_params))
             _ = self.assembly.executor  # what does not fit into memory fails here and not in the first backward
             watch.start()
             if self._follows_observed_order():
                 watch.order = ObservedOrder(watch.params, self.group)
         return watch
 
-    def _take_over(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
+    def _take_over(self, named_params: Sequence[tuple[str, Tensor]]) -> set[int]:
         """A module may be wrapped again, alone or as part of a larger one; its gradients are averaged once, by the newest.
 
-        ConfigError where that would leave a parameter of the earlier one without anybody, or in another group.
+        Returns the parameters, by id, that have accumulated a gradient so far. ConfigError where taking over would leave
+        a parameter of the earlier one without anybody, or in another group.
         """
         ours = {id(param) for _, param in named_params}
         earlier = earlier_watchers(named_params)
@@ -205,9 +206,7 @@ class Formation:
                     where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
                     remedy="Call close() on the earlier one first.",
                 )
-        for engine in earlier.values():
-            engine.complete()
-            engine.close()
+        return {param for engine in earlier.values() for param in engine.pass_on()}
 
     def _follows_observed_order(self) -> bool:
         # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every

@@ -112,7 +112,7 @@ def moved_to_device(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a forward with every tensor in them on `device`, copied on a side stream."""
     moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, True)
-    return tuple(moved_inputs[0]), dict(moved_kwargs[0])
+    return tuple(moved_inputs[0]) if inputs else (), dict(moved_kwargs[0]) if kwargs else {}
 
 
 def num_hooks_ever() -> int:
