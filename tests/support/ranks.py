@@ -27,7 +27,9 @@ _BLAME_S = 5.0  # that the other ranks have when one has failed: they may be wai
 
 # What they import is imported once: ranks are forked off a server and are there in a moment.
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.checkpoint", "rich.table", "pytest"])
+_FORKSERVER.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo", "rich.table", "pytest"]
+)
 
 
 class RanksFailed(Exception):

@@ -164,7 +164,7 @@ class GradientBucket:
         return found
 
     def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
-        if self._layout is not None and not self.gradients:
+        if self._layout is not None:  # parameters may have been cast since it was made
             return getattr(torch, self._layout.dtype), torch.device(self._layout.device)
         return self.gradients[0].dtype, self.gradients[0].device
 

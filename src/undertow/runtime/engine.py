@@ -52,6 +52,7 @@ class _OpenRound:
 
     round: Round
     releases: Releases
+    holds_back: bool  # nothing leaves before the end of backward, as under a plan that not all ranks have agreed on
     ending: Iterator[None] | None = None  # what follows backward, in parts: see Engine._end_round
 
     @property
@@ -293,13 +294,14 @@ class Engine:
             has_repeats=lambda: arrivals.has_repeats,
             rescale=self.rescale,
         )
-        self._open = _OpenRound(this_round, assembly.releases(is_synchronised=is_synchronised))
+        # A hook that the user has put on since the forward may run after ours, once, on the first gradient.
+        holds_back = formation.retiring is not None or formation.watch.run_last()
+        self._open = _OpenRound(this_round, assembly.releases(is_synchronised=is_synchronised), holds_back=holds_back)
         assembly.executor.begin(this_round)
         self._recorder.backward_begins(generation=assembly.generation)
 
     def _fill(self, bucket: int) -> None:
-        # Under a plan that not all ranks have agreed on yet, nothing leaves before the end of backward.
-        if self._open is not None and self._formation.retiring is None:
+        if self._open is not None and not self._open.holds_back:
             self._formation.assembly.executor.run(self._open.releases.fill(bucket))
 
     def _launch_rest(self) -> None:

@@ -34,6 +34,7 @@ class Round:
     is_synchronised: bool
     not_arrived: Callable[[int], Sequence[int]]  # bucket -> positions without a new gradient on this rank
     has_repeats: Callable[[], bool]  # whether some parameter arrived more often than expected
+    rebinds: Callable[[int], Collection[int]] | None = None  # bucket -> positions that take over others' values; None: all
     rescale: float = 1.0  # of the mean over all ranks, where some of them have run out of data
     has_failed: bool = False
     has_changed: bool = False  # the parameters are no longer those of the plan
@@ -144,7 +145,8 @@ class Executor:
             handle.wait()
         self._recorder.wait_ends(index)
         _rescale(binding.values(), this_round)
-        binding.give(self._used_elsewhere(index, this_round))
+        used = self._used_elsewhere(index, this_round)
+        binding.give(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
 
     def _used_elsewhere(self, index: int, this_round: Round) -> Collection[int]:
         """Reads the trailer: positions of parameters that are unused here and were used on another rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Formation:
         self._on_full = on_full
         self._on_backward = on_backward
         self._has_looked = True
-        self._leaving: set[int] = set()  # parameters, by id, that have accumulated a gradient and are not watched any more
+        self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
         self.assembly = self._assemble(named_params, Reducer(group, config.average_in_collective), generation=0)
         self.watch = self._watch_over(named_params)
@@ -116,19 +117,24 @@ class Formation:
         """
         old = self.retiring
         assert old is not None  # else nothing is to be retired
-        leaving, self._leaving = self._leaving, set()
+        accumulated, self._accumulated = self._accumulated, set()
+        staying = set(map(id, self.watch.params))
+
+        def places(bucket: int, *, without: set[int]) -> list[int]:
+            params = old.plan.buckets[bucket].params
+            return [place for place, param in enumerate(params) if id(old.params[param]) not in without]
+
         this_round = Round(
             number=number,
             generation=old.generation,
             is_synchronised=True,
-            not_arrived=lambda bucket: [
-                place for place, param in enumerate(old.plan.buckets[bucket].params) if id(old.params[param]) not in leaving
-            ],
+            not_arrived=partial(places, without=accumulated),
+            rebinds=partial(places, without=staying),
             has_repeats=bool,
             has_changed=True,
         )
         releases = old.releases(is_synchronised=True)
-        with gradients_aside([param for param in old.params if id(param) not in leaving]):
+        with gradients_aside([param for param in old.params if id(param) in staying]):
             old.executor.begin(this_round)
             old.executor.run(releases.end_backward())
             yield
@@ -162,7 +168,7 @@ class Formation:
         self.watch = self._watch_over(named_params)
         accumulated = {id(before.params[index]) for index in before.arrived_before}
         self.watch.arrived_before |= self.watch.indices(accumulated)
-        self._leaving |= accumulated.difference(map(id, self.watch.params))
+        self._accumulated |= accumulated.difference(map(id, self.watch.params))
 
     def _agree(self) -> None:
         """PlanMismatch, on every rank, where ranks have different parameters or settings; a collective call."""

@@ -120,11 +120,13 @@ def num_hooks_ever() -> int:
     return int(RemovableHandle.next_id)
 
 
-def run_last(param: torch.Tensor, hook: RemovableHandle) -> None:
-    """Has a post-accumulate hook of `param` run after all others that it has."""
+def run_last(param: torch.Tensor, hook: RemovableHandle) -> bool:
+    """Has a post-accumulate hook of `param` run after all others that it has; whether it did not so far."""
     hooks = param._post_accumulate_grad_hooks
-    if next(reversed(hooks)) != hook.id:
-        hooks[hook.id] = hooks.pop(hook.id)  # C++ reads them in the order of insertion
+    if next(reversed(hooks)) == hook.id:
+        return False
+    hooks[hook.id] = hooks.pop(hook.id)  # C++ reads them in the order of insertion
+    return True
 
 
 def is_profiling() -> bool:

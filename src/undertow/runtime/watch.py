@@ -50,12 +50,16 @@ class Watch:
         self._hooks = watch_parameters(self.params, self.arrivals)
         self._num_hooks_ever = private.num_hooks_ever()
 
-    def run_last(self) -> None:
-        """Has our hooks run after those that the user has put on parameters since: they may change a gradient."""
-        if self._num_hooks_ever != private.num_hooks_ever():
-            self._num_hooks_ever = private.num_hooks_ever()
-            for (_, param), hook in zip(self.named_params, self._hooks, strict=True):
-                private.run_last(param, hook)
+    def run_last(self) -> bool:
+        """Has our hooks run after those that the user has put on parameters since: they may change a gradient.
+
+        Returns whether there were any.
+        """
+        if self._num_hooks_ever == private.num_hooks_ever():
+            return False
+        self._num_hooks_ever = private.num_hooks_ever()
+        moved = [private.run_last(param, hook) for (_, param), hook in zip(self.named_params, self._hooks, strict=True)]
+        return any(moved)
 
     def close(self) -> None:
         """Takes the hooks off; a second call does nothing."""
