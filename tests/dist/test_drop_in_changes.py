@@ -14,6 +14,7 @@ from support.drop_in import TIMEOUT_S, SideBySide, with_both_plans
 from support.models import Branches, noise
 from support.naive import gradients
 from support.ranks import Ranks
+from undertow import DistributedDataParallel
 
 NUM_STEPS_AFTER = 2
 
@@ -299,3 +300,19 @@ def added_with_values_of_each_ranks_own(bucket_cap_mb: float | None) -> None:
 @with_both_plans
 def test_a_parameter_that_is_added_takes_rank_0s_value(ranks: Ranks, bucket_cap_mb: float | None) -> None:
     ranks.run(added_with_values_of_each_ranks_own, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def of_as_many_elements() -> tuple[int, ...]:
+    layer = nn.Linear(4, 6, bias=False)
+    ddp = DistributedDataParallel(layer)
+    ddp(torch.ones(1, 4)).sum().backward()
+    ddp.zero_grad()
+    layer.weight.data = torch.ones(8, 3)
+    ddp(torch.full((2, 3), dist.get_rank() + 1.0)).sum().backward()
+    ddp.close()
+    assert torch.equal(layer.weight.grad, torch.full((8, 3), 3.0))  # two rows of the mean of 1 and 2
+    return tuple(layer.weight.grad.shape)
+
+
+def test_data_of_another_shape_with_as_many_elements_is_followed(two_ranks: Ranks) -> None:
+    assert two_ranks.run(of_as_many_elements) == [(8, 3)] * 2

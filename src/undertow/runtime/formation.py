@@ -75,7 +75,8 @@ class Formation:
 
     def concerns(self, params: set[int]) -> bool:
         """Whether one of these parameters, by id, is ours."""
-        return bool(self.watch.indices(params)) or self._members.has_new_of(params)
+        # Asked by every optimizer's step, of which there may be one per parameter.
+        return not self.watch.ids.isdisjoint(params) or self._members.has_new_of(params)
 
     def look_again(self) -> None:
         """Looks for changes of the parameters when it is next asked to."""

@@ -17,6 +17,7 @@ from undertow.runtime.group import OwnGroup, require_agreement
 from undertow.runtime.manager import spec_of
 
 _dtype_of = attrgetter("dtype")
+_shape_of = attrgetter("shape")
 _is_trained = attrgetter("requires_grad")
 
 
@@ -100,7 +101,8 @@ class _Census:
         self._param_ids = _ids(self._parameters)
         self._are_trained = list(map(_is_trained, params))
         self._dtypes = list(map(_dtype_of, params))
-        self._numel = sum(map(Tensor.numel, params))
+        self._pointers = list(map(Tensor.data_ptr, params))
+        self._shapes = list(map(_shape_of, params))
         self._device = params[0].device if params else None
 
     @classmethod
@@ -118,9 +120,18 @@ class _Census:
         return (
             list(map(_is_trained, params)) != self._are_trained
             or list(map(_dtype_of, params)) != self._dtypes
-            or sum(map(Tensor.numel, params)) != self._numel
+            or self._has_reshaped()
             or (bool(params) and params[0].device != self._device)
         )
+
+    def _has_reshaped(self) -> bool:
+        pointers = list(map(Tensor.data_ptr, self._params))
+        if pointers == self._pointers:  # no new data, hence none of another shape; asking for shapes takes longer
+            return False
+        if list(map(_shape_of, self._params)) != self._shapes:
+            return True
+        self._pointers = pointers
+        return False
 
 
 def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str:

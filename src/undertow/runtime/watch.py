@@ -28,6 +28,7 @@ class Watch:
         on_backward: Callable[[int, int], object],
     ) -> None:
         self.named_params = tuple(named_params)
+        self.ids = frozenset(id(param) for _, param in named_params)
         self.arrivals = Arrivals(
             params_of_bucket(plan),
             num_params=len(named_params),
