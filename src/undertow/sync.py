@@ -218,13 +218,13 @@ class Sync:
     def change_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Averages over the ranks of `process_group` from the next forward on; a call for each of its ranks."""
         group = GroupRef.of(user_group(process_group))
-        if self._group.is_alive:
-            self._engine.complete()
+        before = self._engine
+        accumulated = before.pass_on()
         self._let_go()
         self._group.close()
-        accumulates = self._engine.is_accumulating
         self._set_up(group)
-        self._engine.is_accumulating = accumulates
+        self._engine.is_accumulating = before.is_accumulating
+        self._engine.inherit(accumulated)
 
     def share(self, kinds: Collection[str], *, source: int = 0) -> None:
         """Gives every rank that rank's "parameters" or "buffers"; a collective call."""
@@ -305,12 +305,14 @@ class Sync:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._group.is_alive:
-            self._engine.complete()  # else what is in flight would leave its gradients None
-        self._let_go()
-        for hook in self._forward_hooks:
-            hook.remove()
-        self._group.close()
+        try:
+            if self._group.is_alive:
+                self._engine.complete()  # else what is in flight would leave its gradients None
+        finally:
+            self._let_go()
+            for hook in self._forward_hooks:
+                hook.remove()
+            self._group.close()
 
 
 class Reduction:

@@ -237,3 +237,22 @@ def one_rank(bucket_cap_mb: float | None) -> list[str]:
 @with_both_plans
 def test_one_rank_runs_no_collective(ranks: Ranks, bucket_cap_mb: float | None) -> None:
     assert ranks.run(one_rank, bucket_cap_mb, timeout_s=TIMEOUT_S) == [[]] * ranks.num_ranks
+
+
+def torn_while_another_is_held(clears: bool) -> None:
+    with SideBySide(mlp(), 1.0) as side:
+        side.step(squares(5, 6))
+        held = side.module[0].weight.grad.detach()
+        torn = side.module[2].weight.grad
+        torn.data = torn.data * 0.5
+        for model in side.both:
+            for param in model.parameters():
+                param.grad = None if clears else param.grad.zero_()
+        side.backward(squares(5, 6, step=1))
+        side.compare()
+        assert held.shape == (8, 6)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_new_data_of_a_gradient_is_noticed_while_another_is_held(ranks: Ranks, clears: bool) -> None:
+    ranks.run(torn_while_another_is_held, clears)

@@ -46,6 +46,7 @@ class GradientBucket:
         self._starts = [0, *accumulate(gradient.numel() for gradient in self.gradients)]
         self.storage = torch.empty(0)
         self.views: list[Tensor] = []
+        self._pointers: list[int] = []
         self._num_sharing = 0
         self.renew()
         self._row_shape = _row_shape(self.views)
@@ -124,6 +125,7 @@ class GradientBucket:
         storage_numel = self._starts[-1] if self._layout is None else self._layout.storage_numel
         self.storage = torch.zeros(storage_numel, dtype=dtype, device=device)  # padding stays zero for ever
         self.views = self.views_of(self.storage)
+        self._pointers = list(map(Tensor.data_ptr, self.views))
         self._num_sharing = private.storage_use_count(self.storage)
 
     def views_of(self, storage: Tensor) -> list[Tensor]:
@@ -148,7 +150,7 @@ class GradientBucket:
 
     def is_torn(self) -> bool:
         """Whether a view has been given other data (`param.grad.data = ...`, as casts do) and is no view any more."""
-        return private.storage_use_count(self.storage) < self._num_sharing
+        return list(map(Tensor.data_ptr, self.views)) != self._pointers
 
     def _present_gradients(self) -> list[Tensor]:
         found = []

@@ -139,6 +139,12 @@ class Engine:
         watch = self._formation.watch
         return {id(watch.params[index]) for index in watch.arrived_before}
 
+    def inherit(self, accumulated: set[int]) -> None:
+        """Takes over what another engine has passed on."""
+        watch = self._formation.watch
+        watch.arrived_before |= watch.indices(accumulated)
+        self._progress.has_accumulated |= bool(accumulated)
+
     def finish_before_step(self) -> None:
         """`finish`, unless a round has ended since the last step: then a later forward was not for training.
 
@@ -333,9 +339,9 @@ class Engine:
         """What follows backward, in parts: it yields wherever it is about to wait for other ranks."""
         formation = self._formation
         if formation.retiring is not None and this.round.is_synchronised:
-            yield from formation.retire(number=this.round.number)
-            self._progress.num_rounds += 1
+            self._progress.num_rounds += 1  # also where the ranks do not agree: they have all been there
             this.round.number += 1
+            yield from formation.retire(number=this.round.number - 1)
         executor, watch = formation.assembly.executor, formation.watch
         executor.run(this.releases.end_backward())
         yield

@@ -91,11 +91,12 @@ class Formation:
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on."""
-        before, named_params = self.assembly, self.watch.named_params
+        before, named_params, arrived = self.assembly, self.watch.named_params, self.watch.arrived_before
         self.watch.close()
         reducer = Reducer(self.group, before.reducer.average_in_collective, hook)
         self.assembly = self._assemble(named_params, reducer, generation=before.generation)
         self.watch = self._watch_over(named_params)
+        self.watch.arrived_before |= arrived
 
     def adopt_order(self) -> None:
         """Re-plans in rank 0's order, if that has come and gives another plan than the present one."""
@@ -120,10 +121,11 @@ class Formation:
         assert old is not None  # else nothing is to be retired
         accumulated, self._accumulated = self._accumulated, set()
         staying = set(map(id, self.watch.params))
+        # Not `old` itself: its executor remembers the round, and they would keep each other alive.
+        buckets, ids = old.plan.buckets, [id(param) for param in old.params]
 
         def places(bucket: int, *, without: set[int]) -> list[int]:
-            params = old.plan.buckets[bucket].params
-            return [place for place, param in enumerate(params) if id(old.params[param]) not in without]
+            return [place for place, param in enumerate(buckets[bucket].params) if ids[param] not in without]
 
         this_round = Round(
             number=number,

@@ -113,7 +113,7 @@ class _Census:
         return [param for param in chain.from_iterable(map(dict.values, self._parameters)) if param is not None]
 
     def has_changed(self) -> bool:
-        # Once a step, for thousands of parameters: every line is a loop in C.
+        # At every forward, for thousands of parameters: every line is a loop in C.
         if _ids(self._parameters) != self._param_ids or _ids(self._children) != self._child_ids:
             return True
         params = self._params
