@@ -162,13 +162,20 @@ class Formation:
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
-        before, old = self.watch, self.assembly
+        before, old, retiring = self.watch, self.assembly, self.retiring
         before.close()
         if self.retiring is None and self.is_active:
             self.retiring = old
         generation = (self.retiring or old).generation + 1
-        self.assembly = self._assemble(named_params, old.reducer, generation=generation)
-        self.watch = self._watch_over(named_params)
+        try:
+            self.assembly = self._assemble(named_params, old.reducer, generation=generation)
+            self.watch = self._watch_over(named_params)
+        except BaseException:  # a change that cannot be followed is refused again, and not forgotten
+            self.assembly, self.retiring, self._has_looked = old, retiring, False
+            self._members.unsee()
+            if self.is_active:
+                before.start()
+            raise
         accumulated = {id(before.params[index]) for index in before.arrived_before}
         self.watch.arrived_before |= self.watch.indices(accumulated)
         self._accumulated |= accumulated.difference(map(id, self.watch.params))

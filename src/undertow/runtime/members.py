@@ -29,6 +29,7 @@ class Members:
         self._module = weakref.ref(module)
         self._ignored = frozenset(ignored)
         self._seen = _Census.of(module)
+        self._is_unseen = False
         self._buffers = _buffers_of(module)
 
     def trained(self) -> list[tuple[str, Tensor]]:
@@ -36,6 +37,7 @@ class Members:
         module = self._module()
         assert module is not None  # a forward of it runs, or its optimizer steps
         self._seen = _Census.of(module)
+        self._is_unseen = False
         self._buffers = _buffers_of(module)
         return [(name, param) for name, param in self._named_params(module) if param.requires_grad]
 
@@ -56,10 +58,15 @@ class Members:
             if prefix + name not in self._ignored
         ]
 
+    def unsee(self) -> None:
+        """Has the module count as changed until somebody asks for its parameters again."""
+        self._is_unseen = True
+
     def has_changed(self) -> bool:
         """Whether a parameter was added, removed, replaced, frozen or unfrozen, or has another dtype, size or device."""
         # What torch.func.functional_call puts in their places for the time of a call are tensors, not parameters.
-        return self._seen.has_changed() and all(isinstance(it, nn.Parameter) for it in self._seen.present())
+        is_other = self._is_unseen or self._seen.has_changed()
+        return is_other and all(isinstance(it, nn.Parameter) for it in self._seen.present())
 
     def has_new_of(self, tensors: Collection[int]) -> bool:
         """Whether one of these, by id, is trained since a change that nobody has looked at."""
