@@ -43,6 +43,9 @@ class GradientBucket:
         self._layout = layout
         self._is_prepared = False
         self._check()
+        # Of this moment: parameters may be cast or moved later.
+        self._dtype = self.gradients[0].dtype if layout is None else getattr(torch, layout.dtype)
+        self._device = self.gradients[0].device if self.gradients or layout is None else torch.device(layout.device)
         self._starts = [0, *accumulate(gradient.numel() for gradient in self.gradients)]
         self.storage = torch.empty(0)
         self.views: list[Tensor] = []
@@ -121,9 +124,8 @@ class GradientBucket:
 
     def renew(self) -> None:
         """Gives the bucket fresh storage; whoever holds the old one keeps it as it is."""
-        dtype, device = self._dtype_and_device()
         storage_numel = self._starts[-1] if self._layout is None else self._layout.storage_numel
-        self.storage = torch.zeros(storage_numel, dtype=dtype, device=device)  # padding stays zero for ever
+        self.storage = torch.zeros(storage_numel, dtype=self._dtype, device=self._device)  # padding stays zero for ever
         self.views = self.views_of(self.storage)
         self._pointers = list(map(Tensor.data_ptr, self.views))
         self._num_sharing = private.storage_use_count(self.storage)
@@ -164,11 +166,6 @@ class GradientBucket:
                 )
             found.append(source)
         return found
-
-    def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
-        if self._layout is not None:  # parameters may have been cast since it was made
-            return getattr(torch, self._layout.dtype), torch.device(self._layout.device)
-        return self.gradients[0].dtype, self.gradients[0].device
 
     def _check(self) -> None:
         if not self.gradients and self._layout is None:
