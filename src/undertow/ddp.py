@@ -172,8 +172,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def finish(self) -> None:
         """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
-        follows = self.require_forward_param_sync and self.forward_sync_buffers and self._buffer_hook is None
-        self.sync.finish(buffers_follow=0 if follows else None)
+        self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)
 
     def reduce_gradients_async(self) -> Reduction:
         """Sends the gradients that were accumulated; wait for the result before the optimizer steps."""
@@ -319,9 +318,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "can_set_static_graph": True,
         }
 
+    @property
+    def _buffers_follow_a_rank(self) -> bool:
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._buffer_hook is None
+
     @private.untraced
     def _forward_begins(self) -> None:
-        sync, follows = self.sync, self.require_forward_param_sync and self.forward_sync_buffers and self._buffer_hook is None
+        sync, follows = self.sync, self._buffers_follow_a_rank
         if self._shadow is not None and self._join_config.enable and sync.is_training_forward:
             source = announce_forward(sync, self, self._shadow, with_buffers=follows)
             sync.forward_begins(buffers_follow=source)

@@ -113,10 +113,7 @@ class DenseBinding:
         self._kept.clear()
 
     def catch_late(self) -> bool:
-        for position, param in enumerate(self.params):
-            if param.grad is not None:
-                self._late[position] = param.grad
-                param.grad = None
+        self._late |= _taken(self.params)
         return bool(self._late)
 
     @torch.no_grad()
@@ -245,10 +242,7 @@ class SparseBinding:
         self._kept = {}
 
     def catch_late(self) -> bool:
-        for position, param in enumerate(self.params):
-            if param.grad is not None:
-                self._late[position] = param.grad
-                param.grad = None
+        self._late |= _taken(self.params)
         return bool(self._late)
 
     @torch.no_grad()
@@ -261,6 +255,14 @@ class SparseBinding:
     def add_late(self, values: Sequence[Tensor]) -> None:
         for param, value in zip(self.params, values, strict=True):
             param.grad = value if param.grad is None else param.grad + value
+
+
+def _taken(params: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The gradients that are there, by position; leaves None in their place."""
+    grads = {position: param.grad for position, param in enumerate(params) if param.grad is not None}
+    for position in grads:
+        params[position].grad = None
+    return grads
 
 
 def _has_graph(params: Sequence[Tensor]) -> bool:
