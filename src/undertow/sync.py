@@ -78,6 +78,7 @@ class Sync:
         if self._hook is not None:
             self._engine.use_hook(self._hook)
         attached = contextlib.ExitStack()
+        attached.callback(self._group.close)
         attached.callback(self._engine.close)
         attached.callback(register_optimizer_step_pre_hook(_finish_before_step(self._engine)).remove)
         # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
@@ -221,7 +222,6 @@ class Sync:
         before = self._engine
         accumulated = before.pass_on()
         self._let_go()
-        self._group.close()
         self._set_up(group)
         self._engine.is_accumulating = before.is_accumulating
         self._engine.inherit(accumulated)
@@ -231,25 +231,28 @@ class Sync:
         if self._group.num_ranks == 1:
             return
         self._engine.open()
-        for kind in kinds:
-            named = self._module.named_parameters() if kind == "parameters" else self._module.named_buffers()
-            tensors = [tensor for name, tensor in named if name not in self._config.ignore]
-            broadcast_in_place(tensors, self._group, source=source)
+        if "parameters" in kinds:
+            ignored = set(self._config.ignore)
+            params = [param for name, param in self._module.named_parameters() if name not in ignored]
+            broadcast_in_place(params, self._group, source=source)
+        if "buffers" in kinds:
+            broadcast_in_place(self._members.common_buffers.tensors, self._group, source=source)
 
     def synchronise_buffers(self, *, source: int = 0) -> None:
         """Buffers follow that rank's, or become the mean over ranks, as the settings say; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.open()
-        owners = self._members.buffer_owners()
-        if self._config.buffers == "mean":
-            average_buffers(owners, self._group, source=source)
-        else:
-            broadcast_buffers(owners, self._group, source=source)
+        follow = average_buffers if self._config.buffers == "mean" else broadcast_buffers
+        follow(self._members.common_buffers, self._group, source=source)
 
     def shadow(self) -> None:
         """Keeps the other ranks company in one synchronisation, without gradients of our own."""
         self._engine.shadow()
+
+    def join_ends(self) -> None:
+        """All ranks are in the same place again, and all of them count."""
+        self._engine.join_ends()
 
     def wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         """Has the end of the next synchronising backward, or the next forward, wait for these too."""
@@ -269,7 +272,11 @@ class Sync:
     @private.untraced
     def forward_begins(self, *, buffers_follow: int | None = 0) -> None:
         """Called before each forward of the module: a step begins, and buffers follow a rank, if not None."""
-        if self._engine.is_closed or not _is_outermost_forward():
+        if not _is_outermost_forward():
+            return
+        if self._engine.is_closed:
+            if self.is_training_forward and not self._is_closed:
+                self._engine.require_successor()
             return
         self._engine.forward_begins(is_training=self._module.training)
         if buffers_follow is not None and self.is_training_forward and not self._engine.is_accumulating:
@@ -304,6 +311,12 @@ class Sync:
         """Takes everything off the module and destroys our process group; a second call does nothing."""
         if self._is_closed:
             return
+        if private.graph_task_id() != -1:
+            raise PhaseError(
+                "close() was called inside a backward.",
+                where=f"rank {self._group.rank}",
+                remedy="Call it after backward: gradients of this one may be on their way.",
+            )
         self._is_closed = True
         try:
             if self._group.is_alive:
@@ -312,7 +325,6 @@ class Sync:
             self._let_go()
             for hook in self._forward_hooks:
                 hook.remove()
-            self._group.close()
 
 
 class Reduction:

@@ -43,7 +43,7 @@ class ShadowHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of one that trained to the end; from here on all ranks count again."""
-        self._sync.rescale = 1.0
+        self._sync.join_ends()
         source, _ = _exchange(self._sync, source=self._sync.rank if is_last_joiner else None, synchronises=False)
         self._sync.share(("parameters", "buffers"), source=0 if source is None else source)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from support.models import CASES, noise
 from support.naive import wrapped
 from support.ranks import Ranks
 from undertow import attach
-from undertow.runtime.buffers import BufferOwner, average_buffers, broadcast_buffers, broadcast_in_place
+from undertow.runtime.buffers import BufferOwner, CommonBuffers, average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.group import GroupRef, OwnGroup
 
 CASE = CASES["convolutions"]
@@ -218,7 +219,7 @@ def averaged_in_every_dtype() -> dict[str, tuple[list[object], bool]]:
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
     model = Registered(**{f"of_{str(dtype)[6:]}": values.to(dtype) for dtype in dtypes})
     with own_group() as group, collectives() as called:
-        average_buffers(model.owners(), group)
+        average_buffers(CommonBuffers(model.owners()), group)
     assert called == ["all_reduce"] * len(dtypes)
     return {name[3:]: (buffer.tolist(), buffer.dtype == getattr(torch, name[3:])) for name, buffer in model.named_buffers()}
 
@@ -248,7 +249,7 @@ def averaged_constants() -> bool:
     before = dict(model.named_buffers())
     with own_group() as group:
         for _ in range(3):
-            average_buffers(model.owners(), group)
+            average_buffers(CommonBuffers(model.owners()), group)
     return all(buffer is before[name] for name, buffer in model.named_buffers())
 
 
@@ -263,10 +264,10 @@ def follows_the_last_rank() -> dict[str, object]:
     with own_group() as group:
         last = group.num_ranks - 1
         value = model.value
-        average_buffers(model.owners(), group, source=last)
+        average_buffers(CommonBuffers(model.owners()), group, source=last)
         averaged = [int(model.count), model.value[0, 0].item(), model.value.stride()]
         model.count, model.value = torch.tensor(rank), value
-        broadcast_buffers(model.owners(), group, source=last)
+        broadcast_buffers(CommonBuffers(model.owners()), group, source=last)
         broadcast_in_place([param], group, source=last)
     return {
         "averaged": averaged,
@@ -292,7 +293,7 @@ def in_chunks() -> tuple[list[str], bool]:
     numel = 2 * 1024 * 1024
     model = Registered(**{f"b{index}": torch.full((numel,), float(dist.get_rank() + index)) for index in range(5)})
     with own_group() as group, collectives() as called:
-        average_buffers(model.owners(), group)
+        average_buffers(CommonBuffers(model.owners()), group)
     mean = (dist.get_world_size() - 1) / 2
     return called, all(bool((buffer == mean + index).all()) for index, buffer in enumerate(model.buffers()))
 
@@ -334,3 +335,57 @@ def goes_on_after_close(how: str) -> bool:
 def test_a_closed_model_goes_on_alone(ranks: Ranks) -> None:
     for how in ("attach", "wrapper"):
         assert not any(ranks.run(goes_on_after_close, how))
+
+
+class Cached(nn.Module):
+    """A buffer that a rank may replace by a longer one, beside one that is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("table", torch.full((2,), 1.0 + dist.get_rank()))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table[:2]
+
+
+def changed_buffers_on_one_rank(changing: int, setting: str) -> list[dict[str, list[float]]]:
+    """Buffers as every rank sees them in the forwards after one rank has replaced, removed and added some."""
+    model = Cached()
+    seen = []
+    with wrapped(model, buffers=setting) as ddp:
+        model.linear.register_forward_hook(
+            lambda *_: seen.append({name: buffer.tolist() for name, buffer in model.named_buffers()})
+        )
+        ddp(torch.ones(1, 2)).sum().backward()
+        model.count += 1 + dist.get_rank()
+        if dist.get_rank() == changing:
+            model.table = torch.full((3,), 9.0)
+            model.register_buffer("added", torch.full((5,), 7.0))
+        for _ in range(2):
+            ddp(torch.ones(1, 2)).sum().backward()
+        if dist.get_rank() == changing:
+            model.table = torch.full((2,), 4.0)
+        model.table[:2] += 1
+        ddp(torch.ones(1, 2)).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("changing", [0, 1])
+def test_a_buffer_that_changes_its_shape_on_one_rank_is_left_alone_there(two_ranks: Ranks, changing: int) -> None:
+    answers = two_ranks.run(changed_buffers_on_one_rank, changing, "rank0", timeout_s=20.0)
+    for rank, seen in enumerate(answers):
+        table = [9.0] * 3 if rank == changing else [1.0] * 2
+        added = {"added": [7.0] * 5} if rank == changing else {}
+        assert seen[1:3] == [{"table": table, "count": [1.0], **added}] * 2
+        assert seen[3] == {"table": [5.0, 5.0] if changing == 0 else [2.0, 2.0], "count": [1.0], **added}
+
+
+@pytest.mark.parametrize("changing", [0, 1])
+def test_the_mean_of_buffers_outlives_a_changed_shape(two_ranks: Ranks, changing: int) -> None:
+    answers = two_ranks.run(changed_buffers_on_one_rank, changing, "mean", timeout_s=20.0)
+    assert answers[0][0] == answers[1][0] == {"table": [1.0, 1.0], "count": [0.0]}
+    for seen in answers:
+        assert [step["count"] for step in seen[1:]] == [[1.5]] * 3
+    assert answers[1 - changing][2]["table"] == [1.0, 1.0]

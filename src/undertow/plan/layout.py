@@ -93,17 +93,17 @@ class Trailer:
         return self.busy.stop if self.has_verdict else self.signature.stop
 
 
-def signature_bits(*, step: int, generation: int, mode: int) -> tuple[int, ...]:
-    """Bits that say where a rank is, then their complements.
+def signature_bits(*, step: int, generation: int, mode: int | None) -> tuple[int, ...]:
+    """Bits that say where a rank is, then their complements. A rank whose mode is None goes by that of the others.
 
     Summed over ranks, a bit and its complement are both non-zero exactly where ranks differ.
     """
-    bits = [
-        (value >> bit) & 1
-        for value, width in ((step, _STEP_BITS), (generation, _GENERATION_BITS), (mode, _MODE_BITS))
-        for bit in range(width)
-    ]
-    return (*bits, *(1 - bit for bit in bits))
+    fields = [(step, _STEP_BITS), (generation, _GENERATION_BITS), (mode or 0, _MODE_BITS)]
+    bits = [(value >> bit) & 1 for value, width in fields for bit in range(width)]
+    complements = [1 - bit for bit in bits]
+    if mode is None:
+        complements[-_MODE_BITS:] = [0] * _MODE_BITS
+    return (*bits, *complements)
 
 
 def ranks_differ(signature: Sequence[bool]) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from undertow.runtime import private
 from undertow.runtime.group import OwnGroup
 
 _CHUNK_BYTES = 25 * 1024 * 1024
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,85 +32,137 @@ class BufferOwner:
         self.buffers[self.name] = value
 
 
-# By tensor, not by place: a shared buffer travels once, and stays shared. Tensors are keys by identity.
-_Places = dict[Tensor, list[BufferOwner]]
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A buffer, and all places where it is registered: it travels once, and stays shared."""
+
+    tensor: Tensor
+    owners: Sequence[BufferOwner]
+
+    def now(self) -> _Shared:
+        """The buffer that is there by now; the earlier one where that is of another kind, or gone."""
+        tensor = self.owners[0].get()
+        is_same_kind = tensor is not None and tensor.shape == self.tensor.shape and tensor.dtype == self.tensor.dtype
+        return _Shared(tensor, self.owners) if tensor is not None and is_same_kind else self
+
+    def put(self, value: Tensor) -> None:
+        for owner in self.owners:
+            if owner.get() is self.tensor:
+                owner.put(value)
 
 
-def broadcast_buffers(owners: Sequence[BufferOwner], group: OwnGroup, *, source: int = 0) -> None:
+class CommonBuffers:
+    """The buffers that every rank has, as they were when the ranks compared what they have.
+
+    These travel and no others, whatever has become of a rank's module since: else ranks would wait for each other for
+    ever, or take one buffer for another. A buffer that was added since is left alone until ranks compare again, and for
+    one that has another shape or dtype by now its last tensor travels.
+    """
+
+    def __init__(self, owners: Sequence[BufferOwner]) -> None:
+        places: dict[Tensor, list[BufferOwner]] = defaultdict(list)  # tensors are keys by identity
+        for owner in owners:
+            tensor = owner.get()
+            if tensor is not None:
+                places[tensor].append(owner)
+        self._buffers = [_Shared(tensor, tuple(owners)) for tensor, owners in places.items()]
+
+    def now(self) -> list[_Shared]:
+        self._buffers = [buffer.now() for buffer in self._buffers]
+        return self._buffers
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [buffer.tensor for buffer in self.now()]
+
+
+def broadcast_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0) -> None:
     """Gives every buffer the value that rank `source` of the group has.
 
     A buffer that changes becomes a new tensor: autograd may have saved the old one for a backward that is still to
     come, and would use whatever was written into it.
     """
-    places = _places_of(owners)
-    _follow(list(places), places, group, source)
+    _follow(common.now(), group, source)
 
 
-def average_buffers(owners: Sequence[BufferOwner], group: OwnGroup, *, source: int = 0) -> None:
+def average_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0) -> None:
     """Floating-point and complex buffers become their mean over ranks, others (counters, flags) follow rank `source`.
 
     One that changes becomes a new tensor, as in `broadcast_buffers`, here on every rank.
     """
-    places = _places_of(owners)
-    for chunk in _chunks([buffer for buffer in places if _has_mean(buffer)]):
-        _replace(chunk, _means(chunk, group), places)
-    _follow([buffer for buffer in places if not _has_mean(buffer)], places, group, source)
+    buffers = common.now()
+    for chunk in _chunks([buffer for buffer in buffers if _has_mean(buffer.tensor)], _tensor_of):
+        _replace(chunk, _means([buffer.tensor for buffer in chunk], group))
+    _follow([buffer for buffer in buffers if not _has_mean(buffer.tensor)], group, source)
 
 
-@torch.no_grad()
 def broadcast_in_place(tensors: Sequence[Tensor], group: OwnGroup, *, source: int = 0) -> None:
     """Writes the values of rank `source` into `tensors`: for parameters, which stay the same tensors for ever."""
-    for chunk in _chunks(tensors):
-        for tensor, value in zip(chunk, _values_of(source, chunk, group), strict=True):
-            if group.rank != source:
-                tensor.copy_(value)
+    for chunk in _chunks(tensors, _itself):
+        _Sent(chunk, group, source).write()
 
 
-def _places_of(owners: Sequence[BufferOwner]) -> _Places:
-    places: _Places = defaultdict(list)
-    for owner in owners:
-        buffer = owner.get()
-        if buffer is not None:
-            places[buffer].append(owner)
-    return places
+def send_in_place(tensors: Sequence[Tensor], group: OwnGroup, *, source: int = 0) -> Callable[[], None]:
+    """Starts what `broadcast_in_place` does; what it returns waits and writes."""
+    on_their_way = [_Sent(chunk, group, source) for chunk in _chunks(tensors, _itself)]
+
+    def write() -> None:
+        for sent in on_their_way:
+            sent.write()
+
+    return write
+
+
+class _Sent:
+    """The values that rank `source` has in `tensors`, of one dtype and device, on their way."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: OwnGroup, source: int) -> None:
+        self._tensors = tensors
+        self._is_source = group.rank == source
+        self._flat = _flat(tensors)
+        # Bytes travel, so that every dtype can, also those that the backend knows nothing of.
+        payload = self._flat.view(torch.uint8)
+        self._work = dist.broadcast(payload, group=group.process_group, group_src=source, async_op=True)
+
+    def values(self) -> list[Tensor] | None:
+        """What the source has; None on the source itself."""
+        assert self._work is not None  # async_op on a rank of the group
+        self._work.wait()
+        return None if self._is_source else _parts(self._flat, self._tensors)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        for tensor, value in zip(self._tensors, self.values() or (), strict=False):
+            tensor.copy_(value)
 
 
 def _has_mean(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
 
 
-def _follow(buffers: Sequence[Tensor], places: _Places, group: OwnGroup, source: int) -> None:
-    for chunk in _chunks(buffers):
-        values = _values_of(source, chunk, group)
-        if group.rank != source:
-            _replace(chunk, values, places)
+def _follow(buffers: Sequence[_Shared], group: OwnGroup, source: int) -> None:
+    for chunk in _chunks(buffers, _tensor_of):
+        values = _Sent([buffer.tensor for buffer in chunk], group, source).values()
+        if values is not None:
+            _replace(chunk, values)
 
 
-def _replace(chunk: Sequence[Tensor], values: Sequence[Tensor], places: _Places) -> None:
+def _replace(chunk: Sequence[_Shared], values: Sequence[Tensor]) -> None:
     """Puts new tensors with these values where the buffers of `chunk` are."""
     # On the host a buffer that does not change stays the same tensor, for whoever holds it. On a device the comparison
     # would make the host wait, for every buffer of every forward: there all are replaced.
     changed = [
         (buffer, value)
         for buffer, value in zip(chunk, values, strict=True)
-        if buffer.device.type != "cpu" or not torch.equal(buffer, value)
+        if value.device.type != "cpu" or not torch.equal(buffer.tensor, value)
     ]
     if not changed:
         return
     # Tensors of their own, not parts of the chunk: it must not live on because one small buffer of it does.
-    new = [torch.empty_like(buffer) for buffer, _ in changed]
+    new = [torch.empty_like(buffer.tensor) for buffer, _ in changed]
     private.copy_each(new, [value for _, value in changed])
     for (buffer, _), own in zip(changed, new, strict=True):
-        for owner in places[buffer]:
-            owner.put(own)
-
-
-def _values_of(source: int, chunk: Sequence[Tensor], group: OwnGroup) -> list[Tensor]:
-    """What rank `source` has in the tensors of `chunk`."""
-    flat = _flat(chunk)
-    # Bytes travel, so that every dtype can, also those that the backend knows nothing of.
-    dist.broadcast(flat.view(torch.uint8), group=group.process_group, group_src=source)
-    return _parts(flat, chunk)
+        buffer.put(own)
 
 
 def _means(chunk: Sequence[Tensor], group: OwnGroup) -> list[Tensor]:
@@ -138,15 +192,24 @@ def _parts(flat: Tensor, chunk: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, chunk, strict=True)]
 
 
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors in their order, of one dtype and device each; all ranks cut alike."""
-    open_chunks: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+def _chunks(items: Sequence[_Item], tensor_of: Callable[[_Item], Tensor]) -> Iterator[list[_Item]]:
+    """Tensors, or what has one, in their order, of one dtype and device each; all ranks cut alike."""
+    open_chunks: dict[tuple[torch.dtype, torch.device], list[_Item]] = defaultdict(list)
     sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-    for tensor in tensors:
+    for item in items:
+        tensor = tensor_of(item)
         kind = tensor.dtype, tensor.device
-        open_chunks[kind].append(tensor)
+        open_chunks[kind].append(item)
         sizes[kind] += tensor.nbytes
         if sizes[kind] >= _CHUNK_BYTES:
             del sizes[kind]
             yield open_chunks.pop(kind)
     yield from open_chunks.values()
+
+
+def _tensor_of(buffer: _Shared) -> Tensor:
+    return buffer.tensor
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -70,12 +70,15 @@ class Engine:
     def __init__(self, members: Members, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
         self.is_accumulating = False
         self.is_closed = False
+
         self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
+        self._is_passed_on = False  # to somebody who came later
         self._recorder = recorder
         self._progress = _Progress()
         self._open: _OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
+        self._in_backward = InBackward()
         self._formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
 
     @property
@@ -130,14 +133,20 @@ class Engine:
 
     def may_pass_on(self, params: set[int], group: GroupRef) -> bool:
         """Whether somebody who synchronises those parameters, by id, over `group` may take ours over."""
-        return params.issuperset(map(id, self._formation.watch.params)) and group.ranks == self._formation.group.user.ranks
+        self._formation.settle()
+        return params >= self._formation.watch.ids and group.ranks == self._formation.group.user.ranks
 
     def pass_on(self) -> set[int]:
         """Ends here; returns the parameters, by id, that have accumulated a gradient since the last synchronisation."""
         self.complete()
         self.close()
-        watch = self._formation.watch
-        return {id(watch.params[index]) for index in watch.arrived_before}
+        self._is_passed_on = True
+        return self._formation.watch.accumulated_ids()
+
+    def require_successor(self) -> None:
+        """PhaseError where our parameters were passed on to somebody who is gone."""
+        if self._is_passed_on:
+            self._formation.watch.require_watched()
 
     def inherit(self, accumulated: set[int]) -> None:
         """Takes over what another engine has passed on."""
@@ -157,21 +166,25 @@ class Engine:
                 remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
             )
         self._abandon()
-        if not self._progress.is_step_due:
-            self._formation.look()
-            if self._progress.is_owed or self._formation.retiring is not None:  # parameters of which no forward has told
+        progress, formation = self._progress, self._formation
+        if not progress.is_step_due:
+            formation.settle()
+            if progress.is_owed or formation.retiring is not None:  # parameters of which no forward has told
                 self._run_outside_of_backward()
-        self._progress.is_step_due = False
+        elif progress.is_owed and not formation.watch.has_gradients:
+            self._run_outside_of_backward()
+        progress.is_step_due = False
 
     @property
     def is_step_empty(self) -> bool:
-        """Whether neither a training forward nor a synchronisation has come since the last step."""
-        return not self._progress.is_owed and not self._progress.is_step_due
+        """Whether nothing has come yet of what a step begins with, neither a training forward nor a synchronisation."""
+        # Where no gradient is left of what the last round brought, the user has thrown it away, step or no step.
+        return not self._progress.is_owed and not (self._progress.is_step_due and self._formation.watch.has_gradients)
 
     def finish(self) -> None:
         """Runs a round, unless one has run since the last training forward or step; for a rank without gradients."""
         self._abandon()
-        if self._progress.is_owed or not self._progress.is_step_due:
+        if self._progress.is_owed or self.is_step_empty:
             self._run_outside_of_backward()
 
     def reduce_accumulated(self) -> None:
@@ -190,10 +203,15 @@ class Engine:
         """A round in which this rank, which has run out of data, only keeps the others company."""
         self._abandon()
         if self._formation.is_active:
-            self._begin(is_synchronised=True)
+            self._begin(is_synchronised=True, is_shadow=True)
             with gradients_aside(self._formation.watch.params):
                 self._launch_rest()
                 self.complete()
+
+    def join_ends(self) -> None:
+        """From here on all ranks count again, and those that had run out of data are where the others are."""
+        self.rescale = 1.0
+        self._progress.is_step_due = False
 
     def complete(self) -> None:
         """Waits for what was launched and binds the gradients. Raises what the ranks have agreed on."""
@@ -217,13 +235,13 @@ class Engine:
     def close(self) -> None:
         """Ends what is under way and takes the hooks off; gradients stay where they are."""
         self.is_closed = True
-        self._formation.watch.close()
+        self._formation.close()
+        self._in_backward.close()
 
     def _prepare(self, watch: Watch) -> None:
         """What can only be known when a forward begins."""
         watch.run_last()
-        if watch.in_backward is None:
-            watch.in_backward = InBackward(watch.params)
+        self._in_backward.take_over(watch)
         if watch.distributed is None and private.is_rpc_running():
             watch.distributed = DistributedBackwards(watch.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere)
         if watch.distributed is not None:
@@ -245,18 +263,22 @@ class Engine:
             for index, gradient in gradients.items():
                 gradient.copy_(params[index].grad)  # type: ignore[arg-type]  # it is the mean
 
-    def _enter(self, task: int, param: int) -> None:
-        """The gradient of `param` is the first to arrive in backward `task`."""
+    def _enter(self, watch: Watch, task: int, param: int) -> None:
+        """The gradient of `param` of `watch` is the first to arrive there in backward `task`."""
         if self._open is not None and not self._end.is_coming:
             self._leave_behind(self._open)
-        before = self._formation.watch
+        formation, gradient_of = self._formation, id(watch.params[param])
+        before = formation.watch
         if self._open is None:
+            formation.settle()
+            if gradient_of not in formation.watch.ids:
+                return  # it was in the module for one forward only, or is no more
             self._begin(is_synchronised=not self.is_accumulating)
         self._end.watch(task)
-        watch = self._formation.watch
-        if watch is not before:  # since a moment ago, and this gradient counts there
-            for index in watch.indices({id(before.params[param])}):
-                watch.arrivals.arrive(index)
+        now = formation.watch
+        if now is not before and now is not watch:  # since a moment ago, and this gradient counts there
+            for index in now.indices({gradient_of}):
+                now.arrivals.arrive(index)
 
     def _leave_behind(self, this: _OpenRound) -> None:
         """A new backward has begun, and `this` round is not its own."""
@@ -284,9 +306,10 @@ class Engine:
         self._begin(is_synchronised=True)
         self._launch_rest()
 
-    def _begin(self, *, is_synchronised: bool) -> None:
+    def _begin(self, *, is_synchronised: bool, is_shadow: bool = False) -> None:
         formation = self._formation
-        formation.look()
+        formation.settle()
+        self._in_backward.take_over(formation.watch)
         if is_synchronised:
             formation.open()
             formation.adopt_order()
@@ -295,6 +318,8 @@ class Engine:
         this_round = Round(
             number=self._progress.num_rounds,
             generation=assembly.generation,
+            # A rank that has stepped and one that has not are not in the same place, though they count the same rounds.
+            mode=None if is_shadow else int(self._progress.is_step_due),
             is_synchronised=is_synchronised,
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
@@ -341,7 +366,7 @@ class Engine:
         if formation.retiring is not None and this.round.is_synchronised:
             self._progress.num_rounds += 1  # also where the ranks do not agree: they have all been there
             this.round.number += 1
-            yield from formation.retire(number=this.round.number - 1)
+            yield from formation.retire(number=this.round.number - 1, mode=this.round.mode)
         executor, watch = formation.assembly.executor, formation.watch
         executor.run(this.releases.end_backward())
         yield
@@ -412,16 +437,11 @@ class Engine:
             watch.arrived_before.clear()
             progress.has_accumulated = False
             formation.look_again()
-        progress.unused = self._names_of(this_round.unused)
+        progress.unused = watch.names_of(self.plan, this_round.unused)
         require_sound(this_round, rank=formation.group.rank)
         formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already
         if watch.order is not None:
             watch.order.send()
-        if watch.in_backward is not None:
-            watch.in_backward.step()
-
-    def _names_of(self, unused: dict[int, list[int]]) -> tuple[str, ...]:
-        buckets, watch = self.plan.buckets, self._formation.watch
-        return watch.names_of([buckets[bucket].params[it] for bucket, places in sorted(unused.items()) for it in places])
+        self._in_backward.step()

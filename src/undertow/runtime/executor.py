@@ -35,6 +35,7 @@ class Round:
     not_arrived: Callable[[int], Sequence[int]]  # bucket -> positions without a new gradient on this rank
     has_repeats: Callable[[], bool]  # whether some parameter arrived more often than expected
     rebinds: Callable[[int], Collection[int]] | None = None  # bucket -> positions that take over others' values; None: all
+    mode: int | None = 0  # must be the same on every rank; None on one that goes by the others
     rescale: float = 1.0  # of the mean over all ranks, where some of them have run out of data
     has_failed: bool = False
     has_changed: bool = False  # the parameters are no longer those of the plan
@@ -182,7 +183,7 @@ class Executor:
     def _signature(self, like: Tensor, this_round: Round) -> Tensor:
         kind = like.dtype, like.device
         if kind not in self._signatures:
-            bits = signature_bits(step=this_round.number, generation=this_round.generation, mode=0)
+            bits = signature_bits(step=this_round.number, generation=this_round.generation, mode=this_round.mode)
             self._signatures[kind] = to_device(bits, *kind)
         return self._signatures[kind]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,10 +14,10 @@ from undertow.errors import ConfigError
 from undertow.plan import Plan, first_plan, plan_in_order
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.binding import gradients_aside
-from undertow.runtime.buffers import broadcast_in_place
+from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.executor import Reducer, Round
-from undertow.runtime.group import OwnGroup
+from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.hooks import earlier_watchers
 from undertow.runtime.members import Members, first_change
 from undertow.runtime.order import ObservedOrder
@@ -25,8 +26,21 @@ from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch, params_of_bucket
 
 
+@dataclass(frozen=True, slots=True)
+class _InForce:
+    """What a formation works with at one moment."""
+
+    assembly: Assembly
+    watch: Watch
+    retiring: Assembly | None
+
+
 class Formation:
     """What an engine works with: `assembly` (the plan and its buckets) and `watch` (its parameters).
+
+    A change that a forward finds counts when the next round begins: it may be gone by then, where
+    torch.func.functional_call has put other parameters into the module for the time of a call. Until then the hooks are
+    on both sets of parameters.
 
     `retiring` is the plan before, where the parameters have changed: until all ranks have met under it once more and
     agreed, nothing leaves under the new one. `on_full` and `on_backward` are called as `Watch` says.
@@ -40,9 +54,10 @@ class Formation:
         recorder: Recorder,
         *,
         on_full: Callable[[int], object],
-        on_backward: Callable[[int, int], object],
+        on_backward: Callable[[Watch, int, int], object],
     ) -> None:
         self.retiring: Assembly | None = None
+        self._before: _InForce | None = None  # a change that does not count yet
         self._members = members
         self._config = config
         self._recorder = recorder
@@ -71,7 +86,8 @@ class Formation:
         """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""
         if self.group.num_ranks > 1 and not self.group.is_open:
             self.group.open()
-            self._agree()
+            self._compare().require()
+            self._members.ranks_agree()
 
     def concerns(self, params: set[int]) -> bool:
         """Whether one of these parameters, by id, is ours."""
@@ -89,8 +105,28 @@ class Formation:
             if self._members.has_changed():
                 self._follow(self._members.trained())
 
+    def settle(self) -> None:
+        """Looks once more, for a round begins: what has changed by now counts."""
+        if self._before is not None:
+            self._has_looked = False
+        self.look()
+        if self._before is None:
+            return
+        before, self._before = self._before.watch, None
+        before.close()
+        accumulated = before.accumulated_ids()
+        self.watch.arrived_before |= self.watch.indices(accumulated)
+        self._accumulated |= accumulated.difference(self.watch.ids)
+
+    def close(self) -> None:
+        """Takes all hooks off."""
+        self.watch.close()
+        if self._before is not None:
+            self._before.watch.close()
+
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on."""
+        self.settle()
         before, named_params, arrived = self.assembly, self.watch.named_params, self.watch.arrived_before
         self.watch.close()
         reducer = Reducer(self.group, before.reducer.average_in_collective, hook)
@@ -110,7 +146,7 @@ class Formation:
             self.assembly = self._assemble(self.watch.named_params, now.reducer, generation=now.generation + 1, plan=plan)
             self.watch.arrivals.regroup(params_of_bucket(plan))
 
-    def retire(self, *, number: int) -> Iterator[None]:
+    def retire(self, *, number: int, mode: int | None) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
         The `number`th round, with gradients only of parameters that leave and have accumulated some; yields where it is
@@ -130,6 +166,7 @@ class Formation:
         this_round = Round(
             number=number,
             generation=old.generation,
+            mode=mode,
             is_synchronised=True,
             not_arrived=partial(places, without=accumulated),
             rebinds=partial(places, without=staying),
@@ -145,9 +182,14 @@ class Formation:
         self._recorder.forgets_buckets()
         require_sound(this_round, rank=self.group.rank)
         self.require_changed_alike(this_round, change=first_change(old.plan.params, self.plan.params))
-        self._agree()
+        agreement = self._compare()
+        yield
+        agreement.require()
+        self._members.ranks_agree()
         known = set(map(id, old.params))
-        broadcast_in_place([param for param in self.watch.params if id(param) not in known], self.group)
+        write = send_in_place([param for param in self.watch.params if id(param) not in known], self.group)
+        yield
+        write()
         self.retiring = None
 
     def require_changed_alike(self, this_round: Round, *, change: str = "") -> None:
@@ -157,37 +199,42 @@ class Formation:
         # On the host every rank has read the same and is here now, and the comparison names a parameter. On a device the
         # others read later, when this rank is gone.
         if self.group.device.type == "cpu":
-            self._agree()
+            self._compare().require()
         raise changed_unlike(this_round, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
-        before, old, retiring = self.watch, self.assembly, self.retiring
-        before.close()
+        if self._before is not None:
+            self.watch.close()
+            self.assembly, self.watch, self.retiring = self._before.assembly, self._before.watch, self._before.retiring
+            self._before = None
+            if self._is_in_force(named_params):
+                return
+        before = _InForce(self.assembly, self.watch, self.retiring)
         if self.retiring is None and self.is_active:
-            self.retiring = old
-        generation = (self.retiring or old).generation + 1
+            self.retiring = self.assembly
+        generation = (self.retiring or self.assembly).generation + 1
         try:
-            self.assembly = self._assemble(named_params, old.reducer, generation=generation)
+            self.assembly = self._assemble(named_params, self.assembly.reducer, generation=generation)
             self.watch = self._watch_over(named_params)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
-            self.assembly, self.retiring, self._has_looked = old, retiring, False
+            self.assembly, self.retiring, self._has_looked = before.assembly, before.retiring, False
             self._members.unsee()
-            if self.is_active:
-                before.start()
             raise
-        accumulated = {id(before.params[index]) for index in before.arrived_before}
-        self.watch.arrived_before |= self.watch.indices(accumulated)
-        self._accumulated |= accumulated.difference(map(id, self.watch.params))
+        self._before = before
 
-    def _agree(self) -> None:
-        """PlanMismatch, on every rank, where ranks have different parameters or settings; a collective call."""
+    def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]]) -> bool:
+        is_same = [id(param) for _, param in named_params] == list(map(id, self.watch.params))
+        return is_same and tuple(self._members.specs(named_params)) == self.plan.params
+
+    def _compare(self) -> Agreement:
+        """Compares the parameters and settings of all ranks; a collective call."""
         settings = {
             "torch": str(torch.__version__),
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
             **self._config.to_dict(),
         }
-        self._members.require_alike(self.group, self.plan.params, self.assembly.params, settings)
+        return self._members.compare(self.group, self.plan.params, self.assembly.params, settings)
 
     def _assemble(
         self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer, *, generation: int, plan: Plan | None = None
@@ -214,7 +261,7 @@ class Formation:
         a parameter of the earlier one without anybody, or in another group.
         """
         ours = {id(param) for _, param in named_params}
-        earlier = earlier_watchers(named_params)
+        earlier = earlier_watchers(named_params, but=self._on_full)
         for name, engine in earlier.items():
             if not engine.may_pass_on(ours, self.group.user):
                 raise ConfigError(

@@ -156,17 +156,34 @@ def gather_bytes(group: OwnGroup, payload: bytes) -> list[bytes]:
     return [bytes(row[: int(size)].tolist()) for row, size in zip(received, sizes, strict=True)]
 
 
-def require_agreement(
-    group: OwnGroup, *, settings: dict[str, Any], params: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]] = ()
-) -> None:
-    """Returns where all ranks have the same settings, parameters and other tensors; else PlanMismatch on every one."""
-    text = json.dumps({"settings": settings, "params": list(params), "others": list(others)}, sort_keys=True).encode()
-    digests = gather_bytes(group, hashlib.sha256(text).digest())
-    if len(set(digests)) == 1:
-        return
-    described = [json.loads(received) for received in gather_bytes(group, text)]
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    raise _mismatch(described[0], described[other], other, fingerprints=[digest.hex()[:4] for digest in digests])
+class Agreement:
+    """A comparison of all ranks' settings, parameters and other tensors, under way; a collective call."""
+
+    def __init__(
+        self,
+        group: OwnGroup,
+        *,
+        settings: dict[str, Any],
+        params: Sequence[dict[str, Any]],
+        others: Sequence[dict[str, Any]],
+    ) -> None:
+        described = {"settings": settings, "params": list(params), "others": list(others)}
+        self._text = json.dumps(described, sort_keys=True).encode()
+        self._group = group
+        mine = torch.frombuffer(bytearray(hashlib.sha256(self._text).digest()), dtype=torch.uint8).to(group.device)
+        self._digests = [torch.empty_like(mine) for _ in range(group.num_ranks)]
+        self._work = dist.all_gather(self._digests, mine, group=group.process_group, async_op=True)
+
+    def require(self) -> None:
+        """Returns where all ranks have given the same; else PlanMismatch on every one of them."""
+        assert self._work is not None  # async_op on a rank of the group
+        self._work.wait()
+        digests = [bytes(digest.tolist()) for digest in self._digests]
+        if len(set(digests)) == 1:
+            return
+        described = [json.loads(received) for received in gather_bytes(self._group, self._text)]
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise _mismatch(described[0], described[other], other, fingerprints=[digest.hex()[:4] for digest in digests])
 
 
 def _all_gather(group: OwnGroup, tensor: torch.Tensor) -> list[torch.Tensor]:

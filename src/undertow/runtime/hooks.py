@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,26 @@ def watch_parameters(params: Sequence[Tensor], arrivals: Arrivals) -> list[Remov
     ]
 
 
-def earlier_watchers(named_params: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """The engines that watch these parameters already, each by the name of one of them."""
+def earlier_watchers(named_params: Iterable[tuple[str, Tensor]], *, but: object = None) -> dict[str, Any]:
+    """The engines that watch these parameters already, each by the name of one of them; not the one `but` is a method of."""
     found: dict[int, tuple[str, Any]] = {}
     for name, param in named_params:
-        for hook in private.post_accumulate_hooks(param):
-            arrivals = getattr(hook.func, "__self__", None) if isinstance(hook, partial) else None
-            if isinstance(arrivals, Arrivals):
-                found.setdefault(id(arrivals), (name, arrivals.listener))
+        for engine in _watchers_of(param):
+            if engine is not getattr(but, "__self__", None):
+                found.setdefault(id(engine), (name, engine))
     return dict(found.values())
+
+
+def is_watched(param: Tensor) -> bool:
+    """Whether an engine waits for the gradient of `param`."""
+    return any(True for _ in _watchers_of(param))
+
+
+def _watchers_of(param: Tensor) -> Iterator[Any]:
+    for hook in private.post_accumulate_hooks(param):
+        arrivals = getattr(hook.func, "__self__", None) if isinstance(hook, partial) else None
+        if isinstance(arrivals, Arrivals):
+            yield arrivals.listener
 
 
 class ForwardHook:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from undertow.plan import ParamSpec
-from undertow.runtime.buffers import BufferOwner
-from undertow.runtime.group import OwnGroup, require_agreement
+from undertow.runtime.buffers import BufferOwner, CommonBuffers
+from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.manager import spec_of
 
 _dtype_of = attrgetter("dtype")
@@ -30,7 +30,7 @@ class Members:
         self._ignored = frozenset(ignored)
         self._seen = _Census.of(module)
         self._is_unseen = False
-        self._buffers = _buffers_of(module)
+        self.common_buffers = CommonBuffers(())
 
     def trained(self) -> list[tuple[str, Tensor]]:
         """Parameters to synchronise, by name, as they are now; `has_changed` compares with this moment."""
@@ -38,7 +38,6 @@ class Members:
         assert module is not None  # a forward of it runs, or its optimizer steps
         self._seen = _Census.of(module)
         self._is_unseen = False
-        self._buffers = _buffers_of(module)
         return [(name, param) for name, param in self._named_params(module) if param.requires_grad]
 
     def left_alone(self) -> list[tuple[str, Tensor]]:
@@ -47,16 +46,6 @@ class Members:
         assert module is not None
         frozen = [(name, param) for name, param in self._named_params(module) if not param.requires_grad]
         return [*frozen, *((name, buffer) for name, buffer in module.named_buffers() if name not in self._ignored)]
-
-    def buffer_owners(self) -> list[BufferOwner]:
-        """Every place where a buffer to synchronise is registered."""
-        return [
-            BufferOwner(buffers, name)
-            for prefix, buffers in self._buffers
-            if buffers
-            for name in buffers
-            if prefix + name not in self._ignored
-        ]
 
     def unsee(self) -> None:
         """Has the module count as changed until somebody asks for its parameters again."""
@@ -81,16 +70,22 @@ class Members:
         sparse = set() if module is None else _sparse_params(module)
         return [spec_of(name, param, is_sparse=id(param) in sparse) for name, param in named_params]
 
-    def require_alike(
+    def compare(
         self, group: OwnGroup, specs: Sequence[ParamSpec], params: Sequence[Tensor], settings: dict[str, Any]
-    ) -> None:
-        """PlanMismatch, on every rank, where ranks differ in these or in what is left alone; a collective call."""
-        require_agreement(
+    ) -> Agreement:
+        """Compares these, and what is left alone, on all ranks."""
+        return Agreement(
             group,
             settings=settings,
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
             others=[_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()],
         )
+
+    def ranks_agree(self) -> None:
+        """All ranks have the same buffers as this one now."""
+        module = self._module()
+        assert module is not None
+        self.common_buffers = CommonBuffers(_buffer_owners(module, self._ignored))
 
     def _named_params(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         return [(name, param) for name, param in module.named_parameters() if name not in self._ignored]
@@ -162,9 +157,14 @@ def _ids(owned: Sequence[dict[str, Any]]) -> list[int]:
     return list(map(id, chain.from_iterable(map(dict.values, owned))))
 
 
-def _buffers_of(module: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
-    """The buffers of every module, which may get some later, with what stands before their names."""
-    return [(f"{prefix}." if prefix else "", part._buffers) for prefix, part in module.named_modules()]
+def _buffer_owners(module: nn.Module, ignored: Collection[str]) -> list[BufferOwner]:
+    """Every place where a buffer to synchronise is registered."""
+    return [
+        BufferOwner(part._buffers, name)
+        for prefix, part in module.named_modules()
+        for name in part._buffers
+        if f"{prefix}.{name}".removeprefix(".") not in ignored
+    ]
 
 
 def _sparse_params(module: nn.Module) -> set[int]:

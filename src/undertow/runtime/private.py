@@ -99,12 +99,19 @@ def optimizers_in_backward(param: torch.Tensor) -> Sequence[torch.optim.Optimize
     return getattr(param, "_in_backward_optimizers", ())
 
 
-def disarm_optimizers_in_backward(param: torch.Tensor) -> None:
-    """Has them not step by themselves any more."""
+def disarm_optimizers_in_backward(param: torch.Tensor) -> Callable[[], None]:
+    """Has them not step by themselves any more; returns what has them do so again."""
     # Loaded already where a parameter has such optimizers; importing it here would load every optimizer of torch's.
-    handles = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"].param_to_optim_hook_handle_map
-    for hook in handles.get(param, ()):
-        hook.remove()
+    torchs = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+    handles, node = torchs.param_to_optim_hook_handle_map.get(param, []), torchs.param_to_acc_grad_map[param]
+    hooks = [(handle.hooks_dict_ref() or {}).get(handle.id) for handle in handles]
+    for handle in handles:
+        handle.remove()
+
+    def rearm() -> None:
+        handles[:] = [node.register_hook(hook) for hook in hooks if hook is not None]
+
+    return rearm
 
 
 def moved_to_device(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from undertow.errors import PhaseError
 from undertow.plan import Plan
 from undertow.runtime import private
 from undertow.runtime.dist_autograd import DistributedBackwards
-from undertow.runtime.hooks import watch_parameters
-from undertow.runtime.in_backward import InBackward
+from undertow.runtime.hooks import is_watched, watch_parameters
 from undertow.runtime.order import ObservedOrder
 from undertow.schedule import Arrivals
 
 
 class Watch:
-    """Hooks on `named_params` until `close`: `on_full(bucket)` and `on_backward(task, param)` are called from them."""
+    """Hooks on `named_params` until `close`: `on_full(bucket)` and `on_backward(watch, task, param)` are called from them."""
 
     def __init__(
         self,
@@ -25,7 +26,7 @@ class Watch:
         plan: Plan,
         *,
         on_full: Callable[[int], object],
-        on_backward: Callable[[int, int], object],
+        on_backward: Callable[[Watch, int, int], object],
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
@@ -34,11 +35,10 @@ class Watch:
             num_params=len(named_params),
             on_full=on_full,
             traversal=private.graph_task_id,
-            on_traversal=on_backward,
+            on_traversal=partial(on_backward, self),
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronisation
         self.order: ObservedOrder | None = None
-        self.in_backward: InBackward | None = None
         self.distributed: DistributedBackwards | None = None
         self._hooks: list[RemovableHandle] = []
         self._num_hooks_ever = 0
@@ -67,16 +67,39 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.arrivals.silence()  # it may be in the middle of one
         for other in (self.order, self.distributed):
             if other is not None:
                 other.close()
+
+    def accumulated_ids(self) -> set[int]:
+        """The parameters, by id, that have accumulated a gradient since the last synchronisation."""
+        return {id(self.named_params[index][1]) for index in self.arrived_before}
 
     def indices(self, tensors: set[int]) -> set[int]:
         """Which parameters those are, given by id."""
         return {index for index, (_, param) in enumerate(self.named_params) if id(param) in tensors}
 
-    def names_of(self, params: Sequence[int]) -> tuple[str, ...]:
+    def names_of(self, plan: Plan, places: Mapping[int, Sequence[int]]) -> tuple[str, ...]:
+        """The names of parameters, given by their positions in each bucket."""
+        params = [plan.buckets[bucket].params[place] for bucket in sorted(places) for place in places[bucket]]
         return tuple(self.named_params[param][0] for param in params)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient is there that is not zero. The host waits for the device."""
+        gradients = (param.grad for _, param in self.named_params if param.grad is not None)
+        return any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients)
+
+    def require_watched(self) -> None:
+        """PhaseError where nobody, ourselves or another, waits for the gradient of any parameter that is trained."""
+        trained = [(name, param) for name, param in self.named_params if param.requires_grad]
+        if trained and not any(is_watched(param) for _, param in trained):
+            raise PhaseError(
+                "this module was wrapped again, and the newer wrapper is closed or gone: nobody averages its gradients.",
+                where=f"parameter {trained[0][0]!r}",
+                remedy="Train through the newer wrapper and keep it, or wrap the module anew.",
+            )
 
 
 def params_of_bucket(plan: Plan) -> list[tuple[int, ...]]:

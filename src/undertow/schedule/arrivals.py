@@ -53,6 +53,10 @@ class Arrivals:
         """The next arrival calls `on_traversal`, whatever traversal it comes from."""
         self._seen_traversal = -1
 
+    def silence(self) -> None:
+        """Calls `on_full` no more."""
+        self._on_full = _nobody
+
     def arrive(self, param: int, _gradient: object = None) -> None:
         """The gradient of `param` is there. A repeated arrival counts only if it has been learned to expect it."""
         # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
@@ -115,6 +119,10 @@ class Arrivals:
         self._num_pending[bucket] -= 1
         if not self._num_pending[bucket]:
             self._on_full(bucket)
+
+
+def _nobody(_bucket: int) -> None:
+    """Nobody listens."""
 
 
 def _bucket_of_param(params_of_bucket: Sequence[Sequence[int]], num_params: int) -> list[int]:

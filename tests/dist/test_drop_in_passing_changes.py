@@ -1,0 +1,121 @@
+"""Parameters that are in the module, or frozen, for one forward only: not a change of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from support.drop_in import TIMEOUT_S, SideBySide, with_both_plans
+from support.models import noise
+from support.ranks import Ranks
+from undertow import DistributedDataParallel
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def frozen_teacher(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(param.detach() * 0.5, requires_grad=False) for name, param in model.named_parameters()}
+
+
+def trained_teacher(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(param.detach() * 0.5) for name, param in model.named_parameters()}
+
+
+def half_of_a_teacher(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The others stay those of the module."""
+    return dict(list(trained_teacher(model).items())[::2])
+
+
+Teacher = Callable[[nn.Module], dict[str, nn.Parameter]]
+with_every_teacher = pytest.mark.parametrize("teacher", [frozen_teacher, trained_teacher, half_of_a_teacher])
+
+
+def distilled(teacher: Teacher, is_first: bool, bucket_cap_mb: float | None) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x = noise(5, 6, step=step)
+        calls = [lambda: functional_call(model, teacher(model), (x,)), lambda: model(x)]
+        wanted, got = [call() for call in calls] if is_first else [call() for call in calls[::-1]][::-1]
+        return (got - wanted).square().mean()
+
+    with SideBySide(mlp(), bucket_cap_mb) as side:
+        for step in range(4):
+            side.step(lambda model, step=step: loss(model, step))
+        assert side.sync.plan.num_ranks == dist.get_world_size()
+        assert [spec.name for spec in side.sync.plan.params] == [name for name, _ in side.module.named_parameters()]
+
+
+@with_both_plans
+@pytest.mark.parametrize("is_first", [True, False], ids=["teacher first", "teacher last"])
+@with_every_teacher
+def test_a_functional_call_with_other_parameters_changes_nothing(
+    ranks: Ranks, teacher: Teacher, is_first: bool, bucket_cap_mb: float | None
+) -> None:
+    ranks.run(distilled, teacher, is_first, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def one_rank_asks_a_teacher() -> None:
+    with SideBySide(mlp(), 1e-6) as side:
+        for step in range(4):
+            if dist.get_rank() == step % 2:
+                x = noise(2, 6, step=step)
+                # Not in training mode, in which the other ranks would wait for a synchronisation of buffers and gradients.
+                functional_call(side.ddp.eval(), trained_teacher(side.ddp), (x,)).sum().backward()
+                side.ddp.train()
+            side.step(lambda model, step=step: model(noise(5, 6, step=step)).square().mean())
+
+
+def test_a_rank_may_ask_a_teacher_alone(ranks: Ranks) -> None:
+    ranks.run(one_rank_asks_a_teacher, timeout_s=TIMEOUT_S)
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator, each wrapped by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+
+
+def adversarial() -> list[int]:
+    """The discriminator is frozen while the generator learns; returns how many plans each of them has had."""
+    bare, wrapped = Pair(), Pair()
+    nets = {name: DistributedDataParallel(net) for name, net in wrapped.named_children()}
+    pairs = [(nets["generator"], nets["discriminator"]), (bare.generator, bare.discriminator)]
+    for step in range(5):
+        x, real = noise(3, 4, step=2 * step), noise(3, 4, step=2 * step + 1)
+        for generator, discriminator in pairs:
+            for turn in (discriminator, generator):
+                generator.zero_grad()
+                discriminator.zero_grad()
+                discriminator.requires_grad_(turn is discriminator)
+                fake = generator(x)
+                if turn is discriminator:
+                    loss = discriminator(fake.detach()).mean() - discriminator(real).mean()
+                else:
+                    loss = -discriminator(fake).square().mean()
+                loss.backward()
+                if not isinstance(turn, DistributedDataParallel):
+                    for param in turn.parameters():
+                        dist.all_reduce(param.grad)
+                        param.grad /= dist.get_world_size()
+                torch.optim.SGD(turn.parameters(), lr=0.25).step()
+        for ours, theirs in zip(wrapped.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if dist.get_world_size() == 2 else 1e-6)
+    generations = [net.sync._engine.generation for net in nets.values()]
+    for net in nets.values():
+        net.close()
+    return generations
+
+
+def test_a_discriminator_that_is_frozen_in_turns_is_not_planned_anew(ranks: Ranks) -> None:
+    # One new plan each at most: after the first step, in the order observed.
+    assert all(max(generations) <= 1 for generations in ranks.run(adversarial, timeout_s=TIMEOUT_S))
