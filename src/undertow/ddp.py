@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.plan import Plan
 from undertow.runtime import private
-from undertow.runtime.ignore import names_to_ignore
+from undertow.runtime.ignore import names_to_ignore, still_there
 from undertow.sync import Reduction, Sync
 from undertow.trace import StepReport, Trace
 from undertow.uneven import ShadowHook, UnevenInputs, announce_forward
@@ -357,6 +358,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         self._shadow = None
+        config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
         self.sync = Sync(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, groups_of, squares, with_both_plans
 from support.errors import text_of
 from support.models import mlp, noise
 from support.naive import naive_mean, require_same_gradients
 from support.ranks import Ranks
-from undertow import DistributedDataParallel, attach
+from undertow import ConfigError, DistributedDataParallel, attach
 
 
 def deep_copied(model: nn.Module) -> nn.Module:
@@ -36,7 +39,7 @@ def saved(model: nn.Module) -> nn.Module:
 
 
 Way = Callable[[nn.Module], nn.Module]
-WAYS = [deep_copied, pickled, saved]
+with_every_way = pytest.mark.parametrize("way", [deep_copied, pickled, saved])
 
 
 def copies_train(way: Way, num_steps_before: int, bucket_cap_mb: float | None) -> None:
@@ -54,7 +57,7 @@ def copies_train(way: Way, num_steps_before: int, bucket_cap_mb: float | None) -
 
 
 @pytest.mark.parametrize(("num_steps_before", "bucket_cap_mb"), [(0, None), (1, 1e-6), (2, None)])
-@pytest.mark.parametrize("way", WAYS)
+@with_every_way
 def test_a_copy_of_the_wrapper_trains_on(ranks: Ranks, way: Way, num_steps_before: int, bucket_cap_mb: float | None) -> None:
     ranks.run(copies_train, way, num_steps_before, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
@@ -71,7 +74,7 @@ def copied_with_gradients(way: Way) -> None:
         twin.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@with_every_way
 def test_copying_in_the_middle_of_a_step_does_not_disturb_it(ranks: Ranks, way: Way) -> None:
     ranks.run(copied_with_gradients, way, timeout_s=TIMEOUT_S)
 
@@ -89,34 +92,132 @@ def copied_on_rank_0_alone(way: Way) -> None:
             side.step(squares(5, 6, step=step))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@with_every_way
 def test_one_rank_may_copy_the_wrapper_alone(ranks: Ranks, way: Way) -> None:
     ranks.run(copied_on_rank_0_alone, way, timeout_s=TIMEOUT_S)
 
 
-def copy_of_an_attached_model(bucket_cap_mb: float | None) -> None:
-    """The copy is bare; attached in its turn, it trains beside its origin."""
+def copy_of_an_attached_model(way: Way, bucket_cap_mb: float | None) -> None:
+    """The copy is bare, and trains alone on rank 0; attached in its turn, it trains beside its origin."""
     with SideBySide(mlp(), bucket_cap_mb, is_attached=True) as side:
         side.step(squares(5, 6, step=0))
-        twin, bare = copy.deepcopy(side.module), copy.deepcopy(side.bare)
-        for model in (twin, bare):
-            squares(5, 6, step=1)(model).backward()
-        assert not torch.equal(twin[0].weight.grad, side.module[0].weight.grad)
-        require_same_gradients(twin, bare)
-        sync = attach(twin)
-        for step in range(2, 5):
-            for model in (twin, bare):
+        twin, bare = way(side.module), copy.deepcopy(side.bare)
+        if dist.get_rank() == 0:
+            alone = copy.deepcopy(bare)
+            for model in (twin, alone):
                 model.zero_grad()
-                squares(5, 6, step=step)(model).backward()
-            naive_mean(bare)
-            require_same_gradients(twin, bare)
-            side.step(squares(5, 6, step=step))
-        sync.close()
+                squares(5, 6, step=1)(model).backward()
+            require_same_gradients(twin, alone)
+        with contextlib.closing(attach(twin)):
+            for step in range(2, 5):
+                for model in (twin, bare):
+                    model.zero_grad()
+                    squares(5, 6, step=step)(model).backward()
+                naive_mean(bare)
+                require_same_gradients(twin, bare)
+                side.step(squares(5, 6, step=step))
 
 
 @with_both_plans
-def test_a_copy_of_an_attached_model_is_bare_and_can_be_attached(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(copy_of_an_attached_model, bucket_cap_mb, timeout_s=TIMEOUT_S)
+@with_every_way
+def test_a_copy_of_an_attached_model_is_bare_and_can_be_attached(ranks: Ranks, way: Way, bucket_cap_mb: float | None) -> None:
+    ranks.run(copy_of_an_attached_model, way, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def state_dict_goes_round() -> None:
+    with SideBySide(mlp()) as side:
+        side.ddp(noise(5, 6)).sum().backward()
+        file = io.BytesIO()
+        torch.save(side.ddp.state_dict(), file)
+        file.seek(0)
+        side.ddp.load_state_dict(torch.load(file))
+        side.ddp(noise(5, 6)).sum().backward()
+
+
+def test_a_state_dict_can_be_saved_and_loaded(two_ranks: Ranks) -> None:
+    two_ranks.run(state_dict_goes_round)
+
+
+def copy_without_the_hook(way: Way) -> list[str]:
+    """The copy averages in the usual way, and may get a hook of its own; the origin keeps its own."""
+    with SideBySide(mlp()) as side:
+        side.ddp.register_comm_hook(None, doubled)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            twin = way(side.ddp)
+        for model in (side.ddp, twin, side.bare):
+            squares(5, 6)(model).backward()
+        naive_mean(side.bare)
+        require_same_gradients(twin, side.bare)
+        for param in side.bare.parameters():
+            param.grad *= 2 * dist.get_world_size()
+        require_same_gradients(side.ddp, side.bare)
+        twin.register_comm_hook(None, allreduce_hook)
+        twin.close()
+    return [str(each.message) for each in caught]
+
+
+def doubled(_state, bucket):
+    """Twice the sum."""
+    return dist.all_reduce(bucket.buffer().mul_(2), async_op=True).get_future()
+
+
+@with_every_way
+def test_a_communication_hook_is_not_copied(two_ranks: Ranks, way: Way) -> None:
+    text = "the communication hook is not copied; register it on the copy again."
+    assert two_ranks.run(copy_without_the_hook, way) == [[text]] * 2
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + x
+
+
+def copied_without_what_was_ignored(way: Way) -> tuple[set[str], set[str]]:
+    ddp = DistributedDataParallel(Headed(), ignore=["head", "body.bias"])
+    before = ddp.parameters_to_ignore
+    del ddp.module.head
+    twin = way(ddp)
+    for model in (ddp, twin):
+        squares(5, 6)(model).backward()
+        model.close()
+    return before, twin.parameters_to_ignore
+
+
+@with_every_way
+def test_a_copy_forgets_ignored_names_that_are_gone(two_ranks: Ranks, way: Way) -> None:
+    for before, after in two_ranks.run(copied_without_what_was_ignored, way):
+        assert before == {"body.bias", "head.weight", "head.bias"}
+        assert after == {"body.bias"}
+
+
+def copy_in_the_wrong_place() -> dict[str, str]:
+    (group,) = groups_of([0], [1])
+    ddp = DistributedDataParallel(mlp(), process_group=group)
+    written: list[object] = [None, None]
+    dist.all_gather_object(written, pickle.dumps(ddp))
+    ddp.close()
+    texts = {"another rank": text_of(ConfigError, lambda: pickle.loads(written[1 - dist.get_rank()]))}
+    mine = written[dist.get_rank()]
+    dist.destroy_process_group()
+    texts["no group"] = text_of(ConfigError, lambda: pickle.loads(mine))
+    return texts
+
+
+def test_a_copy_that_is_loaded_in_the_wrong_place_says_so(fresh_pair: Ranks) -> None:
+    for rank, texts in enumerate(fresh_pair.run(copy_in_the_wrong_place)):
+        assert texts == {
+            "another rank": f"rank {rank} is not among the ranks of the model, {1 - rank}.\n"
+            "  a copy of a wrapped model\n"
+            "  Load it on those ranks only, or save model.module and wrap that.",
+            "no group": "torch.distributed is not initialised.\n"
+            "  a copy of a model that was wrapped over 1 ranks\n"
+            "  Call torch.distributed.init_process_group() before loading it, or save model.module instead.",
+        }
 
 
 def other_group(bucket_cap_mb: float | None) -> None:

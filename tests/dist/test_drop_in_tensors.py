@@ -256,3 +256,35 @@ def torn_while_another_is_held(clears: bool) -> None:
 @pytest.mark.parametrize("clears", [True, False])
 def test_new_data_of_a_gradient_is_noticed_while_another_is_held(ranks: Ranks, clears: bool) -> None:
     ranks.run(torn_while_another_is_held, clears)
+
+
+def finer_gradients(bucket_cap_mb: float | None) -> None:
+    """Parameters of half the precision that accumulate in the full one."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        for param in layers[0].bfloat16().parameters():
+            param.grad_dtype = torch.float32
+        layers.insert(1, Float())
+        return layers
+
+    with SideBySide(model(), bucket_cap_mb, bare=model()) as side:
+        for step in range(NUM_STEPS):
+            side.zero_grad()
+            with side.accumulating():
+                side.backward(lambda model, step=step: model(noise(5, 6, step=2 * step).bfloat16()).square().mean())
+            side.backward(lambda model, step=step: model(noise(5, 6, step=2 * step + 1).bfloat16()).square().mean())
+            side.compare()
+            assert {param.grad.dtype for param in side.module.parameters()} == {torch.float32}
+
+
+class Float(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@with_both_plans
+def test_gradients_may_have_a_dtype_of_their_own(ranks: Ranks, bucket_cap_mb: float | None) -> None:
+    ranks.run(finer_gradients, bucket_cap_mb, timeout_s=TIMEOUT_S)

@@ -25,7 +25,7 @@ from undertow import DistributedDataParallel, attach
 from undertow.runtime import private
 
 
-def models_in_one_backward(num_models: int, reverse_on_rank_1: bool) -> None:
+def models_in_one_backward(num_models: int, reverse_on_rank_1: bool, changes: bool) -> None:
     """Each runs on the output of the one before; on rank 1 in the opposite order where that is asked for."""
     models = [nn.Linear(4, 4) for _ in range(num_models)]
     bare = [nn.Linear(4, 4) for _ in models]
@@ -34,6 +34,9 @@ def models_in_one_backward(num_models: int, reverse_on_rank_1: bool) -> None:
     wrappers = [DistributedDataParallel(model) for model in models]
     is_reversed = reverse_on_rank_1 and dist.get_rank() == 1
     for step in range(3):
+        if changes and step > 0:
+            for model in (*models, *bare):
+                model.weight = nn.Parameter(torch.full((4, 4), 0.25 * step))
         for chain in (wrappers, bare):
             x = noise(2, 4, step=step)
             for model in reversed(chain) if is_reversed else chain:
@@ -47,9 +50,10 @@ def models_in_one_backward(num_models: int, reverse_on_rank_1: bool) -> None:
         wrapper.close()
 
 
-@pytest.mark.parametrize("reverse_on_rank_1", [False, True])
-def test_several_models_in_one_backward_are_right(ranks: Ranks, reverse_on_rank_1: bool) -> None:
-    ranks.run(models_in_one_backward, 3, reverse_on_rank_1)
+@pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])
+@pytest.mark.parametrize("reverse_on_rank_1", [False, True], ids=["same order", "other order"])
+def test_several_models_in_one_backward_are_right(ranks: Ranks, reverse_on_rank_1: bool, changes: bool) -> None:
+    ranks.run(models_in_one_backward, 3, reverse_on_rank_1, changes, timeout_s=20.0)
 
 
 def late_parts_of_several_models() -> None:

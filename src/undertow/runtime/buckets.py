@@ -168,7 +168,9 @@ class GradientBucket:
         return found
 
     def _check(self) -> None:
-        if not self.gradients and self._layout is None:
+        if self._layout is not None:
+            return  # a plan's bucket is right
+        if not self.gradients:
             raise ConfigError(
                 f"bucket {self.bucket_index} is empty.", where="GradientBucket", remedy="Give it at least one gradient."
             )
@@ -180,7 +182,7 @@ class GradientBucket:
                 remedy="Put each dtype and device into buckets of its own; GradientBucketManager does.",
             )
         num_bytes = sum(gradient.numel() * gradient.element_size() for gradient in self.gradients)
-        if not self.size_in_bytes >= num_bytes or (self._layout is None and not self.size_in_bytes > 0):
+        if self.size_in_bytes < num_bytes or self.size_in_bytes <= 0:
             raise ConfigError(
                 f"bucket {self.bucket_index} of {self.size_in_bytes} bytes cannot hold {num_bytes} bytes of gradients.",
                 where="GradientBucket",

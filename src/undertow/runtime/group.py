@@ -48,7 +48,19 @@ class GroupRef:
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's place in the group. ConfigError where a copy was loaded in a process that has none."""
+        if not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is not initialised.",
+                where=f"a copy of a model that was wrapped over {len(self.ranks)} ranks",
+                remedy="Call torch.distributed.init_process_group() before loading it, or save model.module instead.",
+            )
+        if dist.get_rank() not in self.ranks:
+            raise ConfigError(
+                f"rank {dist.get_rank()} is not among the ranks of the model, {', '.join(map(str, self.ranks))}.",
+                where="a copy of a wrapped model",
+                remedy="Load it on those ranks only, or save model.module and wrap that.",
+            )
         return self.ranks.index(dist.get_rank())
 
     @property

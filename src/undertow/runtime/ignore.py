@@ -28,6 +28,12 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor
     return tuple(sorted(chosen | contents.other_names_of(chosen)))
 
 
+def still_there(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the names of parameters and buffers that the module still has."""
+    known = {name for name, _ in _named_places(module)}
+    return tuple(name for name in names if name in known)
+
+
 class _Contents:
     """Everything in a module that has a name."""
 

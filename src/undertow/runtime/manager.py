@@ -10,6 +10,7 @@ from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import ParamSpec, SizeCaps, group_by_size, largest_first
+from undertow.runtime import private
 from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import ReductionHandle
 
@@ -97,11 +98,12 @@ class GradientBucketManager:
 
 def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
     """What the planner needs to know of `tensor`."""
+    dtype = private.gradient_dtype(tensor)
     return ParamSpec(
         name=name,
         shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        itemsize=tensor.element_size(),
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
         device=str(tensor.device),
         is_sparse=is_sparse,
     )

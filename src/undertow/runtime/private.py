@@ -75,6 +75,11 @@ def is_rpc_running() -> bool:
     return rpc is not None and bool(rpc._is_current_rpc_agent_set())
 
 
+def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of the tensor's gradient, which `tensor.grad_dtype` may set to another one than its own."""
+    return (getattr(tensor, "grad_dtype", None) or tensor.dtype) if tensor.requires_grad and tensor.is_leaf else tensor.dtype
+
+
 def accumulating_node(param: torch.Tensor) -> Any:
     """The node of the graph that adds to the parameter's gradient."""
     with torch.enable_grad():
