@@ -37,6 +37,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     own are `config`, and `ignore`: parameters, buffers and submodules, by name or themselves, that are left alone.
     """
 
+    require_forward_param_sync = True  # may be switched off on an instance
+    broadcast_bucket_size = 250 * 1024 * 1024  # torch's own helpers ask for this and the next two
+    use_side_stream_for_tensor_copies = True
+    logger = None
+    mixed_precision = None
+    _buffer_hook: _BufferHook | None = None
+    _shadow: ShadowHook | None = None
+
     def __init__(  # noqa: PLR0913  torch's signature
         self,
         module: nn.Module,
@@ -64,7 +72,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ignore: Iterable[str | nn.Module | Tensor] = (),
     ) -> None:
         arguments.check_module(module)
-        device_indices, output_index = arguments.check_devices(module, device_ids, output_device)
+        device_indices = arguments.check_devices(module, device_ids, output_device)
         arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         arguments.check_mixed_precision(mixed_precision)
         arguments.warn_of_check_reduction(check_reduction)
@@ -77,25 +85,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         Joinable.__init__(self)
         self.module = module
         self.dim = dim
-        self.device_ids = device_indices
-        self.output_device = output_index
+        self.device_ids, self.output_device = device_indices
         self.device = next((param.device for param in module.parameters()), torch.device("cpu"))
         self.device_type = self.device.type
         self.is_multi_device_module = len({param.device for param in module.parameters()}) > 1
         self.device_mesh = device_mesh
         self.forward_sync_buffers = chosen.buffers != "off"
-        self.require_forward_param_sync = True
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
-        self.broadcast_bucket_size = 250 * 1024 * 1024  # torch's own helpers ask for this and the next two
-        self.use_side_stream_for_tensor_copies = True
-        self.logger = None
-        self.mixed_precision = None
-        self._buffer_hook: _BufferHook | None = None
-        self._shadow: ShadowHook | None = None
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
         self.sync = Sync(
             module,

@@ -21,5 +21,5 @@ def test_a_function_can_be_seen_at_once(path: Path) -> None:
     functions = (
         node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
-    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    lengths = {f"{node.name}, line {node.lineno}": (node.end_lineno or 0) - node.lineno + 1 for node in functions}
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
