@@ -183,8 +183,10 @@ class Engine:
 
     def finish(self) -> None:
         """Runs a round, unless one has run since the last training forward or step; for a rank without gradients."""
+        num_rounds = self._progress.num_rounds
         self._abandon()
-        if self._progress.is_owed or self.is_step_empty:
+        was_abandoned = self._progress.num_rounds > num_rounds  # and its gradients may be gone
+        if self._progress.is_owed or (self.is_step_empty and not was_abandoned):
             self._run_outside_of_backward()
 
     def reduce_accumulated(self) -> None:
