@@ -25,7 +25,7 @@ from benchmarks.matrix.processes import run_job
 
 Tell = Callable[[str], None]
 _TURN_BUDGET_S = 30.0  # for the turns of one system in one run
-_START_S = 120.0  # to import, build and make the first steps, on a busy machine
+_SILENCE_S = 180.0  # without a step: to import and build, or for one step that sends thousands of messages
 _COPIES = 3.0  # of its parameters that a system holds: gradients, and buckets beside them
 _SHARE_OF_MEMORY = 0.5
 
@@ -163,8 +163,8 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
             num_warmup=effort.num_warmup,
             num_turns=effort.num_turns,
             turn_budget_s=_TURN_BUDGET_S,
-            interface=network.interface,
+            counted_interface=network.interface if network.namespaces else None,
             emulated=network.emulated,
             folder=folder,
         )
-        return run_job(job, network, python=str(python), timeout_s=_START_S + len(jobs) * 3 * _TURN_BUDGET_S)
+        return run_job(job, network, python=str(python), silence_s=_SILENCE_S)

@@ -30,7 +30,7 @@ class Job:
     num_warmup: int  # turns of every system before those that count
     num_turns: int
     turn_budget_s: float  # a slow system has fewer turns, at least MIN_TURNS
-    interface: str  # whose bytes are counted; over which gloo talks
+    counted_interface: str | None  # whose bytes are counted; None where ranks share it
     emulated: str | None  # text of the emulated link, None on a real one
     folder: str  # store, results and logs
 
@@ -41,6 +41,10 @@ class Job:
 
     def result_path(self, rank: int) -> Path:
         return Path(self.folder) / f"rank-{rank}.json"
+
+    def alive_path(self, rank: int) -> Path:
+        """Touched whenever the rank has come further."""
+        return Path(self.folder) / f"rank-{rank}.alive"
 
     def log_path(self, rank: int) -> Path:
         return Path(self.folder) / f"rank-{rank}.log"

@@ -22,7 +22,7 @@ _BLAME_S = 3.0  # for other ranks' last words: the first to end may not be the c
 _LOG_LINES = 12
 
 
-def run_job(job: Job, network: Network, *, python: str = sys.executable, timeout_s: float) -> list[dict[str, Any]]:
+def run_job(job: Job, network: Network, *, python: str = sys.executable, silence_s: float) -> list[dict[str, Any]]:
     """What each rank brought back. Raises RankFailed with the end of the log of the rank that failed."""
     command = [python, "-m", "benchmarks.matrix.worker", str(job.write())]
     ranks: list[subprocess.Popen[bytes]] = []
@@ -40,7 +40,7 @@ def run_job(job: Job, network: Network, *, python: str = sys.executable, timeout
                         start_new_session=True,  # Ctrl-C is for us, who end them; and a rank's children end with it
                     )
                 )
-        _wait(job, ranks, timeout_s)
+        _wait(job, ranks, silence_s)
     finally:
         with interrupts_postponed():
             _end(ranks)
@@ -59,21 +59,25 @@ def _environment(network: Network) -> dict[str, str]:
     }
 
 
-def _wait(job: Job, ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
+def _wait(job: Job, ranks: list[subprocess.Popen[bytes]], silence_s: float) -> None:
+    began_s = time.time()
     while any(rank.poll() is None for rank in ranks):
         if any(_has_failed(job, index, rank) for index, rank in enumerate(ranks)):
-            deadline_s = min(deadline_s, time.monotonic() + _BLAME_S)
-            _wait_until(ranks, deadline_s)
+            _wait_until(ranks, time.monotonic() + _BLAME_S)
             break
-        if time.monotonic() > deadline_s:
-            raise RankFailed(f"not done after {timeout_s:.0f} s. {_last_words(job, 0)}")
+        if time.time() - max(began_s, _last_sign_s(job)) > silence_s:
+            raise RankFailed(f"no rank has come further for {silence_s:.0f} s. {_last_words(job, 0)}")
         time.sleep(_POLL_S)
     failed = [index for index, rank in enumerate(ranks) if rank.poll() is not None and _has_failed(job, index, rank)]
     if failed:
         # One that a signal killed says nothing, and is the cause of what the others complain about.
         cause = min(failed, key=lambda index: ranks[index].returncode)
         raise RankFailed(f"rank {cause} {_how(ranks[cause].returncode)}. {_last_words(job, cause)}")
+
+
+def _last_sign_s(job: Job) -> float:
+    paths = [job.alive_path(rank) for rank in range(job.num_ranks)]
+    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def _wait_until(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> None:

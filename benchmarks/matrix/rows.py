@@ -58,8 +58,10 @@ def _row(spec: SystemSpec, timed: Sequence[Sequence[RankResult]], limits: Sequen
     measured = {job.name: _pooled(job.name, timed, limits) for job in spec.jobs()}
     found = {name: pooled for name, pooled in measured.items() if pooled["step_s"]}
     if not found:
-        row["error"] = _error_of(spec, timed, errors)
+        row["error"] = _error_of(spec, timed, errors) or "not measured"
         return row
+    if (failed := _error_of(spec, timed, errors)) is not None:
+        row["note"] = f"{spec.note} In one run it failed: {failed}".strip()
     variant = min(found, key=lambda name: median(found[name]["backward_s"]))
     if len(measured) > 1:
         row["variant"] = variant
@@ -95,12 +97,12 @@ def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
         "over_limit": None if spec.name == BARE else round(step_s / step_limit if spec.is_sharded else backward_s / limit, 4),
         "exposed_ms": round((backward_s - median(pooled["bare_backward_s"])) * 1e3, 2),
         "host_cpu_ms": round((median(pooled["cpu_s"]) - median(pooled["bare_cpu_s"])) * 1e3, 2),
-        "sent_mb": round(median(pooled["sent_bytes"]) / 1e6, 2),
+        "sent_mb": round(median(pooled["sent_bytes"]) / 1e6, 2) if pooled["sent_bytes"] else None,
         **{key: pooled["facts"].get(key) for key in _FACTS_OF_THE_ROW},
     }
 
 
-def _error_of(spec: SystemSpec, timed: Sequence[Sequence[RankResult]], errors: Mapping[str, str]) -> str:
+def _error_of(spec: SystemSpec, timed: Sequence[Sequence[RankResult]], errors: Mapping[str, str]) -> str | None:
     names = {spec.name, *(job.name for job in spec.jobs())}
     told = [errors[name] for name in names if name in errors]
     told += [
@@ -110,7 +112,7 @@ def _error_of(spec: SystemSpec, timed: Sequence[Sequence[RankResult]], errors: M
         for name in names
         if "error" in rank["systems"].get(name, {})
     ]
-    return told[0] if told else "not measured"
+    return told[0] if told else None
 
 
 def _limits_of_run(ranks: Sequence[RankResult]) -> Row:

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.machine import machine
 from benchmarks.matrix import catalog, guard
 from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
-from benchmarks.matrix.errors import MatrixError, NoNamespaces, UnknownName, require_known
+from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
 from benchmarks.matrix.picture import save_picture
 from benchmarks.matrix.rows import link_of_cell, rows_of_cell
@@ -100,7 +100,7 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
 def _measured(cell: Cell, effort: Effort) -> Document:
     try:
         result = measure_cell(cell, effort, cell.workload.gradient_bytes, _tell)
-    except (NoNamespaces, MatrixError) as error:
+    except MatrixError as error:
         # The cell is lost, not the bench.
         result = CellResult(timed=[], start_up={}, errors={spec.name: str(error) for spec in cell.systems})
     for name, error in result.errors.items():

@@ -66,15 +66,12 @@ def validation_rows(cells: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _cell_heading(cell: Row) -> str:
-    speed = cell["link_measured"]["megabytes_per_s"]
-    # "none" is as fast as the machine copies: no figure that a row could be held to.
-    measured = (
-        "" if speed is None else f": an all-reduce carries {speed} MB/s, a small one takes {cell['link_measured']['small_ms']} ms"
-    )
-    num_params = f"{cell['num_params'] / 1e6:.1f} M parameters, " if cell["num_params"] else ""
-    return (
-        f"## {cell['workload']}, {cell['ranks']} ranks, {cell['link']} ({cell['kind']})\n\n{num_params}{cell['link']}{measured}."
-    )
+    heading = f"## {cell['workload']}, {cell['ranks']} ranks, {cell['link']} ({cell['kind']})"
+    speed, small = (cell["link_measured"][name] for name in ("megabytes_per_s", "small_ms"))
+    if speed is None:
+        return heading
+    measured = f"an all-reduce carries {speed} MB/s, a small one takes {small} ms"
+    return f"{heading}\n\n{cell['workload_title']}; {cell['num_params'] / 1e6:.1f} M parameters. On this link {measured}."
 
 
 def _cells_of(row: Row) -> list[str]:
@@ -87,9 +84,7 @@ def _cells_of(row: Row) -> list[str]:
         title,
         _spread(row["backward_ms"]),
         _spread(row["step_ms"]),
-        ""
-        if is_bare
-        else f"{row['step_limit_ms' if row['is_sharded'] else 'limit_ms']:.0f}{' (step)' if row['is_sharded'] else ''}",
+        "" if is_bare else _limit(row),
         _number(row["over_limit"], 3),
         "" if is_bare else _number(row["exposed_ms"], 0),
         _number(row["sent_mb"], 1),
@@ -100,8 +95,12 @@ def _cells_of(row: Row) -> list[str]:
     ]
 
 
+def _limit(row: Row) -> str:
+    return f"{row['step_limit_ms']:.0f} (step)" if row["is_sharded"] else f"{row['limit_ms']:.0f}"
+
+
 def _errors(rows: Sequence[Row]) -> list[str]:
-    return [f"{row['title']}: {row['error'].splitlines()[0]}" for row in rows if row["error"] is not None]
+    return [f"{row['title']}:\n\n```\n{row['error']}\n```" for row in rows if row["error"] is not None]
 
 
 def _by_size(cells: Sequence[Row]) -> list[str]:

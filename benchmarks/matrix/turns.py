@@ -56,8 +56,9 @@ class Table:
     """Around which the players sit."""
 
     batch: tuple[Tensor, ...]
-    count_sent: Callable[[], int]
+    count_sent: Callable[[], int] | None  # None where ranks share the interface
     group: dist.ProcessGroup
+    beat: Callable[[], None]  # tells the runner that this rank is alive
 
 
 def play(players: Sequence[Player], table: Table, *, num_warmup: int, num_turns: int, turn_budget_s: float) -> None:
@@ -77,8 +78,10 @@ def play(players: Sequence[Player], table: Table, *, num_warmup: int, num_turns:
 
 def _take_turn(player: Player, table: Table) -> None:
     system, starts, backwards = player.system, [], []
+    table.beat()
     dist.barrier(group=table.group)
-    sent, cpu_s = table.count_sent(), time.process_time()
+    sent = table.count_sent() if table.count_sent is not None else 0
+    cpu_s = time.process_time()
     for _ in range(player.steps_per_turn):
         starts.append(time.perf_counter())
         system.backward(table.batch)
@@ -87,7 +90,8 @@ def _take_turn(player: Player, table: Table) -> None:
     starts.append(time.perf_counter())
     system.finish()
     player.cpu_s.append((time.process_time() - cpu_s) / player.steps_per_turn)
-    player.sent_bytes.append((table.count_sent() - sent) / player.steps_per_turn)
+    if table.count_sent is not None:
+        player.sent_bytes.append((table.count_sent() - sent) / player.steps_per_turn)
     steps = [stop - start for start, stop in pairwise(starts)]
     is_steady = slice(None) if player.steps_per_turn == 1 else slice(1, -1)
     player.step_s += steps[is_steady]
@@ -104,8 +108,8 @@ def _agreed_counts(players: Sequence[Player], num_turns: int, turn_budget_s: flo
     return [max(min(MIN_TURNS, num_turns), min(num_turns, int(turn_budget_s / one_s))) for one_s in turn_s.tolist()]
 
 
-def sent_bytes_of(interface: str | None) -> Callable[[], int]:
-    """Counts what has left through `interface` of this network namespace, headers included; without one always 0."""
+def sent_bytes_of(interface: str) -> Callable[[], int]:
+    """Counts what has left through `interface` of this network namespace, headers included."""
     counters = Path("/proc/self/net/dev")
 
     def count() -> int:

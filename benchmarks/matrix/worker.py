@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from benchmarks.matrix.turns import Player
 
 _PR_SET_PDEATHSIG = 1
+_AGREE = timedelta(seconds=60)  # for the slowest rank to build a system after the first has
 
 
 def main(job_path: str, rank: int) -> None:
@@ -106,8 +108,10 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     players = []
     for system in job.systems:
         seat = _Seat(system, workload.make_model(), batch, group)
+        _agree(job, system.name, rank, seat.report)
+        job.alive_path(rank).touch()
         result["systems"][system.name] = seat.report
-        if seat.player is None:
+        if seat.player is None or "error" in seat.report:
             continue
         if system.is_averaged and (wrong := truth.wrong_parameters(seat.player.system, start, steps)):
             seat.report["error"] = f"trains wrongly: {', '.join(wrong[:3])} and {len(wrong)} in all are not the reference's"
@@ -117,7 +121,8 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     gc.collect()
     gc.freeze()  # what the systems are made of is not looked through again while they are timed
     if job.num_turns and players:
-        table = turns.Table(batch=batch, count_sent=turns.sent_bytes_of(job.interface), group=group)
+        count_sent = turns.sent_bytes_of(job.counted_interface) if job.counted_interface else None
+        table = turns.Table(batch=batch, count_sent=count_sent, group=group, beat=job.alive_path(rank).touch)
         budget = {"num_warmup": job.num_warmup, "num_turns": job.num_turns}
         turns.play(players, table, **budget, turn_budget_s=job.turn_budget_s)
         for player in players:
@@ -126,6 +131,20 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
         player.system.close()
     gc.unfreeze()
     return result
+
+
+def _agree(job: Job, system: str, rank: int, report: dict[str, Any]) -> None:
+    """A system that could not be built on one rank is out on all. Raises if a rank stays away: it waits inside the system."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(f"{job.folder}/seats", job.num_ranks)
+    keys = [f"{system}/{other}" for other in range(job.num_ranks)]
+    store.set(keys[rank], report.get("error", ""))
+    store.wait(keys, _AGREE)
+    for other, key in enumerate(keys):
+        error = store.get(key).decode()
+        if error and "error" not in report:
+            report["error"] = f"on rank {other}: {error}"
 
 
 class _Seat:
@@ -137,7 +156,6 @@ class _Seat:
         try:
             self.player = self._first_step(job, model, batch, group)
         except Exception as error:
-            # All ranks have the same environment and fail alike; a rank that fails alone is found by the timeout.
             traceback.print_exc()
             self.report["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-NUM_TOKENS, WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, BATCH = 16_384, 256, 8, 8, 96, 2
+NUM_TOKENS, WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, BATCH = 16_384, 256, 8, 8, 96, 3
 
 
 class _Block(nn.Module):
