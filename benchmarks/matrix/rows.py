@@ -74,7 +74,7 @@ def _pooled(name: str, timed: Sequence[Sequence[RankResult]], limits: Sequence[R
     pooled: dict[str, Any] = {"backward_s": [], "step_s": [], "cpu_s": [], "sent_bytes": [], "facts": {}}
     pooled |= {"limit_s": [], "step_limit_s": [], "bare_backward_s": [], "bare_cpu_s": []}
     for ranks, limit in zip(timed, limits, strict=True):
-        if not all("step_s" in rank["systems"].get(name, {}) for rank in ranks):
+        if not limit or not all("step_s" in rank["systems"].get(name, {}) for rank in ranks):
             continue
         for measured in ("backward_s", "step_s", "cpu_s", "sent_bytes"):
             pooled[measured] += slowest(ranks, name, measured)
