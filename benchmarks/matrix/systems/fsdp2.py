@@ -5,15 +5,17 @@ Its reduce-scatters are synchronous on gloo: the overlap relies on device stream
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks.matrix.systems import Setting, System
 from benchmarks.matrix.systems.plain import PlainSystem
+
+_LEAST_NUMEL = 500_000  # a replayed layer may be one bias; nobody would shard that alone
 
 
 class Fsdp2(PlainSystem):
@@ -23,8 +25,21 @@ class Fsdp2(PlainSystem):
 
 def build(setting: Setting) -> System:
     mesh = DeviceMesh.from_group(setting.group, "cpu")
-    for block in (*setting.model.blocks, setting.model):  # type: ignore[misc]
-        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    for group in _groups(setting.model.blocks):  # type: ignore[arg-type]
+        fully_shard(group, mesh=mesh, reshard_after_forward=False)  # type: ignore[call-overload]
+    fully_shard(setting.model, mesh=mesh, reshard_after_forward=False)
     assert isinstance(setting.model, FSDPModule)
     setting.model._set_unshard_async_op(True)
     return Fsdp2(setting.model, setting.model, version=torch.__version__)
+
+
+def _groups(blocks: nn.Sequential) -> Iterator[list[nn.Module]]:
+    """Blocks one by one, small neighbours together."""
+    group: list[nn.Module] = []
+    for block in blocks:
+        group.append(block)
+        if sum(param.numel() for one in group for param in one.parameters()) >= _LEAST_NUMEL:
+            yield group
+            group = []
+    if group:
+        yield group
