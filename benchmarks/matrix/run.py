@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,11 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
             for num_ranks in asked.ranks:
                 if (workload.name, num_ranks) in asked.left_out:
                     continue
-                place = {"workload": workload, "num_ranks": num_ranks, "link": link}
-                cells.append(Cell(**place, kind=kind, systems=asked.systems))
+                cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=asked.systems)
+                cells.append(cell)
                 if is_shaped and not asked.is_quick and (workload.label, link) == _VALIDATED[:2]:
                     validated = tuple(spec for spec in asked.systems if spec.name in _VALIDATED[2])
-                    cells.append(Cell(**place, kind="emulated", systems=(catalog.SYSTEMS[catalog.BARE], *validated)))
+                    cells.append(replace(cell, kind="emulated", systems=(catalog.SYSTEMS[catalog.BARE], *validated)))
     return cells
 
 
@@ -108,8 +108,8 @@ def _measured(cell: Cell, effort: Effort) -> Document:
     except MatrixError as error:
         # The cell is lost, not the bench.
         result = CellResult(timed=[], start_up={}, errors={spec.name: str(error) for spec in cell.systems})
-    for name, error in result.errors.items():
-        _tell(f"{cell.title}: {name} could not be measured: {error}")
+    for name, reason in result.errors.items():
+        _tell(f"{cell.title}: {name} could not be measured: {reason}")
     return {
         "workload": cell.workload.label,
         "workload_title": cell.workload.title,

@@ -20,12 +20,12 @@ _LEAST_NUMEL = 500_000  # a replayed layer may be one bias; nobody would shard t
 
 class Fsdp2(PlainSystem):
     def parameters(self) -> Mapping[str, Tensor]:
-        return {name: param.full_tensor() for name, param in self.bare.named_parameters()}  # type: ignore[operator]
+        return {name: param.full_tensor() for name, param in self.bare.named_parameters()}
 
 
 def build(setting: Setting) -> System:
     mesh = DeviceMesh.from_group(setting.group, "cpu")
-    for group in _groups(setting.model.blocks):  # type: ignore[arg-type]
+    for group in _groups(setting.model.blocks):
         fully_shard(group, mesh=mesh, reshard_after_forward=False)  # type: ignore[call-overload]
     fully_shard(setting.model, mesh=mesh, reshard_after_forward=False)
     assert isinstance(setting.model, FSDPModule)
