@@ -21,7 +21,7 @@ demo: $(READY) ## Train with and without overlap on this machine and compare; ma
 test: $(READY) ## Run the tests; make test ARGS="tests/unit -k plan"
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(READY) ## Measure and write the figures of the README
+bench: $(READY) ## Measure everything, the matrix too (hours); make bench ARGS="--quick"
 	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: $(READY) ## Check style, types and the layers of the architecture

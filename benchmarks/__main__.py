@@ -1,4 +1,7 @@
-"""python -m benchmarks: measures, writes out/bench.jsonl and out/bench.md, and prints every figure beside its target."""
+"""python -m benchmarks: measures, writes out/bench.jsonl and out/bench.md, and prints every figure beside its target.
+
+python -m benchmarks matrix ...: workloads x ranks x links x systems; --help says more. `make bench` runs both.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,26 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 
 from benchmarks.figure import Part
 from benchmarks.machine import machine
+from benchmarks.matrix import run as matrix
 from benchmarks.output import Measured, figures_table, write_json_lines, write_markdown
 from benchmarks.suite import PARTS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what was asked for; 0, or 1 if a part could not be measured. A target that is missed is a result."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["matrix"]:
+        return matrix.main(arguments[1:])
     asked = _parser().parse_args(arguments)
+    num_failed = _measure_parts(asked)
+    if asked.only:
+        return 1 if num_failed else 0
+    matrix_code = matrix.main(["--out", str(asked.out), *(["--quick"] if asked.quick else [])])
+    return matrix_code or (1 if num_failed else 0)
+
+
+def _measure_parts(asked: argparse.Namespace) -> int:
+    """Measures the parts asked for and writes their figures; how many could not be measured."""
     asked.out.mkdir(parents=True, exist_ok=True)
     console = Console()
     chosen = [part for part in PARTS if not asked.only or part.name in asked.only]
@@ -31,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print()
     console.print(figures_table(results))
     console.print(f"Written: {asked.out / 'bench.md'} and {asked.out / 'bench.jsonl'}", highlight=False)
-    return 1 if num_failed else 0
+    return num_failed
 
 
 def _run_parts(parts: Sequence[Part], console: Console, *, is_quick: bool) -> tuple[list[Measured], int]:
@@ -61,10 +77,16 @@ def _run_parts(parts: Sequence[Part], console: Console, *, is_quick: bool) -> tu
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [part.name for part in PARTS]
     parser.add_argument(
-        "--only", action="append", choices=names, metavar="NAME", help=f"one of {', '.join(names)}; may be repeated"
+        "--only",
+        action="append",
+        choices=names,
+        metavar="NAME",
+        help=f"one of {', '.join(names)}, without the matrix; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps and repetitions: to see that it works")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")

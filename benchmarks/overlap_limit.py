@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.figure import Figure, Relation, Row, Target, Tell, row_where
+from benchmarks.matrix.profile import even_layers
+from benchmarks.matrix.workloads.replay import Replay
 from benchmarks.ranks import run_ranks
-from benchmarks.replay import Replay
 from undertow import DistributedDataParallel
 from undertow.cost import Link, collective_seconds, link_from_text
 from undertow.plan import Plan
@@ -122,7 +123,7 @@ def _measure(rank: int, group: dist.ProcessGroup, emulated: EmulatedLink, num_st
 
 def _new_model() -> Replay:
     torch.manual_seed(0)
-    return Replay()
+    return Replay(even_layers())
 
 
 def _backward(model: nn.Module, x: Tensor) -> None:

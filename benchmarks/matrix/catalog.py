@@ -1,0 +1,138 @@
+"""What the matrix knows by name: workloads, links, systems. Pure data, imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.matrix.errors import UnknownName, require_known
+from benchmarks.matrix.job import SystemJob
+from benchmarks.matrix.links import SHAPES
+from benchmarks.matrix.profile import PROFILES, scaled
+
+MAIN = "main"  # the project's own virtual environment
+_MODULES = "benchmarks.matrix.systems"
+SWEEP_MB = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemSpec:
+    """A system by the name that users give it. Its variants are all measured, and the best one is its row."""
+
+    name: str
+    title: str
+    module: str  # with build(setting), see benchmarks.matrix.systems
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})  # suffix -> options
+    environment: str = MAIN
+    is_averaged: bool = True
+    is_sharded: bool = False  # its update communicates: the whole step is compared, not the backward
+    steps_per_turn: int = 1  # at least 4 if communication is carried over into the next step
+    note: str = ""  # what would be unfair to conclude
+
+    def jobs(self) -> list[SystemJob]:
+        return [
+            SystemJob(
+                name=self.name + suffix,
+                module=self.module,
+                options=dict(options),
+                steps_per_turn=self.steps_per_turn,
+                is_averaged=self.is_averaged,
+            )
+            for suffix, options in self.variants.items()
+        ]
+
+
+SYSTEMS = {
+    spec.name: spec
+    for spec in (
+        SystemSpec(name="bare", title="compute alone", module=f"{_MODULES}.bare", is_averaged=False),
+        SystemSpec(name="per-parameter", title="a reduction per parameter, after backward", module=f"{_MODULES}.per_parameter"),
+        SystemSpec(name="ours", title="Undertow, defaults", module=f"{_MODULES}.ours"),
+        SystemSpec(name="torch-ddp", title="torch DDP, default", module=f"{_MODULES}.torch_ddp"),
+        SystemSpec(
+            name="torch-ddp-best",
+            title="torch DDP, best bucket size of a sweep",
+            module=f"{_MODULES}.torch_ddp",
+            variants={f"@{size}MB": {"bucket_cap_mb": size} for size in SWEEP_MB},
+            note="The best of several medians is chosen after the fact: noise is in its favour.",
+        ),
+        SystemSpec(
+            name="torch-zero",
+            title="torch ZeroRedundancyOptimizer",
+            module=f"{_MODULES}.torch_zero",
+            is_sharded=True,
+            note="Reduces everything on every rank and broadcasts parameters after the step: it saves memory, not time.",
+        ),
+        SystemSpec(
+            name="fsdp2",
+            title="FSDP2 per layer, no reshard",
+            module=f"{_MODULES}.fsdp2",
+            is_sharded=True,
+            note="Made for device streams: on gloo its reductions are synchronous.",
+        ),
+    )
+}
+BARE, OURS, PER_PARAMETER, TORCH = "bare", "ours", "per-parameter", "torch-ddp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """A workload by name, with the scale at which it runs unless asked otherwise (`gpt2@1`)."""
+
+    name: str
+    title: str
+    scale: float = 1.0
+    real_bytes: int = 0  # of gradients, of a workload that is not replayed
+
+    @property
+    def is_replayed(self) -> bool:
+        return self.name in PROFILES
+
+    @property
+    def gradient_bytes(self) -> int:
+        return 4 * scaled(PROFILES[self.name](), self.scale).numel if self.is_replayed else self.real_bytes
+
+    @property
+    def label(self) -> str:
+        return self.name if self.scale == 1 else f"{self.name}@{self.scale:g}"
+
+
+WORKLOADS = {
+    spec.name: spec
+    for spec in (
+        WorkloadSpec(name="replay", title="replay: 24 equal layers, 48 MB, forward 120 ms, backward 240 ms"),
+        WorkloadSpec(name="gpt", title="a real GPT on CPU: 8 layers, 42 MB", real_bytes=42_000_000),
+        WorkloadSpec(
+            name="resnet", title="a real residual network on CPU: convolutions, batch norm, 11 MB", real_bytes=11_000_000
+        ),
+        WorkloadSpec(name="resnet50", title="replay of ResNet-50 on a V100"),
+        WorkloadSpec(name="gpt2", title="replay of GPT-2 small", scale=0.125),
+        WorkloadSpec(name="bert_large", title="replay of BERT-Large", scale=0.0625),
+        WorkloadSpec(name="moe", title="replay of a mixture of experts: 3,104 tensors, 51 MB"),
+    )
+}
+LINKS = tuple(SHAPES)
+RANKS = (2, 4)
+
+
+def workload_from_text(text: str) -> WorkloadSpec:
+    """`NAME` or `NAME@SCALE`; raises UnknownName."""
+    name, _, scale_text = text.partition("@")
+    require_known("workload", name, WORKLOADS)
+    spec = WORKLOADS[name]
+    if not scale_text:
+        return spec
+    try:
+        scale = float(scale_text)
+    except ValueError:
+        scale = 0.0
+    if not (spec.is_replayed and scale > 0):
+        raise UnknownName(f"workload {text!r}: {_scale_hint(spec)}")
+    return WorkloadSpec(name=name, title=spec.title, scale=scale)
+
+
+def _scale_hint(spec: WorkloadSpec) -> str:
+    if spec.is_replayed:
+        return f"a scale is a positive number, as in '{spec.name}@0.5'."
+    return f"{spec.name} computes for real and has one size."

@@ -1,0 +1,170 @@
+"""One cell of the matrix: a workload on a number of ranks over one link, with all systems side by side.
+
+Systems of one virtual environment share the processes of a run and take turns step by step, the bare model always with
+them; runs of different environments alternate over repetitions. Start-up time and peak memory want a process per system:
+short runs of one system alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from benchmarks.matrix.catalog import BARE, SYSTEMS, SystemSpec, WorkloadSpec
+from benchmarks.matrix.environments import FOLDER, python_of
+from benchmarks.matrix.errors import MatrixError, RankFailed
+from benchmarks.matrix.job import Job, SystemJob
+from benchmarks.matrix.links import Network, emulated_network, shaped_network
+from benchmarks.matrix.processes import run_job
+
+Tell = Callable[[str], None]
+_TURN_BUDGET_S = 30.0  # for the turns of one system in one run
+_SILENCE_S = 180.0  # without a step: to import and build, or for one step that sends thousands of messages
+_COPIES = 3.0  # of its parameters that a system holds: gradients, and buckets beside them
+_SHARE_OF_MEMORY = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    workload: WorkloadSpec
+    num_ranks: int
+    link: str
+    kind: str  # "shaped" or "emulated"
+    systems: tuple[SystemSpec, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.workload.label}, {self.num_ranks} ranks, {self.link} {self.kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured."""
+
+    num_warmup: int
+    num_turns: int
+    num_repetitions: int
+    has_start_up: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Systems that share processes in one virtual environment."""
+
+    environment: str
+    systems: tuple[SystemJob, ...]
+
+
+@dataclass(slots=True)
+class CellResult:
+    """Everything that the runs of a cell brought back: by run, what each rank wrote."""
+
+    timed: list[list[dict[str, Any]]]
+    start_up: dict[str, list[dict[str, Any]]]  # by system
+    errors: dict[str, str]  # by system
+
+
+def runs_of(specs: Sequence[SystemSpec], *, max_systems: int) -> list[Run]:
+    """The runs of one repetition: per environment, as many as its systems need with `max_systems` and the bare model in each."""
+    (bare,) = SYSTEMS[BARE].jobs()
+    by_environment: dict[str, list[SystemJob]] = defaultdict(list)
+    for spec in specs:
+        by_environment[spec.environment] += [job for job in spec.jobs() if job.name != BARE]
+    size = max(1, max_systems - 1)
+    return [
+        Run(environment=environment, systems=(bare, *jobs[first : first + size]))
+        for environment, jobs in by_environment.items()
+        for first in range(0, max(1, len(jobs)), size)
+    ]
+
+
+def max_systems(num_bytes: int, num_ranks: int, available_bytes: int) -> int:
+    """How many systems with parameters of `num_bytes` may share the processes of a run, by memory."""
+    return max(2, int(_SHARE_OF_MEMORY * available_bytes / (_COPIES * num_bytes * num_ranks)))
+
+
+def measure_cell(cell: Cell, effort: Effort, num_bytes: int, tell: Tell) -> CellResult:
+    """Runs everything; a system that cannot be measured has its error in the result."""
+    result = CellResult(timed=[], start_up={}, errors={})
+    specs = [spec for spec in cell.systems if _is_made(spec, result)]
+    available = psutil.virtual_memory().available
+    runs = runs_of(specs, max_systems=max_systems(num_bytes, cell.num_ranks, available))
+    with _network(cell) as network:
+        for repetition in range(effort.num_repetitions):
+            for run in runs:
+                tell(f"{cell.title}: repetition {repetition + 1} of {effort.num_repetitions}, {_names(run)}")
+                _measure_run(cell, effort, run, network, result)
+        for spec in specs if effort.has_start_up else ():
+            tell(f"{cell.title}: start-up and memory of {spec.name}")
+            _measure_start_up(cell, spec, network, result)
+    return result
+
+
+def _is_made(spec: SystemSpec, result: CellResult) -> bool:
+    if python_of(spec.environment) is not None:
+        return True
+    result.errors[spec.name] = f"no virtual environment {FOLDER.name}/{spec.environment}; make bench-peers makes it"
+    return False
+
+
+@contextmanager
+def _network(cell: Cell) -> Iterator[Network]:
+    if cell.kind == "emulated":
+        yield emulated_network(cell.link)
+        return
+    with shaped_network(cell.link, cell.num_ranks) as network:
+        yield network
+
+
+def _names(run: Run) -> str:
+    return ", ".join(job.name for job in run.systems)
+
+
+def _measure_run(cell: Cell, effort: Effort, run: Run, network: Network, result: CellResult) -> None:
+    jobs = [job for job in run.systems if job.name not in result.errors]
+    try:
+        result.timed.append(_run(cell, run.environment, jobs, network, effort))
+        return
+    except RankFailed as error:
+        if len(jobs) <= 2:
+            result.errors[jobs[-1].name] = str(error)
+            return
+    # One of them took the others down: each alone with the bare model, so that only that one is lost.
+    bare, *others = jobs
+    for job in others:
+        _measure_run(cell, effort, Run(environment=run.environment, systems=(bare, job)), network, result)
+
+
+def _measure_start_up(cell: Cell, spec: SystemSpec, network: Network, result: CellResult) -> None:
+    job = spec.jobs()[0]
+    effort = Effort(num_warmup=0, num_turns=0, num_repetitions=1, has_start_up=True)
+    try:
+        result.start_up[spec.name] = _run(cell, spec.environment, [job], network, effort)
+    except RankFailed as error:
+        result.errors.setdefault(spec.name, str(error))
+
+
+def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Network, effort: Effort) -> list[dict[str, Any]]:
+    python = python_of(environment)
+    if python is None:
+        raise MatrixError(f"the virtual environment {environment!r} has gone")
+    with tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder:
+        job = Job(
+            num_ranks=cell.num_ranks,
+            workload=cell.workload.name,
+            scale=cell.workload.scale,
+            systems=tuple(jobs),
+            num_warmup=effort.num_warmup,
+            num_turns=effort.num_turns,
+            turn_budget_s=_TURN_BUDGET_S,
+            counted_interface=network.interface if network.namespaces else None,
+            emulated=network.emulated,
+            folder=folder,
+        )
+        return run_job(job, network, python=str(python), silence_s=_SILENCE_S)

@@ -1,0 +1,72 @@
+"""The earliest time at which all gradients can have crossed the link: what every row is compared with.
+
+    limit = max over i of  r_i + C*(S_i)
+
+r_i is when gradient i was ready on the last rank (measured on the bare model in the same run), S_i the bytes of all
+gradients that are ready at r_i or later, C*(S) the cheapest way to send S bytes in any split (Gradient i and all later
+ones cannot be on the wire before r_i). C* is taken from below, so that the limit is never too high:
+the best seconds per byte that the calibration of the same run has seen, and no less than the fastest small collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """What an all-reduce costs on a link, as measured at the beginning of a run."""
+
+    seconds_per_byte: float  # of payload, at the best piece size
+    least_s: float  # of the fastest small all-reduce
+
+    def __post_init__(self) -> None:
+        if self.seconds_per_byte < 0 or self.least_s < 0:
+            raise ValueError(f"a link cannot take {self.seconds_per_byte} s per byte and {self.least_s} s at least")
+
+    @property
+    def megabytes_per_s(self) -> float:
+        """Payload of an all-reduce per second."""
+        return 1e-6 / self.seconds_per_byte if self.seconds_per_byte else float("inf")
+
+    def cheapest_s(self, num_bytes: int) -> float:
+        """C*: no split of `num_bytes` is through earlier."""
+        return max(self.least_s, num_bytes * self.seconds_per_byte) if num_bytes else 0.0
+
+
+def wire_from_calibration(calibration: Mapping[str, Any]) -> Wire:
+    """The best of what `calibrate` measured: trains of pieces by piece size, and small collectives one by one."""
+    trains = calibration["trains"]
+    return Wire(
+        seconds_per_byte=min(train["seconds"] / train["bytes"] for train in trains),
+        least_s=calibration["small_s"],
+    )
+
+
+def limit_s(ready_s: Sequence[float], num_bytes: Sequence[int], wire: Wire) -> float:
+    """The limit for gradients that are ready at `ready_s` and have `num_bytes`, in any order; seconds as `ready_s`."""
+    remaining, limit = 0, 0.0
+    for ready, size in sorted(zip(ready_s, num_bytes, strict=True), reverse=True):
+        remaining += size
+        limit = max(limit, ready + wire.cheapest_s(remaining))
+    return limit
+
+
+def step_limit_s(
+    ready_s: Sequence[float], used_s: Sequence[float], num_bytes: Sequence[int], wire: Wire, *, compute_s: float
+) -> float:
+    """The shortest period of steps that reduce under backward and gather under the next forward.
+
+        limit = max(compute, wire of everything, max over i of  r_i + C*(S_i) - last use in S_i)
+
+    `used_s` is when each parameter is first read in forward, both since the step began. A reduce-scatter and an
+    all-gather together are taken to cost what an all-reduce does, as they do in a ring.
+    """
+    remaining, last_use_s, limit = 0, 0.0, max(compute_s, wire.cheapest_s(sum(num_bytes)))
+    for ready, used, size in sorted(zip(ready_s, used_s, num_bytes, strict=True), reverse=True):
+        remaining += size
+        last_use_s = max(last_use_s, used)
+        limit = max(limit, ready + wire.cheapest_s(remaining) - last_use_s)
+    return limit

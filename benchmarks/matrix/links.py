@@ -1,0 +1,147 @@
+"""Links between the ranks of this machine: shaped ones between network namespaces, or the emulated one.
+
+    rank 0            rank 1            a namespace each, named after this process
+    eth0 tbf 1gbit    eth0 tbf 1gbit    each rank's way out is shaped
+      └──── br0 ────────┘               a bridge in a namespace of its own: the host's is not touched
+
+Needs root and iproute2. Leaving the `with` block deletes the namespaces, also on Ctrl-C and SIGTERM; those of a runner
+that was killed are removed by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from benchmarks.matrix.errors import NoNamespaces
+
+PREFIX = "undertow-bench-"
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A rate for `tc tbf`; None leaves the virtual cable as fast as it is."""
+
+    rate: str | None
+    burst: str = "128kb"
+
+
+SHAPES = {
+    "1gbit": Shape(rate="1gbit"),
+    "5gbit": Shape(rate="5gbit", burst="640kb"),
+    "none": Shape(rate=None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Where ranks run and what they talk over."""
+
+    kind: str  # "shaped" or "emulated"
+    interface: str
+    emulated: str | None  # text of the emulated link
+    namespaces: tuple[str, ...] = ()  # by rank
+
+    def command(self, rank: int, command: Sequence[str]) -> list[str]:
+        """`command`, to be run where `rank` lives."""
+        return ["ip", "netns", "exec", self.namespaces[rank], *command] if self.namespaces else list(command)
+
+
+def what_is_missing() -> str | None:
+    """Why shaped links cannot be made here; None if they can."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"{tool!r} is not installed (Debian, Ubuntu: apt-get install iproute2)"
+    if os.geteuid() != 0:
+        return "this user is not root"
+    probe = f"{PREFIX}{os.getpid()}-probe"
+    try:
+        _run("ip", "netns", "add", probe)
+    except NoNamespaces as error:
+        return f"network namespaces are refused ({error})"
+    _run("ip", "netns", "del", probe)
+    return None
+
+
+def emulated_network(link: str) -> Network:
+    return Network(kind="emulated", interface="lo", emulated=link)
+
+
+@contextmanager
+def shaped_network(link: str, num_ranks: int) -> Iterator[Network]:
+    """Namespaces for `num_ranks` ranks joined by `link`, deleted at the end. Raises NoNamespaces."""
+    stem = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+    hub, spokes = f"{stem}-hub", tuple(f"{stem}-{rank}" for rank in range(num_ranks))
+    made: list[str] = []
+    try:
+        for name in (hub, *spokes):
+            made.append(name)
+            _run("ip", "netns", "add", name)
+        _run("ip", "-n", hub, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", hub, "link", "set", "br0", "up")
+        for rank, spoke in enumerate(spokes):
+            _join(hub, spoke, rank, SHAPES[link])
+        yield Network(kind="shaped", interface="eth0", emulated=None, namespaces=spokes)
+    finally:
+        with interrupts_postponed():
+            for name in made:
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def remove_abandoned() -> list[str]:
+    """Deletes the namespaces of runners that are no more; says which."""
+    removed = []
+    for path in sorted(Path("/run/netns").glob(f"{PREFIX}*")):
+        owner = path.name.removeprefix(PREFIX).split("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
+            removed.append(path.name)
+    return removed
+
+
+@contextmanager
+def interrupts_postponed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM inside come after the block: what is being cleaned up is cleaned up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    late: list[int] = []
+    kept: dict[int, Callable[..., object] | int | None] = {
+        number: signal.signal(number, lambda signum, _frame: late.append(signum)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        if late:
+            signal.raise_signal(late[0])
+
+
+def _join(hub: str, spoke: str, rank: int, shape: Shape) -> None:
+    port = f"port{rank}"
+    _run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", spoke)
+    _run("ip", "-n", hub, "link", "set", port, "master", "br0", "up")
+    _run("ip", "-n", spoke, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
+    _run("ip", "-n", spoke, "link", "set", "eth0", "up")
+    _run("ip", "-n", spoke, "link", "set", "lo", "up")
+    # bbr, where it is the default, misjudges a token bucket; cubic is refused inside a namespace.
+    _run("ip", "netns", "exec", spoke, "sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=reno")
+    if shape.rate is not None:
+        bucket = ("rate", shape.rate, "burst", shape.burst, "latency", "100ms")
+        _run("tc", "-n", spoke, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise NoNamespaces(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")

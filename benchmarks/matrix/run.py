@@ -1,0 +1,196 @@
+"""python -m benchmarks matrix: workloads x ranks x links x systems, side by side; writes matrix.jsonl, .md, .png and .svg."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from benchmarks.matrix import catalog, guard
+from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
+from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
+from benchmarks.matrix.links import remove_abandoned, what_is_missing
+from benchmarks.matrix.picture import save_picture
+from benchmarks.matrix.rows import link_of_cell, rows_of_cell
+from benchmarks.matrix.table import markdown
+
+Document = dict[str, Any]
+FULL = Effort(num_warmup=3, num_turns=8, num_repetitions=2, has_start_up=True)
+QUICK = Effort(num_warmup=2, num_turns=5, num_repetitions=1, has_start_up=False)
+_QUICK_LEAVES_OUT = ("gpt", 4)  # real arithmetic on more ranks than many machines have processors: noise
+_VALIDATED = ("replay", "1gbit", (catalog.OURS, catalog.TORCH, catalog.PER_PARAMETER))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for, all names known."""
+
+    workloads: tuple[catalog.WorkloadSpec, ...]
+    ranks: tuple[int, ...]
+    links: tuple[str, ...]
+    systems: tuple[catalog.SystemSpec, ...]
+    effort: Effort
+    out: Path
+    records: bool
+    is_quick: bool
+    left_out: tuple[tuple[str, int], ...]  # cells of a workload and a number of ranks
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the matrix; 0, 1 if nothing could be measured, 2 for a command that cannot be understood."""
+    try:
+        asked = _asked(_parser().parse_args(arguments))
+    except UnknownName as error:
+        print(f"benchmarks matrix: {error}", file=sys.stderr)
+        return 2
+    command = shlex.join(["python", "-m", "benchmarks", "matrix", *arguments])
+    return run(asked, command)
+
+
+def run(asked: Asked, command: str) -> int:
+    """Measures cell by cell and writes what there is after each, so that an interrupted run is not lost."""
+    asked.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C: everything that has been set up is torn down
+    for name in remove_abandoned():
+        _tell(f"removed {name}, which a runner that was killed had left")
+    missing = what_is_missing()
+    if missing is not None:
+        _tell(f"no shaped links: {missing}. Going on with the emulated link.")
+    header = {**machine(), "command": command, "links": "shaped" if missing is None else f"emulated ({missing})"}
+    cells: list[Document] = []
+    try:
+        for cell in _cells(asked, is_shaped=missing is None):
+            cells.append(_measured(cell, asked.effort))
+            _write(asked.out, header, cells)
+    except KeyboardInterrupt:
+        _tell("interrupted; what was measured before is kept")
+        return 130
+    header["load_average_after"] = machine()["load_average"]
+    _write(asked.out, header, cells)
+    save_picture(cells, asked.out)
+    print(markdown(header, cells))
+    ratios = guard.ratios_of(cells)
+    print(guard.report(guard.compare(ratios, guard.read_recorded())))
+    if asked.records:
+        guard.record(ratios, header)
+        _tell(f"recorded {len(ratios)} ratios in {guard.RECORDED}")
+    _tell(f"written: {asked.out}/matrix.jsonl, .md, .png, .svg")
+    return 0 if any(row["error"] is None for cell in cells for row in cell["rows"]) else 1
+
+
+def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
+    """The cells in the order in which they run; a full run validates the emulated link beside the shaped one."""
+    kind = "shaped" if is_shaped else "emulated"
+    cells = []
+    for workload in asked.workloads:
+        for link in asked.links:
+            for num_ranks in asked.ranks:
+                if (workload.name, num_ranks) in asked.left_out:
+                    continue
+                cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=asked.systems)
+                cells.append(cell)
+                if is_shaped and not asked.is_quick and (workload.label, link) == _VALIDATED[:2]:
+                    validated = tuple(spec for spec in asked.systems if spec.name in _VALIDATED[2])
+                    cells.append(replace(cell, kind="emulated", systems=(catalog.SYSTEMS[catalog.BARE], *validated)))
+    return cells
+
+
+def _measured(cell: Cell, effort: Effort) -> Document:
+    try:
+        result = measure_cell(cell, effort, cell.workload.gradient_bytes, _tell)
+    except MatrixError as error:
+        # The cell is lost, not the bench.
+        result = CellResult(timed=[], start_up={}, errors={spec.name: str(error) for spec in cell.systems})
+    for name, reason in result.errors.items():
+        _tell(f"{cell.title}: {name} could not be measured: {reason}")
+    return {
+        "workload": cell.workload.label,
+        "workload_title": cell.workload.title,
+        "num_params": sum(numel for numel, _ in result.timed[0][0]["params"]) if result.timed else 0,
+        "ranks": cell.num_ranks,
+        "link": cell.link,
+        "kind": cell.kind,
+        "link_measured": link_of_cell(result.timed),
+        "rows": rows_of_cell(cell.systems, result.timed, result.start_up, result.errors),
+    }
+
+
+def _write(out: Path, header: Document, cells: Sequence[Document]) -> None:
+    lines = [{"type": "machine", **header}]
+    for cell in cells:
+        place = {key: value for key, value in cell.items() if key != "rows"}
+        lines += [{"type": "row", **place, **row} for row in cell["rows"]]
+    (out / "matrix.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (out / "matrix.md").write_text(markdown(header, cells), encoding="utf-8")
+
+
+def _stop(_signum: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _asked(given: argparse.Namespace) -> Asked:
+    """The command line with every name looked up; raises UnknownName."""
+    for link in given.link or ():
+        require_known("link", link, catalog.LINKS)
+    for system in given.system or ():
+        require_known("system", system, catalog.SYSTEMS)
+    workloads = given.workload or (["replay", "gpt"] if given.quick else list(catalog.WORKLOADS))
+    quick_systems = [catalog.PER_PARAMETER, catalog.OURS, catalog.TORCH]
+    names = given.system or (quick_systems if given.quick else list(catalog.SYSTEMS))
+    chosen = [name for name in catalog.SYSTEMS if name in (catalog.BARE, *names)]  # the bare model is always there
+    effort = QUICK if given.quick else FULL
+    if given.steps is not None:
+        repetitions = min(effort.num_repetitions, given.steps)
+        turns = -(-given.steps // repetitions)
+        effort = Effort(
+            num_warmup=effort.num_warmup, num_turns=turns, num_repetitions=repetitions, has_start_up=effort.has_start_up
+        )
+    return Asked(
+        workloads=tuple(catalog.workload_from_text(text) for text in dict.fromkeys(workloads)),
+        ranks=tuple(dict.fromkeys(given.ranks or catalog.RANKS)),
+        links=tuple(dict.fromkeys(given.link or (("1gbit",) if given.quick else catalog.LINKS))),
+        systems=tuple(catalog.SYSTEMS[name] for name in chosen),
+        effort=effort,
+        out=given.out,
+        records=given.record,
+        is_quick=given.quick,
+        left_out=(_QUICK_LEAVES_OUT,) if given.quick and not given.workload and not given.ranks else (),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks matrix", description=__doc__)
+    add = parser.add_argument
+    add("--workload", action="append", metavar="NAME[@SCALE]", help=f"{', '.join(catalog.WORKLOADS)}; may be repeated")
+    add("--ranks", action="append", type=_num_ranks, metavar="N", help="2 to 64, default 2 and 4; may be repeated")
+    add("--link", action="append", metavar="NAME", help=f"{', '.join(catalog.LINKS)}; may be repeated")
+    add("--system", action="append", metavar="NAME", help=f"{', '.join(catalog.SYSTEMS)}; may be repeated")
+    add("--steps", type=_positive, metavar="N", help="steps of each system in each cell (at most, for slow ones)")
+    add("--quick", action="store_true", help="replay and gpt at 1gbit, three systems, few steps: below 3 minutes")
+    add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
+    add("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
+    return parser
+
+
+def _num_ranks(text: str) -> int:
+    number = _positive(text)
+    if not 2 <= number <= 64:
+        raise argparse.ArgumentTypeError(f"between 2 and 64 ranks, not {number}")
+    return number
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"a number above 0, not {text!r}")
+    return int(text)

@@ -1,0 +1,35 @@
+"""Undertow's DistributedDataParallel; options are those of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from benchmarks.matrix.systems import Setting, System
+from benchmarks.matrix.systems.plain import PlainSystem
+from undertow import DistributedDataParallel, SyncConfig
+
+
+class Ours(PlainSystem):
+    wrapped: DistributedDataParallel
+
+    def facts(self) -> Mapping[str, Any]:
+        report = self.wrapped.report(show=False)
+        return {
+            "collectives": len(report.buckets),
+            "version": version("undertow"),
+            "own_exposed_ms": round(report.exposed_ms, 2),
+            "own_limit_ms": round(report.limit_ms, 2),
+            "buckets": [
+                [b.num_bytes, round(b.ready_ms, 2), round(b.launched_ms, 2), round(b.done_ms, 2)] for b in report.buckets
+            ],
+        }
+
+    def close(self) -> None:
+        self.wrapped.close()
+
+
+def build(setting: Setting) -> System:
+    wrapped = DistributedDataParallel(setting.model, process_group=setting.group, config=SyncConfig(**setting.options))
+    return Ours(wrapped, setting.model)

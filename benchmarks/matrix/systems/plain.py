@@ -1,0 +1,40 @@
+"""What most systems share: a module, torch's SGD, parameters as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.matrix.systems import LEARNING_RATE
+
+
+class PlainSystem:
+    """Trains `wrapped`, whose backward leaves averaged gradients; `bare` has the parameters and their names."""
+
+    def __init__(self, wrapped: nn.Module, bare: nn.Module, **facts: Any) -> None:
+        self.wrapped = wrapped
+        self.bare = bare
+        self._facts = facts
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(bare.parameters(), lr=LEARNING_RATE)
+
+    def backward(self, batch: tuple[Tensor, ...]) -> None:
+        self.optimizer.zero_grad()
+        self.wrapped(*batch).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def finish(self) -> None:
+        pass
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.bare.named_parameters())
+
+    def facts(self) -> Mapping[str, Any]:
+        return self._facts
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,149 @@
+"""The matrix as Markdown. Pure: from rows to text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.matrix.catalog import BARE, OURS, PER_PARAMETER
+
+Row = Mapping[str, Any]
+_HEAD = (
+    "system",
+    "until averaged, ms (min-max)",
+    "whole step, ms (min-max)",
+    "limit, ms",
+    "achieved / limit",
+    "exposed ms",
+    "MB sent",
+    "collectives",
+    "CPU ms above bare",
+    "peak MB",
+    "import, wrap, first step ms",
+)
+_SIZES = ((0, 10e6, "below 10 M"), (10e6, 100e6, "10 to 100 M"), (100e6, float("inf"), "above 100 M"))
+VALID_WITHIN = 0.05
+
+
+def markdown(header: Row, cells: Sequence[Row]) -> str:
+    """The whole document: the machine, a table per cell, the answers that need several cells, and the notes."""
+    blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items())]
+    for cell in cells:
+        blocks += [_cell_heading(cell), markdown_table(_HEAD, (_cells_of(row) for row in cell["rows"])), *_errors(cell["rows"])]
+    blocks += [*_by_size(cells), *_validation(cells), *_notes(cells)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+
+
+def validation_rows(cells: Sequence[Row]) -> list[dict[str, Any]]:
+    """Systems measured on a shaped link and on the emulated one of the same name, and by how much they differ."""
+    by_place = {(cell["workload"], cell["ranks"], cell["link"], cell["kind"]): cell for cell in cells}
+    rows = []
+    for (workload, ranks, link, kind), emulated in by_place.items():
+        shaped = by_place.get((workload, ranks, link, "shaped"))
+        if kind != "emulated" or shaped is None:
+            continue
+        real = {row["system"]: row for row in shaped["rows"] if row["error"] is None}
+        for row in emulated["rows"]:
+            if row["error"] is not None or row["system"] not in real or row["system"] == BARE:
+                continue
+            shaped_ms, emulated_ms = (it["backward_ms"]["median"] for it in (real[row["system"]], row))
+            rows.append(
+                {
+                    "workload": workload,
+                    "ranks": ranks,
+                    "link": link,
+                    "system": row["system"],
+                    "shaped_ms": shaped_ms,
+                    "emulated_ms": emulated_ms,
+                    "difference": round(emulated_ms / shaped_ms - 1, 4),
+                }
+            )
+    return rows
+
+
+def _cell_heading(cell: Row) -> str:
+    heading = f"## {cell['workload']}, {cell['ranks']} ranks, {cell['link']} ({cell['kind']})"
+    speed, small = (cell["link_measured"][name] for name in ("megabytes_per_s", "small_ms"))
+    if speed is None:
+        return heading
+    measured = f"an all-reduce carries {speed} MB/s, a small one takes {small} ms"
+    return f"{heading}\n\n{cell['workload_title']}; {cell['num_params'] / 1e6:.1f} M parameters. On this link {measured}."
+
+
+def _cells_of(row: Row) -> list[str]:
+    title = f"{row['title']} ({row['variant'].partition('@')[2]})" if row["variant"] else row["title"]
+    if row["error"] is not None:
+        return [title, "could not be measured", *[""] * (len(_HEAD) - 2)]
+    is_bare = row["system"] == BARE
+    start_up = [row.get(name) for name in ("import_ms", "wrap_ms", "first_step_ms")]
+    return [
+        title,
+        _spread(row["backward_ms"]),
+        _spread(row["step_ms"]),
+        "" if is_bare else _limit(row),
+        _number(row["over_limit"], 3),
+        "" if is_bare else _number(row["exposed_ms"], 0),
+        _number(row["sent_mb"], 1),
+        _number(row["collectives"], 0),
+        "" if is_bare else _number(row["host_cpu_ms"], 1),
+        _number(row.get("peak_rss_mb"), 0),
+        "" if None in start_up else ", ".join(f"{value:.0f}" for value in start_up),
+    ]
+
+
+def _limit(row: Row) -> str:
+    return f"{row['step_limit_ms']:.0f} (step)" if row["is_sharded"] else f"{row['limit_ms']:.0f}"
+
+
+def _errors(rows: Sequence[Row]) -> list[str]:
+    return [f"{row['title']}:\n\n```\n{row['error']}\n```" for row in rows if row["error"] is not None]
+
+
+def _by_size(cells: Sequence[Row]) -> list[str]:
+    lines = []
+    for low, high, name in _SIZES:
+        for cell in cells:
+            ours = next((row for row in cell["rows"] if row["system"] == OURS and row["error"] is None), None)
+            if ours is None or ours["speedup_over_per_parameter"] is None or not low <= cell["num_params"] < high:
+                continue
+            place = (cell["workload"], str(cell["ranks"]), f"{cell['link']} ({cell['kind']})")
+            lines.append([name, *place, f"{ours['speedup_over_per_parameter']:.2f}", _number(ours["speedup_over_torch"], 2)])
+    if not lines:
+        return []
+    head = ("parameters", "workload", "ranks", "link", f"times faster than {PER_PARAMETER}", "than torch DDP's default")
+    return ["## How much faster than one reduction per parameter (whole steps)", markdown_table(head, lines)]
+
+
+def _validation(cells: Sequence[Row]) -> list[str]:
+    rows = validation_rows(cells)
+    if not rows:
+        return []
+    head = ("workload", "ranks", "link", "system", "shaped ms", "emulated ms", "difference", f"within {VALID_WITHIN:.0%}")
+    lines = [
+        [
+            *(str(row[key]) for key in ("workload", "ranks", "link", "system")),
+            f"{row['shaped_ms']:.0f}",
+            f"{row['emulated_ms']:.0f}",
+            f"{row['difference']:+.1%}",
+            "yes" if abs(row["difference"]) <= VALID_WITHIN else "NO",
+        ]
+        for row in rows
+    ]
+    return ["## The emulated link beside the shaped one", markdown_table(head, lines)]
+
+
+def _notes(cells: Sequence[Row]) -> list[str]:
+    notes = {row["title"]: row["note"] for cell in cells for row in cell["rows"] if row["note"]}
+    return ["## Notes", "\n".join(f"- {title}: {note}" for title, note in notes.items())] if notes else []
+
+
+def _spread(times: Row) -> str:
+    return f"{times['median']:.0f} ({times['min']:.0f}-{times['max']:.0f})"
+
+
+def _number(value: float | None, num_decimals: int) -> str:
+    return "" if value is None else f"{value:.{num_decimals}f}"

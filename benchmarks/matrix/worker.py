@@ -1,0 +1,181 @@
+"""One rank of a run: python -m benchmarks.matrix.worker JOB RANK. Runs in any virtual environment that has torch.
+
+Imports Undertow only if it is one of the systems or the link is emulated. What it measured goes to the job's folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.matrix.job import Job, SystemJob, job_from_file
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from benchmarks.matrix.turns import Player
+
+_PR_SET_PDEATHSIG = 1
+_AGREE = timedelta(seconds=60)  # for the slowest rank to build a system after the first has
+
+
+def main(job_path: str, rank: int) -> None:
+    """Runs the job as `rank` and writes the result."""
+    _die_with_parent()
+    job = job_from_file(Path(job_path))
+    torch_import_s = _import_torch()
+    with _process_group(job, rank) as group:
+        result = _run(job, rank, group)
+    result["torch_import_s"] = torch_import_s
+    result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    whole = job.result_path(rank)
+    partial = whole.with_suffix(".part")
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.replace(whole)
+
+
+def _die_with_parent() -> None:
+    """A runner that is killed leaves no ranks behind (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _import_torch() -> float:
+    began_s = time.perf_counter()
+    import torch
+    import torch.distributed
+
+    took_s = time.perf_counter() - began_s
+    torch.set_num_threads(1)
+    return took_s
+
+
+@contextmanager
+def _process_group(job: Job, rank: int) -> Iterator[dist.ProcessGroup]:
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.num_ranks)}
+    store = dist.FileStore(f"{job.folder}/meeting-point", job.num_ranks)
+    with _backend(job.emulated) as backend:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=job.num_ranks)
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+        # Barrier, drop every holder, destroy: else gloo may abort at exit.
+        dist.barrier()
+        gc.collect()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _backend(emulated: str | None) -> Iterator[str]:
+    if emulated is None:
+        yield "gloo"
+        return
+    from undertow.cost import link_from_text
+    from undertow.runtime.emulated_link import BACKEND, emulated_backend
+
+    with emulated_backend(link_from_text(emulated)):
+        yield BACKEND
+
+
+def _run(job: Job, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    from benchmarks.matrix import truth, turns
+    from benchmarks.matrix.calibrate import calibrate
+    from benchmarks.matrix.workloads import make_workload
+
+    workload = make_workload(job.workload, job.scale)
+    batch = workload.make_batch(rank)
+    calibration = calibrate(group) if job.num_turns else None
+    model = workload.make_model()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    steps = truth.steps_of_reference(model, batch, group)
+    sizes = [[param.numel(), param.numel() * param.element_size()] for param in model.parameters()]
+    del model
+    result: dict[str, Any] = {"calibration": calibration, "params": sizes, "systems": {}}
+    players = []
+    for system in job.systems:
+        seat = _Seat(system, workload.make_model(), batch, group)
+        _agree(job, system.name, rank, seat.report)
+        job.alive_path(rank).touch()
+        result["systems"][system.name] = seat.report
+        if seat.player is None or "error" in seat.report:
+            continue
+        if system.is_averaged and (wrong := truth.wrong_parameters(seat.player.system, start, steps)):
+            seat.report["error"] = f"trains wrongly: {', '.join(wrong[:3])} and {len(wrong)} in all are not the reference's"
+            continue
+        players.append(seat.player)
+    del start, steps
+    gc.collect()
+    gc.freeze()  # what the systems are made of is not looked through again while they are timed
+    if job.num_turns and players:
+        count_sent = turns.sent_bytes_of(job.counted_interface) if job.counted_interface else None
+        table = turns.Table(batch=batch, count_sent=count_sent, group=group, beat=job.alive_path(rank).touch)
+        budget = {"num_warmup": job.num_warmup, "num_turns": job.num_turns}
+        turns.play(players, table, **budget, turn_budget_s=job.turn_budget_s)
+        for player in players:
+            result["systems"][player.name] |= player.to_dict()
+    for player in players:
+        player.system.close()
+    gc.unfreeze()
+    return result
+
+
+def _agree(job: Job, system: str, rank: int, report: dict[str, Any]) -> None:
+    """A system that could not be built on one rank is out on all. Raises if a rank stays away: it waits inside the system."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(f"{job.folder}/seats", job.num_ranks)
+    keys = [f"{system}/{other}" for other in range(job.num_ranks)]
+    store.set(keys[rank], report.get("error", ""))
+    store.wait(keys, _AGREE)
+    for other, key in enumerate(keys):
+        error = store.get(key).decode()
+        if error and "error" not in report:
+            report["error"] = f"on rank {other}: {error}"
+
+
+class _Seat:
+    """A system that is built and has made its first step, or the reason why not."""
+
+    def __init__(self, job: SystemJob, model: Any, batch: Any, group: dist.ProcessGroup) -> None:
+        self.report: dict[str, Any] = {}
+        self.player: Player | None = None
+        try:
+            self.player = self._first_step(job, model, batch, group)
+        except Exception as error:
+            traceback.print_exc()
+            self.report["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _first_step(self, job: SystemJob, model: Any, batch: Any, group: dist.ProcessGroup) -> Player:
+        from benchmarks.matrix.systems import Setting
+        from benchmarks.matrix.turns import Player
+
+        stamps = [time.perf_counter()]
+        module = importlib.import_module(job.module)
+        stamps.append(time.perf_counter())
+        system = module.build(Setting(model=model, group=group, options=job.options))
+        stamps.append(time.perf_counter())
+        system.backward(batch)
+        system.update()
+        system.finish()
+        stamps.append(time.perf_counter())
+        names = ("import_s", "wrap_s", "first_step_s")
+        self.report |= {name: stop - begin for name, begin, stop in zip(names, stamps, stamps[1:], strict=False)}
+        return Player(name=job.name, system=system, steps_per_turn=job.steps_per_turn)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

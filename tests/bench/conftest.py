@@ -1,0 +1,37 @@
+"""Cells of the benchmark matrix that take a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from benchmarks.matrix.catalog import SYSTEMS, SystemSpec, workload_from_text
+from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
+from benchmarks.matrix.links import what_is_missing
+from benchmarks.matrix.rows import rows_of_cell
+
+SMALL = Effort(num_warmup=1, num_turns=2, num_repetitions=1, has_start_up=False)
+Rows = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def needs_namespaces() -> None:
+    missing = what_is_missing()
+    if missing is not None:
+        pytest.skip(f"shaped links cannot be made here: {missing}")
+
+
+@pytest.fixture
+def measure() -> Callable[..., Rows]:
+    """Measures one cell of 0.5 MB and gives its rows by system."""
+
+    def measure_rows(*systems: str | SystemSpec, kind: str, link: str = "1gbit", num_ranks: int = 2) -> Rows:
+        specs = tuple(SYSTEMS[system] if isinstance(system, str) else system for system in systems)
+        workload = workload_from_text("replay@0.01")
+        cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=specs)
+        result: CellResult = measure_cell(cell, SMALL, workload.gradient_bytes, lambda _line: None)
+        rows = rows_of_cell(specs, result.timed, result.start_up, result.errors)
+        return {row["system"]: row for row in rows}
+
+    return measure_rows

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.matrix import links, run
+from benchmarks.matrix.catalog import SystemSpec
+
+Measure = Callable[..., dict[str, dict[str, Any]]]
+
+
+def bad(how: str) -> SystemSpec:
+    return SystemSpec(name="bad", title="bad", module="tests.support.bad_systems", variants={"": {"how": how}})
+
+
+def test_every_system_of_the_main_environment_trains_right_over_the_emulated_link(measure: Measure) -> None:
+    names = ("bare", "per-parameter", "ours", "torch-ddp", "torch-ddp-best", "torch-zero", "fsdp2")
+    rows = measure(*names, kind="emulated", link="none")
+    assert {name: row["error"] for name, row in rows.items()} == dict.fromkeys(names)
+    # 2 turns were asked for; the sweep shows the best of its variants.
+    assert {row["num_steps"] for row in rows.values()} == {2}
+    assert rows["torch-ddp-best"]["variant"] is not None
+    assert rows["ours"]["sent_mb"] is None  # ranks share the interface: nobody's bytes can be told
+    assert rows["per-parameter"]["collectives"] == 48
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("forgets to average", "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not"),
+        ("fails on rank 1", "ValueError: not on this rank"),
+        ("dies", "rank 1 was killed by SIGKILL. The end of rank 1's log:\nthe last line of rank 1"),
+    ],
+)
+def test_a_system_that_fails_is_lost_alone(how: str, error: str, measure: Measure) -> None:
+    rows = measure("bare", "per-parameter", bad(how), kind="emulated", link="none")
+    assert error in rows["bad"]["error"]
+    assert rows["per-parameter"]["error"] is None
+
+
+def test_a_system_that_cannot_be_imported_is_a_row(measure: Measure) -> None:
+    rows = measure("bare", SystemSpec(name="absent", title="absent", module="no_such_package"), kind="emulated")
+    assert rows["absent"]["error"] == "ModuleNotFoundError: No module named 'no_such_package'"
+
+
+def test_a_system_without_its_environment_is_a_row(measure: Measure) -> None:
+    spec = SystemSpec(name="peer", title="peer", module="x", environment="never-made")
+    rows = measure("bare", spec, kind="emulated")
+    assert rows["peer"]["error"] == "no virtual environment .venv-peers/never-made; make bench-peers makes it"
+    assert rows["bare"]["error"] is None
+
+
+def test_without_root_the_emulated_link_is_used_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(links.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    chosen = ("--workload", "replay@0.01", "--ranks", "2", "--link", "1gbit", "--system", "ours")
+    assert run.main([*chosen, "--quick", "--steps", "2", "--out", str(tmp_path)]) == 0
+    assert "no shaped links: this user is not root. Going on with the emulated link." in capsys.readouterr().err
+    machine, bare, ours = (json.loads(line) for line in (tmp_path / "matrix.jsonl").read_text().splitlines())
+    assert machine["links"] == "emulated (this user is not root)"
+    assert (bare["kind"], ours["kind"], ours["system"]) == ("emulated", "emulated", "ours")
+    assert "1gbit (emulated)" in (tmp_path / "matrix.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"matrix.jsonl", "matrix.md", "matrix.png", "matrix.svg"}
+
+
+def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    assert links.what_is_missing() == "'tc' is not installed (Debian, Ubuntu: apt-get install iproute2)"

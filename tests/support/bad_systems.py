@@ -1,0 +1,42 @@
+"""Systems that fail, for tests of the benchmark; `options["how"]` says in which way."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch.distributed as dist
+from benchmarks.matrix.systems import Setting
+from benchmarks.matrix.systems.plain import PlainSystem
+from torch import Tensor
+
+
+class Dying(PlainSystem):
+    """Its rank 1 is killed in the second backward."""
+
+    num_backwards = 0
+
+    def backward(self, batch: tuple[Tensor, ...]) -> None:
+        self.num_backwards += 1
+        for param in self.bare.parameters():
+            param.grad = None
+        super().backward(batch)
+        if self.num_backwards == 2 and dist.get_rank() == 1:
+            print("the last line of rank 1", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        for param in self.bare.parameters():
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+
+
+def build(setting: Setting) -> PlainSystem:
+    match setting.options["how"]:
+        case "dies":
+            return Dying(setting.model, setting.model)
+        case "forgets to average":
+            return PlainSystem(setting.model, setting.model)
+        case "fails on rank 1" if dist.get_rank() == 1:
+            raise ValueError("not on this rank")
+        case "fails on rank 1":
+            return PlainSystem(setting.model, setting.model)
+        case how:
+            raise ValueError(f"there is no way to fail like {how!r}")

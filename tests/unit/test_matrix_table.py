@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from benchmarks.matrix import guard
+from benchmarks.matrix.catalog import SYSTEMS
+from benchmarks.matrix.rows import link_of_cell, rows_of_cell
+from benchmarks.matrix.table import markdown, validation_rows
+
+MS = 1e-3
+
+
+def played(backward_ms: list[float], **more: Any) -> dict[str, Any]:
+    """One system's turns on one rank; its update takes 1 ms."""
+    num_turns = len(backward_ms)
+    return {
+        "backward_s": [ms * MS for ms in backward_ms],
+        "step_s": [(ms + 1) * MS for ms in backward_ms],
+        "cpu_s": [0.002] * num_turns,
+        "sent_bytes": [4e6] * num_turns,
+        "ready_s": [],
+        "used_s": [],
+        "facts": {"collectives": 2, "version": "1"},
+        **more,
+    }
+
+
+def rank_result(systems: dict[str, Any], num_turns: int = 2) -> dict[str, Any]:
+    """Two gradients of 1 MB, ready at 10 and 20 ms, over a link that takes 50 ms per MB."""
+    bare = played([20.0] * num_turns, ready_s=[[0.010, 0.020]] * num_turns, used_s=[[0.005, 0.0]] * num_turns)
+    return {
+        "calibration": {"small_s": 0.001, "trains": [{"bytes": 1_000_000, "seconds": 0.050}]},
+        "params": [[250_000, 1_000_000], [250_000, 1_000_000]],
+        "systems": {"bare": bare, **systems},
+    }
+
+
+def cell(*names: str, errors: dict[str, str] | None = None, **systems: Any) -> dict[str, Any]:
+    result = rank_result({name.replace("_", "-"): report for name, report in systems.items()})
+    timed = [[result, result]]
+    return {
+        "workload": "replay",
+        "workload_title": "replay: layers",
+        "num_params": 500_000,
+        "ranks": 2,
+        "link": "1gbit",
+        "kind": "shaped",
+        "link_measured": link_of_cell(timed),
+        "rows": rows_of_cell([SYSTEMS[name] for name in names], timed, {}, errors or {}),
+    }
+
+
+def test_a_row_stands_beside_the_limit_of_its_own_run() -> None:
+    (row,) = cell("ours", ours=played([121.0, 121.0]))["rows"]
+    assert row["limit_ms"] == 110.0  # first gradient at 10 ms, then 2 MB
+    assert row["over_limit"] == 1.1
+    assert row["exposed_ms"] == 101.0
+    assert row["step_ms"] == {"median": 122.0, "min": 122.0, "max": 122.0}
+    assert (row["sent_mb"], row["collectives"]) == (4.0, 2)
+
+
+def test_a_sharded_system_is_held_to_the_limit_of_the_whole_step() -> None:
+    (row,) = cell("fsdp2", fsdp2=played([199.0, 199.0]))["rows"]
+    assert row["step_limit_ms"] == 105.0  # 10 ms, 2 MB, less the 5 ms of forward before the last layer is read
+    assert row["over_limit"] == pytest.approx(200 / 105, abs=1e-4)
+
+
+def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
+    ranks = [rank_result({"ours": played(ms)}) for ms in ([100.0, 130.0], [120.0, 110.0])]
+    (row,) = rows_of_cell([SYSTEMS["ours"]], [ranks], {}, {})
+    assert row["backward_ms"] == {"median": 125.0, "min": 120.0, "max": 130.0}
+
+
+def test_the_best_of_a_sweep_is_one_row() -> None:
+    sweep = {"torch-ddp-best@1MB": played([140.0] * 2), "torch-ddp-best@4MB": played([130.0] * 2)}
+    ranks = [rank_result(sweep)]
+    (row,) = rows_of_cell([SYSTEMS["torch-ddp-best"]], [ranks], {}, {})
+    assert (row["variant"], row["backward_ms"]["median"]) == ("torch-ddp-best@4MB", 130.0)
+    assert {name: spread["median"] for name, spread in row["variants_ms"].items()} == {
+        "torch-ddp-best@1MB": 140.0,
+        "torch-ddp-best@4MB": 130.0,
+    }
+
+
+def test_what_could_not_be_measured_is_a_row_that_says_why() -> None:
+    one = cell("ours", "fsdp2", errors={"fsdp2": "rank 1 was killed by SIGKILL."}, ours=played([121.0] * 2))
+    assert one["rows"][1]["error"] == "rank 1 was killed by SIGKILL."
+    text = markdown({"cpu": "one"}, [one])
+    assert "| FSDP2 per layer, no reshard | could not be measured |" in text
+    assert "rank 1 was killed by SIGKILL." in text
+
+
+def test_a_system_that_cannot_be_imported_says_so() -> None:
+    (row,) = cell("ours", ours={"error": "ModuleNotFoundError: No module named 'x'"})["rows"]
+    assert row["error"] == "ModuleNotFoundError: No module named 'x'"
+
+
+def test_start_up_is_that_of_the_slowest_rank() -> None:
+    reports = [
+        {"torch_import_s": 1.0, "peak_rss_mb": 300.4, "systems": {"ours": {"import_s": s, "wrap_s": s, "first_step_s": s}}}
+        for s in (0.1, 0.2)
+    ]
+    (row,) = rows_of_cell([SYSTEMS["ours"]], [[rank_result({"ours": played([121.0] * 2)})]], {"ours": reports}, {})
+    assert [row[name] for name in ("import_ms", "wrap_ms", "first_step_ms", "peak_rss_mb")] == [1200, 200, 200, 300]
+
+
+def test_the_document_compares_with_a_reduction_per_parameter_by_size() -> None:
+    one = cell("bare", "per-parameter", "ours", per_parameter=played([241.0] * 2), ours=played([120.0] * 2))
+    text = markdown({"cpu": "one"}, [one])
+    assert "| below 10 M | replay | 2 | 1gbit (shaped) | 2.00 |  |" in text
+    assert "an all-reduce carries 20.0 MB/s, a small one takes 1.0 ms" in text
+
+
+def test_the_emulated_link_is_compared_with_the_shaped_one() -> None:
+    shaped = cell("ours", ours=played([100.0] * 2))
+    emulated = {**cell("ours", ours=played([106.0] * 2)), "kind": "emulated"}
+    (row,) = validation_rows([shaped, emulated])
+    assert row["difference"] == 0.06
+    assert "| replay | 2 | 1gbit | ours | 100 | 106 | +6.0% | NO |" in markdown({}, [shaped, emulated])
+    assert validation_rows([shaped]) == []
+
+
+def test_a_ratio_that_is_worse_by_more_than_a_tenth_is_reported() -> None:
+    ratios = guard.ratios_of([cell("ours", "torch-ddp", ours=played([121.0] * 2), torch_ddp=played([242.0] * 2))])
+    place = "replay, 2 ranks, 1gbit shaped"
+    assert ratios == {f"{place}: ours / limit": 1.1, f"{place}: ours / torch-ddp": 0.5}
+    changes = guard.compare(ratios, {f"{place}: ours / limit": 1.05, f"{place}: ours / torch-ddp": 0.44})
+    assert guard.report(changes).splitlines() == [
+        "2 of 2 ratios have a recorded one; worse by more than 10%: 1",
+        f"  WORSE  {place}: ours / torch-ddp: 0.500, recorded 0.440 (+14%)",
+    ]
+
+
+def test_a_ratio_that_was_never_recorded_is_no_change() -> None:
+    assert guard.report(guard.compare({"a": 1.0}, {})) == "0 of 1 ratios have a recorded one; worse by more than 10%: 0"
+
+
+def test_recording_keeps_what_was_not_measured_now(tmp_path: Any) -> None:
+    path = tmp_path / "recorded.json"
+    guard.record({"a": 1.0, "b": 2.0}, {"cpu": "one"}, path)
+    guard.record({"b": 3.0}, {"cpu": "two"}, path)
+    assert guard.read_recorded(path) == {"a": 1.0, "b": 3.0}
+    assert guard.read_recorded(tmp_path / "absent.json") == {}
