@@ -394,7 +394,8 @@ def _finish_before_step(engine: Engine) -> Any:
 
     def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         engine = weak_engine()
-        if engine is not None and engine.concerns({id(param) for group in optimizer.param_groups for param in group["params"]}):
-            engine.finish_before_step()
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if engine is not None and engine.concerns(params):
+            engine.finish_before_step(params)
 
     return hook

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from support.drop_in import TIMEOUT_S, SideBySide, squares
 from support.errors import text_of
+from support.models import noise
 from support.ranks import Ranks
-from undertow import DistributedDataParallel, PhaseError
+from undertow import DistributedDataParallel, PhaseError, attach
 
 
 def linear() -> nn.Linear:
@@ -114,3 +116,72 @@ def optimizers_in_backward(through_the_module: bool) -> None:
 @pytest.mark.parametrize("through_the_module", [False, True], ids=["through the wrapper", "through the module"])
 def test_optimizers_in_backward_step_on_the_mean_until_close(two_ranks: Ranks, through_the_module: bool) -> None:
     two_ranks.run(optimizers_in_backward, through_the_module, timeout_s=TIMEOUT_S)
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.register_forward_hook(self.note)  # a child that refers to its parent
+
+    def note(self, *_: object) -> None:
+        """Nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def replaced_inside() -> None:
+    """An inner wrapper whose only layer is exchanged belongs to the outer one as before."""
+    inner = DistributedDataParallel(Body())
+    outer = DistributedDataParallel(nn.Sequential(inner, nn.Linear(4, 1)))
+    for step in range(4):
+        if step == 1:
+            inner.module.layer = nn.Linear(4, 4)
+        outer.zero_grad()
+        outer(noise(2, 4, step=step)).sum().backward()
+        torch.optim.SGD(outer.parameters(), lr=0.125).step()
+    outer.close()
+
+
+def test_a_layer_of_an_inner_wrapper_may_be_replaced(two_ranks: Ranks) -> None:
+    two_ranks.run(replaced_inside, timeout_s=TIMEOUT_S)
+
+
+def dropped_with_a_cycle(is_attached: bool) -> bool:
+    model = Body()
+    there = weakref.ref(model)
+    holder = attach(model) if is_attached else DistributedDataParallel(model)
+    (model if is_attached else holder)(torch.ones(2, 4)).sum().backward()
+    del model, holder
+    gc.collect()
+    gc.collect()
+    return there() is None
+
+
+@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "wrapped"])
+def test_a_model_whose_child_refers_to_it_is_freed(two_ranks: Ranks, is_attached: bool) -> None:
+    assert two_ranks.run(dropped_with_a_cycle, is_attached) == [True, True]
+
+
+def groups_of_different_numbers() -> None:
+    """Rank 1 is in both groups, and rank 0 has let go of a wrapper that rank 1 still has."""
+    members = [[0, 1], [1, 2]]
+    groups = {tuple(ranks): dist.new_group(ranks) for ranks in members}
+    mine = [group for ranks, group in groups.items() if dist.get_rank() in ranks]
+    kept = [DistributedDataParallel(linear(), process_group=group) for group in mine]
+    if dist.get_rank() == 0:
+        kept.clear()
+        gc.collect()
+    for group in mine:
+        ddp = DistributedDataParallel(linear(), process_group=group)
+        ddp(torch.ones(2, 4)).sum().backward()
+        ddp.close()
+    for ddp in kept:
+        ddp.close()
+    for group in mine:
+        dist.destroy_process_group(group)
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(fresh_ranks: Ranks) -> None:
+    fresh_ranks.run(groups_of_different_numbers, timeout_s=TIMEOUT_S)

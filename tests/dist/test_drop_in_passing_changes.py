@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from support.drop_in import TIMEOUT_S, SideBySide, with_both_plans
+from support.errors import text_of
 from support.models import noise
 from support.ranks import Ranks
-from undertow import DistributedDataParallel
+from undertow import DistributedDataParallel, PhaseError
 
 
 def mlp() -> nn.Sequential:
@@ -119,3 +120,51 @@ def adversarial() -> list[int]:
 def test_a_discriminator_that_is_frozen_in_turns_is_not_planned_anew(ranks: Ranks) -> None:
     # One new plan each at most: after the first step, in the order observed.
     assert all(max(generations) <= 1 for generations in ranks.run(adversarial, timeout_s=TIMEOUT_S))
+
+
+def another_wrappers_parameters_for_a_look(in_backward: bool) -> None:
+    """A is called with B's parameters for a moment; B goes on as if nothing had been."""
+    other = DistributedDataParallel(mlp(), bucket_cap_mb=1e-6)
+    with SideBySide(mlp(), 1e-6) as side:
+        for step in range(3):
+            side.zero_grad()
+            x = noise(5, 6, step=step)
+            losses = [model(x).square().mean() for model in side.both]
+            functional_call(other, {f"module.{name}": param for name, param in side.module.named_parameters()}, (x,))
+            if in_backward:
+                functional_call(other, {f"module.{name}": 2 * it for name, it in side.module.named_parameters()}, (x,))
+            for loss in losses:
+                loss.backward()
+            side.compare()
+            side.optimize()
+    other.close()
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["parameters", "tensors too"])
+def test_a_wrapper_may_be_called_with_the_parameters_of_another_one(ranks: Ranks, in_backward: bool) -> None:
+    ranks.run(another_wrappers_parameters_for_a_look, in_backward, timeout_s=TIMEOUT_S)
+
+
+def added_and_frozen_while_accumulating() -> str:
+    model = mlp()
+    ddp = DistributedDataParallel(model)
+    ddp(noise(5, 6)).sum().backward()
+    ddp.zero_grad()
+    model[0].weight = nn.Parameter(torch.ones(5, 6))
+    with ddp.no_sync():
+        ddp(noise(5, 6)).sum().backward()
+    model[0].weight.requires_grad_(False)
+    text = text_of(PhaseError, lambda: ddp(noise(5, 6)).sum().backward())
+    model.zero_grad()
+    ddp(noise(5, 6)).sum().backward()
+    ddp.close()
+    return text
+
+
+def test_a_parameter_that_was_added_and_frozen_between_rounds_is_told(two_ranks: Ranks) -> None:
+    for rank, text in enumerate(two_ranks.run(added_and_frozen_while_accumulating, timeout_s=TIMEOUT_S)):
+        assert text == (
+            "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.\n"
+            f"  synchronisation 1, rank {rank}\n"
+            "  Synchronise once before it is frozen, and drop its gradient now."
+        )

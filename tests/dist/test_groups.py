@@ -128,7 +128,6 @@ def late_to_a_subgroup() -> None:
     gradients_in_a_subgroup([0, 2], True)
 
 
-@pytest.mark.xfail(strict=False, reason="torch names such a group by its ranks alone: a second one finds the first one's keys")
 def test_a_model_can_be_wrapped_anew_over_a_subgroup(fresh_ranks: Ranks) -> None:
     fresh_ranks.run(gradients_in_a_subgroup, [0, 2], True)
     fresh_ranks.run(late_to_a_subgroup, timeout_s=8.0)
@@ -141,7 +140,6 @@ def group_beside_another_of_rank_0() -> None:
         dist.destroy_process_group(extra)
 
 
-@pytest.mark.xfail(strict=False, reason="torch puts the number of a rank's groups into the name of a group of some ranks")
 def test_ranks_of_a_subgroup_may_be_in_different_numbers_of_other_groups(fresh_ranks: Ranks) -> None:
     fresh_ranks.run(group_beside_another_of_rank_0, timeout_s=8.0)
 

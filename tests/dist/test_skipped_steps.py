@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from support.drop_in import TIMEOUT_S, SideBySide
 from support.errors import text_of
 from support.models import Branches, noise
+from support.naive import naive_mean, require_same_gradients
 from support.ranks import Ranks
 from undertow import Desync, DistributedDataParallel
 
@@ -71,12 +72,15 @@ def test_finish_may_be_called_again(ranks: Ranks) -> None:
 
 
 def second_round_on_one_rank_only() -> str:
-    """Rank 0 synchronises twice in a step, rank 1's second backward reaches nothing, and it cannot know of the round."""
+    """Rank 0 synchronises twice in a step, rank 1's second backward reaches nothing, and it cannot know of the round.
+
+    Before an optimizer has stepped for the first time nobody can: a rank may leave that to others.
+    """
     ddp = DistributedDataParallel(Branches())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
 
     def train() -> None:
-        for step in range(3):
+        for step in range(4):
             optimizer.zero_grad()
             branches_loss(ddp, step).backward()
             second = branches_loss(ddp, step + 10)
@@ -94,6 +98,99 @@ def test_rounds_of_different_steps_do_not_pair_off(fresh_pair: Ranks) -> None:
     for rank, text in enumerate(texts):
         assert text == (
             "ranks are not in the same step.\n"
-            f"  synchronisation 1, rank {rank}\n"
+            f"  synchronisation 3, rank {rank}\n"
             "  Run the same number of synchronised backwards on every rank; a rank that has none calls finish()."
         )
+
+
+def all_params(model: nn.Module) -> list[list[nn.Parameter]]:
+    return [[*layer.parameters()] for layer in model.layers]
+
+
+def body_then_head(model: nn.Module) -> list[torch.optim.Optimizer]:
+    first, *others = all_params(model)
+    return [torch.optim.SGD(first, lr=0.125), torch.optim.SGD([param for layer in others for param in layer], lr=0.125)]
+
+
+def rank_0_looks(ddp: DistributedDataParallel, step: int) -> None:
+    if dist.get_rank() == 0:
+        branches_loss(ddp, step)
+
+
+def one_rank_looks_between_two_optimizers() -> None:
+    ddp, bare = DistributedDataParallel(Branches()), Branches()
+    bare.load_state_dict(ddp.module.state_dict())
+    for step in range(3):
+        for model in (ddp, bare):
+            model.zero_grad()
+            branches_loss(model, step).backward()
+        naive_mean(bare)
+        require_same_gradients(ddp, bare)
+        body, head = body_then_head(ddp.module)
+        body.step()
+        rank_0_looks(ddp, step)
+        head.step()
+        for optimizer in body_then_head(bare):
+            optimizer.step()
+    ddp.close()
+
+
+def test_one_rank_may_look_at_its_loss_between_the_steps_of_two_optimizers(ranks: Ranks) -> None:
+    ranks.run(one_rank_looks_between_two_optimizers, timeout_s=TIMEOUT_S)
+
+
+def only_rank_0_steps(rank: int, params: list[list[nn.Parameter]]) -> list[nn.Parameter]:
+    return [param for layer in params for param in layer] if rank == 0 else []
+
+
+def frozen_ones_on_rank_0(rank: int, params: list[list[nn.Parameter]]) -> list[nn.Parameter]:
+    return params[0] if rank == 0 else [param for layer in params[1:] for param in layer]
+
+
+def optimizers_of_some_parameters(share: object) -> None:
+    """Each rank updates a share of the parameters, and sends them to the others."""
+    ddp, bare = DistributedDataParallel(Branches()), Branches()
+    ddp.module.layers[0].requires_grad_(False)
+    bare.load_state_dict(ddp.module.state_dict())
+    bare.layers[0].requires_grad_(False)
+    mine = share(dist.get_rank(), all_params(ddp.module))
+    optimizer = torch.optim.SGD(mine, lr=0.125) if mine else None
+    for step in range(4):
+        for model in (ddp, bare):
+            model.zero_grad()
+            branches_loss(model, step).backward()
+        naive_mean(bare)
+        require_same_gradients(ddp, bare)
+        if optimizer is not None:
+            optimizer.step()
+        for param, theirs in zip(ddp.module.parameters(), bare.parameters(), strict=True):
+            dist.broadcast(param.data, 0 if share is only_rank_0_steps else 1)
+            theirs.data.copy_(param.data)
+    ddp.close()
+
+
+@pytest.mark.parametrize("share", [only_rank_0_steps, frozen_ones_on_rank_0])
+def test_optimizers_may_step_on_some_ranks_only(two_ranks: Ranks, share: object) -> None:
+    two_ranks.run(optimizers_of_some_parameters, share, timeout_s=TIMEOUT_S)
+
+
+def gradients_that_are_zero(by_hand: bool) -> None:
+    """The mean is exactly zero: that is a result, and no gradient that was thrown away."""
+    ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.full((1, 2), 1.0 if dist.get_rank() else -1.0)).sum().backward()
+        if dist.get_rank() == 0:
+            if by_hand:
+                ddp.finish()
+            else:
+                ddp(torch.ones(1, 2))
+        optimizer.step()
+        assert ddp.module.weight.grad.tolist() == [[0.0, 0.0]]
+    ddp.close()
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["finish", "one more forward"])
+def test_a_mean_of_zero_is_a_result(two_ranks: Ranks, by_hand: bool) -> None:
+    two_ranks.run(gradients_that_are_zero, by_hand, timeout_s=TIMEOUT_S)

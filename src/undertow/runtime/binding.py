@@ -65,6 +65,10 @@ class Binding(Protocol):
         """
         ...
 
+    def has_result(self) -> bool:
+        """Whether a `.grad` is there that nobody has written zeros into since `give`. On a device the host may wait."""
+        ...
+
     def catch_late(self) -> bool:
         """Takes out of `.grad` what arrived after the bucket had left; whether there was anything."""
         ...
@@ -86,6 +90,7 @@ class DenseBinding:
         self.params: Sequence[Tensor] = tuple(params)
         self._kept: dict[int, _Kept] = {}
         self._late: dict[int, Tensor] = {}  # what arrived after the bucket had left
+        self._given_version = -1  # of the storage, which counts what is written in place
 
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
         with torch.no_grad():
@@ -111,6 +116,11 @@ class DenseBinding:
             for position, (param, view) in enumerate(zip(self.params, self.bucket.views, strict=True)):
                 param.grad = _put_back(self._kept[position], view) if position in restored else view
         self._kept.clear()
+        self._given_version = self.bucket.storage._version
+
+    def has_result(self) -> bool:
+        grads = [param.grad for param in self.params if param.grad is not None]
+        return any(self.bucket.storage._version == self._given_version or bool(grad.any()) for grad in grads)
 
     def catch_late(self) -> bool:
         self._late |= _taken(self.params)
@@ -240,6 +250,9 @@ class SparseBinding:
                 param.grad = value.to_dense() if self._are_dense[position] else value
         self._values = []
         self._kept = {}
+
+    def has_result(self) -> bool:
+        return any(param.grad is not None for param in self.params)
 
     def catch_late(self) -> bool:
         self._late |= _taken(self.params)

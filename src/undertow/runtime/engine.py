@@ -9,7 +9,7 @@ A round synchronises or only accumulates; which one is decided when backward run
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +30,10 @@ from undertow.runtime.hooks import OutermostEnd
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
 from undertow.runtime.outcome import late_buckets, require_sound
+from undertow.runtime.progress import Progress
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch
 from undertow.schedule import Releases
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What outlives a round."""
-
-    num_rounds: int = 0  # synchronised ones
-    is_owed: bool = False  # a training forward ran and no round has followed
-    is_step_due: bool = False  # a round has ended and no optimizer has stepped since
-    has_accumulated: bool = False  # since the last synchronisation
-    unused: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -70,12 +60,11 @@ class Engine:
     def __init__(self, members: Members, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
         self.is_accumulating = False
         self.is_closed = False
-
         self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self._is_passed_on = False  # to somebody who came later
         self._recorder = recorder
-        self._progress = _Progress()
+        self._progress = Progress()
         self._open: _OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
@@ -113,8 +102,7 @@ class Engine:
         if not formation.is_active and not self.is_accumulating:
             self._recorder.round_ends(())  # there are no rounds that would end a step
         self._recorder.forward_begins()
-        self._progress.is_owed = not self.is_accumulating
-        self._progress.has_accumulated |= self.is_accumulating
+        self._progress.forward_begins(is_accumulating=self.is_accumulating)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on. PhaseError in a round, or if there is a hook already."""
@@ -131,8 +119,10 @@ class Engine:
         """Whether one of these parameters, by id, is ours."""
         return not self.is_closed and self._formation.concerns(params)
 
-    def may_pass_on(self, params: set[int], group: GroupRef) -> bool:
+    def may_pass_on(self, params: frozenset[int], group: GroupRef) -> bool:
         """Whether somebody who synchronises those parameters, by id, over `group` may take ours over."""
+        if self.is_busy and private.graph_task_id() != -1:
+            return False
         self._formation.settle()
         return params >= self._formation.watch.ids and group.ranks == self._formation.group.user.ranks
 
@@ -146,7 +136,7 @@ class Engine:
     def require_successor(self) -> None:
         """PhaseError where our parameters were passed on to somebody who is gone."""
         if self._is_passed_on:
-            self._formation.watch.require_watched()
+            self._formation.require_watched()
 
     def inherit(self, accumulated: set[int]) -> None:
         """Takes over what another engine has passed on."""
@@ -154,8 +144,8 @@ class Engine:
         watch.arrived_before |= watch.indices(accumulated)
         self._progress.has_accumulated |= bool(accumulated)
 
-    def finish_before_step(self) -> None:
-        """`finish`, unless a round has ended since the last step: then a later forward was not for training.
+    def finish_before_step(self, params: Collection[int]) -> None:
+        """Runs a round if one is owed before an optimizer updates these parameters, by id.
 
         PhaseError for an optimizer that steps in the middle of a backward.
         """
@@ -167,19 +157,19 @@ class Engine:
             )
         self._abandon()
         progress, formation = self._progress, self._formation
-        if not progress.is_step_due:
+        is_up_to_date = progress.has_brought(params)
+        if not is_up_to_date:
             formation.settle()
-            if progress.is_owed or formation.retiring is not None:  # parameters of which no forward has told
-                self._run_outside_of_backward()
-        elif progress.is_owed and not formation.watch.has_gradients:
+            if formation.retiring is not None:  # parameters of which no forward has told
+                progress.is_owed = True
+        if progress.is_owed and not (is_up_to_date and formation.has_result):
             self._run_outside_of_backward()
-        progress.is_step_due = False
+        progress.steps(params)
 
     @property
     def is_step_empty(self) -> bool:
         """Whether nothing has come yet of what a step begins with, neither a training forward nor a synchronisation."""
-        # Where no gradient is left of what the last round brought, the user has thrown it away, step or no step.
-        return not self._progress.is_owed and not (self._progress.is_step_due and self._formation.watch.has_gradients)
+        return not self._progress.is_owed and not (self._progress.is_step_due and self._formation.has_result)
 
     def finish(self) -> None:
         """Runs a round, unless one has run since the last training forward or step; for a rank without gradients."""
@@ -213,7 +203,7 @@ class Engine:
     def join_ends(self) -> None:
         """From here on all ranks count again, and those that had run out of data are where the others are."""
         self.rescale = 1.0
-        self._progress.is_step_due = False
+        self._progress.begins_anew()
 
     def complete(self) -> None:
         """Waits for what was launched and binds the gradients. Raises what the ranks have agreed on."""
@@ -320,8 +310,7 @@ class Engine:
         this_round = Round(
             number=self._progress.num_rounds,
             generation=assembly.generation,
-            # A rank that has stepped and one that has not are not in the same place, though they count the same rounds.
-            mode=None if is_shadow else int(self._progress.is_step_due),
+            mode=None if is_shadow else self._progress.mode,
             is_synchronised=is_synchronised,
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
@@ -430,16 +419,12 @@ class Engine:
     def _settle(self, this_round: Round) -> None:
         """What every rank does alike when a synchronisation is complete."""
         self._recorder.round_ends(this_round.busy_ms)
-        progress = self._progress
-        progress.num_rounds += 1
-        progress.is_owed = False
-        progress.is_step_due = True
+        self._progress.round_ends(has_failed=this_round.has_failed)
         formation, watch = self._formation, self._formation.watch
         if not this_round.has_failed:
             watch.arrived_before.clear()
-            progress.has_accumulated = False
             formation.look_again()
-        progress.unused = watch.names_of(self.plan, this_round.unused)
+        self._progress.unused = watch.names_of(self.plan, this_round.unused)
         require_sound(this_round, rank=formation.group.rank)
         formation.require_changed_alike(this_round)
         if this_round.has_failed:

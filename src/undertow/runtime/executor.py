@@ -89,6 +89,10 @@ class Executor:
             with _profiler_range(f"undertow.{op.label}"):
                 self._table[op.kind](self, op.bucket or 0, self._round)
 
+    def has_result(self) -> bool:
+        """Whether some `.grad` is still what `bind` has made it, or what somebody has made of that, but for zeros."""
+        return any(binding.has_result() for binding in self._bindings)
+
     def launch_late_parts(self, buckets: Sequence[int]) -> None:
         """A second round for what arrived after these buckets had left, on any rank."""
         for index in buckets:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Plan, first_plan, plan_in_order
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.binding import gradients_aside
@@ -18,7 +18,7 @@ from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.executor import Reducer, Round
 from undertow.runtime.group import Agreement, OwnGroup
-from undertow.runtime.hooks import earlier_watchers
+from undertow.runtime.hooks import earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
@@ -68,6 +68,11 @@ class Formation:
         named_params = members.trained()
         self.assembly = self._assemble(named_params, Reducer(group, config.average_in_collective), generation=0)
         self.watch = self._watch_over(named_params)
+        try:
+            self._take_over()
+        except ConfigError:
+            self.close()
+            raise
 
     @property
     def plan(self) -> Plan:
@@ -82,6 +87,11 @@ class Formation:
         """Whether there is anything to do: one rank alone has its mean already."""
         return self.group.num_ranks > 1 or self.assembly.reducer.hook is not None
 
+    @property
+    def has_result(self) -> bool:
+        """Whether anything is left of what the last round brought: else the user has thrown it away, step or no step."""
+        return not self.is_active or (self._before or self).assembly.executor.has_result()
+
     def open(self) -> None:
         """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""
         if self.group.num_ranks > 1 and not self.group.is_open:
@@ -90,9 +100,19 @@ class Formation:
             self._members.ranks_agree()
 
     def concerns(self, params: set[int]) -> bool:
-        """Whether one of these parameters, by id, is ours."""
+        """Whether one of these parameters, by id, is the module's, trained or not."""
         # Asked by every optimizer's step, of which there may be one per parameter.
-        return not self.watch.ids.isdisjoint(params) or self._members.has_new_of(params)
+        return not self._members.ids.isdisjoint(params) or self._members.has_new_of(params)
+
+    def require_watched(self) -> None:
+        """PhaseError where nobody, ourselves or another, waits for the gradient of any parameter that is trained."""
+        trained = self._members.trained_now()
+        if trained and not any(is_watched(param) for _, param in trained):
+            raise PhaseError(
+                "this module was wrapped again, and the newer wrapper is closed or gone: nobody averages its gradients.",
+                where=f"parameter {trained[0][0]!r}",
+                remedy="Train through the newer wrapper and keep it, or wrap the module anew.",
+            )
 
     def look_again(self) -> None:
         """Looks for changes of the parameters when it is next asked to."""
@@ -112,6 +132,13 @@ class Formation:
         self.look()
         if self._before is None:
             return
+        try:
+            self._take_over()
+        except ConfigError:  # refused, and looked at again
+            self._go_back(self._before)
+            self._members.unsee()
+            self._has_looked = False
+            raise
         before, self._before = self._before.watch, None
         before.close()
         accumulated = before.accumulated_ids()
@@ -182,6 +209,12 @@ class Formation:
         self._recorder.forgets_buckets()
         require_sound(this_round, rank=self.group.rank)
         self.require_changed_alike(this_round, change=first_change(old.plan.params, self.plan.params))
+        if not self._members.ids.isdisjoint(accumulated.difference(ids)):
+            raise PhaseError(
+                "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.",
+                where=f"synchronisation {number}, rank {self.group.rank}",
+                remedy="Synchronise once before it is frozen, and drop its gradient now.",
+            )
         agreement = self._compare()
         yield
         agreement.require()
@@ -205,9 +238,7 @@ class Formation:
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
         if self._before is not None:
-            self.watch.close()
-            self.assembly, self.watch, self.retiring = self._before.assembly, self._before.watch, self._before.retiring
-            self._before = None
+            self._go_back(self._before)
             if self._is_in_force(named_params):
                 return
         before = _InForce(self.assembly, self.watch, self.retiring)
@@ -222,6 +253,11 @@ class Formation:
             self._members.unsee()
             raise
         self._before = before
+
+    def _go_back(self, before: _InForce) -> None:
+        self.watch.close()
+        self.assembly, self.watch, self.retiring = before.assembly, before.watch, before.retiring
+        self._before = None
 
     def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]]) -> bool:
         is_same = [id(param) for _, param in named_params] == list(map(id, self.watch.params))
@@ -247,29 +283,29 @@ class Formation:
     def _watch_over(self, named_params: Sequence[tuple[str, Tensor]]) -> Watch:
         watch = Watch(named_params, self.plan, on_full=self._on_full, on_backward=self._on_backward)
         if self.is_active:
-            watch.arrived_before = watch.indices(self._take_over(named_params))
             _ = self.assembly.executor  # what does not fit into memory fails here and not in the first backward
             watch.start()
             if self._follows_observed_order():
                 watch.order = ObservedOrder(watch.params, self.group)
         return watch
 
-    def _take_over(self, named_params: Sequence[tuple[str, Tensor]]) -> set[int]:
+    def _take_over(self) -> None:
         """A module may be wrapped again, alone or as part of a larger one; its gradients are averaged once, by the newest.
 
-        Returns the parameters, by id, that have accumulated a gradient so far. ConfigError where taking over would leave
-        a parameter of the earlier one without anybody, or in another group.
+        ConfigError where taking over would leave a parameter of the earlier one without anybody, or in another group.
         """
-        ours = {id(param) for _, param in named_params}
-        earlier = earlier_watchers(named_params, but=self._on_full)
+        if not self.is_active:
+            return
+        earlier = earlier_watchers(self.watch.named_params, but=self._on_full)
         for name, engine in earlier.items():
-            if not engine.may_pass_on(ours, self.group.user):
+            if not engine.may_pass_on(self.watch.ids, self.group.user):
                 raise ConfigError(
                     "a part of this module is synchronised already.",
                     where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
                     remedy="Call close() on the earlier one first.",
                 )
-        return {param for engine in earlier.values() for param in engine.pass_on()}
+        for engine in earlier.values():
+            self.watch.arrived_before |= self.watch.indices(engine.pass_on())
 
     def _follows_observed_order(self) -> bool:
         # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every

@@ -70,15 +70,7 @@ class GroupRef:
 
     def clone(self) -> dist.ProcessGroup:
         """A new group of the same ranks; a collective call."""
-        clone = dist.new_group(
-            list(self.ranks),
-            timeout=self.timeout,
-            backend=self.backend,
-            use_local_synchronization=len(self.ranks) < dist.get_world_size(),
-            group_desc="undertow",
-        )
-        assert isinstance(clone, dist.ProcessGroup)  # this rank is a member
-        return clone
+        return private.new_group(self.ranks, self.backend, self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GroupRef, (self.ranks, self.backend, self.timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -19,6 +19,7 @@ from undertow.runtime.manager import spec_of
 _dtype_of = attrgetter("dtype")
 _shape_of = attrgetter("shape")
 _is_trained = attrgetter("requires_grad")
+_children_of = attrgetter("_modules")
 
 
 class Members:
@@ -38,7 +39,18 @@ class Members:
         assert module is not None  # a forward of it runs, or its optimizer steps
         self._seen = _Census.of(module)
         self._is_unseen = False
-        return [(name, param) for name, param in self._named_params(module) if param.requires_grad]
+        return self.trained_now()
+
+    def trained_now(self) -> list[tuple[str, Tensor]]:
+        """The same, and `has_changed` goes on comparing with an earlier moment. None where the module is gone."""
+        module = self._module()
+        named_params = [] if module is None else self._named_params(module)
+        return [(name, param) for name, param in named_params if param.requires_grad]
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """All parameters of the module, trained or not, by id, when its parameters were last asked for."""
+        return self._seen.ids
 
     def left_alone(self) -> list[tuple[str, Tensor]]:
         """What is broadcast and never reduced: parameters that are frozen, and buffers."""
@@ -96,10 +108,12 @@ class _Census:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._parameters = [module._parameters for module in modules]
-        self._children = [module._modules for module in modules]
+        # Weakly, unlike the tables of parameters: a child may refer to its parent, and hold it for ever.
+        self._modules = list(map(weakref.ref, modules))
         params = self.present()
+        self.ids = frozenset(map(id, params))
         self._params = params  # held, so that no other one gets the same id
-        self._child_ids = _ids(self._children)
+        self._child_ids = _ids(map(_children_of, modules))
         self._param_ids = _ids(self._parameters)
         self._are_trained = list(map(_is_trained, params))
         self._dtypes = list(map(_dtype_of, params))
@@ -116,7 +130,12 @@ class _Census:
 
     def has_changed(self) -> bool:
         # At every forward, for thousands of parameters: every line is a loop in C.
-        if _ids(self._parameters) != self._param_ids or _ids(self._children) != self._child_ids:
+        if _ids(self._parameters) != self._param_ids:
+            return True
+        try:
+            if _ids(map(_children_of, [module() for module in self._modules])) != self._child_ids:
+                return True
+        except AttributeError:  # one is gone
             return True
         params = self._params
         return (
@@ -153,7 +172,7 @@ def _text(spec: ParamSpec) -> str:
     return f"{spec.shape} {spec.dtype} on {spec.device}"
 
 
-def _ids(owned: Sequence[dict[str, Any]]) -> list[int]:
+def _ids(owned: Iterable[dict[str, Any]]) -> list[int]:
     return list(map(id, chain.from_iterable(map(dict.values, owned))))
 
 

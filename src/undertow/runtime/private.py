@@ -48,6 +48,33 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
+def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A process group of these ranks, this one among them; a collective call for them alone.
+
+    torch.distributed.new_group names a group of some ranks by how many groups the process has, which must be the same on
+    all of them: there ranks that have let go of groups at different times, or are in several, wait for each other for ever.
+    Here they count in the store how often they have made a group of these ranks. None can be ahead: making one waits for all.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    world, default = c10d._world, c10d._get_default_group()
+    _, store = world.pg_map[default]
+    members = "_".join(map(str, ranks))
+    number = (int(store.add(f"undertow/{members}", 1)) - 1) // len(ranks)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        f"undertow/{members}/{number}",
+        timeout=c10d._get_default_timeout(dist.Backend(backend)) if timeout is None else timeout,
+        device_id=default.bound_device_id,
+        group_desc="undertow",
+    )
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, group)
+
+
 def storage_use_count(tensor: torch.Tensor) -> int:
     """Number of tensors that share `tensor`'s storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -8,11 +8,10 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import PhaseError
 from undertow.plan import Plan
 from undertow.runtime import private
 from undertow.runtime.dist_autograd import DistributedBackwards
-from undertow.runtime.hooks import is_watched, watch_parameters
+from undertow.runtime.hooks import watch_parameters
 from undertow.runtime.order import ObservedOrder
 from undertow.schedule import Arrivals
 
@@ -84,22 +83,6 @@ class Watch:
         """The names of parameters, given by their positions in each bucket."""
         params = [plan.buckets[bucket].params[place] for bucket in sorted(places) for place in places[bucket]]
         return tuple(self.named_params[param][0] for param in params)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a gradient is there that is not zero. The host waits for the device."""
-        gradients = (param.grad for _, param in self.named_params if param.grad is not None)
-        return any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients)
-
-    def require_watched(self) -> None:
-        """PhaseError where nobody, ourselves or another, waits for the gradient of any parameter that is trained."""
-        trained = [(name, param) for name, param in self.named_params if param.requires_grad]
-        if trained and not any(is_watched(param) for _, param in trained):
-            raise PhaseError(
-                "this module was wrapped again, and the newer wrapper is closed or gone: nobody averages its gradients.",
-                where=f"parameter {trained[0][0]!r}",
-                remedy="Train through the newer wrapper and keep it, or wrap the module anew.",
-            )
 
 
 def params_of_bucket(plan: Plan) -> list[tuple[int, ...]]:

@@ -1,0 +1,62 @@
+"""Which rounds have run, and whether another one is owed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class Progress:
+    """What outlives a round.
+
+    A rank owes a round when a training forward ran and no round has followed: the other ranks may be waiting in theirs.
+    An optimizer whose parameters have not stepped since the last round steps on what that round has brought; a forward in
+    between was for something else.
+    """
+
+    def __init__(self) -> None:
+        self.num_rounds = 0  # synchronised ones
+        self.is_owed = False
+        self.has_accumulated = False  # since the last synchronisation
+        self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last one
+        self._stepped: set[int] = set()  # parameters, by id, that an optimizer has updated since the last round
+        self._has_ever_stepped = False
+        self._is_after_round = False
+
+    @property
+    def is_step_due(self) -> bool:
+        """Whether no optimizer has stepped since the last round."""
+        return self._is_after_round and not self._stepped
+
+    @property
+    def mode(self) -> int | None:
+        """In the signature: a rank that has stepped since the last round and one that has not are not in the same place.
+
+        None, which goes by the others, on a rank that leaves steps to another one, or takes them without torch's optimizers.
+        """
+        return int(self.is_step_due) if self._has_ever_stepped else None
+
+    def has_brought(self, params: Collection[int]) -> bool:
+        """Whether the last round's result is what these parameters, by id, have not stepped on yet."""
+        return self._is_after_round and self._stepped.isdisjoint(params)
+
+    def forward_begins(self, *, is_accumulating: bool) -> None:
+        """A training forward."""
+        self.is_owed = not is_accumulating
+        self.has_accumulated |= is_accumulating
+
+    def round_ends(self, *, has_failed: bool) -> None:
+        self.num_rounds += 1
+        self.is_owed = False
+        self.has_accumulated &= has_failed
+        self._is_after_round = True
+        self._stepped.clear()
+
+    def steps(self, params: Collection[int]) -> None:
+        """An optimizer updates these parameters, by id."""
+        self._stepped.update(params)
+        self._has_ever_stepped = True
+
+    def begins_anew(self) -> None:
+        """All ranks are where they are before the first round."""
+        self._is_after_round = False
+        self._stepped.clear()
