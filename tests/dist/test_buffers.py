@@ -389,3 +389,48 @@ def test_the_mean_of_buffers_outlives_a_changed_shape(two_ranks: Ranks, changing
     for seen in answers:
         assert [step["count"] for step in seen[1:]] == [[1.5]] * 3
     assert answers[1 - changing][2]["table"] == [1.0, 1.0]
+
+
+def buffers_changed_alike(change: str) -> list[dict[str, list[float]]]:
+    """What every forward sees, on ranks that move their buffers apart after each; changed before the second one."""
+    model = Cached()
+    seen = []
+    with wrapped(model) as ddp:
+        model.linear.register_forward_hook(lambda *_: seen.append({name: it.tolist() for name, it in model.named_buffers()}))
+        for step in range(4):
+            if step == 1 and change == "added":
+                model.linear.register_buffer("new", torch.full((2,), 5.0))
+            if step == 1 and change == "cast":
+                model.count = model.count.double()
+            if step == 1 and change == "grown":
+                model.table = torch.full((3,), 5.0)
+            ddp(torch.ones(1, 2)).sum().backward()
+            for buffer in model.buffers():
+                buffer += dist.get_rank()
+    return seen
+
+
+@pytest.mark.parametrize(("change", "name"), [("added", "linear.new"), ("cast", "count"), ("grown", "table")])
+def test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on(ranks: Ranks, change: str, name: str) -> None:
+    first, *others = ranks.run(buffers_changed_alike, change, timeout_s=20.0)
+    assert name in first[1]
+    for seen in others:
+        assert seen[2:] == first[2:]
+        assert [sorted(step) for step in seen] == [sorted(step) for step in first]
+
+
+def buffers_that_grow_by_different_numbers() -> list[list[float]]:
+    model = Cached()
+    seen = []
+    with wrapped(model) as ddp:
+        for step in range(4):
+            if step == 1:
+                model.table = torch.full((3 + dist.get_rank(),), 5.0)
+            ddp(torch.ones(1, 2)).sum().backward()
+            seen.append(model.count.tolist())
+            model.count += 1 + dist.get_rank()
+    return seen
+
+
+def test_buffers_that_change_differently_are_left_alone_and_others_follow_rank_0(ranks: Ranks) -> None:
+    assert ranks.run(buffers_that_grow_by_different_numbers, timeout_s=20.0) == [[[0.0], [1.0], [2.0], [3.0]]] * ranks.num_ranks

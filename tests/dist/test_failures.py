@@ -218,7 +218,7 @@ def test_a_rank_in_another_step_is_an_error_on_all(ranks: Ranks) -> None:
         assert text == (
             "ranks are not in the same step.\n"
             f"  synchronisation {1 + (rank == 1)}, rank {rank}\n"
-            "  Run the same number of synchronised backwards on every rank; a rank that has none calls finish()."
+            "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
         )
 
 

@@ -99,7 +99,7 @@ def test_rounds_of_different_steps_do_not_pair_off(fresh_pair: Ranks) -> None:
         assert text == (
             "ranks are not in the same step.\n"
             f"  synchronisation 3, rank {rank}\n"
-            "  Run the same number of synchronised backwards on every rank; a rank that has none calls finish()."
+            "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
         )
 
 

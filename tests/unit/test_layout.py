@@ -23,7 +23,7 @@ def reduced_signature(ranks: list[tuple[int, int, int]]) -> list[bool]:
 
 
 def trailer_ranges(trailer: Trailer) -> list[range]:
-    verdict = [trailer.failed, trailer.changed, trailer.late, trailer.busy]
+    verdict = [trailer.failed, trailer.changed, trailer.buffers, trailer.late, trailer.busy]
     return [trailer.used, trailer.signature, *(verdict if trailer.has_verdict else [])]
 
 
@@ -34,16 +34,17 @@ def test_trailer_of_the_last_bucket() -> None:
     assert trailer.signature == range(103, 151)
     assert trailer.failed == range(151, 155)
     assert trailer.changed == range(155, 159)
-    assert trailer.late == range(159, 161)
-    assert trailer.busy == range(161, 165)
-    assert trailer.stop == 165
+    assert trailer.buffers == range(159, 163)
+    assert trailer.late == range(163, 165)
+    assert trailer.busy == range(165, 169)
+    assert trailer.stop == 169
 
 
 def test_trailer_of_another_bucket_has_no_verdict() -> None:
     trailer = Trailer(start=100, num_slots=3)
     assert not trailer.has_verdict
     assert trailer.stop == trailer.signature.stop == 151
-    assert len(trailer.failed) == len(trailer.changed) == len(trailer.late) == len(trailer.busy) == 0
+    assert not any(map(len, (trailer.failed, trailer.changed, trailer.buffers, trailer.late, trailer.busy)))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 0), (3, 2)])

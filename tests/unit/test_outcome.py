@@ -27,7 +27,7 @@ OVERDUE = "gradients arrived again after their bucket had left, and were left ou
 FAILED = "backward failed on rank 0, 2.\n"
 TEXTS = {
     DIFFERENT: "  synchronisation 5, rank 1\n"
-    "  Run the same number of synchronised backwards on every rank; a rank that has none calls finish().",
+    "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
     OVERDUE: "  synchronisation 5, rank 1, or the one before\n"
     "  Let the first two steps use parameters as often as later ones do, or set overlap=False.",
     FAILED: "  synchronisation 5, rank 1\n"

@@ -3,8 +3,8 @@
     0             numel        trailer.start                                   storage_numel
     | gradients   | padding    | used | signature | verdict                    |
       one slot                   one    48 bits     last bucket only:
-      per                        per                failed ranks, changed ranks, late
-      parameter                  slot               buckets, busy time of every rank
+      per                        per                failed, changed and other-buffers ranks,
+      parameter                  slot               late buckets, busy time of every rank
 
 The end is a multiple of the number of ranks (shards are equal) and of 16 bytes (vector loads). The trailer is
 summed or averaged like the gradients, so everything in it but the busy times is read only as "not zero", which is
@@ -75,9 +75,14 @@ class Trailer:
         return range(self.failed.stop, self.failed.stop + self.num_ranks)
 
     @property
+    def buffers(self) -> range:
+        """One flag per rank, set by a rank whose buffers are not those that were compared. In the last bucket only."""
+        return range(self.changed.stop, self.changed.stop + self.num_ranks)
+
+    @property
     def late(self) -> range:
         """One flag per bucket: a gradient of it arrived again after it had left. In the last bucket only."""
-        return range(self.changed.stop, self.changed.stop + self.num_late)
+        return range(self.buffers.stop, self.buffers.stop + self.num_late)
 
     @property
     def busy(self) -> range:

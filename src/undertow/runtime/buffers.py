@@ -55,17 +55,34 @@ class CommonBuffers:
     """The buffers that every rank has, as they were when the ranks compared what they have.
 
     These travel and no others, whatever has become of a rank's module since: else ranks would wait for each other for
-    ever, or take one buffer for another. A buffer that was added since is left alone until ranks compare again, and for
-    one that has another shape or dtype by now its last tensor travels.
+    ever, or take one buffer for another. A buffer that was added since is left alone, and for one that has another shape
+    or dtype by now its last tensor travels, until all ranks have other buffers and compare them.
     """
 
-    def __init__(self, owners: Sequence[BufferOwner]) -> None:
+    def __init__(self, owners: Sequence[BufferOwner], tables: Sequence[dict[str, Tensor | None]] = ()) -> None:
+        """`owners` are all places of buffers to synchronise, `tables` those of all modules, which may get more."""
         places: dict[Tensor, list[BufferOwner]] = defaultdict(list)  # tensors are keys by identity
         for owner in owners:
             tensor = owner.get()
             if tensor is not None:
                 places[tensor].append(owner)
         self._buffers = [_Shared(tensor, tuple(owners)) for tensor, owners in places.items()]
+        self._owners = tuple(owners)
+        self._tables = tables
+        self._known = self._kinds()
+
+    def are_others(self) -> bool:
+        """Whether the buffers are others by now, in number or kind, than when this was last accepted."""
+        return self._kinds() != self._known
+
+    def accept(self) -> None:
+        """Has what is there now not count as other buffers, though it does not travel."""
+        self._known = self._kinds()
+
+    def _kinds(self) -> tuple[list[int], list[object]]:
+        present = [owner.get() for owner in self._owners]
+        kinds: list[object] = [None if buffer is None else (buffer.shape, buffer.dtype) for buffer in present]
+        return list(map(len, self._tables)), kinds
 
     def now(self) -> list[_Shared]:
         self._buffers = [buffer.now() for buffer in self._buffers]

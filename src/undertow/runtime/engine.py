@@ -29,7 +29,7 @@ from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.hooks import OutermostEnd
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
-from undertow.runtime.outcome import late_buckets, require_sound
+from undertow.runtime.outcome import all_have_other_buffers, late_buckets, require_sound
 from undertow.runtime.progress import Progress
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch
@@ -314,6 +314,7 @@ class Engine:
             is_synchronised=is_synchronised,
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
+            has_other_buffers=is_synchronised and formation.has_other_buffers,
             rescale=self.rescale,
         )
         # A hook that the user has put on since the forward may run after ours, once, on the first gradient.
@@ -369,6 +370,8 @@ class Engine:
             yield
             executor.add_late_parts()
             watch.arrivals.learn_repeats()
+        if all_have_other_buffers(this.round, num_ranks=formation.group.num_ranks):
+            yield from formation.compare_buffers()
         self._close_round()
         if this.round.is_synchronised:
             self._settle(this.round)

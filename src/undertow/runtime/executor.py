@@ -39,6 +39,7 @@ class Round:
     rescale: float = 1.0  # of the mean over all ranks, where some of them have run out of data
     has_failed: bool = False
     has_changed: bool = False  # the parameters are no longer those of the plan
+    has_other_buffers: bool = False  # than those that were compared
     unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank
     readings: list[Reading] = field(default_factory=list)
     busy_ms: tuple[float, ...] = ()
@@ -171,7 +172,8 @@ class Executor:
     def _must_read_now(self, index: int, this_round: Round) -> bool:
         """On a device reading makes the host wait: only where this rank needs to know, and while habits are learned."""
         is_on_host = self._bindings[index].bucket.storage.device.type == "cpu"
-        return is_on_host or bool(this_round.unused[index]) or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
+        wants_to_know = bool(this_round.unused[index]) or this_round.has_other_buffers
+        return is_on_host or wants_to_know or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
     def _reduce(self, index: int, values: Sequence[Tensor]) -> list[Handle]:
         binding, hook = self._bindings[index], self._reducer.hook
@@ -197,6 +199,7 @@ class Executor:
             rank=self._rank,
             has_failed=this_round.has_failed,
             has_changed=this_round.has_changed,
+            has_other_buffers=this_round.has_other_buffers,
             late_buckets=[index for index in in_flight if self._bindings[index].catch_late()],
             busy_ms=self._recorder.busy_ms(),
         )

@@ -225,6 +225,20 @@ class Formation:
         write()
         self.retiring = None
 
+    @property
+    def has_other_buffers(self) -> bool:
+        """Whether this rank's buffers are others than those that the ranks have compared."""
+        return self._config.buffers != "off" and self._members.common_buffers.are_others()
+
+    def compare_buffers(self) -> Iterator[None]:
+        """All ranks have other buffers: from now on these are the common ones, if they are the same; yields where it waits."""
+        agreement = self._members.compare_buffers(self.group)
+        yield
+        if agreement.is_reached():
+            self._members.ranks_agree()
+        else:  # each rank goes on with what they had in common
+            self._members.common_buffers.accept()
+
     def require_changed_alike(self, this_round: Round, *, change: str = "") -> None:
         """PlanMismatch, on every rank, where the parameters have changed on some ranks and not on others."""
         if not has_changed_unlike(this_round, num_ranks=self.group.num_ranks):

@@ -178,13 +178,17 @@ class Agreement:
         self._digests = [torch.empty_like(mine) for _ in range(group.num_ranks)]
         self._work = dist.all_gather(self._digests, mine, group=group.process_group, async_op=True)
 
-    def require(self) -> None:
-        """Returns where all ranks have given the same; else PlanMismatch on every one of them."""
+    def is_reached(self) -> bool:
+        """Whether all ranks have given the same; waits."""
         assert self._work is not None  # async_op on a rank of the group
         self._work.wait()
-        digests = [bytes(digest.tolist()) for digest in self._digests]
-        if len(set(digests)) == 1:
+        return all(torch.equal(digest, self._digests[0]) for digest in self._digests)
+
+    def require(self) -> None:
+        """Returns where all ranks have given the same; else PlanMismatch on every one of them."""
+        if self.is_reached():
             return
+        digests = [bytes(digest.tolist()) for digest in self._digests]
         described = [json.loads(received) for received in gather_bytes(self._group, self._text)]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise _mismatch(described[0], described[other], other, fingerprints=[digest.hex()[:4] for digest in digests])

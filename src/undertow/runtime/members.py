@@ -93,11 +93,17 @@ class Members:
             others=[_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()],
         )
 
+    def compare_buffers(self, group: OwnGroup) -> Agreement:
+        """Compares what is left alone on all ranks."""
+        others = [_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()]
+        return Agreement(group, settings={}, params=[], others=others)
+
     def ranks_agree(self) -> None:
         """All ranks have the same buffers as this one now."""
         module = self._module()
         assert module is not None
-        self.common_buffers = CommonBuffers(_buffer_owners(module, self._ignored))
+        tables = [part._buffers for part in module.modules()]
+        self.common_buffers = CommonBuffers(_buffer_owners(module, self._ignored), tables)
 
     def _named_params(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         return [(name, param) for name, param in module.named_parameters() if name not in self._ignored]

@@ -20,7 +20,7 @@ def require_sound(this_round: Round, *, rank: int) -> None:
         raise Desync(
             "ranks are not in the same step.",
             where=where,
-            remedy="Run the same number of synchronised backwards on every rank; a rank that has none calls finish().",
+            remedy="Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
         )
     if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
         raise Desync(
@@ -40,6 +40,11 @@ def require_sound(this_round: Round, *, rank: int) -> None:
 def has_changed_unlike(this_round: Round, *, num_ranks: int) -> bool:
     """Whether the parameters have changed on some ranks and not on others."""
     return 0 < len(_reported(reading.changed_ranks for reading in this_round.readings)) < num_ranks
+
+
+def all_have_other_buffers(this_round: Round, *, num_ranks: int) -> bool:
+    """Whether every rank's buffers are others than those that were compared; read at once by each, or by none."""
+    return len(_reported(reading.other_buffers_ranks for reading in this_round.readings if not reading.is_overdue)) == num_ranks
 
 
 def changed_unlike(this_round: Round, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch:

@@ -19,6 +19,7 @@ class Verdict:
     rank: int
     has_failed: bool
     has_changed: bool  # the parameters are no longer those of the plan
+    has_other_buffers: bool  # than those that were compared
     late_buckets: Sequence[int]
     busy_ms: float  # since this rank left the previous round
 
@@ -31,6 +32,7 @@ class Reading:
     ranks_differ: bool
     failed_ranks: tuple[int, ...] = ()
     changed_ranks: tuple[int, ...] = ()
+    other_buffers_ranks: tuple[int, ...] = ()
     late_buckets: tuple[int, ...] = ()
     is_overdue: bool = False  # read in a later round than the one it was sent in
 
@@ -84,6 +86,7 @@ class TrailerCodec:
             ranks_differ=ranks_differ(self._flags(flags, fields.signature)),
             failed_ranks=_set_flags(self._flags(flags, fields.failed)) if fields.has_verdict else (),
             changed_ranks=_set_flags(self._flags(flags, fields.changed)) if fields.has_verdict else (),
+            other_buffers_ranks=_set_flags(self._flags(flags, fields.buffers)) if fields.has_verdict else (),
             late_buckets=_set_flags(self._flags(flags, fields.late)) if fields.has_verdict else (),
         )
 
@@ -97,6 +100,7 @@ class TrailerCodec:
         values = [0.0] * (fields.stop - fields.failed.start)
         values[verdict.rank] = float(verdict.has_failed)
         values[fields.changed[verdict.rank] - fields.failed.start] = float(verdict.has_changed)
+        values[fields.buffers[verdict.rank] - fields.failed.start] = float(verdict.has_other_buffers)
         for bucket in verdict.late_buckets:
             values[fields.late[bucket] - fields.failed.start] = 1.0
         # fp16 ends at 65504: a longer time is cut, for infinity would spoil the sum.
