@@ -182,7 +182,7 @@ class GradientBucket:
                 remedy="Put each dtype and device into buckets of its own; GradientBucketManager does.",
             )
         num_bytes = sum(gradient.numel() * gradient.element_size() for gradient in self.gradients)
-        if self.size_in_bytes < num_bytes or self.size_in_bytes <= 0:
+        if not self.size_in_bytes >= num_bytes or not self.size_in_bytes > 0:  # NaN is neither
             raise ConfigError(
                 f"bucket {self.bucket_index} of {self.size_in_bytes} bytes cannot hold {num_bytes} bytes of gradients.",
                 where="GradientBucket",
