@@ -14,6 +14,12 @@ from benchmarks.matrix.profile import PROFILES, scaled
 MAIN = "main"  # the project's own virtual environment
 _MODULES = "benchmarks.matrix.systems"
 SWEEP_MB = (1, 2, 4, 8, 16)
+_MEGA_ELEMENTS = 250_000  # fp32
+_MEGATRON_NOTE = (
+    "Made for GPUs, its constructors patched to run on a processor; all its collectives are asynchronous there. Its default is "
+    "buckets of 40 million elements: models up to that size are one bucket. "
+    "The best of several medians is chosen after the fact: noise is in its favour."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,42 @@ SYSTEMS = {
             module=f"{_MODULES}.fsdp2",
             is_sharded=True,
             note="Made for device streams: on gloo its reductions are synchronous.",
+        ),
+        SystemSpec(
+            name="megatron-ddp",
+            title="Megatron-core DDP, best bucket size of a sweep",
+            module=f"{_MODULES}.megatron",
+            variants={"@default": {}, **{f"@{size}MB": {"bucket_size": size * _MEGA_ELEMENTS} for size in SWEEP_MB}},
+            environment="megatron",
+            note=_MEGATRON_NOTE,
+        ),
+        SystemSpec(
+            name="megatron-distopt",
+            title="Megatron-core distributed optimizer, best bucket size of a sweep",
+            module=f"{_MODULES}.megatron",
+            variants={
+                suffix: {"use_distributed_optimizer": True, **options}
+                for suffix, options in (
+                    ("@default", {}),
+                    *((f"@{size}MB", {"bucket_size": size * _MEGA_ELEMENTS}) for size in SWEEP_MB),
+                )
+            },
+            environment="megatron",
+            is_sharded=True,
+            steps_per_turn=4,
+            note=_MEGATRON_NOTE,
+        ),
+        *(
+            SystemSpec(
+                name=f"deepspeed-zero{stage}",
+                title=f"DeepSpeed ZeRO-{stage}",
+                module=f"{_MODULES}.deepspeed_zero",
+                variants={"": {"stage": stage}},
+                environment="deepspeed",
+                is_sharded=True,
+                note="Made for device streams: on a processor its collectives are synchronous. It saves memory, which is not timed.",
+            )
+            for stage in (1, 2)
         ),
     )
 }

@@ -1,8 +1,8 @@
 """The virtual environments that systems run in: the project's own, and one for each file of benchmarks/peers.
 
-    .venv-peers/megatron/                  an environment
-    .venv-peers/megatron/installed.txt     the pins it was made from; written last
-    .venv-peers/megatron.log               what pip said
+.venv-peers/megatron/                  an environment
+.venv-peers/megatron/installed.txt     the pins it was made from; written last
+.venv-peers/megatron.log               what pip said
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def why_absent(environment: str) -> str:
     """Text for the row of a system whose environment is not there."""
     place = f"{FOLDER.name}/{environment}"
     if installed_of(environment).exists():
-        return f"the virtual environment {place} is not of the versions in {PINS.name}/{environment}.txt; make bench-peers renews it"
+        return (
+            f"the virtual environment {place} is not of the versions in {PINS.name}/{environment}.txt; make bench-peers renews it"
+        )
     if log_of(environment).exists():
         return f"the virtual environment {place} could not be made, {FOLDER.name}/{environment}.log says why"
     return f"no virtual environment {place}; make bench-peers makes it"

@@ -48,7 +48,9 @@ def _is_there_or_made(name: str) -> bool:
     try:
         with log.open("w", encoding="utf-8") as output:
             for command in commands_for(name):
-                subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | _SETTINGS, check=True)
+                subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | _SETTINGS, check=True
+                )
     except (OSError, subprocess.CalledProcessError) as error:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
         print(f"{name}: could not be made: {error}\nThe end of {log}:", *lines, sep="\n  ", file=sys.stderr)
