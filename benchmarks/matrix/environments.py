@@ -49,11 +49,9 @@ def why_absent(environment: str) -> str:
     """Text for the row of a system whose environment is not there."""
     place = f"{FOLDER.name}/{environment}"
     if installed_of(environment).exists():
-        return (
-            f"the virtual environment {place} is not of the versions in {PINS.name}/{environment}.txt; make bench-peers renews it"
-        )
+        return f"{place} is not of the versions in {PINS.name}/{environment}.txt; make bench-peers makes it anew"
     if log_of(environment).exists():
-        return f"the virtual environment {place} could not be made, {FOLDER.name}/{environment}.log says why"
+        return f"the virtual environment {place} could not be made; {place}.log says why"
     return f"no virtual environment {place}; make bench-peers makes it"
 
 

@@ -43,21 +43,28 @@ def _is_there_or_made(name: str) -> bool:
     print(f"{name}: making {place} (about 1 GB, minutes) ...", flush=True)
     began_s = time.monotonic()
     log = environments.log_of(name)
-    log.parent.mkdir(exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(place, ignore_errors=True)
     try:
-        with log.open("w", encoding="utf-8") as output:
-            for command in commands_for(name):
-                subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | _SETTINGS, check=True
-                )
+        _run(commands_for(name), log)
     except (OSError, subprocess.CalledProcessError) as error:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
         print(f"{name}: could not be made: {error}\nThe end of {log}:", *lines, sep="\n  ", file=sys.stderr)
         return False
+    log.unlink()
     shutil.copyfile(environments.pins_of(name), environments.installed_of(name))
     print(f"{name}: made in {time.monotonic() - began_s:.0f} s")
     return True
+
+
+def _run(commands: Sequence[Sequence[str]], log: Path) -> None:
+    """All of them, in order; raises at the first that fails."""
+    with log.open("w", encoding="utf-8") as output:
+        for command in commands:
+            print("$", *command, file=output, flush=True)
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=os.environ | _SETTINGS, check=True
+            )
 
 
 def commands_for(name: str) -> list[list[str]]:

@@ -51,8 +51,7 @@ class Megatron:
         return dict(self._ddp.module.named_parameters())
 
     def facts(self) -> Mapping[str, Any]:
-        num_buckets = len(self._ddp.bucket_groups)
-        return {"collectives": num_buckets * (2 if self._gathers else 1), "version": megatron.core.__version__}
+        return {"collectives": len(self._ddp.bucket_groups), "version": megatron.core.__version__}
 
     def close(self) -> None:
         dist.destroy_process_group(self._own_group)
