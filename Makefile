@@ -10,10 +10,10 @@ READY := $(VENV)/.ready
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format clean
+.PHONY: help demo test bench bench-peers lint format clean
 
 help: ## Show this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## Train with and without overlap on this machine and compare; make demo ARGS="--nproc 3"
 	$(BIN)/undertow demo $(ARGS)
@@ -23,6 +23,9 @@ test: $(READY) ## Run the tests; make test ARGS="tests/unit -k plan"
 
 bench: $(READY) ## Measure everything, the matrix too (hours); make bench ARGS="--quick"
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: $(READY) ## Make the virtual environments of the systems that bench compares with; make bench-peers ARGS="megatron"
+	$(BIN)/python -m benchmarks.matrix.install $(ARGS)
 
 lint: $(READY) ## Check style, types and the layers of the architecture
 	$(BIN)/ruff check

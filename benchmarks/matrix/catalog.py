@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,15 @@ from benchmarks.matrix.profile import PROFILES, scaled
 MAIN = "main"  # the project's own virtual environment
 _MODULES = "benchmarks.matrix.systems"
 SWEEP_MB = (1, 2, 4, 8, 16)
+_MEGATRON_NOTE = (
+    "Its constructors are patched to succeed without CUDA; all its collectives are asynchronous on a processor. "
+    "Its default buckets have 40 million elements: smaller models are one bucket. "
+    "The best of several medians is chosen after the fact: noise is in its favour."
+)
+
+
+def _megatron_sweep(sizes_mb: Iterable[int], **options: Any) -> dict[str, dict[str, Any]]:
+    return {f"@{size}MB": {"bucket_size": size * 1_000_000 // 4, **options} for size in sizes_mb}  # in elements of fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +79,36 @@ SYSTEMS = {
             module=f"{_MODULES}.fsdp2",
             is_sharded=True,
             note="Made for device streams: on gloo its reductions are synchronous.",
+        ),
+        SystemSpec(
+            name="megatron-ddp",
+            title="Megatron-core DDP, best bucket size of a sweep",
+            module=f"{_MODULES}.megatron",
+            variants={"@default": {}, **_megatron_sweep(SWEEP_MB)},
+            environment="megatron",
+            note=_MEGATRON_NOTE,
+        ),
+        SystemSpec(
+            name="megatron-distopt",
+            title="Megatron-core distributed optimizer, best bucket size of a sweep",
+            module=f"{_MODULES}.megatron",
+            variants=_megatron_sweep((2, 4, 8), use_distributed_optimizer=True),
+            environment="megatron",
+            is_sharded=True,
+            steps_per_turn=4,
+            note=f"{_MEGATRON_NOTE} It uses gloo's reduce-scatter, which sends as much as an all-reduce.",
+        ),
+        *(
+            SystemSpec(
+                name=f"deepspeed-zero{stage}",
+                title=f"DeepSpeed ZeRO-{stage}",
+                module=f"{_MODULES}.deepspeed_zero",
+                variants={"": {"stage": stage}},
+                environment="deepspeed",
+                is_sharded=True,
+                note="Made for device streams: on a processor all its collectives are synchronous. It saves memory, not time.",
+            )
+            for stage in (1, 2)
         ),
     )
 }

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks.matrix.catalog import BARE, SYSTEMS, SystemSpec, WorkloadSpec
-from benchmarks.matrix.environments import FOLDER, python_of
+from benchmarks.matrix.environments import python_of, why_absent
 from benchmarks.matrix.errors import MatrixError, RankFailed
 from benchmarks.matrix.job import Job, SystemJob
 from benchmarks.matrix.links import Network, emulated_network, shaped_network
@@ -109,7 +109,7 @@ def measure_cell(cell: Cell, effort: Effort, num_bytes: int, tell: Tell) -> Cell
 def _is_made(spec: SystemSpec, result: CellResult) -> bool:
     if python_of(spec.environment) is not None:
         return True
-    result.errors[spec.name] = f"no virtual environment {FOLDER.name}/{spec.environment}; make bench-peers makes it"
+    result.errors[spec.name] = why_absent(spec.environment)
     return False
 
 

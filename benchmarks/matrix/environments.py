@@ -1,4 +1,9 @@
-"""The virtual environments that systems run in."""
+"""The virtual environments that systems run in: the project's own, and one for each file of benchmarks/peers.
+
+.venv-peers/megatron/                  an environment
+.venv-peers/megatron/installed.txt     the pins it was made from; written last
+.venv-peers/megatron.log               what pip said
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,49 @@ from pathlib import Path
 
 from benchmarks.matrix.catalog import MAIN
 
-FOLDER = Path(__file__).parents[2] / ".venv-peers"  # one folder per environment, made by `make bench-peers`
+_ROOT = Path(__file__).parents[2]
+FOLDER = _ROOT / ".venv-peers"  # made by `make bench-peers`
+PINS = _ROOT / "benchmarks" / "peers"
+
+
+def peers() -> list[str]:
+    """Names of the environments that can be made."""
+    return sorted(path.stem for path in PINS.glob("*.txt"))
+
+
+def pins_of(environment: str) -> Path:
+    return PINS / f"{environment}.txt"
+
+
+def interpreter_of(environment: str) -> Path:
+    return FOLDER / environment / "bin" / "python"
+
+
+def installed_of(environment: str) -> Path:
+    return FOLDER / environment / "installed.txt"
+
+
+def log_of(environment: str) -> Path:
+    return FOLDER / f"{environment}.log"
 
 
 def python_of(environment: str) -> Path | None:
-    """The interpreter of an environment; None if it has not been made."""
+    """The interpreter of an environment; None if it is not there, whole and of today's pins."""
     if environment == MAIN:
         return Path(sys.executable)
-    python = FOLDER / environment / "bin" / "python"
-    return python if python.exists() else None
+    return interpreter_of(environment) if _is_installed(environment) else None
+
+
+def why_absent(environment: str) -> str:
+    """Text for the row of a system whose environment is not there."""
+    place = f"{FOLDER.name}/{environment}"
+    if installed_of(environment).exists():
+        return f"{place} is not of the versions in {PINS.name}/{environment}.txt; make bench-peers makes it anew"
+    if log_of(environment).exists():
+        return f"the virtual environment {place} could not be made; {place}.log says why"
+    return f"no virtual environment {place}; make bench-peers makes it"
+
+
+def _is_installed(environment: str) -> bool:
+    pins, installed = pins_of(environment), installed_of(environment)
+    return pins.exists() and installed.exists() and installed.read_bytes() == pins.read_bytes()

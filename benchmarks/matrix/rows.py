@@ -62,10 +62,11 @@ def _row(spec: SystemSpec, timed: Sequence[Sequence[RankResult]], limits: Sequen
         return row
     if (failed := _error_of(spec, timed, errors)) is not None:
         row["note"] = f"{spec.note} In one run it failed: {failed}".strip()
-    variant = min(found, key=lambda name: median(found[name]["backward_s"]))
+    compared = "step_s" if spec.is_sharded else "backward_s"
+    variant = min(found, key=lambda name: median(found[name][compared]))
     if len(measured) > 1:
         row["variant"] = variant
-        row["variants_ms"] = {name: spread_ms(pooled["backward_s"]) for name, pooled in found.items()}
+        row["variants_ms"] = {name: spread_ms(pooled[compared]) for name, pooled in found.items()}
     return row | _figures(spec, found[variant])
 
 

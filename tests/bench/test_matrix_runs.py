@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from benchmarks.matrix import links, run
-from benchmarks.matrix.catalog import SystemSpec
+from benchmarks.matrix.catalog import SYSTEMS, SystemSpec
+from benchmarks.matrix.environments import peers, python_of, why_absent
 
 Measure = Callable[..., dict[str, dict[str, Any]]]
 
@@ -26,6 +27,15 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
     assert rows["torch-ddp-best"]["variant"] is not None
     assert rows["ours"]["sent_mb"] is None  # ranks share the interface: nobody's bytes can be told
     assert rows["per-parameter"]["collectives"] == 48
+
+
+@pytest.mark.parametrize("environment", peers())
+def test_every_system_of_a_peer_trains_right_over_the_emulated_link(environment: str, measure: Measure) -> None:
+    if python_of(environment) is None:
+        pytest.skip(why_absent(environment))
+    names = [name for name, spec in SYSTEMS.items() if spec.environment == environment]
+    rows = measure("bare", *names, kind="emulated", link="none")
+    assert {name: rows[name]["error"] for name in names} == dict.fromkeys(names)
 
 
 @pytest.mark.parametrize(
