@@ -34,7 +34,10 @@ def param_lists(draw: st.DrawFn, *, min_size: int = 0) -> list[ParamSpec]:
 
 _SIZES = st.integers(1, 400)
 size_caps = st.builds(
-    SizeCaps, cap_bytes=_SIZES, first_bytes=st.lists(_SIZES, max_size=3).map(tuple), last_bytes=st.none() | _SIZES
+    SizeCaps,
+    cap_bytes=_SIZES,
+    first_bytes=st.lists(_SIZES, max_size=3).map(tuple),
+    last_bytes=st.lists(_SIZES, max_size=3).map(tuple),
 )
 
 

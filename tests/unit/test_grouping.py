@@ -50,15 +50,19 @@ def test_largest_first_example() -> None:
         ([99, 0, 0, 3], {"cap_bytes": 10}, ((0,), (1, 2, 3))),
         ([0, 0, 0], {"cap_bytes": 1}, ((0, 1, 2),)),
         ([3, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": (3,)}, ((0,), (1, 2, 3), (4,))),
-        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "last_bytes": 3}, ((0, 1, 2), (3,), (4,))),
-        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "last_bytes": 6}, ((0, 1, 2), (3, 4))),
-        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": 3}, ((0,), (1, 2, 3), (4,))),
-        ([3, 3, 3, 3, 99], {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": 3}, ((0,), (1, 2, 3), (4,))),
-        ([3, 3, 3], {"cap_bytes": 99, "first_bytes": (3,), "last_bytes": 12}, ((0,), (1, 2))),
+        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "last_bytes": (3,)}, ((0, 1, 2), (3,), (4,))),
+        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "last_bytes": (6,)}, ((0, 1, 2), (3, 4))),
+        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (3,)}, ((0,), (1, 2, 3), (4,))),
+        ([3, 3, 3, 3, 99], {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (3,)}, ((0,), (1, 2, 3), (4,))),
+        ([3, 3, 3], {"cap_bytes": 99, "first_bytes": (3,), "last_bytes": (12,)}, ((0,), (1, 2))),
         ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6)}, ((0,), (1, 2), (3, 4, 5), (6, 7, 8))),
         ([3] * 9, {"cap_bytes": 3, "first_bytes": (9, 6)}, ((0, 1, 2), (3, 4), (5,), (6,), (7,), (8,))),
-        ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6), "last_bytes": 6}, ((0,), (1, 2), (3, 4, 5), (6,), (7, 8))),
+        ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6), "last_bytes": (6,)}, ((0,), (1, 2), (3, 4, 5), (6,), (7, 8))),
         ([3] * 3, {"cap_bytes": 9, "first_bytes": (3, 6, 9, 12)}, ((0,), (1, 2))),
+        ([3] * 9, {"cap_bytes": 9, "last_bytes": (3, 6)}, ((0, 1, 2), (3, 4, 5), (6, 7), (8,))),
+        ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6), "last_bytes": (3, 6)}, ((0,), (1, 2), (3, 4, 5), (6, 7), (8,))),
+        ([3] * 2, {"cap_bytes": 9, "last_bytes": (3, 6, 9)}, ((0,), (1,))),
+        ([3] * 3, {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (9, 9)}, ((0,), (1, 2))),
         ([99, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": (3, 6)}, ((0,), (1, 2), (3, 4))),
     ],
 )
@@ -103,7 +107,7 @@ def test_groups_leave_in_the_order_of_their_last_member(grouping: tuple[list[Par
 @given(groupings())
 def test_caps_are_kept_by_all_but_a_single_parameter_above_them(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
     params, _, caps = grouping
-    largest = max(caps.cap_bytes, *caps.first_bytes, caps.last_bytes or 0)
+    largest = max((caps.cap_bytes, *caps.first_bytes, *caps.last_bytes))
     assert all(fits(params, group, largest) for group in group_by_size(*grouping))
 
 
@@ -127,8 +131,8 @@ def test_each_of_the_first_buckets_has_a_cap_of_its_own_and_is_as_full_as_it_all
 @given(groupings())
 def test_last_bucket_keeps_its_cap(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
     params, _, caps = grouping
-    assume(caps.last_bytes is not None)
-    assert fits(params, group_by_size(*grouping)[-1], caps.last_bytes)
+    assume(caps.last_bytes)
+    assert fits(params, group_by_size(*grouping)[-1], caps.last_bytes[0])
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan])
@@ -138,7 +142,7 @@ def test_last_bucket_keeps_its_cap(grouping: tuple[list[ParamSpec], list[int], S
         ("cap_bytes", lambda value: {"cap_bytes": value}),
         ("first_bytes", lambda value: {"cap_bytes": 1, "first_bytes": (value,)}),
         ("first_bytes", lambda value: {"cap_bytes": 1, "first_bytes": (1, value)}),
-        ("last_bytes", lambda value: {"cap_bytes": 1, "last_bytes": value}),
+        ("last_bytes", lambda value: {"cap_bytes": 1, "last_bytes": (1, value)}),
     ],
     ids=["cap_bytes", "first_bytes", "second of first_bytes", "last_bytes"],
 )
@@ -150,6 +154,17 @@ def test_a_cap_must_be_positive(name: str, caps: Callable[[float], dict[str, Any
     )
 
 
-@pytest.mark.parametrize(("total_mib", "cap_mib"), [(0, 1), (1, 1), (20, 1), (100, 5), (500, 25), (10_000, 25)])
-def test_default_caps_make_about_twenty_buckets_of_1_to_25_mebibytes(total_mib: int, cap_mib: int) -> None:
-    assert default_caps(total_mib * MIB) == SizeCaps(cap_bytes=cap_mib * MIB, first_bytes=(MIB,), last_bytes=MIB)
+@pytest.mark.parametrize(
+    ("total_mib", "cap_mib", "ends_mib"),
+    [
+        (0, 1.0, (1,)),
+        (1, 1.0, (1,)),
+        (2, 1.5, (1,)),
+        (5, 2.25, (1, 1.5)),
+        (20, 5.0625, (1, 1.5, 2.25, 3.375)),
+        (10_000, 25.0, (1, 1.5, 2.25, 3.375, 5.0625, 7.59375, 11.390625, 17.0859375)),
+    ],
+)
+def test_default_caps_grow_from_both_ends(total_mib: int, cap_mib: float, ends_mib: tuple[float, ...]) -> None:
+    ends = tuple(size * MIB for size in ends_mib)
+    assert default_caps(total_mib * MIB) == SizeCaps(cap_bytes=cap_mib * MIB, first_bytes=ends, last_bytes=ends)

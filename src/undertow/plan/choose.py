@@ -35,7 +35,7 @@ def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int) 
         return SizeCaps(cap_bytes=rest, first_bytes=tuple(first))
     cap = bytes_from_mib(bucket_cap_mb, name="bucket_cap_mb")
     small = min(cap, math.ceil(bytes_from_mib(1.0, name="first bucket")))
-    return SizeCaps(cap_bytes=cap, first_bytes=(small,), last_bytes=small)
+    return SizeCaps(cap_bytes=cap, first_bytes=(small,), last_bytes=(small,))
 
 
 def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> Plan:
