@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Job:
     counted_interface: str | None  # whose bytes are counted; None where ranks share it
     emulated: str | None  # text of the emulated link, None on a real one
     folder: str  # store, results and logs
+    runner_pid: int = field(default_factory=os.getpid)
 
     def write(self) -> Path:
         path = Path(self.folder) / "job.json"

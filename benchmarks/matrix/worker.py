@@ -34,8 +34,8 @@ _AGREE = timedelta(seconds=60)  # for the slowest rank to build a system after t
 
 def main(job_path: str, rank: int) -> None:
     """Runs the job as `rank` and writes the result."""
-    _die_with_parent()
     job = job_from_file(Path(job_path))
+    _die_with(job.runner_pid)
     torch_import_s = _import_torch()
     with _process_group(job, rank) as group:
         result = _run(job, rank, group)
@@ -47,10 +47,12 @@ def main(job_path: str, rank: int) -> None:
     partial.replace(whole)
 
 
-def _die_with_parent() -> None:
+def _die_with(runner_pid: int) -> None:
     """A runner that is killed leaves no ranks behind (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != runner_pid:  # killed before we had asked for it
+            sys.exit("the runner is gone")
 
 
 def _import_torch() -> float:

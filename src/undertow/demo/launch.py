@@ -53,7 +53,8 @@ class LocalRanks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._end()
+        with _interrupts_postponed():  # a second Ctrl-C must not leave ranks behind
+            self._end()
 
     def messages(self) -> Iterator[Message]:
         """What the ranks send, until all of them have ended well. Raises RanksLost if one does not."""
