@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.errors import text_of
 from support.strategies import LOWERINGS, lowerings
 from undertow.errors import ConfigError
-from undertow.schedule import Schedule, lower_accumulation, schedule_from_text, verify
+from undertow.schedule import ZERO1, ZERO2, Schedule, lower_accumulation, lower_data_parallel, schedule_from_text, verify
 
 STEP = """\
 id  lane     kind        bucket  reads     writes    after
@@ -26,7 +26,7 @@ id  lane     kind        bucket  reads     writes    after
 10  compute  step        *       grad[*]   param[*]  08 09
 11  compute  use         *       param[*]  -         10
 """
-CROSSING_REMEDY = "A step fills every bucket once and sends it once; an accumulation sends nothing."
+CROSSING_REMEDY = "A step fills every bucket once and sends it once; an accumulation sends nothing, or shards."
 
 
 def with_lines(*lines: str, of: str = STEP) -> str:
@@ -65,33 +65,33 @@ def test_a_collective_is_after_all_earlier_ones_of_its_lane() -> None:
             with_lines("02  compute  pack  b0  grad[b0]  grad[b0]  01"),
             2,
             "grad[b0]",
-            "fills: expected 1, got 1; collectives: expected 1, got 0",
+            "fills: expected 1, got 1; all_reduces: expected 1, got 0",
         ),
         (
             with_lines("05  comm.dp  all_reduce  b1  grad[b1]  grad[b1]  04"),
             2,
             "grad[b1]",
-            "fills: expected 1, got 1; collectives: expected 1, got 2",
+            "fills: expected 1, got 1; all_reduces: expected 1, got 2",
         ),
         (
             with_lines("01  compute  fill  b0  -  grad[b0]  00"),
             2,
             "grad[b0]",
-            "fills: expected 1, got 2; collectives: expected 1, got 1",
+            "fills: expected 1, got 2; all_reduces: expected 1, got 1",
         ),
-        (STEP, 1, "grad[b1]", "fills: expected 0, got 1; collectives: expected 0, got 1"),
-        (STEP, 3, "grad[b2]", "fills: expected 1, got 0; collectives: expected 1, got 0"),
+        (STEP, 1, "grad[b1]", "fills: expected 0, got 1; all_reduces: expected 0, got 1"),
+        (STEP, 3, "grad[b2]", "fills: expected 1, got 0; all_reduces: expected 1, got 0"),
         (
             with_lines("12  comm.dp  all_reduce  *  grad[*]  grad[*]  11"),
             2,
             "grad[*]",
-            "fills: expected 0, got 0; collectives: expected 0, got 1",
+            "fills: expected 0, got 0; all_reduces: expected 0, got 1",
         ),
         (
             with_lines("05  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  04", of=lower_accumulation(1).to_text()),
             1,
             "grad[b0]",
-            "fills: expected 1, got 1; collectives: expected 0, got 1",
+            "fills: expected 1, got 1; all_reduces: expected 0, got 1",
         ),
     ],
     ids=["missing", "double", "filled twice", "foreign bucket", "no such bucket", "all buckets", "accumulation"],
@@ -163,6 +163,57 @@ def test_backward_ends_once_and_is_joined_once(line: str, kind: str, count: int)
 def test_the_last_collective_must_wait_for_the_end_of_backward() -> None:
     assert fault_in(with_lines("05  compute  pack  b1  grad[b1]  grad[b1]  03")) == (
         "op 06 (all_reduce b1) may leave before backward is over.\n"
-        "  it is the last collective; backward ends with op 04\n"
+        "  it is the last reduction; backward ends with op 04\n"
         "  The last bucket leaves after backward: its trailer carries what a rank knows only then."
+    )
+
+
+def sharded(*lines: str, num_buckets: int = 2) -> str:
+    """What is wrong with a ZeRO-1 step of which some lines were exchanged."""
+    text = with_lines(*lines, of=lower_data_parallel(2, ZERO1).to_text())
+    return text_of(ConfigError, lambda: verify(schedule_from_text(text), ZERO1, num_buckets=num_buckets))
+
+
+# Ops 00 to 09 are like those above, 10 is the step, 11 and 12 gather b1 and b0, 13 and 14 use them.
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (
+            "12  compute  use  b0  param[b0]  -  10",
+            "the ops on param[b0] do not bring each parameter to every rank once.\n"
+            "  all_gathers: expected 1, got 0; the plan has 2 buckets\n"
+            "  Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+        ),
+        (
+            "11  comm.dp  all_gather  b1  own[b1]  param[b1]  07",
+            "op 11 (all_gather b1) may run before the step.\n  step is op 10\n  Order the gather after the step.",
+        ),
+        (
+            "13  compute  use  b1  param[b1]  -  10",
+            "ops 11 (all_gather b1) and 13 (use b1) may touch param[b1] at once.\n"
+            "  one writes it, and nothing orders 13 after 11\n"
+            "  Let the later op come after the earlier one.",
+        ),
+    ],
+    ids=["missing", "before the step", "used in flight"],
+)
+def test_gathers_in_the_wrong_place_are_found(line: str, fault: str) -> None:
+    assert sharded(line) == fault
+
+
+def test_a_strategy_is_held_to_its_reduction() -> None:
+    text = text_of(ConfigError, lambda: verify(lower_data_parallel(1), ZERO1, num_buckets=1))
+    assert text.splitlines()[1] == "  fills: expected 1, got 1; reduce_scatters: expected 1, got 0; the plan has 1 buckets"
+    text = text_of(ConfigError, lambda: verify(lower_data_parallel(1, ZERO1), num_buckets=1))
+    assert text.splitlines()[1] == "  fills: expected 1, got 1; all_reduces: expected 1, got 0; the plan has 1 buckets"
+    text = text_of(ConfigError, lambda: verify(lower_accumulation(1, ZERO2), ZERO1, num_buckets=1))
+    assert text.splitlines()[1] == "  fills: expected 1, got 1; reduce_scatters: expected 0, got 1; the plan has 1 buckets"
+
+
+def test_the_next_step_must_not_come_too_early() -> None:
+    without_use = "\n".join(STEP.splitlines()[:-1])
+    assert fault_in(without_use) == (
+        "ops 10 (step *) and 12 (fill b0) may touch grad[b0] at once.\n"
+        "  one writes it, and nothing orders 12 after 10\n"
+        "  Let the later op come after the earlier one."
     )

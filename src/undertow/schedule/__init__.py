@@ -3,19 +3,27 @@
 from undertow.schedule.arrivals import Arrivals
 from undertow.schedule.lower import lower_accumulation, lower_data_parallel
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule, schedule_from_text
+from undertow.schedule.placement import DDP, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
 from undertow.schedule.tracker import Releases, Tracker
 from undertow.schedule.verify import verify
 
 __all__ = [
+    "DDP",
+    "STRATEGIES",
+    "ZERO1",
+    "ZERO2",
     "Arrivals",
     "Buffer",
     "Op",
     "OpKind",
+    "Placement",
     "Releases",
     "Schedule",
+    "Strategy",
     "Tracker",
     "lower_accumulation",
     "lower_data_parallel",
     "schedule_from_text",
+    "strategy_named",
     "verify",
 ]

@@ -20,13 +20,18 @@ class OpKind(StrEnum):
     JOIN = "join"  # every engine of this process has launched; from here on the compute lane may wait
     PACK = "pack"  # gradients that are no views of the bucket are copied into it
     ALL_REDUCE = "all_reduce"
-    BIND = "bind"  # waits for the bucket; its gradients become views of it
-    STEP = "step"  # the optimizer updates the parameters
+    REDUCE_SCATTER = "reduce_scatter"  # each rank gets its shard of the sum
+    BIND = "bind"  # waits for the bucket; its gradients become views of it, or placeholders where only a shard is here
+    STEP = "step"  # the optimizer updates the parameters, or this rank's shards of them
+    ALL_GATHER = "all_gather"  # each rank gets every other one's shard of the parameters
     USE = "use"  # the next forward reads the parameters
 
 
 EXTERNAL = frozenset({OpKind.FILL, OpKind.END, OpKind.JOIN, OpKind.STEP, OpKind.USE})
-COLLECTIVES = frozenset({OpKind.ALL_REDUCE})
+REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
+COLLECTIVES = REDUCTIONS | {OpKind.ALL_GATHER}
+# What a rank owns of the parameters is a part of them, in the same memory.
+_PART_OF = {"own": "param"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,13 @@ class Buffer:
     name: str
     bucket: int | None
 
+    @property
+    def memory(self) -> str:
+        """The name of what it is, or is a part of."""
+        return _PART_OF.get(self.name, self.name)
+
     def overlaps(self, other: Buffer) -> bool:
-        return self.name == other.name and (None in (self.bucket, other.bucket) or self.bucket == other.bucket)
+        return self.memory == other.memory and (None in (self.bucket, other.bucket) or self.bucket == other.bucket)
 
     def __str__(self) -> str:
         return f"{self.name}[{_bucket_text(self.bucket)}]"

@@ -4,27 +4,47 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from itertools import combinations, pairwise
 from operator import or_
 
 from undertow.errors import ConfigError
-from undertow.schedule.op import COLLECTIVES, COMPUTE, Buffer, Op, OpKind, Schedule
+from undertow.schedule.op import COMPUTE, REDUCTIONS, Buffer, Op, OpKind, Schedule
+from undertow.schedule.placement import DDP, Strategy
 
 
-def verify(schedule: Schedule, *, num_buckets: int) -> Schedule:
+def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) -> Schedule:
     """Returns `schedule` if it is right, else raises ConfigError with the ops at fault.
 
     - backward ends once and is joined once, and the last collective, which carries the verdict, leaves after its end;
     - every bucket's gradients are filled once and cross the mesh axis once, after they are filled and before the step;
+      where they come back as shards, every bucket's parameters cross once between the step and their use;
     - collectives leave in the order of their ids, whatever order gradients arrive in (each comm lane is a queue);
-    - no buffer is written by one op while another may touch it.
+    - no buffer is written by one op while another may touch it, in this step or in the next one.
     """
     before = _happens_before(schedule)
     _check_end(schedule, before)
-    _check_crossings(schedule, num_buckets, before)
+    _check_reductions(schedule, strategy, num_buckets, before)
+    _check_gathers(schedule, strategy, num_buckets, before)
     _check_hazards(schedule, before)
+    twice = _twice(schedule)
+    _check_hazards(twice, _happens_before(twice))
     return schedule
+
+
+def _twice(schedule: Schedule) -> Schedule:
+    """The schedule and, behind it, itself: the next backward comes after the forward that uses the parameters."""
+    ops, shift = schedule.ops, len(schedule.ops) + 1
+    done = tuple(op.id for op in ops if op.kind in (OpKind.USE, OpKind.JOIN, OpKind.BIND))
+    between = Op(id=len(ops), lane=COMPUTE, kind=OpKind.JOIN, bucket=None, after=done)
+    again = [
+        replace(
+            op, id=op.id + shift, after=(*(it + shift for it in op.after), *((between.id,) if op.kind is OpKind.FILL else ()))
+        )
+        for op in ops
+    ]
+    return Schedule((*ops, between, *again))
 
 
 def _happens_before(schedule: Schedule) -> list[int]:
@@ -61,35 +81,35 @@ def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
                 remedy="Backward ends once in a step, and its engines join once.",
             )
     end = schedule.ops[kinds.index(OpKind.END)]
-    last = schedule.collectives[-1] if schedule.collectives else None
+    reductions = [op for op in schedule.ops if op.kind in REDUCTIONS]
+    last = reductions[-1] if reductions else None
     if last is not None and not _is_before(before, end, last):
         raise ConfigError(
             f"op {last.id:02d} ({last.label}) may leave before backward is over.",
-            where=f"it is the last collective; backward ends with op {end.id:02d}",
+            where=f"it is the last reduction; backward ends with op {end.id:02d}",
             remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
         )
 
 
-def _check_crossings(schedule: Schedule, num_buckets: int, before: Sequence[int]) -> None:
+def _check_reductions(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
     fills: dict[int | None, list[Op]] = defaultdict(list)
     crossings: dict[int | None, list[Op]] = defaultdict(list)
     for op in schedule.ops:
         if op.kind is OpKind.FILL:
             fills[op.bucket].append(op)
-        elif op.kind in COLLECTIVES:
+        elif op.kind is strategy.reduction:
             crossings[op.bucket].append(op)
     steps = [op for op in schedule.ops if op.kind is OpKind.STEP]
     for bucket in dict.fromkeys((*range(num_buckets), *fills, *crossings)):
         exists = bucket in range(num_buckets)
-        # An accumulation ends without a step and must not communicate.
-        wanted = (int(exists), int(exists and bool(steps)))
+        wanted = (int(exists), int(exists and (bool(steps) or strategy.reduces_micro_batches)))
         found = (len(fills[bucket]), len(crossings[bucket]))
         if found != wanted:
             raise ConfigError(
                 f"the ops on {Buffer('grad', bucket)} do not carry each gradient across once.",
-                where=f"fills: expected {wanted[0]}, got {found[0]}; collectives: expected {wanted[1]}, got {found[1]}; "
-                f"the plan has {num_buckets} buckets",
-                remedy="A step fills every bucket once and sends it once; an accumulation sends nothing.",
+                where=f"fills: expected {wanted[0]}, got {found[0]}; {strategy.reduction}s: expected {wanted[1]}, "
+                f"got {found[1]}; the plan has {num_buckets} buckets",
+                remedy="A step fills every bucket once and sends it once; an accumulation sends nothing, or shards.",
             )
         for crossing in crossings[bucket]:
             if not (_is_before(before, fills[bucket][0], crossing) and all(_is_before(before, crossing, step) for step in steps)):
@@ -100,11 +120,34 @@ def _check_crossings(schedule: Schedule, num_buckets: int, before: Sequence[int]
                 )
 
 
+def _check_gathers(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
+    steps = [op for op in schedule.ops if op.kind is OpKind.STEP]
+    gathers: dict[int | None, list[Op]] = defaultdict(list)
+    for op in schedule.ops:
+        if op.kind is OpKind.ALL_GATHER:
+            gathers[op.bucket].append(op)
+    for bucket in dict.fromkeys((*range(num_buckets), *gathers)):
+        wanted = int(bucket in range(num_buckets) and bool(steps) and strategy.gather is not None)
+        if len(gathers[bucket]) != wanted:
+            raise ConfigError(
+                f"the ops on {Buffer('param', bucket)} do not bring each parameter to every rank once.",
+                where=f"all_gathers: expected {wanted}, got {len(gathers[bucket])}; the plan has {num_buckets} buckets",
+                remedy="Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+            )
+        for gather in gathers[bucket]:
+            if not all(_is_before(before, step, gather) for step in steps):
+                raise ConfigError(
+                    f"op {gather.id:02d} ({gather.label}) may run before the step.",
+                    where=f"step is op {steps[0].id:02d}",
+                    remedy="Order the gather after the step.",
+                )
+
+
 def _check_hazards(schedule: Schedule, before: Sequence[int]) -> None:
     touching: dict[str, dict[int | None, list[Op]]] = defaultdict(lambda: defaultdict(list))
     for op in schedule.ops:
-        for buffer in dict.fromkeys((*op.reads, *op.writes)):
-            touching[buffer.name][buffer.bucket].append(op)
+        for memory, bucket in {(buffer.memory, buffer.bucket) for buffer in (*op.reads, *op.writes)}:
+            touching[memory][bucket].append(op)
     for of_bucket in touching.values():
         whole = of_bucket.pop(None, [])  # ops that touch the buffers of all buckets
         for ops in of_bucket.values():
