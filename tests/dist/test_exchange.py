@@ -1,0 +1,76 @@
+"""Reduce-scatter and all-gather of posted sends and receives, beside a chain of adds on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.models import noise
+from support.ranks import Ranks
+from undertow.runtime.exchange import Exchanges
+from undertow.runtime.group import GroupRef, OwnGroup
+
+
+def own_group() -> OwnGroup:
+    group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
+    group.open()
+    return group
+
+
+def chain_of_adds(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part
+    return total / len(parts)
+
+
+def scattered(dtype: torch.dtype, shard_numels: list[int]) -> None:
+    """Several exchanges in flight; each rank's shard has the bits of the chain, and the trailer is the sum."""
+    group = own_group()
+    exchanges = Exchanges(group)
+    num_ranks, rank = group.num_ranks, group.rank
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    started = []
+    for index, numel in enumerate(shard_numels):
+        of_rank = [noise(num_ranks * numel + 3, step=index, rank=peer).to(dtype) for peer in range(num_ranks)]
+        for peer, storage in enumerate(of_rank):
+            storage[-2:] = torch.tensor([peer == 0, 1])  # some set a flag, all set a flag
+        storage, shard = of_rank[rank].clone(), torch.empty(numel, dtype=wide)
+        trailer = range(num_ranks * numel + 1, num_ranks * numel + 3)
+        handle = exchanges.reduce_scatter(storage, shard, trailer=trailer, tag=2 * index)
+        mine = [storage[rank * numel : (rank + 1) * numel] for storage in of_rank]
+        started.append((handle, storage, shard, chain_of_adds(mine, wide)))
+    for handle, storage, shard, wanted in started:
+        handle.wait()
+        assert handle.is_completed()
+        assert torch.equal(shard, wanted)
+        assert storage[-2:].tolist() == [1.0, num_ranks]
+    exchanges.close()
+    group.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_shard_is_the_mean_added_up_in_rank_order(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(scattered, dtype, [5, 1, 1000, 0])
+
+
+def gathered(dtype: torch.dtype) -> None:
+    group = own_group()
+    exchanges = Exchanges(group)
+    parts = [noise(7, rank=peer).to(dtype) for peer in range(group.num_ranks)]
+    flat = torch.zeros(7 * group.num_ranks, dtype=dtype)
+    flat.view(group.num_ranks, 7)[group.rank] = parts[group.rank]
+    done: list[object] = []
+    handle = exchanges.all_gather(flat, tag=0)
+    handle.on_done(done.append)
+    handle.wait()
+    assert torch.equal(flat, torch.cat(parts))
+    exchanges.close()
+    group.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_gets_every_part(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(gathered, dtype)
