@@ -123,3 +123,11 @@ def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int, int]]) -
 
 def test_steps_wrap_around() -> None:
     assert signature_bits(step=4096 + 7, generation=256, mode=0) == signature_bits(step=7, generation=0, mode=0)
+
+
+@given(plans())
+def test_shards_are_equal_and_hold_all_gradients(plan: Plan) -> None:
+    for bucket in plan.buckets:
+        sharded_numel = bucket.shard_numel * plan.num_ranks
+        assert bucket.numel <= sharded_numel <= bucket.trailer.start
+        assert sharded_numel * bucket.itemsize % 16 == 0

@@ -6,7 +6,8 @@
       per                        per                failed, changed and other-buffers ranks,
       parameter                  slot               late buckets, busy time of every rank
 
-The end is a multiple of the number of ranks (shards are equal) and of 16 bytes (vector loads). The trailer is
+Gradients with the first part of the padding are cut into equal shards, one per rank: that part's end, and the end of all,
+are multiples of the number of ranks and of 16 bytes (vector loads). The trailer is
 summed or averaged like the gradients, so everything in it but the busy times is read only as "not zero", which is
 exact in any dtype.
 """

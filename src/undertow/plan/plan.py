@@ -28,6 +28,7 @@ class Bucket:
     is_sparse: bool
     slots: tuple[Slot, ...]
     trailer: Trailer
+    shard_numel: int  # of each rank's equal part of gradients and padding, which lie before the trailer
     storage_numel: int  # gradients, padding and trailer
 
     @property
@@ -116,7 +117,8 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[int], index: int, num_b
     verdict = {"num_late": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
     trailer_numel = Trailer(start=0, num_slots=len(slots), **verdict).stop
     numel = slots[-1].stop if slots else 0
-    storage_numel = padded_numel(numel + trailer_numel, itemsize=first.itemsize, num_ranks=num_ranks)
+    sharded_numel = padded_numel(numel, itemsize=first.itemsize, num_ranks=num_ranks)
+    storage_numel = padded_numel(sharded_numel + trailer_numel, itemsize=first.itemsize, num_ranks=num_ranks)
     return Bucket(
         index=index,
         dtype=first.dtype,
@@ -125,6 +127,7 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[int], index: int, num_b
         is_sparse=first.is_sparse,
         slots=slots,
         trailer=Trailer(start=storage_numel - trailer_numel, num_slots=len(slots), **verdict),
+        shard_numel=sharded_numel // num_ranks,
         storage_numel=storage_numel,
     )
 
