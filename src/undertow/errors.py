@@ -5,6 +5,7 @@
     │   └── WrongType (TypeError)     an argument of a type that cannot work
     ├── PlanMismatch                  ranks disagree about parameters, plan or settings
     ├── PhaseError                    a call that does not fit where the step is
+    ├── ShardedGradientError          a use of a gradient of which each rank has only its shard
     ├── Desync                        ranks are in different steps, plan generations or modes
     └── PeerFailed                    another rank reported an error in this step
 
@@ -14,7 +15,16 @@ about distributed training are: code that catches those keeps working.
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "Desync", "PeerFailed", "PhaseError", "PlanMismatch", "UndertowError", "WrongType"]
+__all__ = [
+    "ConfigError",
+    "Desync",
+    "PeerFailed",
+    "PhaseError",
+    "PlanMismatch",
+    "ShardedGradientError",
+    "UndertowError",
+    "WrongType",
+]
 
 
 class UndertowError(RuntimeError):
@@ -39,6 +49,10 @@ class PlanMismatch(UndertowError):
 
 class PhaseError(UndertowError):
     """A call that does not fit where the step is."""
+
+
+class ShardedGradientError(UndertowError):
+    """A use of a gradient of which each rank has only its shard."""
 
 
 class Desync(UndertowError):

@@ -6,9 +6,18 @@ import pickle
 import pytest
 
 from undertow import errors
-from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, UndertowError, WrongType
+from undertow.errors import (
+    ConfigError,
+    Desync,
+    PeerFailed,
+    PhaseError,
+    PlanMismatch,
+    ShardedGradientError,
+    UndertowError,
+    WrongType,
+)
 
-TREE = [ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, WrongType]
+TREE = [ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, ShardedGradientError, WrongType]
 
 
 def test_text_has_what_where_and_remedy_on_a_line_each() -> None:
@@ -47,6 +56,7 @@ def test_docstring_draws_every_error(name: str) -> None:
         (Desync, (UndertowError,)),
         (PeerFailed, (UndertowError,)),
         (PlanMismatch, (UndertowError,)),
+        (ShardedGradientError, (UndertowError,)),
     ],
 )
 def test_errors_can_be_caught_as_the_builtin_they_resemble(kind: type[UndertowError], bases: tuple[type, ...]) -> None:

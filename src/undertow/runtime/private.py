@@ -18,6 +18,7 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 def untraced(function: _Function) -> _Function:
@@ -73,6 +74,12 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
     )
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, group)
+
+
+def wrapper_tensor(cls: type[_Tensor], like: torch.Tensor) -> _Tensor:
+    """A tensor of class `cls` without storage, of `like`'s shape, strides, dtype and device."""
+    make = torch.Tensor._make_wrapper_subclass
+    return make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.errors import text_of
+from undertow.errors import ShardedGradientError
+from undertow.runtime.placeholder import GradientPlaceholder
+
+REMEDY = "Clip with optimizer.clip_grad_norm_(); look at all of it with sync.full_gradient(param)."
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    for name, param in layer.named_parameters():
+        param.grad = GradientPlaceholder(param, name=name)
+    return layer
+
+
+def test_it_looks_like_the_gradient() -> None:
+    layer = linear()
+    assert (layer.weight.grad.shape, layer.weight.grad.dtype, layer.weight.grad.device.type) == ((2, 3), torch.float32, "cpu")
+    assert repr(layer.weight.grad) == ("GradientPlaceholder('weight', shape=(2, 3), dtype=torch.float32): a shard of it is here")
+
+
+def unscale(layer: nn.Linear) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(torch.optim.SGD(layer.parameters()))
+
+
+USES: dict[str, Callable[[nn.Linear], object]] = {
+    "norm": lambda layer: layer.weight.grad.norm(),
+    "clipping": lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 1.0),
+    "clipping of values": lambda layer: nn.utils.clip_grad_value_(layer.parameters(), 1.0),
+    "scaling": lambda layer: layer.weight.grad.mul_(2),
+    "adding two": lambda layer: layer.weight.grad.add_(layer.weight.grad),
+    "copy": lambda layer: layer.weight.grad.clone(),
+    "item": lambda layer: layer.weight.grad[0, 0].item(),
+    "optimizer": lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1).step(),
+    "fused optimizer": lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(),
+    "unscaling": lambda layer: unscale(layer),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_use_raises_with_the_way_out(use: str) -> None:
+    layer = linear()
+    before = layer.weight.detach().clone()
+    scaler_has_a_scale = torch.amp.GradScaler("cpu").scale(torch.ones(1))
+    assert scaler_has_a_scale is not None
+    with pytest.raises((ShardedGradientError, AssertionError)) as caught:
+        USES[use](layer)
+    if not isinstance(caught.value, AssertionError):
+        assert "is sharded: no rank has all of it." in str(caught.value)
+        assert str(caught.value).endswith(
+            "Clip with optimizer.clip_grad_norm_(); look at all of it with sync.full_gradient(param)."
+        )
+    assert torch.equal(layer.weight, before)
+
+
+def test_the_error_names_the_parameter_and_the_operation() -> None:
+    assert text_of(ShardedGradientError, lambda: linear().bias.grad.sum()) == (
+        f"the gradient of 'bias' is sharded: no rank has all of it.\n  aten.sum.default\n  {REMEDY}"
+    )
+
+
+def test_a_later_backward_adds_to_it() -> None:
+    layer, bare = linear(), nn.Linear(3, 2)
+    bare.load_state_dict(layer.state_dict())
+    held = layer.weight.grad
+    for step in range(2):
+        x = torch.full((1, 3), step + 1.0)
+        layer(x).sum().backward()
+        bare(x).sum().backward()
+    assert layer.weight.grad is held
+    assert torch.equal(held.added, bare.weight.grad)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_zeroing_clears_it(foreach: bool) -> None:
+    layer = linear()
+    layer(torch.ones(1, 3)).sum().backward()
+    torch.optim.SGD(layer.parameters(), foreach=foreach).zero_grad(set_to_none=False)
+    assert layer.weight.grad.is_cleared
+    assert layer.weight.grad.added is None
+
+
+def test_detaching_keeps_it() -> None:
+    layer = linear()
+    grad: Tensor = layer.weight.grad
+    assert grad.detach() is grad
