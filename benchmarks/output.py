@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.figure import Figure, Part, Row
+from benchmarks.matrix.table import markdown_table
 
 _HEAD = ("figure", "measured", "target", "met")
 
@@ -39,7 +40,7 @@ def write_markdown(path: Path, machine: Row, results: Sequence[Measured]) -> Non
     blocks = ["# Benchmarks", " · ".join(f"{key} {value}" for key, value in machine.items())]
     for result in results:
         figures = [(figure.name, figure.measured_text, figure.target_text, figure.verdict) for figure in result.figures]
-        blocks += [f"## {result.part.title}", _markdown_table(_HEAD, figures), _markdown_rows(result.rows)]
+        blocks += [f"## {result.part.title}", markdown_table(_HEAD, figures), _markdown_rows(result.rows)]
     path.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
 
@@ -60,12 +61,7 @@ def figures_table(results: Sequence[Measured]) -> Table:
 
 def _markdown_rows(rows: Sequence[Row]) -> str:
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if _is_flat(rows, key)]
-    return _markdown_table(keys, ([_cell(row.get(key)) for key in keys] for row in rows))
-
-
-def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(keys, ([_cell(row.get(key)) for key in keys] for row in rows))
 
 
 def _is_flat(rows: Sequence[Row], key: str) -> bool:

@@ -153,9 +153,7 @@ def _asked(given: argparse.Namespace) -> Asked:
     if given.steps is not None:
         repetitions = min(effort.num_repetitions, given.steps)
         turns = -(-given.steps // repetitions)
-        effort = Effort(
-            num_warmup=effort.num_warmup, num_turns=turns, num_repetitions=repetitions, has_start_up=effort.has_start_up
-        )
+        effort = replace(effort, num_turns=turns, num_repetitions=repetitions)
     return Asked(
         workloads=tuple(catalog.workload_from_text(text) for text in dict.fromkeys(workloads)),
         ranks=tuple(dict.fromkeys(given.ranks or catalog.RANKS)),

@@ -357,7 +357,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         config, group = state.pop("sync_config"), state.pop("sync_group")
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
-        self._shadow = None
         config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
         self.sync = Sync(self.module, process_group=group, config=config)
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from support.drop_in import TIMEOUT_S, SideBySide
 from support.errors import text_of
 from support.models import Branches, noise
-from support.naive import naive_mean, require_same_gradients
 from support.ranks import Ranks
 from undertow import Desync, DistributedDataParallel
 
@@ -118,21 +117,17 @@ def rank_0_looks(ddp: DistributedDataParallel, step: int) -> None:
 
 
 def one_rank_looks_between_two_optimizers() -> None:
-    ddp, bare = DistributedDataParallel(Branches()), Branches()
-    bare.load_state_dict(ddp.module.state_dict())
-    for step in range(3):
-        for model in (ddp, bare):
-            model.zero_grad()
-            branches_loss(model, step).backward()
-        naive_mean(bare)
-        require_same_gradients(ddp, bare)
-        body, head = body_then_head(ddp.module)
-        body.step()
-        rank_0_looks(ddp, step)
-        head.step()
-        for optimizer in body_then_head(bare):
-            optimizer.step()
-    ddp.close()
+    with SideBySide(Branches()) as side:
+        for step in range(3):
+            side.zero_grad()
+            side.backward(lambda model, step=step: branches_loss(model, step))
+            side.compare()
+            body, head = body_then_head(side.module)
+            body.step()
+            rank_0_looks(side.ddp, step)
+            head.step()
+            for optimizer in body_then_head(side.bare):
+                optimizer.step()
 
 
 def test_one_rank_may_look_at_its_loss_between_the_steps_of_two_optimizers(ranks: Ranks) -> None:
@@ -149,24 +144,20 @@ def frozen_ones_on_rank_0(rank: int, params: list[list[nn.Parameter]]) -> list[n
 
 def optimizers_of_some_parameters(share: object) -> None:
     """Each rank updates a share of the parameters, and sends them to the others."""
-    ddp, bare = DistributedDataParallel(Branches()), Branches()
-    ddp.module.layers[0].requires_grad_(False)
-    bare.load_state_dict(ddp.module.state_dict())
-    bare.layers[0].requires_grad_(False)
-    mine = share(dist.get_rank(), all_params(ddp.module))
-    optimizer = torch.optim.SGD(mine, lr=0.125) if mine else None
-    for step in range(4):
-        for model in (ddp, bare):
-            model.zero_grad()
-            branches_loss(model, step).backward()
-        naive_mean(bare)
-        require_same_gradients(ddp, bare)
-        if optimizer is not None:
-            optimizer.step()
-        for param, theirs in zip(ddp.module.parameters(), bare.parameters(), strict=True):
-            dist.broadcast(param.data, 0 if share is only_rank_0_steps else 1)
-            theirs.data.copy_(param.data)
-    ddp.close()
+    with SideBySide(Branches()) as side:
+        for module in side.both_modules:
+            module.layers[0].requires_grad_(False)
+        mine = share(dist.get_rank(), all_params(side.module))
+        optimizer = torch.optim.SGD(mine, lr=0.125) if mine else None
+        for step in range(4):
+            side.zero_grad()
+            side.backward(lambda model, step=step: branches_loss(model, step))
+            side.compare()
+            if optimizer is not None:
+                optimizer.step()
+            for param, theirs in zip(side.module.parameters(), side.bare.parameters(), strict=True):
+                dist.broadcast(param.data, 0 if share is only_rank_0_steps else 1)
+                theirs.data.copy_(param.data)
 
 
 @pytest.mark.parametrize("share", [only_rank_0_steps, frozen_ones_on_rank_0])

@@ -90,13 +90,12 @@ class Members:
             group,
             settings=settings,
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
-            others=[_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()],
+            others=self._described_others(),
         )
 
     def compare_buffers(self, group: OwnGroup) -> Agreement:
         """Compares what is left alone on all ranks."""
-        others = [_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()]
-        return Agreement(group, settings={}, params=[], others=others)
+        return Agreement(group, settings={}, params=[], others=self._described_others())
 
     def ranks_agree(self) -> None:
         """All ranks have the same buffers as this one now."""
@@ -104,6 +103,9 @@ class Members:
         assert module is not None
         tables = [part._buffers for part in module.modules()]
         self.common_buffers = CommonBuffers(_buffer_owners(module, self._ignored), tables)
+
+    def _described_others(self) -> list[dict[str, Any]]:
+        return [_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()]
 
     def _named_params(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         return [(name, param) for name, param in module.named_parameters() if name not in self._ignored]
