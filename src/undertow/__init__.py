@@ -7,10 +7,22 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, UndertowError, WrongType
+from undertow.errors import (
+    CheckpointError,
+    ConfigError,
+    Desync,
+    NonFiniteGradient,
+    PeerFailed,
+    PhaseError,
+    PlanMismatch,
+    ShardedGradientError,
+    UndertowError,
+    WrongType,
+)
 
 if TYPE_CHECKING:
     from undertow.ddp import DistributedDataParallel
+    from undertow.optim import ShardedOptimizer
     from undertow.runtime.average import average_gradients
     from undertow.runtime.buckets import GradientBucket
     from undertow.runtime.manager import GradientBucketManager
@@ -24,6 +36,7 @@ _LAZY = {
     "DistributedDataParallel": "undertow.ddp",
     "GradientBucket": "undertow.runtime.buckets",
     "GradientBucketManager": "undertow.runtime.manager",
+    "ShardedOptimizer": "undertow.optim",
     "Sync": "undertow.sync",
     "attach": "undertow.sync",
     "average_gradients": "undertow.runtime.average",
@@ -31,14 +44,18 @@ _LAZY = {
 
 __all__ = [
     "BucketedDDPHooks",
+    "CheckpointError",
     "ConfigError",
     "Desync",
     "DistributedDataParallel",
     "GradientBucket",
     "GradientBucketManager",
+    "NonFiniteGradient",
     "PeerFailed",
     "PhaseError",
     "PlanMismatch",
+    "ShardedGradientError",
+    "ShardedOptimizer",
     "Sync",
     "SyncConfig",
     "UndertowError",

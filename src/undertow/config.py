@@ -13,9 +13,9 @@ from undertow.errors import ConfigError
 
 # What each setting may be. A value that the design has but the code does not yet is refused by name.
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "strategy": (None, "ddp"),
+    "strategy": (None, "ddp", "zero1", "zero2"),
     "order": ("observed", "reverse", "largest_first"),
-    "reduction": ("native",),
+    "reduction": ("native", "ordered"),
     "op": ("mean",),
     "buffers": ("rank0", "mean", "off"),
     "record": ("summary", "full", "off"),
@@ -28,8 +28,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "average_in_collective": (True, False),
 }
 _NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "strategy": ("zero1", "zero2", "hybrid"),
-    "reduction": ("ordered",),
+    "strategy": ("hybrid",),
     "op": ("sum",),
     "auto_tune": (True,),
     "nonfinite": ("warn", "skip", "raise"),
@@ -40,20 +39,24 @@ _NOT_BUILT: dict[str, tuple[object, ...]] = {
 class SyncConfig:
     """How gradients are synchronised. The same on every rank; compared before the first step.
 
-    strategy: "ddp" (None means the same).
+    strategy: what each rank has of gradients and optimizer state: all of both ("ddp"), or a shard with a ShardedOptimizer;
+        "zero1" keeps whole gradients between micro-batches, "zero2" shards of them too. None: "zero1" once there is a
+        ShardedOptimizer, "ddp" until then.
     bucket_cap_mb: largest bucket in MiB; None lets the library choose from the size of the model. Several sizes are
         those of the first buckets, one after another; the last holds for all that follow.
     order: in which order gradients are expected: "observed" (that of rank 0's first backward; reverse registration
         until then), "reverse" (of registration) or "largest_first".
     plan: a saved plan to pin, as its JSON text (`Sync.save_plan` writes it); switches `bucket_cap_mb` and `order` off.
     overlap: False sends the same buckets after backward; same bits.
+    reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
+        (in rank order, in fp32 where gradients are narrower: the same bits under every plan and strategy).
     op: "mean" over ranks. average_in_collective: False divides before the collective, which sums.
     buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; what
         is no real or complex number follows rank 0), or are left alone ("off").
     ignore: names of parameters and buffers that are left alone.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
-    `reduction`, `reduce_dtype`, `wire_dtype`, `experts`, `nonfinite` and `auto_tune` have one value so far; another
+    `reduce_dtype`, `wire_dtype`, `experts`, `nonfinite` and `auto_tune` have one value so far; another
     one is refused. Raises ConfigError for every value that cannot work.
     """
 
@@ -131,7 +134,9 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
     allowed = ", ".join(repr(choice) for choice in choices)
     if value in _NOT_BUILT.get(name, ()) or name in ("reduce_dtype", "wire_dtype", "experts"):
         raise ConfigError(f"{name}={value!r} is not built yet.", where="SyncConfig", remedy=f"What works today: {allowed}.")
-    raise ConfigError(f"{name} cannot be {value!r}.", where="SyncConfig", remedy=f"Choose one of: {allowed}.")
+    shards_parameters = name == "strategy" and value in ("zero3", "fsdp")
+    remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters." if shards_parameters else f"Choose one of: {allowed}."
+    raise ConfigError(f"{name} cannot be {value!r}.", where="SyncConfig", remedy=remedy)
 
 
 def _sorted_names(names: object) -> tuple[str, ...]:

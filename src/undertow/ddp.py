@@ -151,7 +151,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return list(self.named_module_buffers.values())
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._forward_begins()
+        self._forward_begins(is_compiled=torch.compiler.is_compiling())
         if self.device_ids:
             inputs, kwargs = self._on_device(inputs, kwargs)
         try:
@@ -324,13 +324,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return self.require_forward_param_sync and self.forward_sync_buffers and self._buffer_hook is None
 
     @private.untraced
-    def _forward_begins(self) -> None:
+    def _forward_begins(self, *, is_compiled: bool) -> None:
         sync, follows = self.sync, self._buffers_follow_a_rank
         if self._shadow is not None and self._join_config.enable and sync.is_training_forward:
             source = announce_forward(sync, self, self._shadow, with_buffers=follows)
-            sync.forward_begins(buffers_follow=source)
+            sync.forward_begins(buffers_follow=source, is_compiled=is_compiled)
         else:
-            sync.forward_begins(buffers_follow=0 if follows else None)
+            sync.forward_begins(buffers_follow=0 if follows else None, is_compiled=is_compiled)
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
 

@@ -6,6 +6,8 @@
     ├── PlanMismatch                  ranks disagree about parameters, plan or settings
     ├── PhaseError                    a call that does not fit where the step is
     ├── ShardedGradientError          a use of a gradient of which each rank has only its shard
+    ├── NonFiniteGradient             a gradient, or the norm of all, that is infinite or no number
+    ├── CheckpointError               a checkpoint, or a state, that cannot be saved or loaded
     ├── Desync                        ranks are in different steps, plan generations or modes
     └── PeerFailed                    another rank reported an error in this step
 
@@ -16,8 +18,10 @@ about distributed training are: code that catches those keeps working.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "Desync",
+    "NonFiniteGradient",
     "PeerFailed",
     "PhaseError",
     "PlanMismatch",
@@ -53,6 +57,14 @@ class PhaseError(UndertowError):
 
 class ShardedGradientError(UndertowError):
     """A use of a gradient of which each rank has only its shard."""
+
+
+class NonFiniteGradient(UndertowError):
+    """A gradient, or the norm of all of them, that is infinite or no number."""
+
+
+class CheckpointError(UndertowError):
+    """A checkpoint, or a state of an optimizer, that cannot be saved or loaded."""
 
 
 class Desync(UndertowError):

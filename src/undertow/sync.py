@@ -24,11 +24,13 @@ from undertow.runtime import private
 from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.engine import Engine
-from undertow.runtime.group import GroupRef, OwnGroup, user_group
+from undertow.runtime.group import Agreement, GroupRef, OwnGroup, user_group
 from undertow.runtime.hooks import ForwardHook
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import Members
 from undertow.runtime.recorder import Recorder, clock_for
+from undertow.runtime.stepping import ShardedSteps
+from undertow.schedule import ZERO1, strategy_named
 from undertow.trace import StepReport, Trace, summarize
 
 
@@ -57,6 +59,9 @@ class Sync:
         self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = False
         self._hook: CommHook | None = None
+        self._steps: ShardedSteps | None = None
+        self._stepper: weakref.ref[Optimizer] | None = None
+        self._is_compiled = False
         self._set_up(_chosen_group(process_group, mesh))
         if isinstance(process_group, GroupRef):
             return  # a copy: the ranks that hold it open it when they first use it
@@ -80,7 +85,8 @@ class Sync:
         attached = contextlib.ExitStack()
         attached.callback(self._group.close)
         attached.callback(self._engine.close)
-        attached.callback(register_optimizer_step_pre_hook(_finish_before_step(self._engine)).remove)
+        attached.callback(register_optimizer_step_pre_hook(_finish_before_step(self, self._engine)).remove)
+        self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
         self._let_go = weakref.finalize(self, attached.close)
         self._let_go.atexit = False
@@ -146,6 +152,11 @@ class Sync:
         """The plan of the last round; a re-plan takes effect when the next one begins."""
         return self._engine.plan
 
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """All parameters of the module that are not left alone, trained or not."""
+        ignored = set(self._config.ignore)
+        return [(name, param) for name, param in self._module.named_parameters() if name not in ignored]
+
     @property
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that got no gradient on this rank, over the micro-batches of the last step."""
@@ -199,8 +210,74 @@ class Sync:
         return Reduction(self._engine)
 
     def wait(self) -> None:
-        """Returns when nothing is in flight."""
+        """Returns when nothing is in flight: every gradient and every parameter is what it will be."""
         self._engine.complete()
+        if self._steps is not None:
+            self._steps.wait()
+
+    def shard(self, stepper: Optimizer, settings: dict[str, Any]) -> ShardedSteps:
+        """From its first step on, only `stepper` updates the parameters, each rank a shard of them; the newest one counts.
+
+        A collective call. ConfigError where the strategy is one without shards, PlanMismatch on every rank where ranks give
+        different `settings`.
+        """
+        if self._steps is None:
+            self._steps = self._sharded_steps()
+        if self._group.num_ranks > 1:
+            Agreement(self._steps.group, settings={**settings, **self._config.to_dict()}, params=[], others=[]).require()
+        self._stepper = weakref.ref(stepper)
+        return self._steps
+
+    def _sharded_steps(self) -> ShardedSteps:
+        strategy = strategy_named(self._config.strategy or ZERO1.name)
+        if self._hook is not None:
+            raise _no_hooks_with_shards()
+        if strategy.gather is None:
+            raise ConfigError(
+                f"strategy={strategy.name!r} keeps all of the optimizer on every rank.",
+                where="ShardedOptimizer",
+                remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
+            )
+        group = OwnGroup(self._group.user, device=self._group.device)
+        if group.num_ranks > 1:
+            group.open()
+            self._attached.callback(group.close)
+        steps = ShardedSteps(
+            weakref.ref(self._module),
+            self._engine.formation,
+            group,
+            strategy,
+            in_order=self._config.reduction == "ordered",
+            overlap=self._config.overlap,
+            is_compiled=self._is_compiled,
+        )
+        self._attached.callback(steps.close)
+        return steps
+
+    def require_stepper(self, optimizer: Optimizer) -> None:
+        """PhaseError for an optimizer that is not the one to update our parameters."""
+        expected = None if self._stepper is None else self._stepper()
+        if optimizer is expected:
+            return
+        if self._stepper is not None:
+            raise PhaseError(
+                f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
+                where=f"rank {self._group.rank}: each rank has its shards of the gradients only",
+                remedy="Give all parameters to one ShardedOptimizer, and step the one that was made last.",
+            )
+        if strategy_named(self._config.strategy).gather is not None:
+            raise PhaseError(
+                f"strategy={self._config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is none.",
+                where=f"the first step, rank {self._group.rank}",
+                remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
+            )
+
+    def full_gradient(self, param: Tensor) -> Tensor | None:
+        """The mean gradient of a parameter, also where each rank has a shard of it; None where it has none.
+
+        A collective call under a sharded optimizer.
+        """
+        return param.grad if self._steps is None else self._steps.full_gradient(param)
 
     def broadcast_parameters(self) -> None:
         """Gives every rank rank 0's parameters and buffers; a collective call."""
@@ -212,12 +289,20 @@ class Sync:
         `bucket` has the methods of torch.distributed.GradBucket, so that torch's own hooks run unchanged. What the
         hook sees is not divided: the mean is the hook's affair. Once, and not within a backward: else PhaseError.
         """
+        if self._steps is not None:
+            raise _no_hooks_with_shards()
         chosen = CommHook(state, hook)
         self._engine.use_hook(chosen)
         self._hook = chosen
 
     def change_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Averages over the ranks of `process_group` from the next forward on; a call for each of its ranks."""
+        if self._steps is not None:
+            raise PhaseError(
+                "the ranks of a model whose optimizer is sharded over them cannot change.",
+                where="_update_process_group",
+                remedy="Save a checkpoint, and load it over the other ranks.",
+            )
         group = GroupRef.of(user_group(process_group))
         before = self._engine
         accumulated = before.pass_on()
@@ -232,9 +317,7 @@ class Sync:
             return
         self._engine.open()
         if "parameters" in kinds:
-            ignored = set(self._config.ignore)
-            params = [param for name, param in self._module.named_parameters() if name not in ignored]
-            broadcast_in_place(params, self._group, source=source)
+            broadcast_in_place([param for _, param in self.named_parameters()], self._group, source=source)
         if "buffers" in kinds:
             broadcast_in_place(self._members.common_buffers.tensors, self._group, source=source)
 
@@ -267,11 +350,15 @@ class Sync:
         ]
 
     def _attached_forward_begins(self) -> None:
-        self.forward_begins(buffers_follow=None if self._config.buffers == "off" else 0)
+        follows = None if self._config.buffers == "off" else 0
+        self.forward_begins(buffers_follow=follows, is_compiled=torch.compiler.is_compiling())
 
     @private.untraced
-    def forward_begins(self, *, buffers_follow: int | None = 0) -> None:
+    def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
         """Called before each forward of the module: a step begins, and buffers follow a rank, if not None."""
+        if self._steps is not None:
+            self._steps.forward_begins(is_training=self.is_training_forward, is_compiled=is_compiled)
+        self._is_compiled |= is_compiled
         if not _is_outermost_forward():
             return
         if self._engine.is_closed:
@@ -285,6 +372,8 @@ class Sync:
     @private.untraced
     def forward_ends(self) -> None:
         """Called after each forward of the module."""
+        if self._steps is not None:
+            self._steps.forward_ends()
         if not self._engine.is_closed and _is_outermost_forward():
             self._recorder.forward_ends()
 
@@ -320,7 +409,7 @@ class Sync:
         self._is_closed = True
         try:
             if self._group.is_alive:
-                self._engine.complete()  # else what is in flight would leave its gradients None
+                self.wait()  # else what is in flight would leave its gradients None
         finally:
             self._let_go()
             for hook in self._forward_hooks:
@@ -383,19 +472,28 @@ def _chosen_group(process_group: dist.ProcessGroup | GroupRef | None, mesh: Devi
     return GroupRef.of(mesh.get_group())
 
 
+def _no_hooks_with_shards() -> ConfigError:
+    return ConfigError(
+        "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of them.",
+        where="ShardedOptimizer",
+        remedy="Use a plain optimizer with the hook, or leave the hook out.",
+    )
+
+
 def _is_outermost_forward() -> bool:
     """Not a recomputation inside a backward, nor an evaluation, for which no other rank waits."""
     return private.graph_task_id() == -1 and torch.is_grad_enabled()
 
 
-def _finish_before_step(engine: Engine) -> Any:
+def _finish_before_step(sync: Sync, engine: Engine) -> Any:
     """A hook for all optimizers: one that holds our parameters must not step on gradients that are not synchronised."""
-    weak_engine = weakref.ref(engine)  # torch keeps such hooks for the life of the process
+    weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
     def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        engine = weak_engine()
+        sync, engine = weak_sync(), weak_engine()
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if engine is not None and engine.concerns(params):
+        if engine is not None and sync is not None and engine.concerns(params):
+            sync.require_stepper(optimizer)
             engine.finish_before_step(params)
 
     return hook

@@ -63,7 +63,7 @@ def gathered(dtype: torch.dtype) -> None:
     flat = torch.zeros(7 * group.num_ranks, dtype=dtype)
     flat.view(group.num_ranks, 7)[group.rank] = parts[group.rank]
     done: list[object] = []
-    handle = exchanges.all_gather(flat, tag=0)
+    handle = exchanges.all_gather(flat, number=0)
     handle.on_done(done.append)
     handle.wait()
     assert torch.equal(flat, torch.cat(parts))

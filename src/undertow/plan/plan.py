@@ -50,6 +50,10 @@ class Bucket:
     def params(self) -> tuple[int, ...]:
         return tuple(slot.param for slot in self.slots)
 
+    def shard_range(self, rank: int) -> range:
+        """Elements that `rank` owns, of gradients and padding; the last shard may hold padding only."""
+        return range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

@@ -10,33 +10,58 @@ from torch import Tensor
 from undertow.plan import Plan
 from undertow.runtime.executor import Executor, Reducer
 from undertow.runtime.recorder import Recorder
-from undertow.schedule import Releases, lower_accumulation, lower_data_parallel, verify
+from undertow.runtime.sharding import Sharding
+from undertow.schedule import DDP, OpKind, Releases, Strategy, lower_accumulation, lower_data_parallel, verify
 
 
 class Assembly:
-    """A plan over `params`, ready to run; `generation` counts the plans of an engine."""
+    """A plan over `params`, ready to run; `generation` counts the plans of an engine.
+
+    `sharding` is what a rank owns under `strategy`, None under one without shards.
+    """
 
     def __init__(
-        self, plan: Plan, params: Sequence[Tensor], reducer: Reducer, recorder: Recorder, *, generation: int, overlap: bool
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        reducer: Reducer,
+        recorder: Recorder,
+        *,
+        generation: int,
+        overlap: bool,
+        strategy: Strategy = DDP,
+        sharding: Sharding | None = None,
     ) -> None:
         self.plan = plan
         self.params = tuple(params)
         self.reducer = reducer
         self.generation = generation
+        self.strategy = strategy
+        self.sharding = sharding
+        self._overlap = overlap
         self._recorder = recorder
         num_buckets = len(plan.buckets)
-        self._synchronising, self._accumulating = (
-            Releases(verify(schedule, num_buckets=num_buckets))
-            for schedule in (lower_data_parallel(num_buckets, overlap=overlap), lower_accumulation(num_buckets))
-        )
+        self._accumulating = Releases(verify(lower_accumulation(num_buckets, strategy), strategy, num_buckets=num_buckets))
+        self.gather_in()
 
     @cached_property
     def executor(self) -> Executor:
         """Made when it is first asked for: a group of one rank never needs the buckets."""
-        return Executor(self.plan, self.params, self.reducer.group, self._recorder, self.reducer)
+        return Executor(self.plan, self.params, self.reducer.group, self._recorder, self.reducer, self.sharding)
 
-    def releases(self, *, is_synchronised: bool) -> Releases:
+    def releases(self, *, is_accumulating: bool) -> Releases:
         """The ops of one kind of round, none of which has happened."""
-        releases = self._synchronising if is_synchronised else self._accumulating
+        releases = self._accumulating if is_accumulating else self._synchronising
         releases.reset()
         return releases
+
+    def gather_in(self, order: Sequence[int] | None = None) -> None:
+        """Gathers buckets in that order from now on: the one in which the forward needs them."""
+        num_buckets = len(self.plan.buckets)
+        schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self._overlap, gather_order=order)
+        self._synchronising = Releases(verify(schedule, self.strategy, num_buckets=num_buckets))
+        self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
+
+    def gather(self) -> None:
+        """The optimizer has stepped, whether a round came before or not: every rank gets what the others have updated."""
+        self.executor.run(self._gathers)

@@ -65,6 +65,10 @@ class Binding(Protocol):
         """
         ...
 
+    def keep(self) -> None:
+        """Binds `.grad` to what was taken and is not reduced yet."""
+        ...
+
     def has_result(self) -> bool:
         """Whether a `.grad` is there that nobody has written zeros into since `give`. On a device the host may wait."""
         ...
@@ -117,6 +121,14 @@ class DenseBinding:
                 param.grad = _put_back(self._kept[position], view) if position in restored else view
         self._kept.clear()
         self._given_version = self.bucket.storage._version
+
+    keep = give
+
+    def release(self) -> dict[int, Tensor | None]:
+        """Ends what `take` has begun, and binds nothing: what `.grad` was of each position that is unused here."""
+        kept = {position: kept.grad for position, kept in self._kept.items()}
+        self._kept.clear()
+        return kept
 
     def has_result(self) -> bool:
         grads = [param.grad for param in self.params if param.grad is not None]
@@ -250,6 +262,8 @@ class SparseBinding:
                 param.grad = value.to_dense() if self._are_dense[position] else value
         self._values = []
         self._kept = {}
+
+    keep = give
 
     def has_result(self) -> bool:
         return any(param.grad is not None for param in self.params)

@@ -138,7 +138,7 @@ class GradientBucket:
                 for gradient, (start, stop) in zip(self.gradients, pairwise(self._starts), strict=True)
             ]
         return [
-            storage.as_strided(gradient.shape, _strides_of_gradient(gradient), start)
+            storage.as_strided(gradient.shape, strides_of_gradient(gradient), start)
             for gradient, start in zip(self.gradients, self.offsets, strict=True)
         ]
 
@@ -190,7 +190,7 @@ class GradientBucket:
             )
 
 
-def _strides_of_gradient(param: Tensor) -> tuple[int, ...]:
+def strides_of_gradient(param: Tensor) -> tuple[int, ...]:
     """Those that autograd and optimizers expect of a gradient: the parameter's own, such as channels-last."""
     return torch.empty_like(param, device="meta").stride()
 

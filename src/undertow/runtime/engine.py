@@ -66,17 +66,18 @@ class Engine:
         self._recorder = recorder
         self._progress = Progress()
         self._open: _OpenRound | None = None
+
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
-        self._formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
+        self.formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
 
     @property
     def plan(self) -> Plan:
-        return self._formation.plan
+        return self.formation.plan
 
     @property
     def generation(self) -> int:
-        return self._formation.assembly.generation
+        return self.formation.assembly.generation
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ class Engine:
         """Called before every forward that may be followed by a backward."""
         self._abandon()
         self._await_others()
-        formation = self._formation
+        formation = self.formation
         formation.look_again()
         formation.look()
         if formation.is_active:
@@ -102,45 +103,45 @@ class Engine:
         if not formation.is_active and not self.is_accumulating:
             self._recorder.round_ends(())  # there are no rounds that would end a step
         self._recorder.forward_begins()
-        self._progress.forward_begins(is_accumulating=self.is_accumulating)
+        self._progress.forward_begins(is_accumulating=not self._synchronises)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on. PhaseError in a round, or if there is a hook already."""
-        earlier = self._formation.assembly.reducer.hook
+        earlier = self.formation.assembly.reducer.hook
         if self._open is not None or earlier is not None:
             raise PhaseError(
                 "register_comm_hook can only be called once, and not within a backward.",
                 where="gradients are being synchronised" if earlier is None else f"{earlier.name} is registered",
                 remedy="Write one hook that does both, and register it before training.",
             )
-        self._formation.use_hook(hook)
+        self.formation.use_hook(hook)
 
     def concerns(self, params: set[int]) -> bool:
         """Whether one of these parameters, by id, is ours."""
-        return not self.is_closed and self._formation.concerns(params)
+        return not self.is_closed and self.formation.concerns(params)
 
     def may_pass_on(self, params: frozenset[int], group: GroupRef) -> bool:
         """Whether somebody who synchronises those parameters, by id, over `group` may take ours over."""
         if self.is_busy and private.graph_task_id() != -1:
             return False
-        self._formation.settle()
-        return params >= self._formation.watch.ids and group.ranks == self._formation.group.user.ranks
+        self.formation.settle()
+        return params >= self.formation.watch.ids and group.ranks == self.formation.group.user.ranks
 
     def pass_on(self) -> set[int]:
         """Ends here; returns the parameters, by id, that have accumulated a gradient since the last synchronisation."""
         self.complete()
         self.close()
         self._is_passed_on = True
-        return self._formation.watch.accumulated_ids()
+        return self.formation.watch.accumulated_ids()
 
     def require_successor(self) -> None:
         """PhaseError where our parameters were passed on to somebody who is gone."""
         if self._is_passed_on:
-            self._formation.require_watched()
+            self.formation.require_watched()
 
     def inherit(self, accumulated: set[int]) -> None:
         """Takes over what another engine has passed on."""
-        watch = self._formation.watch
+        watch = self.formation.watch
         watch.arrived_before |= watch.indices(accumulated)
         self._progress.has_accumulated |= bool(accumulated)
 
@@ -152,11 +153,11 @@ class Engine:
         if self._open is not None and private.graph_task_id() != -1:
             raise PhaseError(
                 "an optimizer steps within a backward, on gradients that are not averaged yet.",
-                where=f"synchronisation {self._open.round.number}, rank {self._formation.group.rank}",
+                where=f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}",
                 remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
             )
         self._abandon()
-        progress, formation = self._progress, self._formation
+        progress, formation = self._progress, self.formation
         is_up_to_date = progress.has_brought(params)
         if not is_up_to_date:
             formation.settle()
@@ -169,7 +170,7 @@ class Engine:
     @property
     def is_step_empty(self) -> bool:
         """Whether nothing has come yet of what a step begins with, neither a training forward nor a synchronisation."""
-        return not self._progress.is_owed and not (self._progress.is_step_due and self._formation.has_result)
+        return not self._progress.is_owed and not (self._progress.is_step_due and self.formation.has_result)
 
     def finish(self) -> None:
         """Runs a round, unless one has run since the last training forward or step; for a rank without gradients."""
@@ -181,7 +182,7 @@ class Engine:
 
     def reduce_accumulated(self) -> None:
         """Sends what was accumulated, outside of backward; `complete` waits for it."""
-        if not self._formation.is_active:
+        if not self.formation.is_active:
             return
         if self._open is None and not self._progress.has_accumulated:
             raise PhaseError(
@@ -194,9 +195,9 @@ class Engine:
     def shadow(self) -> None:
         """A round in which this rank, which has run out of data, only keeps the others company."""
         self._abandon()
-        if self._formation.is_active:
+        if self.formation.is_active:
             self._begin(is_synchronised=True, is_shadow=True)
-            with gradients_aside(self._formation.watch.params):
+            with gradients_aside(self.formation.watch.params):
                 self._launch_rest()
                 self.complete()
 
@@ -222,13 +223,18 @@ class Engine:
 
     def open(self) -> None:
         """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""
-        self._formation.open()
+        self.formation.open()
 
     def close(self) -> None:
         """Ends what is under way and takes the hooks off; gradients stay where they are."""
         self.is_closed = True
-        self._formation.close()
+        self.formation.close()
         self._in_backward.close()
+
+    @property
+    def _synchronises(self) -> bool:
+        """Whether a backward that runs now communicates: also one that only accumulates, where what rests are shards."""
+        return not self.is_accumulating or self.formation.assembly.strategy.reduces_micro_batches
 
     def _prepare(self, watch: Watch) -> None:
         """What can only be known when a forward begins."""
@@ -243,7 +249,7 @@ class Engine:
         """A round for gradients that do not lie in `.grad`, at the end of their backward."""
         if self.is_accumulating:
             return
-        watch = self._formation.watch
+        watch = self.formation.watch
         params = watch.params
         with gradients_aside(params):
             self._begin(is_synchronised=True)
@@ -259,13 +265,13 @@ class Engine:
         """The gradient of `param` of `watch` is the first to arrive there in backward `task`."""
         if self._open is not None and not self._end.is_coming:
             self._leave_behind(self._open)
-        formation, gradient_of = self._formation, id(watch.params[param])
+        formation, gradient_of = self.formation, id(watch.params[param])
         before = formation.watch
         if self._open is None:
             formation.settle()
             if gradient_of not in formation.watch.ids:
                 return  # it was in the module for one forward only, or is no more
-            self._begin(is_synchronised=not self.is_accumulating)
+            self._begin(is_synchronised=self._synchronises)
         self._end.watch(task)
         now = formation.watch
         if now is not before and now is not watch:  # since a moment ago, and this gradient counts there
@@ -283,7 +289,7 @@ class Engine:
         self._give_up(this)
 
     def _run_outside_of_backward(self) -> None:
-        if self._formation.is_active and not self.is_closed:
+        if self.formation.is_active and not self.is_closed:
             self._launch()
             self.complete()
         self._progress.is_owed = False
@@ -299,7 +305,7 @@ class Engine:
         self._launch_rest()
 
     def _begin(self, *, is_synchronised: bool, is_shadow: bool = False) -> None:
-        formation = self._formation
+        formation = self.formation
         formation.settle()
         self._in_backward.take_over(formation.watch)
         if is_synchronised:
@@ -319,13 +325,13 @@ class Engine:
         )
         # A hook that the user has put on since the forward may run after ours, once, on the first gradient.
         holds_back = formation.retiring is not None or formation.watch.run_last()
-        self._open = _OpenRound(this_round, assembly.releases(is_synchronised=is_synchronised), holds_back=holds_back)
+        self._open = _OpenRound(this_round, assembly.releases(is_accumulating=not is_synchronised), holds_back=holds_back)
         assembly.executor.begin(this_round)
         self._recorder.backward_begins(generation=assembly.generation)
 
     def _fill(self, bucket: int) -> None:
         if self._open is not None and not self._open.holds_back:
-            self._formation.assembly.executor.run(self._open.releases.fill(bucket))
+            self.formation.assembly.executor.run(self._open.releases.fill(bucket))
 
     def _launch_rest(self) -> None:
         """Backward is over: what is missing is unused here, and everything that is still here leaves."""
@@ -354,7 +360,7 @@ class Engine:
 
     def _end_round(self, this: _OpenRound) -> Iterator[None]:
         """What follows backward, in parts: it yields wherever it is about to wait for other ranks."""
-        formation = self._formation
+        formation = self.formation
         if formation.retiring is not None and this.round.is_synchronised:
             self._progress.num_rounds += 1  # also where the ranks do not agree: they have all been there
             this.round.number += 1
@@ -387,7 +393,7 @@ class Engine:
 
     def _close_round(self) -> None:
         self._open = None
-        self._formation.watch.arrivals.forget_traversal()
+        self.formation.watch.arrivals.forget_traversal()
         self._end.forget()
 
     def _abandon(self) -> None:
@@ -405,14 +411,14 @@ class Engine:
         Every `.grad` is afterwards what it is now: the user may have cleared it, or another backward have begun.
         """
         this.round.has_failed = this.round.is_synchronised
-        with gradients_aside(self._formation.watch.params) if this.round.is_synchronised else contextlib.nullcontext():
+        with gradients_aside(self.formation.watch.params) if this.round.is_synchronised else contextlib.nullcontext():
             self._recorder.backward_ends()
             this.ending = self._end_round(this)
             self.complete()
 
     def _not_arrived(self, bucket: int) -> list[int]:
         """Positions in `bucket` of parameters without a gradient since the last synchronisation."""
-        watch = self._formation.watch
+        watch = self.formation.watch
         missing = watch.arrivals.missing(bucket)
         if not missing:
             return []
@@ -423,7 +429,7 @@ class Engine:
         """What every rank does alike when a synchronisation is complete."""
         self._recorder.round_ends(this_round.busy_ms)
         self._progress.round_ends(has_failed=this_round.has_failed)
-        formation, watch = self._formation, self._formation.watch
+        formation, watch = self.formation, self.formation.watch
         if not this_round.has_failed:
             watch.arrived_before.clear()
             formation.look_again()

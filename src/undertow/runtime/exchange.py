@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather made of sends and receives that are all posted at once.
+"""Reduce-scatter, all-gather and a mean with an order, made of sends and receives that are all posted at once.
 
 For gloo: its own reduce-scatter sends as much as an all-reduce, and a single one of its all-gathers does not fill a link.
 What a rank has received it adds up itself, in rank order, in fp32 where the gradients are narrower: the same bits
@@ -9,79 +9,167 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.runtime.collectives import Handle
 from undertow.runtime.group import OwnGroup
 
+_GATHER_TAG = 1 << 24  # gathers may start in another order on another rank: they are told apart by their number
+_NUM_TAGS = 1 << 20
 
-class Exchanges:
-    """Exchanges over `group` that are on their way; one thread completes them in the order in which they were started.
 
-    `close` ends the thread.
+class Exchanges(Protocol):
+    """What takes tensors from one placement to another over a group."""
+
+    may_differ_in_order: bool  # whether ranks may start gathers in different orders
+
+    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Handle:
+        """Starts to write into `shard` the mean over ranks of this rank's part of `storage`.
+
+        storage: [number of ranks * shard.numel() or more]; parts are one behind the other. What lies in `trailer` becomes
+        its sum over ranks on every rank. shard: of `wide_dtype(storage.dtype)`. Every rank starts these, and means, in
+        the same order.
+        """
+        ...
+
+    def mean(self, tensor: Tensor) -> Handle:
+        """Starts to replace `tensor` by its mean over ranks, added up in rank order. [any number of elements]"""
+        ...
+
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Handle:
+        """Starts to fill `flat`, of which this rank has its part, with every other rank's, and calls `then` at the end.
+
+        flat: [number of ranks * part]. `number` tells gathers that are under way from each other.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which values of `dtype` are added up."""
+    return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+class PostedExchanges:
+    """Exchanges by sends and receives; a thread completes them in the order in which they were started.
+
+    `close` ends its threads.
     """
+
+    may_differ_in_order = True
 
     def __init__(self, group: OwnGroup) -> None:
         self._group = group
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undertow")
+        self._tags = count()
+        self._scratch = _Scratch()
+        self._adding = _thread("undertow-adds")
+        self._gathering = _thread("undertow-gathers")
 
-    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, tag: int) -> Exchange:
-        """Starts to write into `shard` the mean over ranks of this rank's part of `storage`.
-
-        storage: [number of ranks * shard.numel() or more]; parts are one behind the other. What lies in `trailer` becomes its
-        sum over ranks on every rank. shard: fp32 where `storage` is of 16 bits, else of its dtype. `tag` and the one after it
-        tell concurrent exchanges apart.
-        """
-        num_ranks, rank = self._group.num_ranks, self._group.rank
+    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Exchange:
+        num_ranks, tag = self._group.num_ranks, self._next_tag()
         parts = list(storage[: num_ranks * shard.numel()].view(num_ranks, -1))
-        received = [part if peer == rank else torch.empty_like(part) for peer, part in enumerate(parts)]
         own_trailer = storage[trailer.start : trailer.stop]
-        trailers = [own_trailer if peer == rank else torch.empty_like(own_trailer) for peer in range(num_ranks)]
+        # Of one message, of which there are then half as many, they would have to be one piece of memory.
+        received, trailers = self._received_beside(parts), self._received_beside([own_trailer] * num_ranks)
         works = self._post(sent=parts, received=received, tag=tag)
         works += self._post(sent=[own_trailer] * num_ranks, received=trailers, tag=tag + 1)
 
         def add_up() -> None:
-            _sum_in_order(received, into=shard)
+            sum_in_order(received, into=shard)
             shard.div_(num_ranks)
-            own_trailer.copy_(_sum_in_order(trailers, into=torch.empty_like(own_trailer)))
+            own_trailer.copy_(sum_in_order(trailers, into=torch.empty_like(own_trailer)))
+            self._scratch.give(self._of_peers(received) + self._of_peers(trailers))
 
-        return self._start(works, add_up)
+        return self._start(self._adding, works, add_up)
 
-    def all_gather(self, flat: Tensor, *, tag: int) -> Exchange:
-        """Starts to fill `flat`, of which this rank has its part, with every other rank's. [number of ranks * part]"""
+    def mean(self, tensor: Tensor) -> Exchange:
+        num_ranks, rank, tag = self._group.num_ranks, self._group.rank, self._next_tag()
+        parts = list(tensor.tensor_split(num_ranks))
+        own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
+        received = self._received_beside([own] * num_ranks)
+        works = self._post(sent=parts, received=received, tag=tag)
+        # Into what was sent: a peer has had all of our part of it before it sends the mean of it.
+        returning = self._receive(parts, tag=tag + 1)
+        exchange = Exchange()
+
+        def add_up() -> None:
+            own.copy_(sum_in_order(received, into=total).div_(num_ranks))
+            self._scratch.give([*self._of_peers(received), total])
+            last = [*returning, *self._send([own] * num_ranks, tag=tag + 1)]
+            self._gathering.submit(exchange.complete, last)
+
+        self._adding.submit(exchange.complete, works, add_up, is_last=False)
+        return exchange
+
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Exchange:
         parts = list(flat.view(self._group.num_ranks, -1))
         own = parts[self._group.rank]
-        return self._start(self._post(sent=[own] * len(parts), received=parts, tag=tag), lambda: None)
+        works = self._post(sent=[own] * len(parts), received=parts, tag=_GATHER_TAG + number)
+        return self._start(self._gathering, works, then)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False)
+        self._adding.shutdown(wait=False)
+        self._gathering.shutdown(wait=False)
+
+    def _next_tag(self) -> int:
+        return 2 * (next(self._tags) % _NUM_TAGS)
+
+    def _received_beside(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Room for every peer's tensor like ours of `parts`, which stands in its place for this rank."""
+        return [
+            part if peer == self._group.rank else self._scratch.take(part.numel(), part.dtype, part.device)
+            for peer, part in enumerate(parts)
+        ]
+
+    def _of_peers(self, received: Sequence[Tensor]) -> list[Tensor]:
+        return [received[peer] for peer in self._peers]
 
     def _post(self, *, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int) -> list[dist.Work]:
         """Sends each peer its tensor of `sent`, and receives into that of `received`."""
-        group = self._group.process_group
-        peers = [peer for peer in range(self._group.num_ranks) if peer != self._group.rank]
-        works = [dist.irecv(received[peer], group=group, group_src=peer, tag=tag) for peer in peers]
-        works += [dist.isend(sent[peer], group=group, group_dst=peer, tag=tag) for peer in peers]
-        assert None not in works  # this rank is in the group
-        return works  # type: ignore[return-value]
+        return [*self._receive(received, tag=tag), *self._send(sent, tag=tag)]
 
-    def _start(self, works: Sequence[dist.Work], finish: Callable[[], None]) -> Exchange:
-        def complete() -> None:
+    def _receive(self, received: Sequence[Tensor], *, tag: int) -> list[dist.Work]:
+        group = self._group.process_group
+        return [_posted(dist.irecv(received[peer], group=group, group_src=peer, tag=tag)) for peer in self._peers]
+
+    def _send(self, sent: Sequence[Tensor], *, tag: int) -> list[dist.Work]:
+        group = self._group.process_group
+        return [_posted(dist.isend(sent[peer], group=group, group_dst=peer, tag=tag)) for peer in self._peers]
+
+    @property
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self._group.num_ranks) if peer != self._group.rank]
+
+    def _start(self, thread: ThreadPoolExecutor, works: Sequence[dist.Work], finish: Callable[[], object]) -> Exchange:
+        exchange = Exchange()
+        thread.submit(exchange.complete, works, finish)
+        return exchange
+
+
+class Exchange:
+    """A handle of something that PostedExchanges has started."""
+
+    def __init__(self) -> None:
+        self._done: Future[None] = Future()
+
+    def complete(self, works: Sequence[dist.Work], finish: Callable[[], object] = int, *, is_last: bool = True) -> None:
+        """Waits for `works` and calls `finish`; whoever waits for the exchange learns of an error, and of the last part's end."""
+        try:
             for work in works:
                 work.wait()
             with torch.no_grad():
                 finish()
-
-        return Exchange(self._thread.submit(complete))
-
-
-class Exchange:
-    """A handle of something that Exchanges has started."""
-
-    def __init__(self, done: Future[None]) -> None:
-        self._done = done
+        except BaseException as error:
+            self._done.set_exception(error)
+        else:
+            if is_last:
+                self._done.set_result(None)
 
     def wait(self) -> None:
         """Returns when it is complete; raises what the backend raised."""
@@ -99,9 +187,40 @@ class Exchange:
         self._done.add_done_callback(callback)
 
 
-def _sum_in_order(parts: Sequence[Tensor], *, into: Tensor) -> Tensor:
+class _Scratch:
+    """Memory for what peers send, used again and again: fresh memory costs a page fault for every four KiB."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        try:
+            return self._free[numel, dtype, device].pop()
+        except (KeyError, IndexError):
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """From the thread that completes exchanges, while another one takes."""
+        for tensor in tensors:
+            self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
+
+
+def _thread(name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+
+def _posted(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def sum_in_order(parts: Sequence[Tensor], *, into: Tensor) -> Tensor:
     """A chain of adds: the order within torch.sum depends on the position of an element."""
-    into.copy_(parts[0])
-    for part in parts[1:]:
+    first, *rest = parts
+    if rest and first.dtype == into.dtype:  # one pass over memory less
+        torch.add(first, rest.pop(0), out=into)
+    else:
+        into.copy_(first)
+    for part in rest:
         into.add_(part)
     return into

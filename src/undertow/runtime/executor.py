@@ -16,8 +16,11 @@ from undertow.runtime.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import Handle, all_reduce_async
 from undertow.runtime.comm_hook import CommHook, HookedBucket
+from undertow.runtime.exchange import Exchanges
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
+from undertow.runtime.sharded_binding import ShardedBinding
+from undertow.runtime.sharding import Sharding
 from undertow.runtime.trailer import Reading, Snapshot, TrailerCodec, Verdict, to_device
 from undertow.schedule import Op, OpKind
 
@@ -48,14 +51,27 @@ class Round:
 class Executor:
     """The buckets of one plan and what is in flight of them; `reducer` says how they are reduced."""
 
-    def __init__(self, plan: Plan, params: Sequence[Tensor], group: OwnGroup, recorder: Recorder, reducer: Reducer) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        group: OwnGroup,
+        recorder: Recorder,
+        reducer: Reducer,
+        sharding: Sharding | None = None,
+    ) -> None:
         self._rank = group.rank
         self._recorder = recorder
         self._reducer = reducer
         self._buckets = plan.buckets
-        self._bindings = [_binding(bucket, [params[index] for index in bucket.params]) for bucket in plan.buckets]
+        self._sharding = sharding
+        self._bindings: list[Binding] = [
+            _binding(bucket, [params[index] for index in bucket.params]) if sharding is None else sharding.binding(bucket)
+            for bucket in plan.buckets
+        ]
+        is_averaged = reducer.averages and sharding is None
         self._trailers = [
-            TrailerCodec(bucket, binding.bucket, num_ranks=group.num_ranks, is_averaged=reducer.averages)
+            TrailerCodec(bucket, binding.bucket, num_ranks=group.num_ranks, is_averaged=is_averaged)
             for bucket, binding in zip(plan.buckets, self._bindings, strict=True)
         ]
         self._handles: dict[int, list[Handle]] = {}
@@ -67,10 +83,12 @@ class Executor:
         self._round: Round | None = None
         # Functions and no bound methods: an executor that held itself would keep the buckets of an old plan alive until
         # the garbage collector comes.
-        self._table: dict[OpKind, Callable[[Executor, int, Round], None]] = {
+        self._table: dict[OpKind, Callable[[Executor, int], None]] = {
             OpKind.PACK: Executor._pack,
             OpKind.ALL_REDUCE: Executor._all_reduce,
+            OpKind.REDUCE_SCATTER: Executor._reduce_scatter,
             OpKind.BIND: Executor._bind,
+            OpKind.ALL_GATHER: Executor._all_gather,
         }
 
     def begin(self, this_round: Round) -> None:
@@ -85,10 +103,9 @@ class Executor:
 
     def run(self, ops: Sequence[Op]) -> None:
         """Issues `ops` in the given order."""
-        assert self._round is not None  # begin() comes first
         for op in ops:
             with _profiler_range(f"undertow.{op.label}"):
-                self._table[op.kind](self, op.bucket or 0, self._round)
+                self._table[op.kind](self, op.bucket or 0)
 
     def has_result(self) -> bool:
         """Whether some `.grad` is still what `bind` has made it, or what somebody has made of that, but for zeros."""
@@ -110,14 +127,15 @@ class Executor:
             self._bindings[index].add_late(values)
         self._late.clear()
 
-    def _pack(self, index: int, this_round: Round) -> None:
-        binding = self._bindings[index]
+    def _pack(self, index: int) -> None:
+        binding, this_round = self._bindings[index], self._the_round
         if not this_round.is_synchronised:
             if not binding.has_graph():
                 self._packed.add(index)
                 binding.take()
             return
-        self._recorder.ready(index, num_bytes=self._buckets[index].wire_bytes)
+        kind = OpKind.ALL_REDUCE if self._sharding is None else OpKind.REDUCE_SCATTER
+        self._recorder.ready(index, num_bytes=self._buckets[index].wire_bytes, kind=kind)
         unused = binding.take(this_round.not_arrived(index))
         this_round.unused[index] = unused
         is_last = index == len(self._bindings) - 1
@@ -127,7 +145,7 @@ class Executor:
             verdict=self._verdict(this_round) if is_last else None,
         )
 
-    def _all_reduce(self, index: int, _round: Round) -> None:
+    def _all_reduce(self, index: int) -> None:
         binding, bucket = self._bindings[index], self._buckets[index]
         storage, trailer = binding.bucket.storage, bucket.trailer
         self._recorder.launches(index)
@@ -139,12 +157,31 @@ class Executor:
         self._handles[index] = handles
         self._recorder.launched(index, handles[0])
 
-    def _bind(self, index: int, this_round: Round) -> None:
-        binding, handles = self._bindings[index], self._handles.pop(index, None)
+    def _reduce_scatter(self, index: int) -> None:
+        binding, bucket, this_round = self._bindings[index], self._buckets[index], self._the_round
+        assert self._sharding is not None and isinstance(binding, ShardedBinding)  # the schedule is that of its strategy
+        target = binding.target(is_apart=this_round.has_failed or this_round.rebinds is not None)
+        trailer = range(bucket.trailer.start, bucket.storage_numel)
+        self._recorder.launches(index)
+        handle = self._sharding.exchanges.reduce_scatter(binding.bucket.storage, target, trailer=trailer)
+        self._handles[index] = [handle]
+        self._recorder.launched(index, handle)
+
+    def _all_gather(self, index: int) -> None:
+        assert self._sharding is not None
+        self._sharding.gathers.launch(index)
+
+    @property
+    def _the_round(self) -> Round:
+        assert self._round is not None  # begin() comes first
+        return self._round
+
+    def _bind(self, index: int) -> None:
+        binding, handles, this_round = self._bindings[index], self._handles.pop(index, None), self._the_round
         if handles is None:
             if index in self._packed:
                 self._packed.remove(index)
-                binding.give()
+                binding.keep()
             return
         self._recorder.wait_begins(index)
         for handle in handles:
@@ -212,14 +249,17 @@ class Reducer:
     group: OwnGroup
     average_in_collective: bool
     hook: CommHook | None = None
+    in_order: Exchanges | None = None  # adds up in rank order, where that is wanted
 
     @property
     def averages(self) -> bool:
-        """Whether the collective divides; else we divide before a sum."""
-        return self.average_in_collective and self.group.can_average
+        """Whether what comes back is divided all over; else we divide before a sum."""
+        return self.in_order is not None or (self.average_in_collective and self.group.can_average)
 
     def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
         """Starts the mean of `tensor`, in place; what is behind the first `numel` elements may come back as a sum."""
+        if self.in_order is not None and not tensor.is_sparse:
+            return self.in_order.mean(tensor)
         if self.averages and not tensor.is_sparse:
             return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.AVG)
         (tensor if tensor.is_sparse else tensor[:numel]).div_(self.group.num_ranks)

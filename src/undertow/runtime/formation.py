@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +17,19 @@ from undertow.runtime.assembly import Assembly
 from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
+from undertow.runtime.exchange import Exchanges
 from undertow.runtime.executor import Reducer, Round
 from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.hooks import earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
+from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
+from undertow.runtime.placeholder import GradientPlaceholder
 from undertow.runtime.recorder import Recorder
+from undertow.runtime.sharding import Sharding
 from undertow.runtime.watch import Watch, params_of_bucket
+from undertow.schedule import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,9 @@ class Formation:
         self._has_looked = True
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
-        self.assembly = self._assemble(named_params, Reducer(group, config.average_in_collective), generation=0)
+        self._in_order = exchanges_over(group, in_order=True) if config.reduction == "ordered" else None
+        reducer = Reducer(group, config.average_in_collective, in_order=self._in_order)
+        self.assembly = self._assemble(named_params, reducer, generation=0)
         self.watch = self._watch_over(named_params)
         try:
             self._take_over()
@@ -147,6 +155,8 @@ class Formation:
 
     def close(self) -> None:
         """Takes all hooks off."""
+        if self._in_order is not None:
+            self._in_order.close()
         self.watch.close()
         if self._before is not None:
             self._before.watch.close()
@@ -156,22 +166,53 @@ class Formation:
         self.settle()
         before, named_params, arrived = self.assembly, self.watch.named_params, self.watch.arrived_before
         self.watch.close()
-        reducer = Reducer(self.group, before.reducer.average_in_collective, hook)
+        reducer = dataclasses.replace(before.reducer, hook=hook)
         self.assembly = self._assemble(named_params, reducer, generation=before.generation)
         self.watch = self._watch_over(named_params)
         self.watch.arrived_before |= arrived
 
     def adopt_order(self) -> None:
         """Re-plans in rank 0's order, if that has come and gives another plan than the present one."""
-        order = None if self.watch.order is None or self.retiring is not None else self.watch.order.take()
-        if order is None:
-            return
-        now = self.assembly
-        plan = plan_in_order(now.plan.params, order, self._config, num_ranks=now.plan.num_ranks)
+        now, plan = self.assembly, self._observed_plan()
         if plan.fingerprint != now.plan.fingerprint:
             # The old buckets' storage goes when the last `.grad` has moved into the new ones.
             self.assembly = self._assemble(self.watch.named_params, now.reducer, generation=now.generation + 1, plan=plan)
             self.watch.arrivals.regroup(params_of_bucket(plan))
+
+    def shard(self, strategy: Strategy, exchanges: Exchanges) -> Sharding:
+        """Lays out parameters and gradients as `strategy` has them, in rank 0's order if that has come, from now on.
+
+        Where the parameters change, later rounds reduce whole gradients until it is called again. What it returns is the
+        same object for as long as the layout is.
+        """
+        now = self.assembly
+        if now.sharding is not None:
+            return now.sharding
+        if self.retiring is not None:
+            raise PhaseError(
+                "an optimizer steps after its parameters have changed, and no gradients of the new ones have been averaged.",
+                where=f"rank {self.group.rank}",
+                remedy="Run a forward and a backward between the change and the step.",
+            )
+        plan = self._observed_plan()
+        if self.watch.order is not None:
+            self.watch.order.close()
+            self.watch.order = None
+        sharding = Sharding(plan, now.params, group=self.group, exchanges=exchanges, recorder=self._recorder)
+        self.assembly = Assembly(
+            plan,
+            now.params,
+            now.reducer,
+            self._recorder,
+            generation=now.generation + 1,
+            overlap=self._config.overlap,
+            strategy=strategy,
+            sharding=sharding,
+        )
+        if self.is_active:
+            _ = self.assembly.executor
+        self.watch.arrivals.regroup(params_of_bucket(plan))
+        return sharding
 
     def retire(self, *, number: int, mode: int | None) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
@@ -182,6 +223,7 @@ class Formation:
         """
         old = self.retiring
         assert old is not None  # else nothing is to be retired
+        self._require_no_shards()
         accumulated, self._accumulated = self._accumulated, set()
         staying = set(map(id, self.watch.params))
         # Not `old` itself: its executor remembers the round, and they would keep each other alive.
@@ -200,7 +242,7 @@ class Formation:
             has_repeats=bool,
             has_changed=True,
         )
-        releases = old.releases(is_synchronised=True)
+        releases = old.releases(is_accumulating=False)
         with gradients_aside([param for param in old.params if id(param) in staying]):
             old.executor.begin(this_round)
             old.executor.run(releases.end_backward())
@@ -225,6 +267,16 @@ class Formation:
         write()
         self.retiring = None
 
+    def _require_no_shards(self) -> None:
+        """PhaseError where a gradient of which each rank has a part would have to go into a new plan."""
+        for name, param in self.watch.named_params:
+            if isinstance(param.grad, GradientPlaceholder) and not param.grad.is_cleared:
+                raise PhaseError(
+                    "the parameters have changed while sharded gradients are held.",
+                    where=f"parameter {name!r}, rank {self.group.rank}",
+                    remedy="Call zero_grad() before parameters are frozen, unfrozen, added or replaced.",
+                )
+
     @property
     def has_other_buffers(self) -> bool:
         """Whether this rank's buffers are others than those that the ranks have compared."""
@@ -248,6 +300,12 @@ class Formation:
         if self.group.device.type == "cpu":
             self._compare().require()
         raise changed_unlike(this_round, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)
+
+    def _observed_plan(self) -> Plan:
+        """The plan in rank 0's order, if that has come, else the present one."""
+        now = self.assembly.plan
+        order = None if self.watch.order is None or self.retiring is not None else self.watch.order.take()
+        return now if order is None else plan_in_order(now.params, order, self._config, num_ranks=now.num_ranks)
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""

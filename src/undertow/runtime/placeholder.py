@@ -6,29 +6,40 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import ShardedGradientError
 from undertow.runtime import private
+from undertow.runtime.group import OwnGroup
 
 _ADDING = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+_UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class GradientPlaceholder(Tensor):
     """A gradient of the parameter's shape, dtype and device without values: every use of them raises.
 
-    What autograd adds to it in a later backward is kept in `added`; `is_cleared` says whether it was set to zero.
+    `parts` has this rank's elements of it by bucket, 1-D. What autograd adds to it in a later backward is kept in
+    `added`; `is_cleared` says whether it was set to zero. A GradScaler unscales the parts, and all ranks find the same.
     """
 
+    parts: dict[int, Tensor]
     added: Tensor | None
     is_cleared: bool
     param_name: str
+    group: OwnGroup | None
 
     @staticmethod
-    def __new__(cls, param: Tensor, *, name: str) -> GradientPlaceholder:
+    def __new__(cls, param: Tensor, *, name: str, group: OwnGroup | None = None) -> GradientPlaceholder:
         made = private.wrapper_tensor(cls, param)
-        made.added, made.is_cleared, made.param_name = None, False, name
+        made.parts, made.param_name, made.group = {}, name, group
+        made.renew()
         return made
+
+    def renew(self) -> None:
+        """Counts as one that was just made."""
+        self.added, self.is_cleared = None, False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"GradientPlaceholder({self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}): a shard of it is here"
@@ -41,6 +52,8 @@ class GradientPlaceholder(Tensor):
             for each in args[0]:
                 each.zero_()
             return None
+        if op is _UNSCALING:
+            return _unscale(*args)
         first = args[0] if args else None
         if isinstance(first, GradientPlaceholder):
             if op is torch.ops.aten.detach.default:
@@ -52,6 +65,19 @@ class GradientPlaceholder(Tensor):
                 first.added = args[1].clone() if first.added is None else first.added + args[1]
                 return first
         raise _refused(op, args)
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What a GradScaler does to all gradients at once; every rank, for each has seen only its shards."""
+    group = next(grad.group for grad in grads if isinstance(grad, GradientPlaceholder))
+    parts: dict[torch.dtype, list[Tensor]] = {}  # those of 16-bit parameters are wider
+    for grad in grads:
+        for part in grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad]:
+            parts.setdefault(part.dtype, []).append(part)
+    for of_dtype in parts.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
+    if group is not None:
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group.process_group)
 
 
 def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:

@@ -76,6 +76,18 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
     return cast(dist.ProcessGroup, group)
 
 
+def reduce_scatter_async(shard: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to write into `shard` the sum over ranks of this rank's part of `parts`, by the backend's own collective."""
+    start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name of torch < 2.13
+    return cast(dist.Work, start(shard, parts, group=group, async_op=True))
+
+
+def all_gather_async(flat: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to fill `flat` with every rank's `own`, by the backend's own collective."""
+    start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name of torch < 2.13
+    return cast(dist.Work, start(flat, own, group=group, async_op=True))
+
+
 def wrapper_tensor(cls: type[_Tensor], like: torch.Tensor) -> _Tensor:
     """A tensor of class `cls` without storage, of `like`'s shape, strides, dtype and device."""
     make = torch.Tensor._make_wrapper_subclass
@@ -159,6 +171,17 @@ def moved_to_device(
     """Arguments of a forward with every tensor in them on `device`, copied on a side stream."""
     moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, True)
     return tuple(moved_inputs[0]) if inputs else (), dict(moved_kwargs[0]) if kwargs else {}
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile has taken this module, or `module.compile()` was called."""
+    # By name: importing the compiler to ask takes longer than most programs run.
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called after each step of this optimizer, or of all."""
+    return bool(optimizer._optimizer_step_post_hooks or sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks)
 
 
 def num_hooks_ever() -> int:

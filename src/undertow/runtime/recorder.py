@@ -72,6 +72,7 @@ def clock_for(device: torch.device, backend: str) -> Clock:
 @dataclass(slots=True)
 class _BucketMarks:
     num_bytes: int
+    kind: str
     ready: Mark
     launched: Mark = None
     done: Mark = None
@@ -91,6 +92,7 @@ class _StepMarks:
     forwards: list[list[Mark]] = field(default_factory=list)
     backwards: list[list[Mark]] = field(default_factory=list)
     buckets: dict[int, _BucketMarks] = field(default_factory=dict)
+    gathers: dict[int, _BucketMarks] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()
     is_synchronised: bool = False
     stop: Mark = None
@@ -111,6 +113,8 @@ class Recorder:
         self._is_on = level != "off"
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT_IN_SUMMARY if level == "summary" else None)
         self._now = _StepMarks(step=0)
+        self._gathers: dict[int, _BucketMarks] = {}  # since the last step
+        self._are_gathers_seen = False
         self._round_stop_s = time.perf_counter()
 
     def forward_begins(self) -> None:
@@ -118,8 +122,7 @@ class Recorder:
             return
         mark = self._clock.mark()
         if self._now.is_synchronised:
-            self._now.stop = mark
-            self._now = _StepMarks(step=self._now.step + 1)
+            self._step_begins(mark)
         self._now.forwards.append([mark, None])
 
     def forward_ends(self) -> None:
@@ -131,8 +134,7 @@ class Recorder:
         if not self._is_on:
             return
         if self._now.is_synchronised:  # a second backward without a forward is a step of its own
-            self._now.stop = self._clock.mark()
-            self._now = _StepMarks(step=self._now.step + 1)
+            self._step_begins(self._clock.mark())
         now = self._now
         now.generation = generation
         forward = now.forwards[-1][1] if len(now.forwards) > len(now.backwards) else None
@@ -146,9 +148,9 @@ class Recorder:
         """What has left so far in this step had nothing in it."""
         self._now.buckets.clear()
 
-    def ready(self, bucket: int, *, num_bytes: int) -> None:
+    def ready(self, bucket: int, *, num_bytes: int, kind: str = "all_reduce") -> None:
         if self._is_on:
-            self._now.buckets[bucket] = _BucketMarks(num_bytes, ready=self._clock.mark())
+            self._now.buckets[bucket] = _BucketMarks(num_bytes, kind, ready=self._clock.mark())
 
     def launches(self, bucket: int) -> None:
         if self._is_on:
@@ -166,6 +168,27 @@ class Recorder:
         if self._is_on:
             self._now.buckets[bucket].wait_stop = self._clock.mark()
 
+    def gather_launches(self, bucket: int, *, num_bytes: int) -> None:
+        """Of a parameter bucket, after an optimizer step; it counts to the step whose forward it lies under."""
+        if not self._is_on:
+            return
+        if self._are_gathers_seen:
+            self._gathers, self._are_gathers_seen = {}, False
+        mark = self._clock.mark()
+        self._gathers[bucket] = _BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
+
+    def gather_launched(self, bucket: int, handle: Handle) -> None:
+        if self._is_on:
+            self._clock.mark_done(handle, self._gathers[bucket].put_done)
+
+    def gather_wait_begins(self, bucket: int) -> None:
+        if self._is_on:
+            self._gathers[bucket].wait_start = self._clock.mark()
+
+    def gather_wait_ends(self, bucket: int) -> None:
+        if self._is_on:
+            self._gathers[bucket].wait_stop = self._clock.mark()
+
     def busy_ms(self) -> float:
         """Host time since the previous round ended, for the trailer; known even when nothing is recorded."""
         return (time.perf_counter() - self._round_stop_s) * 1e3
@@ -176,6 +199,11 @@ class Recorder:
             self._now.busy_ms = busy_ms
             self._now.is_synchronised = True
             self._steps.append(self._now)
+
+    def _step_begins(self, mark: Mark) -> None:
+        self._now.stop = mark
+        self._now = _StepMarks(step=self._now.step + 1, gathers=self._gathers)
+        self._are_gathers_seen = True
 
     def records(self, *, generation: int) -> tuple[StepRecord, ...]:
         """The steps that ran under that plan. On CUDA this waits for the device.
@@ -198,17 +226,21 @@ class Recorder:
             step_us=us(marks.last_mark() if marks.stop is None else marks.stop),
             forwards=tuple((us(start), us(stop)) for start, stop in marks.forwards if stop is not None),
             backwards=tuple((us(start), us(stop)) for start, stop in marks.backwards if stop is not None),
-            buckets=tuple(
-                BucketRecord(
-                    bucket=bucket,
-                    num_bytes=row.num_bytes,
-                    ready_us=us(row.ready),
-                    launched_us=us(row.launched),
-                    # The backend's callback may come after the wait has ended.
-                    done_us=us(row.wait_stop if row.done is None else row.done),
-                    waited=(us(row.wait_start), us(row.wait_stop)),
-                )
-                for bucket, row in sorted(marks.buckets.items())
-            ),
+            buckets=tuple(_bucket_record(bucket, row, us) for bucket, row in sorted(marks.buckets.items())),
+            # In the order in which they left; one that nobody has waited for is still on its way.
+            gathers=tuple(_bucket_record(bucket, row, us) for bucket, row in marks.gathers.items() if row.wait_stop is not None),
             busy_ms=marks.busy_ms,
         )
+
+
+def _bucket_record(bucket: int, row: _BucketMarks, us: Callable[[Mark], float]) -> BucketRecord:
+    return BucketRecord(
+        bucket=bucket,
+        kind=row.kind,
+        num_bytes=row.num_bytes,
+        ready_us=us(row.ready),
+        launched_us=us(row.launched),
+        # The backend's callback may come after the wait has ended.
+        done_us=us(row.wait_stop if row.done is None else row.done),
+        waited=(us(row.wait_start), us(row.wait_stop)),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from undertow.trace.event import COMPUTE, Event, Trace
@@ -15,6 +16,7 @@ class BucketRecord:
 
     bucket: int
     num_bytes: int  # handed to the collective
+    kind: str = "all_reduce"  # of the op
     ready_us: float  # its last gradient was there
     launched_us: float
     done_us: float
@@ -32,36 +34,48 @@ class StepRecord:
     backwards: tuple[Interval, ...]  # from the end of the forward until the last bucket has left
     buckets: tuple[BucketRecord, ...]  # in the order in which they left
     busy_ms: tuple[float, ...]  # by rank: from the end of the previous round until the last bucket left
+    gathers: tuple[BucketRecord, ...] = ()  # of parameters, since the optimizer's step before this one
 
     def wire_intervals(self) -> tuple[Interval, ...]:
         """When the link worked on each bucket: it starts one after the other, so that queueing is not counted."""
-        intervals, free_us = [], 0.0
-        for bucket in self.buckets:
-            start = min(max(bucket.launched_us, free_us), bucket.done_us)
-            intervals.append((start, bucket.done_us))
-            free_us = max(free_us, bucket.done_us)
-        return tuple(intervals)
+        return _wire_intervals(self.buckets)
 
     def trace(self) -> Trace:
         """The step as events; between the end of the waits and the end of the step lies the optimizer."""
         events = [_compute("forward", interval) for interval in self.forwards]
         events += [_compute("backward", interval) for interval in self.backwards]
-        events += [_compute("wait", bucket.waited, bucket.bucket) for bucket in self.buckets]
+        sent = (*self.gathers, *self.buckets)
+        # What was waited for between two steps, by whoever read a parameter there, belongs to neither.
+        events += [_compute("wait", _in_step(bucket.waited), bucket.bucket) for bucket in sent if bucket.waited[1] > 0]
         synchronised_us = max((event.stop_us for event in events), default=0.0)
         if self.step_us > synchronised_us:
             events.append(_compute("optimizer", (synchronised_us, self.step_us)))
         events += [
             Event(
                 lane="comm.dp",
-                kind="all_reduce",
+                kind=bucket.kind,
                 bucket=bucket.bucket,
-                start_us=start,
+                start_us=max(0.0, start),
                 stop_us=stop,
                 num_bytes=bucket.num_bytes,
             )
-            for bucket, (start, stop) in zip(self.buckets, self.wire_intervals(), strict=True)
+            for bucket, (start, stop) in zip(sent, (*_wire_intervals(self.gathers), *self.wire_intervals()), strict=True)
+            if stop > 0
         ]
         return Trace(rank=self.rank, step=self.step, events=tuple(events))
+
+
+def _wire_intervals(buckets: Sequence[BucketRecord]) -> tuple[Interval, ...]:
+    intervals, free_us = [], 0.0
+    for bucket in buckets:
+        start = min(max(bucket.launched_us, free_us), bucket.done_us)
+        intervals.append((start, bucket.done_us))
+        free_us = max(free_us, bucket.done_us)
+    return tuple(intervals)
+
+
+def _in_step(interval: Interval) -> Interval:
+    return max(0.0, interval[0]), interval[1]
 
 
 def _compute(kind: str, interval: Interval, bucket: int | None = None) -> Event:

@@ -1,0 +1,70 @@
+"""Whether an optimizer may be given a parameter in pieces."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undertow.errors import ConfigError
+
+# What they would do to a shard is not what they do to a part of the whole parameter.
+_NOT_ELEMENTWISE = {
+    "Adafactor": "it keeps one statistic for each row and column of a matrix",
+    "LBFGS": "it takes scalar products of whole gradients, and evaluates the model several times in a step",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it updates the rows of sparse gradients",
+    "Shampoo": "it keeps a statistic for each pair of rows",
+    "SOAP": "it rotates whole matrices",
+    "LAMB": "it scales an update by the norm of the whole parameter",
+    "LARS": "it scales an update by the norm of the whole parameter",
+}
+_KNOWN = frozenset(["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
+_SHAPE, _CUT, _NUM_STEPS = (4, 6), 9, 3
+
+
+def require_elementwise(cls: type[torch.optim.Optimizer], hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
+    """ConfigError for an optimizer that treats a parameter otherwise than each of its elements; one of torch's is known,
+    another one is tried out on a few numbers.
+    """
+    is_torchs = cls.__module__.startswith("torch.optim")
+    reason = _NOT_ELEMENTWISE.get(cls.__name__)
+    if reason is None and not (is_torchs and cls.__name__ in _KNOWN) and not _treats_parts_alike(cls, hyper_parameters, device):
+        reason = "it updates parts of a parameter otherwise than the whole"
+    if reason is not None:
+        raise ConfigError(
+            f"{cls.__name__} cannot be sharded: {reason}.",
+            where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
+            remedy="Use an elementwise optimizer such as AdamW or SGD, or this one without sharding.",
+        )
+
+
+def state_of_one_element(cls: type[torch.optim.Optimizer], hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
+    """What the optimizer keeps of a parameter with one element, after one step."""
+    return dict(_stepped(cls, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])[1][0])
+
+
+def _treats_parts_alike(cls: type[torch.optim.Optimizer], hyper_parameters: dict[str, Any], device: torch.device) -> bool:
+    generator = torch.Generator().manual_seed(0)  # leaves the user's alone
+    start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
+    whole, _ = _stepped(cls, hyper_parameters, [start], [[grad] for grad in grads])
+    parts, _ = _stepped(cls, hyper_parameters, _cut(start), [_cut(grad) for grad in grads])
+    return torch.equal(whole[0].flatten(), torch.cat(parts))
+
+
+def _cut(tensor: Tensor) -> list[Tensor]:
+    return [tensor.flatten()[:_CUT].clone(), tensor.flatten()[_CUT:].clone()]
+
+
+def _stepped(
+    cls: type[torch.optim.Optimizer], hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+    optimizer = cls([{"params": params, **copy.deepcopy(hyper_parameters)}])
+    for of_step in grads:
+        for param, grad in zip(params, of_step, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return [param.detach() for param in params], [optimizer.state.get(param, {}) for param in params]

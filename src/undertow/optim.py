@@ -1,0 +1,314 @@
+"""An optimizer of which every rank keeps its shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from undertow.elementwise import require_elementwise, state_of_one_element
+from undertow.errors import ConfigError, NonFiniteGradient, WrongType
+from undertow.optim_state import FullStates, ParamState, ShardedState, full_states, parts_of_state
+from undertow.runtime import private
+from undertow.runtime.exchange import wide_dtype
+from undertow.runtime.sharding import Sharding
+from undertow.runtime.shards import ShardPart
+from undertow.sync import Sync
+
+_ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """What this rank updates of one parameter."""
+
+    part: ShardPart
+    values: Tensor  # [part.numel] in place, of the parameter's dtype
+    target: Tensor  # what the inner optimizer updates: `values`, or an fp32 copy of them where they are of 16 bits
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """`cls` over the parameters of `target`, with 1/n of its state and of its work on each of n ranks.
+
+    `target` is what `attach` or `DistributedDataParallel` returned, `params` as for torch (all trained parameters if None),
+    `defaults` are `cls`'s. Making one is a collective call. From its first step on gradients are reduced to shards, and what
+    every rank has updated is gathered under the next forward: wait with `target.wait()` before you read parameters elsewhere.
+    Parameters of 16 bits are updated in fp32. Raises ConfigError for an optimizer that is not elementwise.
+    """
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        target: Sync | nn.Module,
+        params: _ParamGroups | None = None,
+        *,
+        eager: bool = False,
+        **defaults: Any,
+    ) -> None:
+        sync = getattr(target, "sync", target)
+        _check(cls, sync, eager=eager)
+        named_params = sync.named_parameters()
+        whole = cls([param for _, param in named_params] if params is None else params, **defaults)  # type: ignore[call-arg]
+        self._cls = cls
+        self._sync: Sync = sync
+        self._inner: torch.optim.Optimizer | None = None
+        self._sharding: Sharding | None = None
+        self._owned: list[_Owned] = []
+        self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
+        self._waiting: FullStates = {}  # states of parameters that are not among our parts, or not yet
+        super().__init__(whole.param_groups, whole.defaults)
+        for group in self.param_groups:
+            require_elementwise(cls, _hyper_parameters(group), device=sync.device)
+        self._require_synchronised(dict(named_params))
+        self._steps = sync.shard(self, _described(cls, self.param_groups))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates this rank's shards; a collective call. `closure` is called once, before the update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self._sync.finish()
+        sharding = self._begin()
+        inner = self._up_to_date_inner()
+        for owned in self._owned:
+            grad = sharding.gradient(owned.part)
+            owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
+        inner.step()
+        for owned in self._owned:
+            owned.target.grad = None
+            if owned.target is not owned.values:
+                owned.values.copy_(owned.target)
+        self._stepped.update(param for param in self._params() if param.grad is not None)
+        self._steps.end()
+        if private.has_step_post_hooks(self):  # which may read parameters
+            self._steps.wait()
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """Scales all gradients so that their norm, as one vector, is at most `max_norm`; returns the norm before, fp32.
+
+        A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` is accepted.
+        """
+        sharding = self._begin()
+        grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
+        total = _total_norm(grads, norm_type, sharding)
+        if error_if_nonfinite and not total.isfinite():
+            raise NonFiniteGradient(
+                f"the total norm of order {norm_type} of the gradients is {total.item()}.",
+                where=f"clip_grad_norm_, rank {sharding.group.rank}",
+                remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
+            )
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(scale.to(grad.device))
+        return total
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's part, laid out as torch's optimizers do: for torch.distributed.checkpoint and its get_state_dict.
+
+        What is sharded is a `ShardedState`. A state dict for `torch.save` is `full_state_dict()`.
+        """
+        packed: dict[str, Any] = super().state_dict()
+        states = {param: self._state_of(param) for param in self._stepped} | self._waiting
+        packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
+        return packed
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """All of the state on every rank, as the state dict of a plain optimizer; a collective call."""
+        packed: dict[str, Any] = super().state_dict()
+        states = self._full_states() | self._waiting
+        packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict`, `full_state_dict` or a plain optimizer's `state_dict` gave, on every rank.
+
+        Of whole tensors this rank keeps its parts. ValueError, as torch's, where the parameter groups are others.
+        """
+        states = state_dict["state"]
+        # Its own part of the work, without states: groups, their order, hooks.
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        self._waiting = {
+            param: dict(states[number]) for number, param in zip(numbers, self._params(), strict=True) if number in states
+        }
+        self._stepped = set()
+        if self._sharding is not None:
+            self._take_over(self._sharding)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Parameters that are new to the model are synchronised from its next forward on."""
+        super().add_param_group(param_group)
+        if getattr(self, "_sharding", None) is not None:
+            self._waiting = self._full_states() | self._waiting
+            self._sharding = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise WrongType(
+            "a ShardedOptimizer cannot be pickled or copied: each rank has a part of it.",
+            where="ShardedOptimizer",
+            remedy="Save full_state_dict(), or state_dict() by torch.distributed.checkpoint.",
+        )
+
+    def _begin(self) -> Sharding:
+        """Nothing is in flight, and what this rank owns is known."""
+        before, sharding = self._sharding, self._steps.begin()
+        if sharding is not before:
+            if before is not None:
+                self._waiting = self._full_states() | self._waiting
+            self._take_over(sharding)
+        return sharding
+
+    def _take_over(self, sharding: Sharding) -> None:
+        """From now on these are our parts; states that wait for some of them come into their places."""
+        self._sharding = sharding
+        index_of = {id(param): index for index, param in enumerate(sharding.params)}
+        parts: dict[int, list[ShardPart]] = {}
+        for part in sharding.parts:
+            parts.setdefault(part.param, []).append(part)
+        self._owned, groups = [], []
+        for group in self.param_groups:
+            owned = [_owned(sharding, part) for param in group["params"] for part in parts.get(index_of.get(id(param), -1), ())]
+            self._owned += owned
+            groups.append({**_hyper_parameters(group), "params": [each.target for each in owned]})
+        if not self._owned:
+            groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch wants a parameter
+        self._inner = self._cls(groups)
+        for owned in self._owned:
+            param = sharding.params[owned.part.param]
+            if param in self._waiting:
+                state = parts_of_state(self._waiting[param], owned.part, param)
+                master = state.pop(_MASTER, None)
+                if master is not None and owned.target is not owned.values:
+                    owned.target.copy_(master)
+                self._inner.state[owned.target] = state
+        arrived = [param for param in self._waiting if id(param) in index_of]
+        self._stepped.update(arrived)
+        for param in arrived:
+            del self._waiting[param]
+
+    def _up_to_date_inner(self) -> torch.optim.Optimizer:
+        """With the hyper-parameters that schedulers and users have set on our groups."""
+        assert self._inner is not None  # _begin has made it
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_hyper_parameters(ours))
+        return self._inner
+
+    def _state_of(self, param: Tensor) -> ParamState:
+        """What is known here of the parameter's state: scalars where this rank owns a part, and parts of tensors."""
+        owned = [each for each in self._owned if self._param_of(each) is param]
+        states = [self._inner_state(each) for each in owned]
+        if not owned:
+            states = [self._state_of_nothing(param)]
+        found: ParamState = {}
+        for key, value in states[0].items():
+            if isinstance(value, Tensor) and value.dim() == 1:
+                pieces = [(each.part, state[key]) for each, state in zip(owned, states, strict=False)]
+                found[key] = ShardedState(param, value.dtype, pieces)
+            elif owned:
+                found[key] = value
+        return found
+
+    def _state_of_nothing(self, param: Tensor) -> dict[str, Any]:
+        group = next(group for group in self.param_groups if any(it is param for it in group["params"]))
+        like = torch.zeros(1, dtype=wide_dtype(param.dtype), device=param.device)
+        state = state_of_one_element(self._cls, _hyper_parameters(group), like=like)
+        return state if like.dtype == param.dtype else {**state, _MASTER: like}
+
+    def _inner_state(self, owned: _Owned) -> dict[str, Any]:
+        assert self._inner is not None
+        state = dict(self._inner.state.get(owned.target, {}))
+        return state if owned.target is owned.values or not state else {**state, _MASTER: owned.target}
+
+    def _full_states(self) -> FullStates:
+        """A collective call."""
+        if self._sharding is None:
+            return {}
+        mine = {each.part: self._inner_state(each) for each in self._owned}
+        return full_states(self._sharding, mine)
+
+    def _param_of(self, owned: _Owned) -> Tensor:
+        assert self._sharding is not None
+        return self._sharding.params[owned.part.param]
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _require_synchronised(self, named_params: dict[str, Tensor]) -> None:
+        known = set(map(id, named_params.values()))
+        strangers = [index for index, param in enumerate(self._params()) if id(param) not in known]
+        if strangers:
+            raise ConfigError(
+                f"parameter {strangers[0]} of the optimizer, of shape {tuple(self._params()[strangers[0]].shape)}, is none "
+                "that is synchronised.",
+                where="ShardedOptimizer",
+                remedy="Give it parameters of the wrapped module, and none that `ignore` names.",
+            )
+
+
+_MASTER = "master"  # the fp32 values of a 16-bit parameter, beside what the optimizer keeps
+
+
+def _check(cls: object, sync: object, *, eager: bool) -> None:
+    if not isinstance(sync, Sync):
+        raise WrongType(
+            f"target must be what attach() or DistributedDataParallel returned, got {type(sync).__name__}.",
+            where="ShardedOptimizer",
+            remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model.",
+        )
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or issubclass(cls, ShardedOptimizer):
+        raise WrongType(
+            f"cls must be a class of optimizers, got {cls!r}.",
+            where="ShardedOptimizer",
+            remedy="Pass the class, such as torch.optim.AdamW, and its settings by name.",
+        )
+    if eager:
+        raise ConfigError(
+            "eager=True is not built yet.", where="ShardedOptimizer", remedy="Leave it out: gathers lie under the next forward."
+        )
+
+
+def _owned(sharding: Sharding, part: ShardPart) -> _Owned:
+    values = sharding.values(part)
+    is_narrow = wide_dtype(values.dtype) != values.dtype
+    return _Owned(part, values, values.to(wide_dtype(values.dtype)) if is_narrow else values)
+
+
+def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _total_norm(grads: list[Tensor], norm_type: float, sharding: Sharding) -> Tensor:
+    """Of all ranks' gradients as one vector. [] fp32 on the device of the group"""
+    is_largest = math.isinf(norm_type)
+    total = torch.zeros((), dtype=torch.float64, device=sharding.group.device)
+    for grad in grads:
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=_double(grad.dtype)).to(total)
+        total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
+    if sharding.group.num_ranks > 1:
+        op = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+        dist.all_reduce(total, op=op, group=sharding.group.process_group)
+    return (total if is_largest else total ** (1.0 / norm_type)).to(torch.float32)
+
+
+def _double(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _described(cls: type[torch.optim.Optimizer], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What must be the same on every rank."""
+    groups = [
+        {"parameters": len(group["params"]), **{name: repr(value) for name, value in _hyper_parameters(group).items()}}
+        for group in param_groups
+    ]
+    return {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": groups}

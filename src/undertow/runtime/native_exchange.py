@@ -1,0 +1,119 @@
+"""Reduce-scatter, all-gather and a mean with an order, made of the backend's own collectives, such as NCCL's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undertow.runtime import private
+from undertow.runtime.collectives import Handle
+from undertow.runtime.exchange import Exchanges, PostedExchanges, sum_in_order, wide_dtype
+from undertow.runtime.group import OwnGroup
+
+_BACKENDS_TO_POST_ON = ("gloo", "emulated")
+
+
+def exchanges_over(group: OwnGroup, *, in_order: bool) -> Exchanges:
+    """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order."""
+    if any(name in group.backend for name in _BACKENDS_TO_POST_ON):
+        return PostedExchanges(group)
+    return NativeExchanges(group, in_order=in_order)
+
+
+class NativeExchanges:
+    """Exchanges by collectives. In order, ranks exchange their parts and each adds them up itself."""
+
+    may_differ_in_order = False
+
+    def __init__(self, group: OwnGroup, *, in_order: bool) -> None:
+        self._group = group
+        self._in_order = in_order
+
+    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Handle:
+        num_ranks, pg = self._group.num_ranks, self._group.process_group
+        parts, own_trailer = storage[: num_ranks * shard.numel()], storage[trailer.start : trailer.stop]
+        if self._in_order:
+            work, add_up = self._exchanged(parts, into=shard)
+        else:
+            narrow = shard if shard.dtype == storage.dtype else torch.empty_like(shard, dtype=storage.dtype)
+            work = private.reduce_scatter_async(narrow, parts, pg)
+
+            def add_up() -> None:
+                if narrow is not shard:
+                    shard.copy_(narrow)
+
+        def finish() -> None:
+            add_up()
+            shard.div_(num_ranks)
+
+        return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
+
+    def mean(self, tensor: Tensor) -> Handle:
+        num_ranks, pg = self._group.num_ranks, self._group.process_group
+        padded = tensor.new_zeros(-(-tensor.numel() // num_ranks) * num_ranks)
+        padded[: tensor.numel()].copy_(tensor)
+        total = torch.empty(padded.numel() // num_ranks, dtype=wide_dtype(tensor.dtype), device=tensor.device)
+        work, add_up = self._exchanged(padded, into=total)
+        # In one piece, unlike the others: the second half starts on the stream, behind the first.
+        work.wait()
+        add_up()
+        own = total.div_(num_ranks).to(tensor.dtype)
+        gathering = private.all_gather_async(padded, own, pg)
+        return _NativeExchange([gathering], lambda: tensor.copy_(padded[: tensor.numel()]))
+
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Handle:
+        own = flat.view(self._group.num_ranks, -1)[self._group.rank]
+        return _NativeExchange([private.all_gather_async(flat, own, self._group.process_group)], then)
+
+    def close(self) -> None:
+        """Nothing of ours is left behind."""
+
+    def _exchanged(self, parts: Tensor, *, into: Tensor) -> tuple[dist.Work, Callable[[], object]]:
+        received = torch.empty_like(parts)
+        work = dist.all_to_all_single(received, parts, group=self._group.process_group, async_op=True)
+        rows = list(received.view(self._group.num_ranks, -1))
+        return _started(work), lambda: sum_in_order(rows, into=into)
+
+
+class _NativeExchange:
+    """A handle of collectives, and of what is to be done with what they bring."""
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
+        self._works = works
+        self._finish: Callable[[], object] | None = finish
+        self._callbacks: list[Callable[[object], None]] = []
+
+    def wait(self) -> None:
+        """Returns when it is complete; on CUDA when the current stream waits for it."""
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
+        for work in self._works:
+            work.wait()
+        with torch.no_grad():
+            finish()
+        for callback in self._callbacks:
+            callback(None)
+
+    def is_completed(self) -> bool:
+        return self._finish is None
+
+    def block_stream(self) -> None:
+        """Makes the current CUDA stream wait for the collectives; `wait` is still to be called."""
+        for work in self._works:
+            work.wait()
+
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        """Calls `callback` when somebody has waited, or now if that was so before."""
+        if self._finish is None:
+            callback(None)
+        else:
+            self._callbacks.append(callback)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # async_op on a rank of the group
+    return work

@@ -1,0 +1,145 @@
+"""Where in a model parameters are read, and who waits there until they have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from undertow.runtime import private
+from undertow.runtime.gathers import Gathers
+from undertow.runtime.hooks import ForwardHook
+
+
+class Places:
+    """Has every module wait for the parameters that its forward and its `state_dict` read.
+
+    A module waits for its own. Which others are read in it (tied weights, a layer that computes with another one's), the
+    first training forward shows; until then, and for what that has not read, the forward of the whole model waits.
+    `buckets_of` has the buckets of each parameter, by id; `on_order` is called with all buckets in the order of their use.
+    Where parts of the model are compiled (`only_root`), whose graphs hooks would cut in pieces, only the whole one waits.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets_of: Mapping[int, Sequence[int]],
+        gathers: Gathers,
+        *,
+        on_order: Callable[[Sequence[int]], object],
+        only_root: bool,
+    ) -> None:
+        self._buckets_of = buckets_of
+        self._gathers = gathers
+        self._on_order = on_order
+        self._at_root = _in_order(buckets_of.values())
+        self._is_seen = only_root or any(map(private.is_compiled, module.modules()))
+        self._reads: _Reads | None = None
+        self._hooks: list[RemovableHandle] = []
+        for part in module.modules():
+            buckets = self._buckets(part.parameters(recurse=False))
+            if buckets:
+                self._hooks.append(part.register_state_dict_pre_hook(partial(_wait_for_state, gathers, buckets)))
+                if not self._is_seen:
+                    self._wait_in(part, buckets)
+
+    def root_begins(self, module: nn.Module, *, is_training: bool) -> None:
+        """A forward of the whole model."""
+        self._gathers.wait(self._at_root)
+        if is_training and not self._is_seen and self._reads is None:
+            self._reads = _Reads(module, frozenset(self._buckets_of))
+            self._reads.__enter__()
+
+    def root_ends(self) -> None:
+        reads, self._reads = self._reads, None
+        if reads is None:
+            return
+        reads.__exit__(None, None, None)
+        reads.close()
+        self._is_seen = True
+        for part, params in reads.beyond_own():
+            self._wait_in(part, self._buckets(params))
+        read = _in_order(self._buckets_of[param] for param in reads.place)
+        self._at_root = _in_order(self._buckets_of[param] for param in self._buckets_of if param not in reads.place)
+        self._on_order(_in_order([self._at_root, read]))
+
+    def close(self) -> None:
+        """Takes all hooks off."""
+        if self._reads is not None:
+            self._reads.__exit__(None, None, None)
+            self._reads.close()
+            self._reads = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def _buckets(self, params: Iterable[Tensor]) -> tuple[int, ...]:
+        return _in_order(self._buckets_of.get(id(param), ()) for param in params)
+
+    def _wait_in(self, part: nn.Module, buckets: Sequence[int]) -> None:
+        self._hooks.append(part.register_forward_pre_hook(ForwardHook(part, partial(_wait_for, self._gathers, buckets))))
+
+
+class _Reads(TorchFunctionMode):
+    """Notes in which module each parameter is first read; `place` has those, in that order, by the parameter's id."""
+
+    def __init__(self, module: nn.Module, params: frozenset[int]) -> None:
+        super().__init__()
+        self.place: dict[int, nn.Module] = {}
+        self._tensors: dict[int, Tensor] = {}
+        self._params = params
+        self._running: list[nn.Module] = [module]
+        self._hooks = [
+            hook
+            for part in module.modules()
+            for hook in (
+                part.register_forward_pre_hook(self._begins),
+                part.register_forward_hook(self._ends, always_call=True),
+            )
+        ]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for argument in chain(args, (kwargs or {}).values()):
+            for tensor in argument if isinstance(argument, list | tuple) else (argument,):
+                if id(tensor) in self._params and id(tensor) not in self.place:
+                    self.place[id(tensor)] = self._running[-1]
+                    self._tensors[id(tensor)] = tensor
+        return func(*args, **(kwargs or {}))
+
+    def beyond_own(self) -> list[tuple[nn.Module, list[Tensor]]]:
+        """Modules, and the parameters of others that they were the first to read."""
+        found: dict[nn.Module, list[Tensor]] = {}
+        for param, part in self.place.items():
+            if all(param != id(own) for own in part.parameters(recurse=False)):
+                found.setdefault(part, []).append(self._tensors[param])
+        return list(found.items())
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begins(self, part: nn.Module, _arguments: Any) -> None:
+        self._running.append(part)
+
+    def _ends(self, _part: nn.Module, _arguments: Any, _outputs: Any) -> None:
+        self._running.pop()
+
+
+def _wait_for(gathers: Gathers, buckets: Sequence[int]) -> None:
+    if gathers.in_flight:
+        gathers.wait(buckets)
+
+
+def _wait_for_state(gathers: Gathers, buckets: Sequence[int], *_arguments: Any) -> None:
+    gathers.wait(buckets)
+
+
+def _in_order(groups: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Each bucket of the groups once, in the order in which they first come."""
+    return tuple(dict.fromkeys(chain.from_iterable(groups)))

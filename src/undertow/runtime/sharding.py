@@ -1,0 +1,137 @@
+"""A plan's buckets under a strategy with shards: what this rank owns of parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from undertow.errors import ConfigError, PhaseError
+from undertow.plan import Bucket, Plan
+from undertow.runtime.buckets import GradientBucket, strides_of_gradient
+from undertow.runtime.exchange import Exchanges, wide_dtype
+from undertow.runtime.gathers import Gathers
+from undertow.runtime.group import OwnGroup
+from undertow.runtime.placeholder import GradientPlaceholder
+from undertow.runtime.recorder import Recorder
+from undertow.runtime.sharded_binding import ShardedBinding
+from undertow.runtime.shards import FlatParams, ShardPart, shard_parts
+
+
+class Sharding:
+    """This rank's shards of `plan` over `params`, which move into memory of ours.
+
+    `parts` are what it owns of each parameter, none of them empty.
+    """
+
+    def __init__(
+        self, plan: Plan, params: Sequence[Tensor], *, group: OwnGroup, exchanges: Exchanges, recorder: Recorder
+    ) -> None:
+        _require_dense(plan)
+        self.plan = plan
+        self.params = tuple(params)
+        self.group = group
+        self.exchanges = exchanges
+        place = {"rank": group.rank, "num_ranks": group.num_ranks}
+        self._flats = [FlatParams(bucket, [params[index] for index in bucket.params], **place) for bucket in plan.buckets]
+        self._parts = [shard_parts(bucket, rank=group.rank) for bucket in plan.buckets]
+        self._bindings: dict[int, ShardedBinding] = {}
+        self.parts = [part for parts in self._parts for part in parts if part.numel]
+        self.gathers = Gathers(self._flats, exchanges, recorder)
+
+    def binding(self, bucket: Bucket) -> ShardedBinding:
+        """Owns the `.grad` of a bucket's parameters."""
+        params = [self.params[index] for index in bucket.params]
+        self._bindings[bucket.index] = made = ShardedBinding(
+            GradientBucket(bucket.index, bucket.num_bytes, params, layout=bucket),
+            params,
+            names=[self.plan.params[index].name for index in bucket.params],
+            parts=self._parts[bucket.index],
+            shard_numel=bucket.shard_numel,
+            group=self.group,
+        )
+        return made
+
+    def buckets_of(self) -> dict[int, tuple[int, ...]]:
+        """The buckets in which each parameter lies, by its id."""
+        found: dict[int, tuple[int, ...]] = {}
+        for bucket in self.plan.buckets:
+            for index in bucket.params:
+                found[id(self.params[index])] = (*found.get(id(self.params[index]), ()), bucket.index)
+        return found
+
+    def values(self, part: ShardPart) -> Tensor:
+        """What this rank owns of a parameter, in place. [part.numel] of the parameter's dtype"""
+        return part.of_bucket(self._flats[part.bucket].flat)
+
+    def adopt_gradients(self) -> None:
+        """Has placeholders take the place of whole gradients, which are the same on every rank."""
+        for binding in self._bindings.values():
+            for position, param in enumerate(binding.params):
+                if param.grad is not None and not isinstance(param.grad, GradientPlaceholder):
+                    binding.adopt(position, in_memory_order(param.grad, like=param))
+
+    def gradient(self, part: ShardPart) -> Tensor | None:
+        """The mean gradient of what this rank owns; None where the parameter has none. [part.numel] of the wide dtype
+
+        PhaseError where a later backward has added something that is not synchronised.
+        """
+        param = self.params[part.param]
+        grad = param.grad
+        if grad is None:
+            return None
+        if not isinstance(grad, GradientPlaceholder):  # a rank alone has all of it
+            return in_memory_order(grad, like=param)[part.start : part.stop].to(wide_dtype(grad.dtype))
+        if grad.added is not None:
+            raise PhaseError(
+                "the optimizer steps on gradients that were accumulated and not synchronised.",
+                where=f"parameter {self.plan.params[part.param].name!r}, rank {self.group.rank}",
+                remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+            )
+        mine = grad.parts[part.bucket]
+        return torch.zeros_like(mine) if grad.is_cleared else mine
+
+    def full_gradient(self, index: int) -> Tensor | None:
+        """The mean gradient of a parameter, of its shape; None where it has none. A collective call."""
+        param = self.params[index]
+        grad = param.grad
+        if not isinstance(grad, GradientPlaceholder):
+            return grad
+        whole = torch.zeros(param.numel(), dtype=wide_dtype(param.dtype), device=param.device)
+        for bucket, parts in zip(self.plan.buckets, self._parts, strict=True):
+            for slot, part in zip(bucket.slots, parts, strict=True):
+                if slot.param == index and not grad.is_cleared:
+                    own = whole.new_zeros(bucket.shard_numel)
+                    part.of_shard(own).copy_(grad.parts[bucket.index])
+                    whole.copy_(self.gathered(bucket.index, own)[slot.start : slot.stop])
+        return whole.as_strided(param.shape, strides_of_gradient(param)).to(param.dtype)
+
+    def gathered(self, bucket: int, own: Tensor) -> Tensor:
+        """Every rank's shard of something that is laid out as that bucket is; a collective call. [ranks * shard]"""
+        whole = own.new_empty(self.group.num_ranks * own.numel())
+        whole.view(self.group.num_ranks, -1)[self.group.rank].copy_(own)
+        if self.group.num_ranks > 1:
+            self.exchanges.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int).wait()
+        return whole
+
+
+def in_memory_order(tensor: Tensor, *, like: Tensor) -> Tensor:
+    """The elements of `tensor` in the order in which `like`, of its shape, has them in memory. [numel]"""
+    strides = strides_of_gradient(like)
+    if tensor.layout is torch.strided and tensor.stride() == strides:
+        return tensor.detach().as_strided((tensor.numel(),), (1,))
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    flat.as_strided(tensor.shape, strides).copy_(tensor.detach())
+    return flat
+
+
+def _require_dense(plan: Plan) -> None:
+    for bucket in plan.buckets:
+        if bucket.is_sparse and bucket.slots:
+            name = plan.params[bucket.slots[0].param].name
+            raise ConfigError(
+                f"the gradient of {name!r} is sparse: it cannot be cut into shards.",
+                where="ShardedOptimizer",
+                remedy="Make the embedding with sparse=False, or use a plain optimizer.",
+            )

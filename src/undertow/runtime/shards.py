@@ -1,0 +1,96 @@
+"""What a rank owns of a bucket: its shard of the parameters, in the memory where the whole of them is used.
+
+flat        | parameter | parameter | parameter | padding |      one allocation; each parameter is a view of it
+own                     |   own shard   |                        a rank's equal part of it, gathered in place
+parts                   | part  | part  |                        of each parameter what lies in that, 1-D; may be empty
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undertow.errors import ConfigError
+from undertow.plan import Bucket
+from undertow.runtime.buckets import strides_of_gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPart:
+    """What a rank owns of one parameter in one bucket: elements [start, stop) of the parameter as it lies in memory."""
+
+    param: int  # index into Plan.params
+    bucket: int
+    start: int
+    stop: int
+    in_bucket: int  # where it starts in the bucket
+    in_shard: int  # where it starts in the rank's shard
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def of_shard(self, shard: Tensor) -> Tensor:
+        return shard[self.in_shard : self.in_shard + self.numel]
+
+    def of_bucket(self, flat: Tensor) -> Tensor:
+        return flat[self.in_bucket : self.in_bucket + self.numel]
+
+
+def shard_parts(bucket: Bucket, *, rank: int) -> list[ShardPart]:
+    """One for each slot; of a slot that lies outside of the rank's shard it is empty."""
+    own, parts = bucket.shard_range(rank), []
+    for slot in bucket.slots:
+        first = min(max(slot.start, own.start), slot.stop)
+        last = max(first, min(slot.stop, own.stop))
+        parts.append(
+            ShardPart(
+                param=slot.param,
+                bucket=bucket.index,
+                start=first - slot.start,
+                stop=last - slot.start,
+                in_bucket=first,
+                in_shard=max(0, first - own.start),
+            )
+        )
+    return parts
+
+
+class FlatParams:
+    """Moves the parameters of one bucket into one piece of memory."""
+
+    def __init__(self, bucket: Bucket, params: Sequence[Tensor], *, rank: int, num_ranks: int) -> None:
+        self.params = tuple(params)
+        dtype = _common_dtype(bucket, params)
+        device = torch.device(bucket.device)
+        self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=device)  # [ranks * shard], padded
+        with torch.no_grad():
+            for slot, param in zip(bucket.slots, params, strict=True):
+                place = self.flat.as_strided(param.shape, strides_of_gradient(param), slot.start)
+                place.copy_(param)
+                param.data = place  # torch keeps the version, so that autograd sees no change where there is none
+        self.own = self.flat[rank * bucket.shard_numel : (rank + 1) * bucket.shard_numel]
+
+    def copy_out(self) -> None:
+        """Called when all of `flat` is there."""
+
+    def mark_written(self) -> None:
+        """Has autograd know that the parameters have other values now."""
+        if self.params:
+            torch.autograd.graph.increment_version(self.params)
+
+
+def _common_dtype(bucket: Bucket, params: Sequence[Tensor]) -> torch.dtype:
+    """The parameters' own; that of the bucket is their gradients'."""
+    dtypes = {param.dtype for param in params}
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"parameters of {' and '.join(sorted(map(str, dtypes)))} have gradients of one dtype, {bucket.dtype}.",
+            where=f"bucket {bucket.index}, under a sharded optimizer",
+            remedy="Leave grad_dtype alone, or use a plain optimizer.",
+        )
+    dtype: torch.dtype = dtypes.pop() if dtypes else getattr(torch, bucket.dtype)
+    return dtype
