@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -89,4 +90,74 @@ def test_a_plan_of_another_model_is_refused(params: list[ParamSpec], difference:
     assert text_of(ConfigError, lambda: first_plan(params, config, num_ranks=2)) == (
         f"the saved plan is for another model.\n  {difference}\n"
         "  Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out."
+    )
+
+
+def transformer() -> list[ParamSpec]:
+    layer = {"attention": 768 * 2304, "projection": 768 * 768, "up": 768 * 3072, "down": 768 * 3072}
+    norms = [f"norm_{i}.{name}" for i in (1, 2) for name in ("weight", "bias")]
+    layers = [spec(f"{i}.{name}", numel) for i in range(12) for name, numel in {**dict.fromkeys(norms, 768), **layer}.items()]
+    return [spec("embedding", 50257 * 768), spec("positions", 1024 * 768), *layers, spec("norm", 768)]
+
+
+def mixed() -> list[ParamSpec]:
+    pairs = [(spec(f"half.{i}", 512 * (600 + i), dtype="bfloat16"), spec(f"scale.{i}", 700_001)) for i in range(9)]
+    return [spec("rows", 40_000 * 64, is_sparse=True), spec("none", 0), *(param for pair in pairs for param in pair)]
+
+
+@pytest.mark.parametrize(
+    ("params", "settings", "num_ranks", "fingerprint"),
+    [
+        (transformer(), {}, 2, "8118cfe5"),
+        (transformer(), {"bucket_cap_mb": 4}, 3, "880138aa"),
+        (mixed(), {}, 2, "ca978164"),
+        (mixed(), {"bucket_cap_mb": (1, 2, 5), "order": "largest_first"}, 3, "cee1a814"),
+    ],
+)
+def test_plans_of_whole_parameters_stay_what_they_were(
+    params: list[ParamSpec], settings: dict[str, Any], num_ranks: int, fingerprint: str
+) -> None:
+    """Plans that were saved, and ranks of another version, must still be met."""
+    assert first_plan(params, SyncConfig(**settings), num_ranks=num_ranks).fingerprint == fingerprint
+
+
+def test_with_splits_a_parameter_above_the_cap_lies_in_several_buckets() -> None:
+    plan = plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(bucket_cap_mb=2), num_ranks=2, splits=True)
+    half = MIB // 2
+    assert [[member if isinstance(member, int) else astuple(member) for member in group] for group in plan.groups] == [
+        [1],
+        [4],
+        [3],
+        [(0, 0, 3 * half)],
+        [(0, 3 * half, 6 * half)],
+        [(2, 0, 3 * half)],
+        [(2, 3 * half, 6 * half)],
+        [(2, 6 * half, 8 * half)],
+    ]
+
+
+def test_a_first_plan_is_split_where_that_is_asked_for() -> None:
+    config = SyncConfig(bucket_cap_mb=2, order="largest_first")
+    assert first_plan(PARAMS, config, num_ranks=2).split_params == frozenset()
+    assert first_plan(PARAMS, config, num_ranks=2, splits=True).split_params == {0, 2}
+
+
+def test_a_pinned_plan_in_pieces_keeps_them_on_any_number_of_ranks() -> None:
+    pinned = first_plan(PARAMS, SyncConfig(bucket_cap_mb=2), num_ranks=2, splits=True)
+    for num_ranks in (2, 3):
+        plan = first_plan(PARAMS, SyncConfig(plan=pinned.to_json()), num_ranks=num_ranks, splits=True)
+        assert (plan.groups, plan.num_ranks) == (pinned.groups, num_ranks)
+
+
+def test_a_pinned_plan_of_whole_parameters_is_not_split() -> None:
+    plan = first_plan(PARAMS, SyncConfig(plan=PINNED.to_json(), bucket_cap_mb=1), num_ranks=2, splits=True)
+    assert plan == PINNED
+
+
+def test_a_pinned_plan_in_pieces_is_refused_where_gradients_are_whole() -> None:
+    pinned = first_plan(PARAMS, SyncConfig(bucket_cap_mb=2), num_ranks=2, splits=True)
+    assert text_of(ConfigError, lambda: first_plan(PARAMS, SyncConfig(plan=pinned.to_json()), num_ranks=2)) == (
+        "the saved plan cuts parameter 'p0' into pieces.\n"
+        "  a gradient that is not sharded lies in one bucket as a whole\n"
+        "  Use this plan with a sharded optimizer, or leave SyncConfig(plan=...) out."
     )

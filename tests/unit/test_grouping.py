@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.errors import text_of
 from support.strategies import param_lists, size_caps, spec, specs_of_sizes
 from undertow.errors import ConfigError
-from undertow.plan import ParamSpec, SizeCaps, default_caps, group_by_size, largest_first
+from undertow.plan import Member, ParamSpec, Piece, SizeCaps, default_caps, group_by_size, group_in_pieces, largest_first
+from undertow.plan.layout import piece_of, unit_numel
 
 MIB = 1024 * 1024
 Groups = tuple[tuple[int, ...], ...]
@@ -168,3 +169,132 @@ def test_a_cap_must_be_positive(name: str, caps: Callable[[float], dict[str, Any
 def test_default_caps_grow_from_both_ends(total_mib: int, cap_mib: float, ends_mib: tuple[float, ...]) -> None:
     ends = tuple(size * MIB for size in ends_mib)
     assert default_caps(total_mib * MIB) == SizeCaps(cap_bytes=cap_mib * MIB, first_bytes=ends, last_bytes=ends)
+
+
+def pieces_of(group: Iterable[Member], params: Sequence[ParamSpec]) -> list[Piece]:
+    return [piece_of(member, params) for member in group]
+
+
+def written(member: Member) -> str:
+    return f"{member.param}[{member.first}:{member.stop}]" if isinstance(member, Piece) else str(member)
+
+
+@st.composite
+def groupings_in_pieces(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], SizeCaps, int]:
+    return *draw(groupings()), draw(st.integers(1, 9))
+
+
+def keeps_to(params: list[ParamSpec], group: tuple[Member, ...], cap_bytes: float, num_ranks: int) -> bool:
+    """Whether a group keeps to a cap; a single piece may be above it that is the smallest possible."""
+    pieces = pieces_of(group, params)
+    itemsize = params[pieces[0].param].itemsize
+    is_smallest = len(pieces) == 1 and pieces[0].numel <= unit_numel(itemsize=itemsize, num_ranks=num_ranks)
+    return is_smallest or sum(piece.numel for piece in pieces) * itemsize <= cap_bytes
+
+
+# In bytes; pieces are multiples of 16.
+@pytest.mark.parametrize(
+    ("sizes", "caps", "groups"),
+    [
+        ([], {"cap_bytes": 64}, []),
+        ([64, 64], {"cap_bytes": 64}, ["0", "1"]),
+        ([65], {"cap_bytes": 64}, ["0[0:48]", "0[48:65]"]),
+        ([256], {"cap_bytes": 100}, ["0[0:96]", "0[96:176]", "0[176:256]"]),
+        ([256], {"cap_bytes": math.inf}, ["0"]),
+        ([40], {"cap_bytes": 1}, ["0[0:16]", "0[16:32]", "0[32:40]"]),
+        ([16, 96, 16], {"cap_bytes": 64}, ["0 1[0:48]", "1[48:96] 2"]),
+        ([48, 96, 16], {"cap_bytes": 64}, ["0", "1[0:48]", "1[48:96] 2"]),
+        ([0, 100, 0], {"cap_bytes": 64}, ["0 1[0:64]", "1[64:100] 2"]),
+        ([160], {"cap_bytes": 64, "first_bytes": (16, 32)}, ["0[0:16]", "0[16:48]", "0[48:112]", "0[112:160]"]),
+        ([160], {"cap_bytes": 64, "last_bytes": (16, 32)}, ["0[0:64]", "0[64:112]", "0[112:144]", "0[144:160]"]),
+        (
+            [16, 160],
+            {"cap_bytes": 64, "last_bytes": (16, 32)},
+            ["0 1[0:48]", "1[48:112]", "1[112:144]", "1[144:160]"],
+        ),
+        ([256, 16], {"cap_bytes": 99, "last_bytes": (32, 48)}, ["0[0:96]", "0[96:192]", "0[192:240]", "0[240:256] 1"]),
+        ([100], {"cap_bytes": 64, "first_bytes": (16,), "last_bytes": (200,)}, ["0[0:16]", "0[16:100]"]),
+    ],
+)
+def test_a_parameter_above_the_cap_is_cut_into_even_pieces(sizes: list[int], caps: dict[str, Any], groups: list[str]) -> None:
+    found = group_in_pieces(specs_of_sizes(*sizes), range(len(sizes)), SizeCaps(**caps), num_ranks=1)
+    assert [" ".join(map(written, group)) for group in found] == groups
+
+
+def test_pieces_are_multiples_of_the_number_of_ranks_too() -> None:
+    ((first, second),) = zip(*group_in_pieces(specs_of_sizes(100), [0], SizeCaps(cap_bytes=64), num_ranks=3), strict=True)
+    assert (first, second) == (Piece(param=0, first=0, stop=48), Piece(param=0, first=48, stop=100))
+
+
+def test_an_embedding_that_is_reduced_last_ends_with_small_pieces() -> None:
+    params = specs_of_sizes(150 * MIB, *[2 * MIB] * 30)
+    groups = group_in_pieces(params, range(30, -1, -1), default_caps(210 * MIB), num_ranks=8)
+    sizes = [round(sum(piece.numel for piece in pieces_of(group, params)) / MIB, 1) for group in groups]
+    assert sizes[-9:] == [20.4, 17.0, 10.8, 7.2, 4.9, 3.3, 2.2, 1.5, 1.0]
+    assert all(isinstance(group[-1], Piece) for group in groups[-13:])
+
+
+@given(groupings_in_pieces())
+def test_pieces_hold_each_element_once(grouping: tuple[list[ParamSpec], list[int], SizeCaps, int]) -> None:
+    params, order, caps, num_ranks = grouping
+    found = [piece for group in group_in_pieces(params, order, caps, num_ranks=num_ranks) for piece in pieces_of(group, params)]
+    for param, param_spec in enumerate(params):
+        ranges = [range(piece.first, piece.stop) for piece in found if piece.param == param]
+        assert [element for elements in ranges for element in elements] == list(range(param_spec.slot_numel))
+
+
+@given(groupings_in_pieces())
+def test_pieces_of_one_parameter_go_to_different_groups(grouping: tuple[list[ParamSpec], list[int], SizeCaps, int]) -> None:
+    params, order, caps, num_ranks = grouping
+    for group in group_in_pieces(params, order, caps, num_ranks=num_ranks):
+        assert len({piece.param for piece in pieces_of(group, params)}) == len(group) > 0
+
+
+@given(groupings_in_pieces())
+def test_a_group_with_pieces_is_of_one_kind_and_in_order(grouping: tuple[list[ParamSpec], list[int], SizeCaps, int]) -> None:
+    params, order, caps, num_ranks = grouping
+    position = {index: at for at, index in enumerate(order)}
+    by_kind: dict[object, list[tuple[int, int]]] = {}
+    for group in group_in_pieces(params, order, caps, num_ranks=num_ranks):
+        (kind,) = {params[piece.param].kind for piece in pieces_of(group, params)}
+        by_kind.setdefault(kind, []).extend((position[piece.param], piece.first) for piece in pieces_of(group, params))
+    assert all(places == sorted(places) for places in by_kind.values())
+
+
+@given(groupings_in_pieces())
+def test_no_group_with_pieces_is_above_its_cap(grouping: tuple[list[ParamSpec], list[int], SizeCaps, int]) -> None:
+    params, order, caps, num_ranks = grouping
+    groups = group_in_pieces(params, order, caps, num_ranks=num_ranks)
+    largest = max((caps.cap_bytes, *caps.first_bytes, *caps.last_bytes))
+    assert all(keeps_to(params, group, largest, num_ranks) for group in groups)
+    assert all(keeps_to(params, groups[0], cap, num_ranks) for cap in caps.first_bytes[:1])
+    assert all(keeps_to(params, groups[-1], cap, num_ranks) for cap in caps.last_bytes[:1])
+
+
+@given(groupings_in_pieces())
+def test_pieces_begin_at_multiples_of_the_ranks_and_of_16_bytes(
+    grouping: tuple[list[ParamSpec], list[int], SizeCaps, int],
+) -> None:
+    params, order, caps, num_ranks = grouping
+    for group in group_in_pieces(params, order, caps, num_ranks=num_ranks):
+        for piece in pieces_of(group, params):
+            assert piece.first % num_ranks == 0
+            assert piece.first * params[piece.param].itemsize % 16 == 0
+
+
+@given(numel=st.integers(1, 5000), cap=st.integers(1, 3000), num_ranks=st.integers(1, 9))
+def test_under_one_cap_pieces_differ_by_less_than_two_of_the_smallest(numel: int, cap: int, num_ranks: int) -> None:
+    params = [spec("p", numel)]
+    groups = group_in_pieces(params, [0], SizeCaps(cap_bytes=cap), num_ranks=num_ranks)
+    sizes = [piece.numel for group in groups for piece in pieces_of(group, params)]
+    assert max(sizes) - min(sizes) < 2 * unit_numel(itemsize=4, num_ranks=num_ranks)
+
+
+@given(groupings_in_pieces())
+def test_what_keeps_to_every_cap_is_grouped_as_without_pieces(
+    grouping: tuple[list[ParamSpec], list[int], SizeCaps, int],
+) -> None:
+    params, order, caps, num_ranks = grouping
+    smallest = min((caps.cap_bytes, *caps.first_bytes, *caps.last_bytes))
+    assume(all(param.num_bytes <= smallest for param in params))
+    assert group_in_pieces(params, order, caps, num_ranks=num_ranks) == group_by_size(params, order, caps)

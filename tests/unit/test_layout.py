@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.errors import text_of
 from support.strategies import plans
 from undertow.errors import ConfigError
-from undertow.plan import Plan, Slot, Trailer, ranks_differ, signature_bits
+from undertow.plan import Piece, Plan, Slot, Trailer, ranks_differ, signature_bits
 from undertow.plan.layout import padded_numel
 
 # Where a rank is: step, generation of the plan, mode. As far as the bits reach.
@@ -47,12 +47,25 @@ def test_trailer_of_another_bucket_has_no_verdict() -> None:
     assert not any(map(len, (trailer.failed, trailer.changed, trailer.buffers, trailer.late, trailer.busy)))
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 0), (3, 2)])
-def test_an_impossible_slot_is_refused(start: int, stop: int) -> None:
-    assert text_of(ConfigError, lambda: Slot(param=5, start=start, stop=stop)) == (
-        f"the slot of parameter 5 is impossible: [{start}, {stop}).\n"
+@pytest.mark.parametrize(("start", "stop", "first"), [(-1, 0, 0), (3, 2, 0), (3, 4, -1)])
+def test_an_impossible_slot_is_refused(start: int, stop: int, first: int) -> None:
+    assert text_of(ConfigError, lambda: Slot(param=5, start=start, stop=stop, first=first)) == (
+        f"the slot of parameter 5 is impossible: [{start}, {stop}), first element {first}.\n"
         "  A slot starts at zero or later and does not end before it starts."
     )
+
+
+@pytest.mark.parametrize(("first", "stop"), [(-1, 0), (3, 2)])
+def test_an_impossible_piece_is_refused(first: int, stop: int) -> None:
+    assert text_of(ConfigError, lambda: Piece(param=5, first=first, stop=stop)) == (
+        f"the piece of parameter 5 is impossible: [{first}, {stop}).\n"
+        "  A piece begins at zero or later and does not end before it begins."
+    )
+
+
+def test_a_slot_knows_what_of_its_parameter_it_holds() -> None:
+    slot = Slot(param=5, start=10, stop=14, first=3)
+    assert (slot.numel, slot.piece, slot.piece.numel) == (4, Piece(param=5, first=3, stop=7), 4)
 
 
 @pytest.mark.parametrize(
@@ -71,23 +84,22 @@ def test_padding_is_aligned_and_less_than_one_unit(numel: int, itemsize: int, nu
     assert numel <= padded < numel + 16 * num_ranks
 
 
-@given(plans())
+@given(plans() | plans(splits=True))
 def test_slots_of_a_bucket_lie_one_behind_the_other(plan: Plan) -> None:
     for bucket in plan.buckets:
         ends = [0, *(slot.stop for slot in bucket.slots)]
         assert [slot.start for slot in bucket.slots] == ends[:-1]
         assert bucket.numel == ends[-1]
-        assert [slot.stop - slot.start for slot in bucket.slots] == [plan.params[i].slot_numel for i in bucket.params]
 
 
-@given(plans())
+@given(plans() | plans(splits=True))
 def test_bucket_ends_are_multiples_of_the_number_of_ranks_and_of_16_bytes(plan: Plan) -> None:
     for bucket in plan.buckets:
         assert bucket.storage_numel % plan.num_ranks == 0
         assert bucket.wire_bytes % 16 == 0
 
 
-@given(plans())
+@given(plans() | plans(splits=True))
 def test_trailer_lies_between_the_gradients_and_the_end_without_gaps(plan: Plan) -> None:
     for bucket in plan.buckets:
         ranges = trailer_ranges(bucket.trailer)
@@ -125,7 +137,7 @@ def test_steps_wrap_around() -> None:
     assert signature_bits(step=4096 + 7, generation=256, mode=0) == signature_bits(step=7, generation=0, mode=0)
 
 
-@given(plans())
+@given(plans() | plans(splits=True))
 def test_shards_are_equal_and_hold_all_gradients(plan: Plan) -> None:
     for bucket in plan.buckets:
         sharded_numel = bucket.shard_numel * plan.num_ranks

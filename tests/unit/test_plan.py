@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from support.errors import text_of
 from support.strategies import plans, spec
 from undertow.errors import ConfigError
-from undertow.plan import Bucket, ParamSpec, Plan, Slot, plan_from_groups
+from undertow.plan import Bucket, ParamSpec, Piece, Plan, Slot, plan_from_groups
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
 PLAN = plan_from_groups(PARAMS, [(1, 0), (2,)], num_ranks=2)
 EACH_ONCE = "a plan must hold each of its 3 parameters exactly once."
+IN_PIECES = "The pieces of a parameter follow each other without gaps, each in a later bucket."
 FOREIGN = "Make the plan from the parameters of this model."
 
 json_values = st.recursive(
@@ -26,6 +27,13 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
+
+
+def piece(param: int, first: int, stop: int) -> Piece:
+    return Piece(param=param, first=first, stop=stop)
+
+
+SPLIT = plan_from_groups(PARAMS, [(1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)], num_ranks=2)
 
 
 def saved(**changes: Any) -> str:
@@ -96,7 +104,7 @@ def test_a_sparse_and_a_dense_parameter_in_one_group_are_refused() -> None:
     assert text_of(ConfigError, lambda: plan_from_groups(params, [(0, 1)], num_ranks=2)) == (
         "parameter 'rows' does not fit its slot [6, 6) of bucket 0.\n"
         "  it has 0 elements of float32 on cpu; the bucket holds float32 on cpu and is free from 6\n"
-        "  Slots do not overlap, are as large as their parameter, and of one dtype and device."
+        "  Slots do not overlap, and are of one dtype and device."
     )
 
 
@@ -118,18 +126,18 @@ def test_every_parameter_has_exactly_one_slot(plan: Plan) -> None:
     assert sorted(placed) == list(range(len(plan.params)))
 
 
-@given(plans())
+@given(plans() | plans(splits=True))
 def test_kinds_do_not_share_a_bucket(plan: Plan) -> None:
     for bucket in plan.buckets:
         assert {plan.params[i].kind for i in bucket.params} <= {(bucket.dtype, bucket.device, bucket.is_sparse)}
 
 
-@given(plans())
+@given(plans() | plans(splits=True))
 def test_json_round_trip(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@given(plans())
+@given(plans() | plans(splits=True))
 def test_fingerprint_is_eight_digits_and_the_same_for_equal_plans(plan: Plan) -> None:
     assert re.fullmatch(r"[0-9a-f]{8}", plan.fingerprint)
     assert Plan.from_json(plan.to_json()).fingerprint == plan.fingerprint
@@ -223,20 +231,20 @@ def test_a_group_of_two_dtypes_is_refused() -> None:
     assert text_of(ConfigError, lambda: plan_from_groups(PARAMS, [(0, 1, 2)], num_ranks=2)) == (
         "parameter 'half' does not fit its slot [8, 11) of bucket 0.\n"
         "  it has 3 elements of bfloat16 on cpu; the bucket holds float32 on cpu and is free from 8\n"
-        "  Slots do not overlap, are as large as their parameter, and of one dtype and device."
+        "  Slots do not overlap, and are of one dtype and device."
     )
 
 
 @pytest.mark.parametrize(
-    ("slot", "free_from"),
-    [(Slot(param=2, start=0, stop=4), 0), (Slot(param=2, start=5, stop=7), 0)],
+    ("slot", "held"),
+    [(Slot(param=2, start=0, stop=4), "[0, 4)"), (Slot(param=2, start=5, stop=7), "[0, 2)")],
     ids=["too large", "too small"],
 )
-def test_a_slot_of_another_size_than_its_parameter_is_refused(slot: Slot, free_from: int) -> None:
+def test_a_slot_of_another_size_than_its_parameter_is_refused(slot: Slot, held: str) -> None:
     assert text_of(ConfigError, with_last_bucket(slots=(slot,))) == (
-        f"parameter 'half' does not fit its slot [{slot.start}, {slot.stop}) of bucket 1.\n"
-        f"  it has 3 elements of bfloat16 on cpu; the bucket holds bfloat16 on cpu and is free from {free_from}\n"
-        "  Slots do not overlap, are as large as their parameter, and of one dtype and device."
+        f"{EACH_ONCE}\n"
+        f"  first difference: parameter 2 ('half') has elements [0, 3), its slots hold {held} in bucket 1\n"
+        f"  {IN_PIECES}"
     )
 
 
@@ -246,7 +254,7 @@ def test_slots_that_overlap_are_refused() -> None:
     assert text_of(ConfigError, lambda: dataclasses.replace(PLAN, buckets=(overlapping, last))) == (
         "parameter 'weight' does not fit its slot [1, 7) of bucket 0.\n"
         "  it has 6 elements of float32 on cpu; the bucket holds float32 on cpu and is free from 2\n"
-        "  Slots do not overlap, are as large as their parameter, and of one dtype and device."
+        "  Slots do not overlap, and are of one dtype and device."
     )
 
 
@@ -258,3 +266,109 @@ def test_a_trailer_that_does_not_end_the_storage_or_lies_on_gradients_is_refused
         f"  the gradients end at {changed.numel}, the storage at {changed.storage_numel}\n"
         "  The trailer lies behind the gradients and ends the storage."
     )
+
+
+def test_a_parameter_may_lie_in_pieces_in_several_buckets() -> None:
+    assert [bucket.slots for bucket in SPLIT.buckets] == [
+        (Slot(param=1, start=0, stop=2), Slot(param=0, start=2, stop=6)),
+        (Slot(param=2, start=0, stop=3),),
+        (Slot(param=0, start=0, stop=2, first=4),),
+    ]
+    assert [bucket.params for bucket in SPLIT.buckets] == [(1, 0), (2,), (0,)]
+
+
+def test_a_plan_knows_its_groups_and_what_is_in_pieces() -> None:
+    assert (PLAN.groups, PLAN.split_params) == (((1, 0), (2,)), frozenset())
+    assert SPLIT.groups == ((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),))
+    assert SPLIT.split_params == {0}
+
+
+def test_a_piece_that_is_all_of_its_parameter_is_the_parameter() -> None:
+    assert plan_from_groups(PARAMS, [(1, piece(0, 0, 6)), (2,)], num_ranks=2) == PLAN
+    assert Plan.from_json(saved(buckets=[[1, [0, 0, 6]], [2]])).to_json() == PLAN.to_json()
+
+
+def test_pieces_are_saved_as_their_parameter_and_range() -> None:
+    assert json.loads(SPLIT.to_json())["buckets"] == [[1, [0, 0, 4]], [2], [[0, 4, 6]]]
+    assert Plan.from_json(SPLIT.to_json()) == SPLIT
+
+
+def test_fingerprint_differs_for_a_parameter_in_other_pieces() -> None:
+    other = plan_from_groups(PARAMS, [(1, piece(0, 0, 2)), (2,), (piece(0, 2, 6),)], num_ranks=2)
+    assert len({PLAN.fingerprint, SPLIT.fingerprint, other.fingerprint}) == 3
+
+
+@given(plans(splits=True))
+def test_the_slots_of_a_parameter_hold_each_of_its_elements_once_in_the_order_of_the_buckets(plan: Plan) -> None:
+    for param, param_spec in enumerate(plan.params):
+        pieces = [slot.piece for bucket in plan.buckets for slot in bucket.slots if slot.param == param]
+        assert [element for held in pieces for element in range(held.first, held.stop)] == list(range(param_spec.slot_numel))
+        assert len(pieces) == 1 or all(held.numel for held in pieces)
+    assert all(len({*bucket.params}) == len(bucket.params) for bucket in plan.buckets)
+
+
+@given(plans(splits=True))
+def test_a_plan_is_made_of_its_groups(plan: Plan) -> None:
+    assert plan_from_groups(plan.params, plan.groups, num_ranks=plan.num_ranks) == plan
+
+
+@pytest.mark.parametrize(
+    ("buckets", "difference"),
+    [
+        ([[1, [0, 0, 4]], [2]], "parameter 0 ('weight') has elements [0, 6), its slots hold [0, 4) in bucket 0"),
+        ([[1, [0, 0, 7]], [2]], "parameter 0 ('weight') has elements [0, 6), its slots hold [0, 7) in bucket 0"),
+        ([[[0, 0, 3]], [1, [0, 4, 6]], [2]], "[0, 3) in bucket 0, [4, 6) in bucket 1"),
+        ([[[0, 0, 4]], [1, [0, 3, 6]], [2]], "[0, 4) in bucket 0, [3, 6) in bucket 1"),
+        ([[[0, 3, 6]], [1, [0, 0, 3]], [2]], "[3, 6) in bucket 0, [0, 3) in bucket 1"),
+        ([[[0, 0, 3], [0, 3, 6]], [1], [2]], "[0, 3) in bucket 0, [3, 6) in bucket 0"),
+        ([[[0, 0, 6]], [1, [0, 6, 6]], [2]], "[0, 6) in bucket 0, [6, 6) in bucket 1"),
+        ([[0], [1, [0, 0, 2]], [2]], "[0, 6) in bucket 0, [0, 2) in bucket 1"),
+    ],
+    ids=["too few", "too many", "gap", "overlap", "order", "one bucket", "empty", "whole and piece"],
+)
+def test_pieces_that_do_not_make_up_their_parameter_are_refused(buckets: list[list[Any]], difference: str) -> None:
+    what, where, remedy = reading_error(saved(buckets=buckets)).splitlines()
+    assert (what, remedy) == (EACH_ONCE, f"  {IN_PIECES}")
+    assert where.startswith("  first difference: parameter 0 ('weight') has elements [0, 6), its slots hold [")
+    assert where.endswith(difference)
+
+
+def test_a_piece_of_an_unknown_parameter_is_refused() -> None:
+    assert reading_error(saved(buckets=[[0, 1], [2, [3, 0, 2]]])) == (
+        f"{EACH_ONCE}\n  first difference: parameter 3 is in 1 slots\n  {FOREIGN}"
+    )
+
+
+def test_a_sparse_parameter_is_in_no_pieces() -> None:
+    params = (spec("rows", 6, is_sparse=True),)
+    assert text_of(ConfigError, lambda: plan_from_groups(params, [(piece(0, 0, 3),), (piece(0, 3, 6),)], num_ranks=2)) == (
+        "a plan must hold each of its 1 parameters exactly once.\n"
+        "  first difference: parameter 0 ('rows') has elements [0, 0), its slots hold [0, 3) in bucket 0, [3, 6) in bucket 1\n"
+        f"  {IN_PIECES}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("member", "problem"),
+    [
+        ([0, 4], "not enough values to unpack (expected 3, got 2)"),
+        ([0, "x", 6], "invalid literal for int() with base 10: 'x'"),
+        ([9, 0, 6], "tuple index out of range"),
+    ],
+)
+def test_text_that_holds_no_piece_is_refused(member: list[Any], problem: str) -> None:
+    assert reading_error(saved(buckets=[[member], [1], [2]])) == (
+        f"this is no saved plan: {problem}.\n  Use a file that save_plan() has written."
+    )
+
+
+def test_an_impossible_piece_in_a_saved_plan_is_refused() -> None:
+    assert reading_error(saved(buckets=[[[0, 4, 2]], [1], [2]])) == (
+        "the piece of parameter 0 is impossible: [4, 2).\n  A piece begins at zero or later and does not end before it begins."
+    )
+
+
+@given(json_values)
+def test_any_other_member_of_a_saved_group_makes_a_plan_or_a_config_error(value: Any) -> None:
+    with contextlib.suppress(ConfigError):
+        Plan.from_json(saved(buckets=[[value], [1], [2], [[0, 4, 6]]]))

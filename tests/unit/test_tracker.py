@@ -57,7 +57,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    plan = draw(plans())
+    plan = draw(plans() | plans(splits=True))
     indices = range(len(plan.params))
     permuted = draw(st.permutations(indices))
     arrivals = draw(st.just(permuted) | st.lists(st.sampled_from(indices)) if indices else st.just([]))
@@ -341,3 +341,78 @@ def test_a_parameter_in_no_bucket_is_an_error() -> None:
     assert text_of(ConfigError, lambda: Tracker(lower_data_parallel(2), [(0,), (2,)], num_params=3)) == (
         "parameter 1 belongs to no bucket.\n  Put every parameter into one bucket."
     )
+
+
+def in_pieces(schedule: Schedule) -> Tracker:
+    """Parameter 0 in every bucket, 1 in bucket 0, 2 in bucket 1."""
+    return Tracker(schedule, [(1, 0), (0, 2), (0,)], num_params=3)
+
+
+def test_a_parameter_in_pieces_counts_for_each_of_its_buckets_in_their_order() -> None:
+    full: list[int] = []
+    arrivals = Arrivals([(1, 0), (0, 2), (0,)], num_params=3, on_full=full.append)
+    arrivals.arrive(2)
+    assert full == []
+    arrivals.arrive(0)
+    assert full == [1, 2]
+    arrivals.arrive(1)
+    assert full == [1, 2, 0]
+
+
+def test_all_buckets_are_counted_before_one_of_them_is_told_of() -> None:
+    missing: list[frozenset[int]] = []
+    arrivals = Arrivals([(0,), (0, 1)], num_params=2, on_full=lambda _: missing.append(arrivals.missing(1)))
+    arrivals.arrive(1)
+    arrivals.arrive(0)
+    assert missing == [frozenset(), frozenset()]
+
+
+def test_pieces_leave_in_the_order_of_their_buckets() -> None:
+    tracker = in_pieces(lower_data_parallel(3))
+    assert labels(tracker.arrive(2)) == []
+    assert labels(tracker.arrive(0)) == ["pack b1"]
+    assert labels(tracker.arrive(1)) == ["pack b0", "all_reduce b0", "all_reduce b1"]
+    assert labels(tracker.end_backward()) == ["pack b2", "all_reduce b2"]
+
+
+def test_a_parameter_in_pieces_is_missing_in_each_of_its_buckets() -> None:
+    tracker = in_pieces(lower_data_parallel(3))
+    tracker.arrive(2)
+    assert [tracker.arrivals.missing(bucket) for bucket in range(3)] == [{0, 1}, {0}, {0}]
+    assert tracker.arrivals.arrived == {2}
+    tracker.arrive(0)
+    assert [tracker.arrivals.missing(bucket) for bucket in range(3)] == [{1}, set(), set()]
+    assert tracker.arrivals.arrived == {0, 2}
+
+
+def test_a_noted_parameter_in_pieces_releases_nothing_and_is_missing_nowhere() -> None:
+    tracker = in_pieces(lower_data_parallel(3))
+    for param in (0, 0, 1):
+        tracker.arrivals.note(param)
+    assert [tracker.arrivals.missing(bucket) for bucket in range(3)] == [set(), {2}, set()]
+    assert (tracker.arrivals.arrived, tracker.arrivals.has_repeats) == ({0, 1}, False)
+    assert labels(tracker.arrive(2)) == ["pack b1"]
+
+
+def test_after_learning_every_bucket_waits_for_the_repeats_of_a_parameter_in_pieces() -> None:
+    tracker = in_pieces(lower_data_parallel(3))
+    play(tracker, [0, 1, 2, 0])
+    assert tracker.arrivals.has_repeats
+    tracker.arrivals.learn_repeats()
+    tracker.reset()
+    assert [labels(tracker.arrive(param)) for param in (0, 1, 2)] == [[], [], []]
+    assert labels(tracker.arrive(0)) == ["pack b0", "all_reduce b0", "pack b1", "all_reduce b1"]
+    assert not tracker.arrivals.has_repeats
+    assert labels(tracker.arrive(0)) == []
+    assert tracker.arrivals.has_repeats
+
+
+def test_other_buckets_may_hold_a_parameter_in_pieces_or_whole() -> None:
+    full: list[int] = []
+    arrivals = Arrivals([(0, 1)], num_params=2, on_full=full.append)
+    for buckets, filled in (([(0,), (0, 1)], [0, 1]), ([(1,), (0,)], [1, 0])):
+        arrivals.regroup(buckets)
+        full.clear()
+        arrivals.arrive(0)
+        arrivals.arrive(1)
+        assert full == filled

@@ -1,15 +1,17 @@
 """Buckets, decided before a gradient exists."""
 
 from undertow.plan.choose import first_plan, plan_in_order
-from undertow.plan.grouping import SizeCaps, default_caps, group_by_size
-from undertow.plan.layout import Slot, Trailer, ranks_differ, signature_bits
+from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces
+from undertow.plan.layout import Member, Piece, Slot, Trailer, ranks_differ, signature_bits
 from undertow.plan.order import largest_first, observed, reverse_registration
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
 from undertow.plan.spec import ParamSpec
 
 __all__ = [
     "Bucket",
+    "Member",
     "ParamSpec",
+    "Piece",
     "Plan",
     "SizeCaps",
     "Slot",
@@ -17,6 +19,7 @@ __all__ = [
     "default_caps",
     "first_plan",
     "group_by_size",
+    "group_in_pieces",
     "largest_first",
     "observed",
     "plan_from_groups",

@@ -7,23 +7,30 @@ from collections.abc import Sequence
 
 from undertow.config import SyncConfig, bytes_from_mib
 from undertow.errors import ConfigError
-from undertow.plan.grouping import SizeCaps, default_caps, group_by_size
+from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces
 from undertow.plan.order import largest_first, reverse_registration
 from undertow.plan.plan import Plan, plan_from_groups
 from undertow.plan.spec import ParamSpec
 
 
-def first_plan(params: Sequence[ParamSpec], config: SyncConfig, *, num_ranks: int) -> Plan:
-    """The plan of the first step, before anything has been observed; ConfigError if a pinned plan does not fit."""
+def first_plan(params: Sequence[ParamSpec], config: SyncConfig, *, num_ranks: int, splits: bool = False) -> Plan:
+    """The plan of the first step, before anything has been observed; ConfigError if a pinned plan does not fit.
+
+    With `splits` a large parameter may lie in several buckets: for gradients that are sharded, of which no view is needed.
+    """
     if config.plan is not None:
-        return _pinned_plan(params, config.plan, num_ranks=num_ranks)
+        return _pinned_plan(params, config.plan, num_ranks=num_ranks, splits=splits)
     order = largest_first(params) if config.order == "largest_first" else reverse_registration(len(params))
-    return plan_in_order(params, order, config, num_ranks=num_ranks)
+    return plan_in_order(params, order, config, num_ranks=num_ranks, splits=splits)
 
 
-def plan_in_order(params: Sequence[ParamSpec], order: Sequence[int], config: SyncConfig, *, num_ranks: int) -> Plan:
-    """Buckets of the configured size over `order`."""
+def plan_in_order(
+    params: Sequence[ParamSpec], order: Sequence[int], config: SyncConfig, *, num_ranks: int, splits: bool = False
+) -> Plan:
+    """Buckets of the configured size over `order`; with `splits` a parameter above that size is cut."""
     caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params))
+    if splits:
+        return plan_from_groups(params, group_in_pieces(params, order, caps, num_ranks=num_ranks), num_ranks=num_ranks)
     return plan_from_groups(params, group_by_size(params, order, caps), num_ranks=num_ranks)
 
 
@@ -38,7 +45,7 @@ def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int) 
     return SizeCaps(cap_bytes=cap, first_bytes=(small,), last_bytes=(small,))
 
 
-def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> Plan:
+def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int, splits: bool) -> Plan:
     pinned = Plan.from_json(text)
     for mine, planned in zip(params, pinned.params, strict=False):
         if mine.is_sparse != planned.is_sparse:
@@ -50,7 +57,13 @@ def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> P
             )
     if len(params) != len(pinned.params):
         raise _another_model(f"it has {len(pinned.params)} parameters, the model {len(params)}")
-    return plan_from_groups(params, [bucket.params for bucket in pinned.buckets], num_ranks=num_ranks)
+    if pinned.split_params and not splits:
+        raise ConfigError(
+            f"the saved plan cuts parameter {params[min(pinned.split_params)].name!r} into pieces.",
+            where="a gradient that is not sharded lies in one bucket as a whole",
+            remedy="Use this plan with a sharded optimizer, or leave SyncConfig(plan=...) out.",
+        )
+    return plan_from_groups(params, pinned.groups, num_ranks=num_ranks)
 
 
 def _another_model(difference: str) -> ConfigError:

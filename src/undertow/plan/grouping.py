@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from undertow.errors import ConfigError
+from undertow.plan.layout import Member, Piece, member_of, piece_of, unit_numel
 from undertow.plan.spec import ParamSpec
 
 _MIB = 1024 * 1024
@@ -60,45 +61,104 @@ def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeC
     Parameters of different dtype or device go to different groups. Groups are sorted by when their last member is
     ready, the order in which they will leave.
     """
-    cuts = _cuts_of_last_groups(params, order, caps.last_bytes)
-    groups = _next_fit(params, order[: cuts[0]], (*caps.first_bytes, caps.cap_bytes))
-    for (start, stop), cap in zip(pairwise(cuts), reversed(caps.last_bytes[: len(cuts) - 1]), strict=True):
-        first_cap = min(cap, *caps.first_bytes[:1]) if start == 0 and caps.first_bytes else cap
-        groups += _next_fit(params, order[start:stop], (first_cap, cap))
-    return tuple(groups)
+    groups = _groups(_Members(params=params, num_ranks=None), order, caps)
+    return tuple(tuple(piece.param for piece in group) for group in groups)
 
 
-def _cuts_of_last_groups(params: Sequence[ParamSpec], order: Sequence[int], caps_bytes: Sequence[float]) -> list[int]:
-    """Where the last groups start in `order`, as full as their caps allow, and the end of the last one."""
-    cuts = [len(order)]
+def group_in_pieces(
+    params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps, *, num_ranks: int
+) -> tuple[tuple[Member, ...], ...]:
+    """Like `group_by_size`, with a parameter above the cap cut into even pieces that keep to it.
+
+    Its first piece is on the wire while the later ones are packed, and at the end of `order` the pieces shrink with the
+    caps. A piece fills up a group that is not half full; elsewhere it begins one, for a sliver is not worth its slot. Pieces
+    begin at multiples of 16 bytes and of the number of ranks: one of that size may be above a smaller cap.
+    """
+    groups = _groups(_Members(params=params, num_ranks=num_ranks), order, caps)
+    return tuple(tuple(member_of(piece, params) for piece in group) for group in groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Members:
+    """What groups are made of: how large it is, and how it is cut."""
+
+    params: Sequence[ParamSpec]
+    num_ranks: int | None  # None where parameters stay whole
+
+    def kind(self, piece: Piece) -> tuple[str, str, bool]:
+        return self.params[piece.param].kind
+
+    def num_bytes(self, piece: Piece) -> int:
+        return piece.numel * self.params[piece.param].itemsize
+
+    def cut(self, piece: Piece, cap_bytes: float, *, taken_bytes: int, at_end: bool) -> list[Piece]:
+        """An even share of `piece` for a group of which some bytes are taken, from its end or its beginning, and the rest.
+
+        They come in order; `piece` alone where it keeps to the cap by itself, or where no cut helps.
+        """
+        if self.num_ranks is None or self.num_bytes(piece) <= cap_bytes or 2 * taken_bytes > cap_bytes:
+            return [piece]
+        itemsize = self.params[piece.param].itemsize
+        unit = unit_numel(itemsize=itemsize, num_ranks=self.num_ranks)
+        num_units = -(-piece.numel // unit)
+        if num_units == 1:
+            return [piece]
+        num_shares = -(-num_units // max(1, int((cap_bytes - taken_bytes) // (unit * itemsize))))
+        share = -(-num_units // num_shares)
+        middle = piece.first + unit * (num_units - share if at_end else share)
+        return [replace(piece, stop=middle), replace(piece, first=middle)]
+
+
+def _groups(members: _Members, order: Sequence[int], caps: SizeCaps) -> list[tuple[Piece, ...]]:
+    pieces = [piece_of(param, members.params) for param in order]
+    last_groups = _take_last_groups(members, pieces, caps.last_bytes)
+    groups = _next_fit(members, pieces, (*caps.first_bytes, caps.cap_bytes))
+    for group, cap in zip(last_groups, reversed(caps.last_bytes[: len(last_groups)]), strict=True):
+        first_cap = cap if groups else min((cap, *caps.first_bytes[:1]))
+        groups += _next_fit(members, group, (first_cap, cap))
+    return groups
+
+
+def _take_last_groups(members: _Members, pieces: list[Piece], caps_bytes: Sequence[float]) -> list[list[Piece]]:
+    """Takes the last groups away from the end of `pieces`, as full as their caps allow."""
+    groups: list[list[Piece]] = []
     for cap in caps_bytes:
-        start, size = cuts[0], 0
-        while start > 0 and (start == cuts[0] or size + params[order[start - 1]].num_bytes <= cap):
-            start -= 1
-            size += params[order[start]].num_bytes
-        if start == cuts[0]:
-            break
-        cuts.insert(0, start)
-    return cuts
+        group: list[Piece] = []
+        size = 0
+        while pieces:
+            *rest, last = members.cut(pieces[-1], cap, taken_bytes=size, at_end=True)
+            if group and size + members.num_bytes(last) > cap:
+                break
+            pieces[-1:] = rest
+            group.append(last)
+            size += members.num_bytes(last)
+            if rest:
+                break
+        if group:
+            groups.append(group[::-1])
+    return groups[::-1]
 
 
-def _next_fit(params: Sequence[ParamSpec], order: Sequence[int], caps_bytes: Sequence[float]) -> list[tuple[int, ...]]:
+def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[float]) -> list[tuple[Piece, ...]]:
     """Groups under those caps, one after another; the last cap holds for all that follow."""
-    position = {index: at for at, index in enumerate(order)}
-    closed: list[list[int]] = []
-    open_groups: dict[tuple[str, str, bool], list[int]] = {}
-    sizes: dict[tuple[str, str, bool], int] = {}
-    for index in order:
-        kind, num_bytes = params[index].kind, params[index].num_bytes
+    position = {piece.param: at for at, piece in enumerate(pieces)}
+    closed: list[list[Piece]] = []
+    open_groups: dict[tuple[str, str, bool], list[Piece]] = defaultdict(list)
+    sizes: Counter[tuple[str, str, bool]] = Counter()
+    waiting = deque(pieces)
+    while waiting:
         cap = caps_bytes[min(len(closed), len(caps_bytes) - 1)]
-        group = open_groups.get(kind)
-        if group is not None and sizes[kind] + num_bytes > cap:
-            closed.append(group)
-            group = None
-        if group is None:
-            group = open_groups[kind] = []
-            sizes[kind] = 0
-        group.append(index)
-        sizes[kind] += num_bytes
+        piece = waiting.popleft()
+        kind = members.kind(piece)
+        first, *rest = members.cut(piece, cap, taken_bytes=sizes[kind], at_end=False)
+        if kind not in open_groups or sizes[kind] + members.num_bytes(first) <= cap:
+            open_groups[kind].append(first)
+            sizes[kind] += members.num_bytes(first)
+        else:
+            rest = [piece]
+        if rest:  # what is left begins another group, which may have another cap
+            closed.append(open_groups.pop(kind))
+            del sizes[kind]
+            waiting.extendleft(rest)
     groups = [*closed, *open_groups.values()]
-    return sorted((tuple(group) for group in groups), key=lambda group: position[group[-1]])
+    return sorted((tuple(group) for group in groups), key=lambda group: (position[group[-1].param], group[-1].first))

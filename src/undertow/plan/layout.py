@@ -3,8 +3,8 @@
     0             numel        trailer.start                                   storage_numel
     | gradients   | padding    | used | signature | verdict                    |
       one slot                   one    48 bits     last bucket only:
-      per                        per                failed, changed and other-buffers ranks,
-      parameter                  slot               late buckets, busy time of every rank
+      per parameter              per                failed, changed and other-buffers ranks,
+      or piece of one            slot               late buckets, busy time of every rank
 
 Gradients with the first part of the padding are cut into equal shards, one per rank: that part's end, and the end of all,
 are multiples of the number of ranks and of 16 bytes (vector loads). The trailer is
@@ -27,19 +27,52 @@ SIGNATURE_BITS = _STEP_BITS + _GENERATION_BITS + _MODE_BITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Consecutive elements of one parameter, counted in the order in which they lie in memory."""
+
+    param: int  # index into Plan.params
+    first: int  # elements, inclusive
+    stop: int  # elements, exclusive; equal to first for a parameter without elements
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.stop:
+            raise ConfigError(
+                f"the piece of parameter {self.param} is impossible: [{self.first}, {self.stop}).",
+                remedy="A piece begins at zero or later and does not end before it begins.",
+            )
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.first
+
+
+Member = int | Piece  # of a group: the index of a parameter that is in it as a whole, or a piece of one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Place of one parameter's gradient inside its bucket."""
+    """Place of one parameter's gradient, or of a piece of it, inside a bucket."""
 
     param: int  # index into Plan.params
     start: int  # elements, inclusive
     stop: int  # elements, exclusive; equal to start for a parameter without elements
+    first: int = 0  # element of the parameter, counted as it lies in memory, that is at start
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
+        if not (0 <= self.start <= self.stop and self.first >= 0):
             raise ConfigError(
-                f"the slot of parameter {self.param} is impossible: [{self.start}, {self.stop}).",
+                f"the slot of parameter {self.param} is impossible: [{self.start}, {self.stop}), first element {self.first}.",
                 remedy="A slot starts at zero or later and does not end before it starts.",
             )
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def piece(self) -> Piece:
+        """What of the parameter it holds."""
+        return Piece(param=self.param, first=self.first, stop=self.first + self.numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +151,33 @@ def ranks_differ(signature: Sequence[bool]) -> bool:
     return any(bit and complement for bit, complement in zip(signature[:half], signature[half:], strict=True))
 
 
-def slots_of(group: Sequence[int], params: Sequence[ParamSpec]) -> tuple[Slot, ...]:
-    """The parameters of `group` one behind the other."""
+def piece_of(member: Member, params: Sequence[ParamSpec]) -> Piece:
+    """What `member` of a group holds."""
+    if isinstance(member, Piece):
+        return member
+    return Piece(param=member, first=0, stop=params[member].slot_numel)
+
+
+def member_of(piece: Piece, params: Sequence[ParamSpec]) -> Member:
+    """The member of a group that holds `piece`: the parameter's index where that is all of it."""
+    return piece.param if piece == piece_of(piece.param, params) else piece
+
+
+def slots_of(group: Sequence[Piece]) -> tuple[Slot, ...]:
+    """The pieces of `group` one behind the other."""
     slots, start = [], 0
-    for param in group:
-        slots.append(Slot(param=param, start=start, stop=start + params[param].slot_numel))
+    for piece in group:
+        slots.append(Slot(param=piece.param, start=start, stop=start + piece.numel, first=piece.first))
         start = slots[-1].stop
     return tuple(slots)
 
 
+def unit_numel(*, itemsize: int, num_ranks: int) -> int:
+    """The fewest elements that are a multiple of the number of ranks and of 16 bytes."""
+    return math.lcm(num_ranks, _ALIGN_BYTES // math.gcd(_ALIGN_BYTES, itemsize))
+
+
 def padded_numel(numel: int, *, itemsize: int, num_ranks: int) -> int:
     """The least multiple of the number of ranks and of 16 bytes that holds `numel` elements."""
-    unit = math.lcm(num_ranks, _ALIGN_BYTES // math.gcd(_ALIGN_BYTES, itemsize))
+    unit = unit_numel(itemsize=itemsize, num_ranks=num_ranks)
     return -(-numel // unit) * unit

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from undertow.errors import ConfigError
-from undertow.plan.layout import Slot, Trailer, padded_numel, slots_of
+from undertow.plan.layout import Member, Piece, Slot, Trailer, member_of, padded_numel, piece_of, slots_of
 from undertow.plan.spec import ParamSpec
 
 _FORMAT = 1
+
+_Place = tuple[int, Piece]  # index of a bucket, and what of a parameter is in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ class Bucket:
 
     @property
     def params(self) -> tuple[int, ...]:
+        """The parameter of each slot, one that is here with a piece only included."""
         return tuple(slot.param for slot in self.slots)
 
     def shard_range(self, rank: int) -> range:
@@ -57,14 +61,14 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every parameter in exactly one slot; buckets in the order in which they leave."""
+    """Every parameter in exactly one slot, or in pieces in several; buckets in the order in which they leave."""
 
     params: tuple[ParamSpec, ...]
     buckets: tuple[Bucket, ...]
     num_ranks: int
 
     def __post_init__(self) -> None:
-        _check_each_in_one_slot(self.params, self.buckets)
+        _check_each_is_held_once(self.params, self.buckets)
         for bucket in self.buckets:
             _check_bucket(bucket, self.params)
 
@@ -73,13 +77,23 @@ class Plan:
         """Eight hexadecimal digits that differ for plans that differ."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
+    @property
+    def groups(self) -> tuple[tuple[Member, ...], ...]:
+        """What `plan_from_groups` makes it of."""
+        return tuple(tuple(member_of(slot.piece, self.params) for slot in bucket.slots) for bucket in self.buckets)
+
+    @property
+    def split_params(self) -> frozenset[int]:
+        """Parameters that travel in pieces, in several buckets."""
+        return frozenset(member.param for group in self.groups for member in group if isinstance(member, Piece))
+
     def to_json(self) -> str:
         return json.dumps(
             {
                 "format": _FORMAT,
                 "num_ranks": self.num_ranks,
                 "params": [spec.to_dict() for spec in self.params],
-                "buckets": [bucket.params for bucket in self.buckets],
+                "buckets": [[_member_to_json(member) for member in group] for group in self.groups],
             },
             sort_keys=True,
         )
@@ -92,7 +106,7 @@ class Plan:
             if data["format"] != _FORMAT:
                 raise ValueError(f"format {data['format']}, expected {_FORMAT}")
             params = tuple(ParamSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data["params"])
-            groups = [tuple(int(param) for param in group) for group in data["buckets"]]
+            groups = [tuple(_member_from_json(member) for member in group) for group in data["buckets"]]
             return plan_from_groups(params, groups, num_ranks=int(data["num_ranks"]))
         except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
             if isinstance(error, ConfigError):
@@ -101,8 +115,19 @@ class Plan:
             raise ConfigError(f"this is no saved plan: {reason}.", remedy="Use a file that save_plan() has written.") from error
 
 
-def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[int]], *, num_ranks: int) -> Plan:
-    """Lays out `groups` of parameter indices; each becomes a bucket, an empty one is skipped.
+def _member_to_json(member: Member) -> int | list[int]:
+    return [member.param, member.first, member.stop] if isinstance(member, Piece) else member
+
+
+def _member_from_json(value: Any) -> Member:
+    if not isinstance(value, list):
+        return int(value)
+    param, first, stop = map(int, value)
+    return Piece(param=param, first=first, stop=stop)
+
+
+def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[Member]], *, num_ranks: int) -> Plan:
+    """Lays out `groups` of parameter indices and pieces; each becomes a bucket, an empty one is skipped.
 
     Without parameters the plan still has one bucket, of a trailer only, so that the ranks have a place to meet.
     """
@@ -110,14 +135,14 @@ def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[int]
         raise ConfigError(
             f"a plan is for one rank or more, got num_ranks={num_ranks}.", remedy="Give the size of the process group."
         )
-    filled = [group for group in groups if group] or [()]
+    filled = [[piece_of(member, params) for member in group] for group in groups if group] or [[]]
     buckets = tuple(_bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled))
     return Plan(params=tuple(params), buckets=buckets, num_ranks=num_ranks)
 
 
-def _bucket(params: Sequence[ParamSpec], group: Sequence[int], index: int, num_buckets: int, num_ranks: int) -> Bucket:
-    slots = slots_of(group, params)
-    first = params[group[0]] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
+def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num_buckets: int, num_ranks: int) -> Bucket:
+    slots = slots_of(group)
+    first = params[group[0].param] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
     verdict = {"num_late": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
     trailer_numel = Trailer(start=0, num_slots=len(slots), **verdict).stop
     numel = slots[-1].stop if slots else 0
@@ -136,17 +161,42 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[int], index: int, num_b
     )
 
 
-def _check_each_in_one_slot(params: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:
-    num_slots = Counter(param for bucket in buckets for param in bucket.params)
-    known = range(len(params))
-    for param in sorted({*known, *num_slots}):
-        if num_slots[param] != (param in known):
-            name = f" ({params[param].name!r})" if param in known else ""
-            raise ConfigError(
-                f"a plan must hold each of its {len(params)} parameters exactly once.",
-                where=f"first difference: parameter {param}{name} is in {num_slots[param]} slots",
-                remedy="Make the plan from the parameters of this model.",
-            )
+def _check_each_is_held_once(params: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:
+    places: dict[int, list[_Place]] = defaultdict(list)
+    for index, bucket in enumerate(buckets):
+        for slot in bucket.slots:
+            places[slot.param].append((index, slot.piece))
+    for param in sorted({*range(len(params)), *places}):
+        numel = params[param].slot_numel if param in range(len(params)) else None
+        if not _is_held_once(places[param], numel):
+            raise _not_held_once(param, places[param], params)
+
+
+def _is_held_once(places: Sequence[_Place], numel: int | None) -> bool:
+    """Whether pieces hold `numel` elements from the first to the last, each in a later bucket than the one before."""
+    pieces = [piece for _, piece in places]
+    if len(pieces) != 1 and not all(piece.numel for piece in pieces):
+        return False
+    follow_each_other = [0, *(piece.stop for piece in pieces)] == [*(piece.first for piece in pieces), numel]
+    return bool(pieces) and follow_each_other and all(earlier < later for (earlier, _), (later, _) in pairwise(places))
+
+
+def _not_held_once(param: int, places: Sequence[_Place], params: Sequence[ParamSpec]) -> ConfigError:
+    what = f"a plan must hold each of its {len(params)} parameters exactly once."
+    whole = piece_of(param, params) if param in range(len(params)) else None
+    name = f"parameter {param} ({params[param].name!r})" if whole else f"parameter {param}"
+    if whole is None or all(piece == whole for _, piece in places):
+        return ConfigError(
+            what,
+            where=f"first difference: {name} is in {len(places)} slots",
+            remedy="Make the plan from the parameters of this model.",
+        )
+    held = ", ".join(f"[{piece.first}, {piece.stop}) in bucket {bucket}" for bucket, piece in places)
+    return ConfigError(
+        what,
+        where=f"first difference: {name} has elements [0, {whole.stop}), its slots hold {held}",
+        remedy="The pieces of a parameter follow each other without gaps, each in a later bucket.",
+    )
 
 
 def _check_bucket(bucket: Bucket, params: Sequence[ParamSpec]) -> None:
@@ -154,12 +204,12 @@ def _check_bucket(bucket: Bucket, params: Sequence[ParamSpec]) -> None:
     for slot in bucket.slots:
         spec = params[slot.param]
         is_of_kind = spec.kind == (bucket.dtype, bucket.device, bucket.is_sparse)
-        if slot.start < end or slot.stop - slot.start != spec.slot_numel or not is_of_kind:
+        if slot.start < end or not is_of_kind:
             raise ConfigError(
                 f"parameter {spec.name!r} does not fit its slot [{slot.start}, {slot.stop}) of bucket {bucket.index}.",
                 where=f"it has {spec.slot_numel} elements of {spec.dtype} on {spec.device}; the bucket holds {bucket.dtype} "
                 f"on {bucket.device} and is free from {end}",
-                remedy="Slots do not overlap, are as large as their parameter, and of one dtype and device.",
+                remedy="Slots do not overlap, and are of one dtype and device.",
             )
         end = slot.stop
     if end > bucket.trailer.start or bucket.trailer.stop != bucket.storage_numel:

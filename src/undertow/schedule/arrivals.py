@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from undertow.errors import ConfigError
 
+# States of a parameter. All but the first are true, so that arrive() tells the usual case from the others by one look.
+_ABSENT, _ARRIVED, _ABSENT_IN_PIECES = 0, 1, 2
+
 
 class Arrivals:
     """Counts gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket is there.
+
+    A parameter that travels in pieces is in several buckets: its gradient counts for each of them when it arrives.
 
     `traversal` tells one backward from another that runs inside it; when it has changed since the last arrival,
     `on_traversal(traversal, param)` is called first. Both are for the runtime; elsewhere there is one traversal.
@@ -31,22 +36,25 @@ class Arrivals:
         self._expected_repeats: dict[int, int] = {}
         self._repeats: Counter[int] = Counter()
         # Flags and counts in place of sets: arrive() runs thousands of times a step and these stay in the fastest cache.
-        self._has_arrived = bytearray(num_params)
+        self._states = bytearray(num_params)
         self._num_pending: list[int] = []
         self.regroup(params_of_bucket)
 
     def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
         """Counts for other buckets of the same parameters; nothing has arrived. ConfigError if one has no bucket."""
         self._params_of_bucket = [tuple(params) for params in params_of_bucket]
-        self._bucket_of_param = _bucket_of_param(params_of_bucket, len(self._has_arrived))
+        self._buckets_of_param = _buckets_of_param(params_of_bucket, len(self._states))
+        self._bucket_of_param = [buckets[0] for buckets in self._buckets_of_param]
+        self._absent = bytes(_ABSENT_IN_PIECES if len(buckets) > 1 else _ABSENT for buckets in self._buckets_of_param)
         self.reset()
 
     def reset(self) -> None:
         """Starts the next round: nothing has arrived."""
-        self._has_arrived = bytearray(len(self._has_arrived))
+        self._states = bytearray(self._absent)
         self._num_pending = [len(params) for params in self._params_of_bucket]
         for param, count in self._expected_repeats.items():
-            self._num_pending[self._bucket_of_param[param]] += count
+            for bucket in self._buckets_of_param[param]:
+                self._num_pending[bucket] += count
         self._repeats.clear()
 
     def forget_traversal(self) -> None:
@@ -62,10 +70,10 @@ class Arrivals:
         # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
         if self._traversal() != self._seen_traversal:
             self._enter(param)
-        if self._has_arrived[param]:
-            self._arrive_again(param)
+        if self._states[param]:
+            self._arrive_in_pieces_or_again(param)
             return
-        self._has_arrived[param] = 1
+        self._states[param] = 1  # _ARRIVED, without the look-up of a global name
         bucket = self._bucket_of_param[param]
         num_pending = self._num_pending[bucket] - 1
         self._num_pending[bucket] = num_pending
@@ -74,9 +82,9 @@ class Arrivals:
 
     def note(self, param: int) -> None:
         """The gradient of `param` is there; nothing is called for it."""
-        if not self._has_arrived[param]:
-            self._has_arrived[param] = 1
-            self._num_pending[self._bucket_of_param[param]] -= 1
+        if self._states[param] != _ARRIVED:
+            self._states[param] = _ARRIVED
+            self._count_down(param)
 
     @property
     def listener(self) -> object:
@@ -86,13 +94,13 @@ class Arrivals:
     @property
     def arrived(self) -> set[int]:
         """Parameters that have arrived in this round."""
-        return {param for param, has_arrived in enumerate(self._has_arrived) if has_arrived}
+        return {param for param, state in enumerate(self._states) if state == _ARRIVED}
 
     def missing(self, bucket: int) -> frozenset[int]:
         """Parameters of `bucket` that have not arrived in this round."""
         if self._num_pending[bucket] <= 0:
             return frozenset()
-        return frozenset(param for param in self._params_of_bucket[bucket] if not self._has_arrived[param])
+        return frozenset(param for param in self._params_of_bucket[bucket] if self._states[param] != _ARRIVED)
 
     @property
     def has_repeats(self) -> bool:
@@ -111,23 +119,32 @@ class Arrivals:
         self._seen_traversal = self._traversal()
         self._on_traversal(self._seen_traversal, param)
 
-    def _arrive_again(self, param: int) -> None:
-        self._repeats[param] += 1
-        if self._repeats[param] > self._expected_repeats.get(param, 0):
-            return
-        bucket = self._bucket_of_param[param]
-        self._num_pending[bucket] -= 1
-        if not self._num_pending[bucket]:
+    def _arrive_in_pieces_or_again(self, param: int) -> None:
+        if self._states[param] == _ARRIVED:
+            self._repeats[param] += 1
+            if self._repeats[param] > self._expected_repeats.get(param, 0):
+                return
+        self._states[param] = _ARRIVED
+        for bucket in self._count_down(param):
             self._on_full(bucket)
+
+    def _count_down(self, param: int) -> list[int]:
+        """The buckets that the gradient of `param` has filled. All are counted before anybody hears of one."""
+        for bucket in self._buckets_of_param[param]:
+            self._num_pending[bucket] -= 1
+        return [bucket for bucket in self._buckets_of_param[param] if not self._num_pending[bucket]]
 
 
 def _nobody(_bucket: int) -> None:
     """Nobody listens."""
 
 
-def _bucket_of_param(params_of_bucket: Sequence[Sequence[int]], num_params: int) -> list[int]:
-    bucket_of = {param: bucket for bucket, params in enumerate(params_of_bucket) for param in params}
+def _buckets_of_param(params_of_bucket: Sequence[Sequence[int]], num_params: int) -> list[tuple[int, ...]]:
+    buckets_of: dict[int, list[int]] = defaultdict(list)
+    for bucket, params in enumerate(params_of_bucket):
+        for param in params:
+            buckets_of[param].append(bucket)
     for param in range(num_params):
-        if param not in bucket_of:
+        if param not in buckets_of:
             raise ConfigError(f"parameter {param} belongs to no bucket.", remedy="Put every parameter into one bucket.")
-    return [bucket_of[param] for param in range(num_params)]
+    return [tuple(buckets_of[param]) for param in range(num_params)]
