@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,21 @@ def test_the_pure_half_does_not_import_torch(module: str) -> None:
     # A process of its own: here torch may have been imported by another test.
     check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_planning_from_a_file_does_not_import_torch(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}')
+    check = """
+import sys
+from undertow.cli import main
+try:
+    main()
+except SystemExit as ended:
+    sys.exit(ended.code or "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", check, "plan", str(path)], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 
@@ -14,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from support.emulated import run_over_link
+from support.models import noise
 from undertow.cost import collective_seconds, link_from_text
 from undertow.demo.launch import RanksLost
 from undertow.errors import PhaseError
 from undertow.runtime.emulated_link import BACKEND, EmulatedLink, Transfer, emulated_backend
+from undertow.runtime.exchange import Exchanges
+from undertow.runtime.group import GroupRef, OwnGroup
 
 LINKS = ["1gbit", "none"]
 SLOW = "10mbit"  # so slow that what it carries is never done by accident
@@ -52,11 +58,13 @@ def answers_of_all_collectives(_link: EmulatedLink) -> dict[str, list[float]]:
     answers["gather"] = torch.cat(collected) if collected else torch.zeros(0)
     answers["scatter"] = torch.empty(2)
     dist.scatter(answers["scatter"], [mine, mine + 10] if rank == 0 else None, src=0)
-    answers["send"] = mine.clone()
+    answers["send"], answers["send to any"] = mine.clone(), mine.clone()
     if rank == 0:
+        dist.send(mine, dst=1)
         dist.send(mine, dst=1)
     else:
         dist.recv(answers["send"], src=0)
+        assert dist.recv(answers["send to any"]) == 0
     dist.barrier()
     return {name: tensor.tolist() for name, tensor in answers.items()}
 
@@ -71,7 +79,7 @@ def test_every_collective_has_gloos_answer(link: str) -> None:
         assert answers["all_gather"] == answers["all_gather_into_tensor"] == [1, 1, 2, 2]
         assert answers["reduce_scatter"] == answers["reduce_scatter_tensor"] == [3]
         assert answers["all_to_all"] == [1, 2]
-        assert answers["send"] == [1, 1]
+        assert answers["send"] == answers["send to any"] == [1, 1]
     assert first["gather"] == [1, 1, 2, 2]
     assert (first["scatter"], second["scatter"]) == ([1, 1], [11, 11])
 
@@ -112,7 +120,7 @@ def start_with_a_late_rank(link: EmulatedLink) -> Transfer:
         work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     work.wait()
-    (transfer,) = link.take_log()
+    (transfer,) = (it for it in link.take_log() if it.kind == "all_reduce")
     return transfer
 
 
@@ -140,7 +148,7 @@ def test_a_handle_can_be_polled_and_waited_for_with_a_timeout() -> None:
     for seen in run_over_link(how_a_handle_behaves, SLOW):
         assert seen == {
             "completed at once": False,
-            "timeout": "Operation timed out! The collective is not done after 0.001 s.",
+            "timeout": "Operation timed out! The link has not carried it after 0.001 s.",
             "wait": True,
             "completed": True,
             "future is done": True,
@@ -199,6 +207,123 @@ def meet_a_rank_that_dies(_link: EmulatedLink) -> str:
 def test_a_dead_rank_is_an_error_on_the_others(link: str) -> None:
     with pytest.raises(RanksLost, match=r"rank 1 has failed\.\n  It ended with exit code 7"):
         run_over_link(meet_a_rank_that_dies, link)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What one rank saw of an exchange."""
+
+    is_right: bool
+    began_s: float
+    ended_s: float
+    log: tuple[Transfer, ...]
+
+
+NUM_BYTES = 600_000  # that a rank gives to the exchange; a part of it is kept
+# Above the time of the link: sockets, threads that wake up, and ranks that leave the barrier one after another.
+MARGIN_S = 0.15
+
+
+def exchange_parts(link: EmulatedLink) -> Exchanged:
+    """Every rank sends every other one its part, all at once, under two tags in turn."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numel = NUM_BYTES // 4 // size // 2
+    received = {(peer, tag): torch.empty(numel) for peer in range(size) if peer != rank for tag in (0, 1)}
+    sent = {(peer, tag): torch.full((numel,), 10.0 * rank + tag) for peer, tag in received}
+    began_s = begin_together(link)
+    works = [dist.irecv(tensor, peer, tag=tag) for (peer, tag), tensor in received.items()]
+    works += [dist.isend(tensor, peer, tag=tag) for (peer, tag), tensor in sent.items()]
+    for work in works:
+        assert work is not None
+        work.wait()
+    ended_s = time.perf_counter()
+    is_right = all(bool((tensor == 10.0 * peer + tag).all()) for (peer, tag), tensor in received.items())
+    return Exchanged(is_right, began_s, ended_s, link.take_log())
+
+
+def scatter_and_gather(link: EmulatedLink) -> Exchanged:
+    """The exchanges that sharded steps are made of."""
+    group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
+    group.open()
+    exchanges = Exchanges(group)
+    size, rank = group.num_ranks, group.rank
+    numel = NUM_BYTES // 4 // size
+    storages = [noise(numel * size + 1, rank=peer) for peer in range(size)]
+    shard, gathered = torch.empty(numel), torch.empty(numel * size)
+    began_s = begin_together(link)
+    trailer = range(numel * size, numel * size + 1)
+    exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer, tag=0).wait()
+    gathered.view(size, -1)[rank] = shard
+    exchanges.all_gather(gathered, tag=2).wait()
+    ended_s = time.perf_counter()
+    total = storages[0].clone()
+    for storage in storages[1:]:
+        total += storage
+    exchanges.close()
+    group.close()
+    return Exchanged(torch.equal(gathered, (total / size)[:-1]), began_s, ended_s, link.take_log())
+
+
+def begin_together(link: EmulatedLink) -> float:
+    dist.barrier()
+    link.take_log()
+    return time.perf_counter()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("program", "num_rounds"), [(exchange_parts, 1), (scatter_and_gather, 2)])
+def test_sends_and_receives_take_what_they_would_on_the_link(
+    program: Callable[[EmulatedLink], Exchanged], num_rounds: int, num_ranks: int
+) -> None:
+    link = link_from_text(SLOW)
+    least_s = num_rounds * (num_ranks - 1) / num_ranks * NUM_BYTES / link.bytes_per_s
+    for seen in run_over_link(program, SLOW, num_ranks=num_ranks):
+        assert seen.is_right
+        assert least_s + num_rounds * link.hop_s <= seen.ended_s - seen.began_s <= least_s + num_rounds * MARGIN_S
+        assert {transfer.kind for transfer in seen.log} == {"send"}
+        in_turn = sorted(seen.log, key=lambda t: t.started_s)
+        assert all(later.started_s >= t.started_s + t.num_bytes / link.bytes_per_s - 1e-9 for t, later in pairwise(in_turn))
+
+
+def exchange_over_a_free_link(link: EmulatedLink) -> tuple[bool, bool, bool]:
+    return exchange_parts(link).is_right, scatter_and_gather(link).is_right, link.take_log() == ()
+
+
+def test_a_free_link_leaves_sends_and_receives_alone() -> None:
+    assert run_over_link(exchange_over_a_free_link, "none", num_ranks=3) == [(True, True, True)] * 3
+
+
+def reduce_in_the_middle_of_an_exchange(_link: EmulatedLink) -> list[float]:
+    """Rank 1 sends only when a collective is over that rank 0 launches behind its receive."""
+    mine, theirs, total = torch.full((1,), dist.get_rank() + 1.0), torch.zeros(1), torch.ones(1)
+    peer = 1 - dist.get_rank()
+    receive = dist.irecv(theirs, peer)
+    reduction = dist.all_reduce(total, async_op=True)
+    if dist.get_rank() == 1:
+        assert reduction is not None
+        reduction.wait()
+    dist.send(mine, peer)
+    for work in (receive, reduction):
+        assert work is not None
+        work.wait()
+    return [theirs.item(), total.item()]
+
+
+def test_receives_and_collectives_of_one_group_do_not_wait_for_each_other() -> None:
+    assert run_over_link(reduce_in_the_middle_of_an_exchange, "1gbit") == [[2, 2], [1, 2]]
+
+
+def receive_from_a_rank_that_dies(_link: EmulatedLink) -> str:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.recv(torch.ones(1), src=1)
+    return "unreachable"
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_dead_sender_is_an_error_where_it_is_waited_for(link: str) -> None:
+    with pytest.raises(RanksLost, match=r"rank 1 has failed\.\n  It ended with exit code 7"):
+        run_over_link(receive_from_a_rank_that_dies, link)
 
 
 def train_with_torch(link: EmulatedLink) -> tuple[bool, list[tuple[str, int]]]:

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from undertow import __version__
-from undertow.demo import DemoSettings, run_demo
+from undertow.cli.plan import PlanRequest, show_plan
 from undertow.errors import UndertowError
+from undertow.plan.table import ITEMSIZES
 
 __all__ = ["app", "run"]
 
@@ -70,5 +71,41 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
 ) -> None:
     """Turns options into settings; the words for users stand above."""
+    # Not at the top: it imports torch, which the other commands do without.
+    from undertow.demo import DemoSettings, run_demo
+
     settings = DemoSettings(num_ranks=nproc, link=link, text=text, num_steps=steps, out=out, seed=seed)
     raise typer.Exit(run_demo(settings))
+
+
+@app.command(
+    help="Show the buckets of a model and the schedule of one step, without running anything.\n\n"
+    "FILE is JSON: a plan that save_plan() has written, whose buckets are taken as they are, or a table of parameters in "
+    "the order in which the model registers them, written by hand:\n\n"
+    '{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}\n\n'
+    f"with dtypes of so many bytes: {', '.join(f'{dtype} {itemsize}' for dtype, itemsize in ITEMSIZES.items())}. "
+    "Without FILE: the model of `undertow demo`.\n\n"
+    "Exit code 0: shown. 2: an option or FILE cannot work."
+)
+def plan(
+    file: Annotated[Path | None, typer.Argument(help="A saved plan or a table of parameters.", show_default=False)] = None,
+    strategy: Annotated[str, typer.Option(help='What is sharded: "ddp", "zero1" or "zero2".')] = "ddp",
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks to lay it out for; without it those of the saved plan, else 2.", show_default=False)
+    ] = None,
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(help="Largest bucket in MiB; without it, saved or planned ones.", show_default=False)
+    ] = None,
+    overlap: Annotated[bool, typer.Option(help="Reduce while backward goes on, or all at its end.")] = True,
+    accumulation: Annotated[bool, typer.Option("--accumulation", help="Show a backward that only accumulates.")] = False,
+) -> None:
+    """Turns options into a request; the words for users stand above."""
+    request = PlanRequest(
+        file=file,
+        strategy=strategy,
+        num_ranks=ranks,
+        bucket_cap_mb=bucket_cap_mb,
+        has_overlap=overlap,
+        is_accumulation=accumulation,
+    )
+    show_plan(request)

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Gpt", "GptShape"]
+from undertow.plan import ParamSpec
+from undertow.runtime.manager import spec_of
+
+__all__ = ["Gpt", "GptShape", "demo_parameters"]
 
 NUM_BYTE_VALUES = 256
 
@@ -70,3 +73,8 @@ class Gpt(nn.Module):
         x = self.byte_embedding(seen) + self.position_embedding(positions)
         scores = self.head(self.norm(self.blocks(x)))  # [batch, context, byte value]
         return functional.cross_entropy(scores.flatten(0, 1), following.flatten())
+
+
+def demo_parameters() -> tuple[ParamSpec, ...]:
+    """What the planner knows of the demo's model."""
+    return tuple(spec_of(name, param) for name, param in Gpt(GptShape()).named_parameters())

@@ -1,0 +1,51 @@
+"""A plan as a table in the terminal, and the schedule made of it as text."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from undertow.plan import Bucket, Plan
+from undertow.schedule import OpKind, Schedule, Strategy
+
+__all__ = ["print_plan"]
+
+
+def print_plan(plan: Plan, strategy: Strategy, schedule: Schedule, console: Console | None = None) -> None:
+    """Prints sums, then a line per bucket, then a line per op of `schedule`."""
+    console = Console() if console is None else console
+    megabytes = sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
+    sizes = f"parameters: {len(plan.params)}, MB: {megabytes:.2f}, buckets: {len(plan.buckets)}"
+    console.print(f"{strategy.name}, ranks: {plan.num_ranks}, {sizes}", highlight=False)
+    console.print(_bucket_table(plan, strategy))
+    console.print()
+    # As it is, so that what is copied from here parses.
+    console.print(schedule.to_text(), end="", markup=False, highlight=False, soft_wrap=True)
+
+
+def _bucket_table(plan: Plan, strategy: Strategy) -> Table:
+    table = Table()
+    table.add_column("bucket", justify="right")
+    table.add_column("parameters", overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("dtype")
+    table.add_column("MB", justify="right")
+    is_sharded = strategy.reduction is OpKind.REDUCE_SCATTER
+    if is_sharded:
+        table.add_column("MB per shard", justify="right")
+    for bucket in plan.buckets:
+        shard = [f"{bucket.shard_numel * bucket.itemsize / 1e6:.2f}"] if is_sharded else []
+        table.add_row(*_cells(bucket, plan), *shard)
+    return table
+
+
+def _cells(bucket: Bucket, plan: Plan) -> tuple[str, ...]:
+    dtype = f"{bucket.dtype}, sparse" if bucket.is_sparse else bucket.dtype
+    return str(bucket.index), escape(_names(bucket, plan)), str(len(bucket.slots)), dtype, f"{bucket.num_bytes / 1e6:.2f}"
+
+
+def _names(bucket: Bucket, plan: Plan) -> str:
+    """The first and the last in the order in which they are packed."""
+    names = [plan.params[param].name for param in bucket.params]
+    return " ... ".join(dict.fromkeys((*names[:1], *names[-1:])))
