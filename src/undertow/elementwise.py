@@ -25,7 +25,7 @@ _KNOWN = frozenset(["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RM
 _SHAPE, _CUT, _NUM_STEPS = (4, 6), 9, 3
 
 
-def require_elementwise(cls: type[torch.optim.Optimizer], hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
+def require_elementwise(cls: type[Any], hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
     """ConfigError for an optimizer that treats a parameter otherwise than each of its elements; one of torch's is known,
     another one is tried out on a few numbers.
     """
@@ -41,12 +41,12 @@ def require_elementwise(cls: type[torch.optim.Optimizer], hyper_parameters: dict
         )
 
 
-def state_of_one_element(cls: type[torch.optim.Optimizer], hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
+def state_of_one_element(cls: type[Any], hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
     """What the optimizer keeps of a parameter with one element, after one step."""
     return dict(_stepped(cls, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])[1][0])
 
 
-def _treats_parts_alike(cls: type[torch.optim.Optimizer], hyper_parameters: dict[str, Any], device: torch.device) -> bool:
+def _treats_parts_alike(cls: type[Any], hyper_parameters: dict[str, Any], device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)  # leaves the user's alone
     start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
     whole, _ = _stepped(cls, hyper_parameters, [start], [[grad] for grad in grads])
@@ -59,7 +59,7 @@ def _cut(tensor: Tensor) -> list[Tensor]:
 
 
 def _stepped(
-    cls: type[torch.optim.Optimizer], hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
+    cls: type[Any], hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
     optimizer = cls([{"params": params, **copy.deepcopy(hyper_parameters)}])

@@ -43,19 +43,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        cls: type[torch.optim.Optimizer],
+        cls: type[Any],
         target: Sync | nn.Module,
         params: _ParamGroups | None = None,
         *,
         eager: bool = False,
         **defaults: Any,
     ) -> None:
-        sync = getattr(target, "sync", target)
-        _check(cls, sync, eager=eager)
+        sync = _checked(cls, getattr(target, "sync", target), eager=eager)
         named_params = sync.named_parameters()
-        whole = cls([param for _, param in named_params] if params is None else params, **defaults)  # type: ignore[call-arg]
+        whole = cls([param for _, param in named_params] if params is None else params, **defaults)
         self._cls = cls
-        self._sync: Sync = sync
+        self._sync = sync
         self._inner: torch.optim.Optimizer | None = None
         self._sharding: Sharding | None = None
         self._owned: list[_Owned] = []
@@ -68,7 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._steps = sync.shard(self, _described(cls, self.param_groups))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shards; a collective call. `closure` is called once, before the update."""
         loss = None
         if closure is not None:
@@ -113,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             grad.mul_(scale.to(grad.device))
         return total
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """This rank's part, laid out as torch's optimizers do: for torch.distributed.checkpoint and its get_state_dict.
 
         What is sharded is a `ShardedState`. A state dict for `torch.save` is `full_state_dict()`.
@@ -178,9 +177,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parts.setdefault(part.param, []).append(part)
         self._owned, groups = [], []
         for group in self.param_groups:
-            owned = [_owned(sharding, part) for param in group["params"] for part in parts.get(index_of.get(id(param), -1), ())]
-            self._owned += owned
-            groups.append({**_hyper_parameters(group), "params": [each.target for each in owned]})
+            mine = [_owned(sharding, part) for param in group["params"] for part in parts.get(index_of.get(id(param), -1), ())]
+            self._owned += mine
+            groups.append({**_hyper_parameters(group), "params": [each.target for each in mine]})
         if not self._owned:
             groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch wants a parameter
         self._inner = self._cls(groups)
@@ -259,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 _MASTER = "master"  # the fp32 values of a 16-bit parameter, beside what the optimizer keeps
 
 
-def _check(cls: object, sync: object, *, eager: bool) -> None:
+def _checked(cls: object, sync: object, *, eager: bool) -> Sync:
     if not isinstance(sync, Sync):
         raise WrongType(
             f"target must be what attach() or DistributedDataParallel returned, got {type(sync).__name__}.",
@@ -276,6 +275,7 @@ def _check(cls: object, sync: object, *, eager: bool) -> None:
         raise ConfigError(
             "eager=True is not built yet.", where="ShardedOptimizer", remedy="Leave it out: gathers lie under the next forward."
         )
+    return sync
 
 
 def _owned(sharding: Sharding, part: ShardPart) -> _Owned:
@@ -305,7 +305,7 @@ def _double(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _described(cls: type[torch.optim.Optimizer], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _described(cls: type[Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
     """What must be the same on every rank."""
     groups = [
         {"parameters": len(group["params"]), **{name: repr(value) for name, value in _hyper_parameters(group).items()}}

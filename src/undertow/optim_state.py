@@ -12,8 +12,8 @@ from torch import Tensor
 from undertow.errors import CheckpointError
 from undertow.runtime.buckets import strides_of_gradient
 from undertow.runtime.group import gather_bytes
-from undertow.runtime.sharding import Sharding, in_memory_order
-from undertow.runtime.shards import ShardPart
+from undertow.runtime.sharding import Sharding
+from undertow.runtime.shards import ShardPart, in_memory_order
 
 ParamState = dict[str, Any]  # by torch's name for it: tensors, numbers, and ShardedState
 FullStates = dict[Tensor, ParamState]  # parameters are keys by identity
@@ -79,7 +79,8 @@ def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> Ful
                 if key in described.get(slot.param, {}):
                     param = sharding.params[slot.param]
                     whole = found.setdefault(param, {}).setdefault(key, _empty_like(param, own.dtype))
-                    in_memory_order(whole, like=param).copy_(flat[slot.start : slot.stop])
+                    flat_of_param = in_memory_order(whole, like=param)
+                    flat_of_param[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
     for index, of_param in described.items():
         state = found.setdefault(sharding.params[index], {})
         state |= {key: _scalar(what) for key, what in of_param.items() if what[0] != _TENSOR}

@@ -24,13 +24,12 @@ from undertow.runtime import private
 from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.engine import Engine
-from undertow.runtime.group import Agreement, GroupRef, OwnGroup, user_group
+from undertow.runtime.group import GroupRef, OwnGroup, user_group
 from undertow.runtime.hooks import ForwardHook
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import Members
 from undertow.runtime.recorder import Recorder, clock_for
-from undertow.runtime.stepping import ShardedSteps
-from undertow.schedule import ZERO1, strategy_named
+from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy
 from undertow.trace import StepReport, Trace, summarize
 
 
@@ -60,7 +59,6 @@ class Sync:
         self._is_closed = False
         self._hook: CommHook | None = None
         self._steps: ShardedSteps | None = None
-        self._stepper: weakref.ref[Optimizer] | None = None
         self._is_compiled = False
         self._set_up(_chosen_group(process_group, mesh))
         if isinstance(process_group, GroupRef):
@@ -218,59 +216,22 @@ class Sync:
     def shard(self, stepper: Optimizer, settings: dict[str, Any]) -> ShardedSteps:
         """From its first step on, only `stepper` updates the parameters, each rank a shard of them; the newest one counts.
 
-        A collective call. ConfigError where the strategy is one without shards, PlanMismatch on every rank where ranks give
+        A collective call. ConfigError where the settings do not go with shards, PlanMismatch on every rank where ranks give
         different `settings`.
         """
         if self._steps is None:
-            self._steps = self._sharded_steps()
-        if self._group.num_ranks > 1:
-            Agreement(self._steps.group, settings={**settings, **self._config.to_dict()}, params=[], others=[]).require()
-        self._stepper = weakref.ref(stepper)
+            self._engine.open()
+            self._steps = ShardedSteps(self._module, self._engine.formation, self._config, is_compiled=self._is_compiled)
+            self._attached.callback(self._steps.close)
+        self._steps.hand_to(stepper, settings)
         return self._steps
-
-    def _sharded_steps(self) -> ShardedSteps:
-        strategy = strategy_named(self._config.strategy or ZERO1.name)
-        if self._hook is not None:
-            raise _no_hooks_with_shards()
-        if strategy.gather is None:
-            raise ConfigError(
-                f"strategy={strategy.name!r} keeps all of the optimizer on every rank.",
-                where="ShardedOptimizer",
-                remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
-            )
-        group = OwnGroup(self._group.user, device=self._group.device)
-        if group.num_ranks > 1:
-            group.open()
-            self._attached.callback(group.close)
-        steps = ShardedSteps(
-            weakref.ref(self._module),
-            self._engine.formation,
-            group,
-            strategy,
-            in_order=self._config.reduction == "ordered",
-            overlap=self._config.overlap,
-            is_compiled=self._is_compiled,
-        )
-        self._attached.callback(steps.close)
-        return steps
 
     def require_stepper(self, optimizer: Optimizer) -> None:
         """PhaseError for an optimizer that is not the one to update our parameters."""
-        expected = None if self._stepper is None else self._stepper()
-        if optimizer is expected:
-            return
-        if self._stepper is not None:
-            raise PhaseError(
-                f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
-                where=f"rank {self._group.rank}: each rank has its shards of the gradients only",
-                remedy="Give all parameters to one ShardedOptimizer, and step the one that was made last.",
-            )
-        if strategy_named(self._config.strategy).gather is not None:
-            raise PhaseError(
-                f"strategy={self._config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is none.",
-                where=f"the first step, rank {self._group.rank}",
-                remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
-            )
+        if self._steps is None:
+            require_plain_strategy(self._config, optimizer)
+        else:
+            self._steps.require_stepper(optimizer)
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter, also where each rank has a shard of it; None where it has none.
@@ -290,7 +251,7 @@ class Sync:
         hook sees is not divided: the mean is the hook's affair. Once, and not within a backward: else PhaseError.
         """
         if self._steps is not None:
-            raise _no_hooks_with_shards()
+            raise no_hooks_with_shards()
         chosen = CommHook(state, hook)
         self._engine.use_hook(chosen)
         self._hook = chosen
@@ -470,14 +431,6 @@ def _chosen_group(process_group: dist.ProcessGroup | GroupRef | None, mesh: Devi
             remedy='Give process_group=, or one dimension of a mesh, such as mesh["dp"].',
         )
     return GroupRef.of(mesh.get_group())
-
-
-def _no_hooks_with_shards() -> ConfigError:
-    return ConfigError(
-        "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of them.",
-        where="ShardedOptimizer",
-        remedy="Use a plain optimizer with the hook, or leave the hook out.",
-    )
 
 
 def _is_outermost_forward() -> bool:

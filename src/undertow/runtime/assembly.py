@@ -10,15 +10,11 @@ from torch import Tensor
 from undertow.plan import Plan
 from undertow.runtime.executor import Executor, Reducer
 from undertow.runtime.recorder import Recorder
-from undertow.runtime.sharding import Sharding
-from undertow.schedule import DDP, OpKind, Releases, Strategy, lower_accumulation, lower_data_parallel, verify
+from undertow.schedule import DDP, OpKind, Releases, lower_accumulation, lower_data_parallel, verify
 
 
 class Assembly:
-    """A plan over `params`, ready to run; `generation` counts the plans of an engine.
-
-    `sharding` is what a rank owns under `strategy`, None under one without shards.
-    """
+    """A plan over `params`, ready to run; `generation` counts the plans of an engine."""
 
     def __init__(
         self,
@@ -29,25 +25,23 @@ class Assembly:
         *,
         generation: int,
         overlap: bool,
-        strategy: Strategy = DDP,
-        sharding: Sharding | None = None,
     ) -> None:
         self.plan = plan
         self.params = tuple(params)
         self.reducer = reducer
         self.generation = generation
-        self.strategy = strategy
-        self.sharding = sharding
+        self.strategy = DDP if reducer.sharding is None else reducer.sharding.strategy
         self._overlap = overlap
         self._recorder = recorder
         num_buckets = len(plan.buckets)
-        self._accumulating = Releases(verify(lower_accumulation(num_buckets, strategy), strategy, num_buckets=num_buckets))
+        accumulation = lower_accumulation(num_buckets, self.strategy)
+        self._accumulating = Releases(verify(accumulation, self.strategy, num_buckets=num_buckets))
         self.gather_in()
 
     @cached_property
     def executor(self) -> Executor:
         """Made when it is first asked for: a group of one rank never needs the buckets."""
-        return Executor(self.plan, self.params, self.reducer.group, self._recorder, self.reducer, self.sharding)
+        return Executor(self.plan, self.params, self.reducer.group, self._recorder, self.reducer)
 
     def releases(self, *, is_accumulating: bool) -> Releases:
         """The ops of one kind of round, none of which has happened."""

@@ -26,6 +26,7 @@ _NUM_TAGS = 1 << 20
 class Exchanges(Protocol):
     """What takes tensors from one placement to another over a group."""
 
+    group: OwnGroup
     may_differ_in_order: bool  # whether ranks may start gathers in different orders
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Handle:
@@ -65,14 +66,14 @@ class PostedExchanges:
     may_differ_in_order = True
 
     def __init__(self, group: OwnGroup) -> None:
-        self._group = group
+        self.group = group
         self._tags = count()
         self._scratch = _Scratch()
         self._adding = _thread("undertow-adds")
         self._gathering = _thread("undertow-gathers")
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Exchange:
-        num_ranks, tag = self._group.num_ranks, self._next_tag()
+        num_ranks, tag = self.group.num_ranks, self._next_tag()
         parts = list(storage[: num_ranks * shard.numel()].view(num_ranks, -1))
         own_trailer = storage[trailer.start : trailer.stop]
         # Of one message, of which there are then half as many, they would have to be one piece of memory.
@@ -89,7 +90,7 @@ class PostedExchanges:
         return self._start(self._adding, works, add_up)
 
     def mean(self, tensor: Tensor) -> Exchange:
-        num_ranks, rank, tag = self._group.num_ranks, self._group.rank, self._next_tag()
+        num_ranks, rank, tag = self.group.num_ranks, self.group.rank, self._next_tag()
         parts = list(tensor.tensor_split(num_ranks))
         own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
         received = self._received_beside([own] * num_ranks)
@@ -108,8 +109,8 @@ class PostedExchanges:
         return exchange
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Exchange:
-        parts = list(flat.view(self._group.num_ranks, -1))
-        own = parts[self._group.rank]
+        parts = list(flat.view(self.group.num_ranks, -1))
+        own = parts[self.group.rank]
         works = self._post(sent=[own] * len(parts), received=parts, tag=_GATHER_TAG + number)
         return self._start(self._gathering, works, then)
 
@@ -123,7 +124,7 @@ class PostedExchanges:
     def _received_beside(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Room for every peer's tensor like ours of `parts`, which stands in its place for this rank."""
         return [
-            part if peer == self._group.rank else self._scratch.take(part.numel(), part.dtype, part.device)
+            part if peer == self.group.rank else self._scratch.take(part.numel(), part.dtype, part.device)
             for peer, part in enumerate(parts)
         ]
 
@@ -135,16 +136,16 @@ class PostedExchanges:
         return [*self._receive(received, tag=tag), *self._send(sent, tag=tag)]
 
     def _receive(self, received: Sequence[Tensor], *, tag: int) -> list[dist.Work]:
-        group = self._group.process_group
+        group = self.group.process_group
         return [_posted(dist.irecv(received[peer], group=group, group_src=peer, tag=tag)) for peer in self._peers]
 
     def _send(self, sent: Sequence[Tensor], *, tag: int) -> list[dist.Work]:
-        group = self._group.process_group
+        group = self.group.process_group
         return [_posted(dist.isend(sent[peer], group=group, group_dst=peer, tag=tag)) for peer in self._peers]
 
     @property
     def _peers(self) -> list[int]:
-        return [peer for peer in range(self._group.num_ranks) if peer != self._group.rank]
+        return [peer for peer in range(self.group.num_ranks) if peer != self.group.rank]
 
     def _start(self, thread: ThreadPoolExecutor, works: Sequence[dist.Work], finish: Callable[[], object]) -> Exchange:
         exchange = Exchange()

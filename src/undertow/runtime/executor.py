@@ -51,27 +51,18 @@ class Round:
 class Executor:
     """The buckets of one plan and what is in flight of them; `reducer` says how they are reduced."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        params: Sequence[Tensor],
-        group: OwnGroup,
-        recorder: Recorder,
-        reducer: Reducer,
-        sharding: Sharding | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, params: Sequence[Tensor], group: OwnGroup, recorder: Recorder, reducer: Reducer) -> None:
         self._rank = group.rank
         self._recorder = recorder
         self._reducer = reducer
         self._buckets = plan.buckets
-        self._sharding = sharding
+        self._sharding = sharding = reducer.sharding
         self._bindings: list[Binding] = [
             _binding(bucket, [params[index] for index in bucket.params]) if sharding is None else sharding.binding(bucket)
             for bucket in plan.buckets
         ]
-        is_averaged = reducer.averages and sharding is None
         self._trailers = [
-            TrailerCodec(bucket, binding.bucket, num_ranks=group.num_ranks, is_averaged=is_averaged)
+            TrailerCodec(bucket, binding.bucket, num_ranks=group.num_ranks, is_averaged=reducer.averages_trailers)
             for bucket, binding in zip(plan.buckets, self._bindings, strict=True)
         ]
         self._handles: dict[int, list[Handle]] = {}
@@ -159,7 +150,8 @@ class Executor:
 
     def _reduce_scatter(self, index: int) -> None:
         binding, bucket, this_round = self._bindings[index], self._buckets[index], self._the_round
-        assert self._sharding is not None and isinstance(binding, ShardedBinding)  # the schedule is that of its strategy
+        assert isinstance(binding, ShardedBinding)  # the schedule is that of its strategy
+        assert self._sharding is not None
         target = binding.target(is_apart=this_round.has_failed or this_round.rebinds is not None)
         trailer = range(bucket.trailer.start, bucket.storage_numel)
         self._recorder.launches(index)
@@ -231,7 +223,8 @@ class Executor:
         return self._signatures[kind]
 
     def _verdict(self, this_round: Round) -> Verdict:
-        in_flight = sorted(self._handles) if this_round.has_repeats() else ()
+        # The last bucket too, which has just been packed: of a parameter in pieces it has taken what had come by then.
+        in_flight = range(len(self._bindings)) if this_round.has_repeats() else ()
         return Verdict(
             rank=self._rank,
             has_failed=this_round.has_failed,
@@ -250,11 +243,17 @@ class Reducer:
     average_in_collective: bool
     hook: CommHook | None = None
     in_order: Exchanges | None = None  # adds up in rank order, where that is wanted
+    sharding: Sharding | None = None  # where each rank needs its shards only
 
     @property
     def averages(self) -> bool:
         """Whether what comes back is divided all over; else we divide before a sum."""
         return self.in_order is not None or (self.average_in_collective and self.group.can_average)
+
+    @property
+    def averages_trailers(self) -> bool:
+        """Whether trailers come back divided: those of shards are added up."""
+        return self.averages and self.sharding is None
 
     def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
         """Starts the mean of `tensor`, in place; what is behind the first `numel` elements may come back as a sum."""

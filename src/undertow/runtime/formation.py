@@ -29,7 +29,7 @@ from undertow.runtime.placeholder import GradientPlaceholder
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.watch import Watch, params_of_bucket
-from undertow.schedule import Strategy
+from undertow.schedule import Strategy, strategy_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,29 +186,21 @@ class Formation:
         same object for as long as the layout is.
         """
         now = self.assembly
-        if now.sharding is not None:
-            return now.sharding
+        if now.reducer.sharding is not None:
+            return now.reducer.sharding
         if self.retiring is not None:
             raise PhaseError(
                 "an optimizer steps after its parameters have changed, and no gradients of the new ones have been averaged.",
                 where=f"rank {self.group.rank}",
                 remedy="Run a forward and a backward between the change and the step.",
             )
-        plan = self._observed_plan()
+        plan = self._sharded_plan()
         if self.watch.order is not None:
             self.watch.order.close()
             self.watch.order = None
-        sharding = Sharding(plan, now.params, group=self.group, exchanges=exchanges, recorder=self._recorder)
-        self.assembly = Assembly(
-            plan,
-            now.params,
-            now.reducer,
-            self._recorder,
-            generation=now.generation + 1,
-            overlap=self._config.overlap,
-            strategy=strategy,
-            sharding=sharding,
-        )
+        sharding = Sharding(plan, now.params, strategy, exchanges, self._recorder)
+        reducer = dataclasses.replace(now.reducer, sharding=sharding)
+        self.assembly = self._assemble(self.watch.named_params, reducer, generation=now.generation + 1, plan=plan)
         if self.is_active:
             _ = self.assembly.executor
         self.watch.arrivals.regroup(params_of_bucket(plan))
@@ -303,9 +295,20 @@ class Formation:
 
     def _observed_plan(self) -> Plan:
         """The plan in rank 0's order, if that has come, else the present one."""
-        now = self.assembly.plan
-        order = None if self.watch.order is None or self.retiring is not None else self.watch.order.take()
+        now, order = self.assembly.plan, self._observed_order()
         return now if order is None else plan_in_order(now.params, order, self._config, num_ranks=now.num_ranks)
+
+    def _observed_order(self) -> Sequence[int] | None:
+        return None if self.watch.order is None or self.retiring is not None else self.watch.order.take()
+
+    def _sharded_plan(self) -> Plan:
+        """The same, with large parameters in pieces, or the pinned one."""
+        now, order = self.assembly.plan, self._observed_order()
+        if self._config.plan is not None:
+            return first_plan(now.params, self._config, num_ranks=now.num_ranks, splits=True)
+        if order is None:
+            order = [param for bucket in now.buckets for param in bucket.params]
+        return plan_in_order(now.params, order, self._config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
@@ -318,7 +321,8 @@ class Formation:
             self.retiring = self.assembly
         generation = (self.retiring or self.assembly).generation + 1
         try:
-            self.assembly = self._assemble(named_params, self.assembly.reducer, generation=generation)
+            reducer = dataclasses.replace(self.assembly.reducer, sharding=None)  # until an optimizer steps again
+            self.assembly = self._assemble(named_params, reducer, generation=generation)
             self.watch = self._watch_over(named_params)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
             self.assembly, self.retiring, self._has_looked = before.assembly, before.retiring, False
@@ -348,7 +352,11 @@ class Formation:
         self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer, *, generation: int, plan: Plan | None = None
     ) -> Assembly:
         if plan is None:
-            plan = first_plan(self._members.specs(named_params), self._config, num_ranks=reducer.group.num_ranks)
+            # One that is pinned for shards, and may have parameters in pieces, counts from the first step on.
+            config = self._config
+            if strategy_named(config.strategy).gather is not None:
+                config = dataclasses.replace(config, plan=None)
+            plan = first_plan(self._members.specs(named_params), config, num_ranks=reducer.group.num_ranks)
         params = [param for _, param in named_params]
         return Assembly(plan, params, reducer, self._recorder, generation=generation, overlap=self._config.overlap)
 

@@ -29,11 +29,11 @@ class NativeExchanges:
     may_differ_in_order = False
 
     def __init__(self, group: OwnGroup, *, in_order: bool) -> None:
-        self._group = group
+        self.group = group
         self._in_order = in_order
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Handle:
-        num_ranks, pg = self._group.num_ranks, self._group.process_group
+        num_ranks, pg = self.group.num_ranks, self.group.process_group
         parts, own_trailer = storage[: num_ranks * shard.numel()], storage[trailer.start : trailer.stop]
         if self._in_order:
             work, add_up = self._exchanged(parts, into=shard)
@@ -52,7 +52,7 @@ class NativeExchanges:
         return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
 
     def mean(self, tensor: Tensor) -> Handle:
-        num_ranks, pg = self._group.num_ranks, self._group.process_group
+        num_ranks, pg = self.group.num_ranks, self.group.process_group
         padded = tensor.new_zeros(-(-tensor.numel() // num_ranks) * num_ranks)
         padded[: tensor.numel()].copy_(tensor)
         total = torch.empty(padded.numel() // num_ranks, dtype=wide_dtype(tensor.dtype), device=tensor.device)
@@ -65,16 +65,16 @@ class NativeExchanges:
         return _NativeExchange([gathering], lambda: tensor.copy_(padded[: tensor.numel()]))
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Handle:
-        own = flat.view(self._group.num_ranks, -1)[self._group.rank]
-        return _NativeExchange([private.all_gather_async(flat, own, self._group.process_group)], then)
+        own = flat.view(self.group.num_ranks, -1)[self.group.rank]
+        return _NativeExchange([private.all_gather_async(flat, own, self.group.process_group)], then)
 
     def close(self) -> None:
         """Nothing of ours is left behind."""
 
     def _exchanged(self, parts: Tensor, *, into: Tensor) -> tuple[dist.Work, Callable[[], object]]:
         received = torch.empty_like(parts)
-        work = dist.all_to_all_single(received, parts, group=self._group.process_group, async_op=True)
-        rows = list(received.view(self._group.num_ranks, -1))
+        work = dist.all_to_all_single(received, parts, group=self.group.process_group, async_op=True)
+        rows = list(received.view(self.group.num_ranks, -1))
         return _started(work), lambda: sum_in_order(rows, into=into)
 
 

@@ -44,7 +44,7 @@ class Places:
         for part in module.modules():
             buckets = self._buckets(part.parameters(recurse=False))
             if buckets:
-                self._hooks.append(part.register_state_dict_pre_hook(partial(_wait_for_state, gathers, buckets)))
+                self._hooks.append(part.register_state_dict_pre_hook(partial(_wait_for_state, gathers, buckets)))  # type: ignore[no-untyped-call]
                 if not self._is_seen:
                     self._wait_in(part, buckets)
 
@@ -53,13 +53,13 @@ class Places:
         self._gathers.wait(self._at_root)
         if is_training and not self._is_seen and self._reads is None:
             self._reads = _Reads(module, frozenset(self._buckets_of))
-            self._reads.__enter__()
+            self._reads.__enter__()  # type: ignore[no-untyped-call]
 
     def root_ends(self) -> None:
         reads, self._reads = self._reads, None
         if reads is None:
             return
-        reads.__exit__(None, None, None)
+        reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         reads.close()
         self._is_seen = True
         for part, params in reads.beyond_own():
@@ -71,7 +71,7 @@ class Places:
     def close(self) -> None:
         """Takes all hooks off."""
         if self._reads is not None:
-            self._reads.__exit__(None, None, None)
+            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._reads.close()
             self._reads = None
         for hook in self._hooks:

@@ -7,58 +7,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from undertow.plan import Bucket
 from undertow.runtime.binding import DenseBinding
 from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.exchange import wide_dtype
-from undertow.runtime.group import OwnGroup
 from undertow.runtime.placeholder import GradientPlaceholder
-from undertow.runtime.shards import ShardPart
+from undertow.runtime.shards import ShardPart, in_memory_order
+from undertow.runtime.split import SplitParam, stand_in
 
 
 class ShardedBinding:
-    """The `.grad` of parameters whose gradients are reduced to `parts` of them; `names` are the parameters'."""
+    """The `.grad` of a bucket's parameters, whose gradients are reduced to `parts` of them.
+
+    `placeholders` are the parameters', and `splits` has those that lie in other buckets too, both by position.
+    """
 
     def __init__(
         self,
-        bucket: GradientBucket,
+        bucket: Bucket,
         params: Sequence[Tensor],
-        *,
-        names: Sequence[str],
         parts: Sequence[ShardPart],
-        shard_numel: int,
-        group: OwnGroup,
+        placeholders: Sequence[GradientPlaceholder],
+        splits: Mapping[int, SplitParam],
     ) -> None:
-        self.bucket = bucket
+        dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
+        like = torch.empty(0, dtype=dtype, device=device)
+        packed = [
+            stand_in(slot, like=like) if position in splits else param
+            for position, (slot, param) in enumerate(zip(bucket.slots, params, strict=True))
+        ]
+        self.bucket = GradientBucket(bucket.index, bucket.num_bytes, packed, layout=bucket)
         self.params: Sequence[Tensor] = tuple(params)
-        self._dense = DenseBinding(bucket, params)
+        self._index = bucket.index
+        self._slots = bucket.slots
+        self._dense = DenseBinding(self.bucket, packed)
         self._parts = tuple(parts)
-        storage = bucket.storage
-        self._shard = torch.zeros(shard_numel, dtype=wide_dtype(storage.dtype), device=storage.device)
+        self._splits = dict(splits)
+        self._wholes: dict[int, Tensor | None] = {}  # by position, the gradients of those while the bucket is packed
+        self._shard = torch.zeros(bucket.shard_numel, dtype=wide_dtype(dtype), device=device)
         self._aside: Tensor | None = None  # takes the place of `_shard` where that holds what must not be lost
         self._held: dict[int, GradientPlaceholder] = {}  # by position, what `.grad` was
-        self._placeholders = [
-            GradientPlaceholder(param, name=name, group=group) for param, name in zip(params, names, strict=True)
-        ]
-        for placeholder, part in zip(self._placeholders, parts, strict=True):
-            placeholder.parts[bucket.bucket_index] = part.of_shard(self._shard)
+        self._live: set[int] = set()  # positions of those that hold an earlier part, to which a new one is added
+        self._unused: set[int] = set()
+        self._placeholders = tuple(placeholders)
+        for placeholder, part in zip(placeholders, parts, strict=True):
+            placeholder.parts[bucket.index] = part.of_shard(self._shard)
 
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
         self._held = {}
+        for position, split in self._splits.items():
+            held, grad = split.take()
+            self._wholes[position] = grad
+            self._pack_piece(position, grad)
+            if held is not None:
+                self._held[position] = held
         for position, param in enumerate(self.params):
             grad = param.grad
             if isinstance(grad, GradientPlaceholder):
                 self._held[position] = grad
                 param.grad, grad.added = grad.added, None
-        return self._dense.take(not_arrived)
+        self._live = {position for position, held in self._held.items() if not held.is_cleared}
+        unused = self._dense.take(not_arrived)
+        self._unused = set(unused)
+        return unused
 
     def target(self, *, is_apart: bool) -> Tensor:
         """Where this rank's shard of the reduced bucket goes; `is_apart`: a placeholder may hold an earlier one elsewhere."""
-        if is_apart or not all(held.is_cleared for held in self._held.values()):
+        if is_apart or self._live:
             self._aside = torch.empty_like(self._shard)
             return self._aside
         return self._shard
@@ -72,34 +92,33 @@ class ShardedBinding:
     def views_of(self, value: Tensor) -> list[Tensor]:
         return self.bucket.views_of(value)
 
+    @torch.no_grad()
     def give(self, used_elsewhere: Collection[int] = ()) -> None:
-        unused = self._dense.release()
+        unused = {**self._dense.release(), **self._wholes}
         reduced, self._aside = self._aside, None
         for position, param in enumerate(self.params):
             held = self._held.get(position)
-            if position not in unused or position in used_elsewhere:
+            if position in used_elsewhere or position not in self._unused:
                 param.grad = self._placed(position, held, reduced)
             else:
                 param.grad = unused[position] if held is None else held
-        self._held = {}
-
-    def drop(self) -> None:
-        """Binds nothing: the reduction was another rank's affair."""
-        self._dense.release()
-        self._aside, self._held = None, {}
+        self._held, self._wholes = {}, {}
 
     def keep(self) -> None:
         self._dense.keep()
+        for position, whole in self._wholes.items():  # no piece of it is in the bucket: it is taken again
+            self._dense.params[position].grad = None
+            self.params[position].grad = whole
         for position, held in self._held.items():
             param = self.params[position]
             param.grad, held.added = held, param.grad
-        self._held = {}
+        self._held, self._wholes = {}, {}
 
     @torch.no_grad()
     def adopt(self, position: int, whole: Tensor) -> None:
         """`whole` is the gradient there, in memory order and the same on every rank: a placeholder takes its place."""
         placeholder, part = self._placeholders[position], self._parts[position]
-        placeholder.parts[self.bucket.bucket_index].copy_(whole[part.start : part.stop])
+        placeholder.parts[self._index].copy_(whole[part.start : part.stop])
         placeholder.renew()
         self.params[position].grad = placeholder
 
@@ -110,6 +129,8 @@ class ShardedBinding:
         )
 
     def catch_late(self) -> bool:
+        for position, split in self._splits.items():
+            self._pack_piece(position, split.catch())
         return self._dense.catch_late()
 
     def late_values(self) -> Sequence[Tensor]:
@@ -117,23 +138,28 @@ class ShardedBinding:
 
     @torch.no_grad()
     def add_late(self, values: Sequence[Tensor]) -> None:
-        index = self.bucket.bucket_index
         for position, (param, part) in enumerate(zip(self.params, self._parts, strict=True)):
             grad = param.grad
             if not isinstance(grad, GradientPlaceholder):
                 grad = param.grad = self._placeholders[position]
                 grad.renew()
-                grad.parts[index].zero_()
-            grad.parts[index].add_(part.of_bucket(values[0]))
+                grad.parts[self._index].zero_()
+            grad.parts[self._index].add_(part.of_bucket(values[0]))
+
+    def _pack_piece(self, position: int, grad: Tensor | None) -> None:
+        """Has the bucket take its piece of a gradient from what stands in for the parameter."""
+        slot = self._slots[position]
+        whole = None if grad is None else in_memory_order(grad, like=self.params[position])
+        self._dense.params[position].grad = None if whole is None else whole[slot.first : slot.first + slot.numel]
 
     def _placed(self, position: int, held: GradientPlaceholder | None, reduced: Tensor | None) -> GradientPlaceholder:
         """The placeholder with what was reduced, added to what it `held` where that was not cleared."""
         placeholder = self._placeholders[position]
         if reduced is not None:
             new = self._parts[position].of_shard(reduced)
-            if held is not None and not held.is_cleared:
-                held.parts[self.bucket.bucket_index].add_(new)
+            if held is not None and position in self._live:
+                held.parts[self._index].add_(new)
                 return held
-            placeholder.parts[self.bucket.bucket_index].copy_(new)
+            placeholder.parts[self._index].copy_(new)
         placeholder.renew()
         return placeholder

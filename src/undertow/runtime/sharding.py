@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -9,14 +10,15 @@ from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
-from undertow.runtime.buckets import GradientBucket, strides_of_gradient
+from undertow.runtime.buckets import strides_of_gradient
 from undertow.runtime.exchange import Exchanges, wide_dtype
 from undertow.runtime.gathers import Gathers
-from undertow.runtime.group import OwnGroup
 from undertow.runtime.placeholder import GradientPlaceholder
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharded_binding import ShardedBinding
-from undertow.runtime.shards import FlatParams, ShardPart, shard_parts
+from undertow.runtime.shards import FlatParams, ShardPart, in_memory_order, shard_parts
+from undertow.runtime.split import SplitParam
+from undertow.schedule import Strategy
 
 
 class Sharding:
@@ -26,31 +28,36 @@ class Sharding:
     """
 
     def __init__(
-        self, plan: Plan, params: Sequence[Tensor], *, group: OwnGroup, exchanges: Exchanges, recorder: Recorder
+        self, plan: Plan, params: Sequence[Tensor], strategy: Strategy, exchanges: Exchanges, recorder: Recorder
     ) -> None:
         _require_dense(plan)
         self.plan = plan
         self.params = tuple(params)
-        self.group = group
+        self.strategy = strategy
         self.exchanges = exchanges
+        self.group = group = exchanges.group
         place = {"rank": group.rank, "num_ranks": group.num_ranks}
         self._flats = [FlatParams(bucket, [params[index] for index in bucket.params], **place) for bucket in plan.buckets]
         self._parts = [shard_parts(bucket, rank=group.rank) for bucket in plan.buckets]
-        self._bindings: dict[int, ShardedBinding] = {}
+        self._bindings: list[ShardedBinding] = []
+        self._placeholders = [
+            GradientPlaceholder(param, name=spec.name, group=group) for spec, param in zip(plan.params, params, strict=True)
+        ]
+        num_pieces = Counter(index for bucket in plan.buckets for index in bucket.params)
+        self._splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
         self.parts = [part for parts in self._parts for part in parts if part.numel]
         self.gathers = Gathers(self._flats, exchanges, recorder)
 
     def binding(self, bucket: Bucket) -> ShardedBinding:
         """Owns the `.grad` of a bucket's parameters."""
-        params = [self.params[index] for index in bucket.params]
-        self._bindings[bucket.index] = made = ShardedBinding(
-            GradientBucket(bucket.index, bucket.num_bytes, params, layout=bucket),
-            params,
-            names=[self.plan.params[index].name for index in bucket.params],
-            parts=self._parts[bucket.index],
-            shard_numel=bucket.shard_numel,
-            group=self.group,
+        made = ShardedBinding(
+            bucket,
+            [self.params[index] for index in bucket.params],
+            self._parts[bucket.index],
+            [self._placeholders[index] for index in bucket.params],
+            {position: self._splits[index] for position, index in enumerate(bucket.params) if index in self._splits},
         )
+        self._bindings.append(made)
         return made
 
     def buckets_of(self) -> dict[int, tuple[int, ...]]:
@@ -67,10 +74,14 @@ class Sharding:
 
     def adopt_gradients(self) -> None:
         """Has placeholders take the place of whole gradients, which are the same on every rank."""
-        for binding in self._bindings.values():
-            for position, param in enumerate(binding.params):
-                if param.grad is not None and not isinstance(param.grad, GradientPlaceholder):
-                    binding.adopt(position, in_memory_order(param.grad, like=param))
+        whole = [
+            (binding, position, param.grad)
+            for binding in self._bindings
+            for position, param in enumerate(binding.params)
+            if param.grad is not None and not isinstance(param.grad, GradientPlaceholder)
+        ]  # all of them before the first is replaced: a parameter may lie in several buckets
+        for binding, position, grad in whole:
+            binding.adopt(position, in_memory_order(grad, like=binding.params[position]))
 
     def gradient(self, part: ShardPart) -> Tensor | None:
         """The mean gradient of what this rank owns; None where the parameter has none. [part.numel] of the wide dtype
@@ -104,7 +115,7 @@ class Sharding:
                 if slot.param == index and not grad.is_cleared:
                     own = whole.new_zeros(bucket.shard_numel)
                     part.of_shard(own).copy_(grad.parts[bucket.index])
-                    whole.copy_(self.gathered(bucket.index, own)[slot.start : slot.stop])
+                    whole[slot.first : slot.first + slot.numel] = self.gathered(bucket.index, own)[slot.start : slot.stop]
         return whole.as_strided(param.shape, strides_of_gradient(param)).to(param.dtype)
 
     def gathered(self, bucket: int, own: Tensor) -> Tensor:
@@ -114,16 +125,6 @@ class Sharding:
         if self.group.num_ranks > 1:
             self.exchanges.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int).wait()
         return whole
-
-
-def in_memory_order(tensor: Tensor, *, like: Tensor) -> Tensor:
-    """The elements of `tensor` in the order in which `like`, of its shape, has them in memory. [numel]"""
-    strides = strides_of_gradient(like)
-    if tensor.layout is torch.strided and tensor.stride() == strides:
-        return tensor.detach().as_strided((tensor.numel(),), (1,))
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-    flat.as_strided(tensor.shape, strides).copy_(tensor.detach())
-    return flat
 
 
 def _require_dense(plan: Plan) -> None:

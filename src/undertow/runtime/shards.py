@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from undertow.errors import ConfigError
-from undertow.plan import Bucket
+from undertow.plan import Bucket, Slot
 from undertow.runtime.buckets import strides_of_gradient
 
 
@@ -50,8 +50,8 @@ def shard_parts(bucket: Bucket, *, rank: int) -> list[ShardPart]:
             ShardPart(
                 param=slot.param,
                 bucket=bucket.index,
-                start=first - slot.start,
-                stop=last - slot.start,
+                start=slot.first + first - slot.start,
+                stop=slot.first + last - slot.start,
                 in_bucket=first,
                 in_shard=max(0, first - own.start),
             )
@@ -67,20 +67,45 @@ class FlatParams:
         dtype = _common_dtype(bucket, params)
         device = torch.device(bucket.device)
         self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=device)  # [ranks * shard], padded
+        self._pieces: list[tuple[Slot, Tensor]] = []  # of parameters in several buckets, which keep memory of their own
         with torch.no_grad():
             for slot, param in zip(bucket.slots, params, strict=True):
+                if slot.numel != param.numel():
+                    self._pieces.append((slot, param))
+                    self.flat[slot.start : slot.stop].copy_(_piece_of(param, slot))
+                    continue
                 place = self.flat.as_strided(param.shape, strides_of_gradient(param), slot.start)
                 place.copy_(param)
                 param.data = place  # torch keeps the version, so that autograd sees no change where there is none
         self.own = self.flat[rank * bucket.shard_numel : (rank + 1) * bucket.shard_numel]
 
     def copy_out(self) -> None:
-        """Called when all of `flat` is there."""
+        """What is in pieces gets its own: called when all of `flat` is there, maybe from another thread."""
+        for slot, param in self._pieces:
+            _piece_of(param, slot).copy_(self.flat[slot.start : slot.stop])
 
     def mark_written(self) -> None:
         """Has autograd know that the parameters have other values now."""
         if self.params:
             torch.autograd.graph.increment_version(self.params)
+
+
+def in_memory_order(tensor: Tensor, *, like: Tensor) -> Tensor:
+    """The elements of `tensor` in the order in which `like`, of its shape, has them in memory. [numel]"""
+    strides = strides_of_gradient(like)
+    if tensor.layout is torch.strided and tensor.stride() == strides:
+        return tensor.detach().as_strided((tensor.numel(),), (1,))
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    flat.as_strided(tensor.shape, strides).copy_(tensor.detach())
+    return flat
+
+
+def _piece_of(param: Tensor, slot: Slot) -> Tensor:
+    """The elements of `slot`, in place."""
+    strides = strides_of_gradient(param)
+    if param.stride() != strides:
+        param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
+    return param.detach().as_strided((param.numel(),), (1,))[slot.first : slot.first + slot.numel]
 
 
 def _common_dtype(bucket: Bucket, params: Sequence[Tensor]) -> torch.dtype:

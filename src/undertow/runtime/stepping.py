@@ -3,43 +3,65 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
+from undertow.config import SyncConfig
+from undertow.errors import ConfigError, PhaseError
 from undertow.runtime.formation import Formation
-from undertow.runtime.group import OwnGroup
+from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
-from undertow.schedule import Strategy
+from undertow.schedule import ZERO1, strategy_named
 
 
 class ShardedSteps:
-    """Steps of `module` under a `strategy` with shards, exchanged over `group`, which is this one's alone.
+    """Steps of `module` in shards, exchanged over a process group of their own; making one is a collective call.
 
-    What every rank has updated is gathered under the next forward, or at once if it does not `overlap`.
+    What every rank has updated is gathered under the next forward, or at once where the settings ask for no overlap.
+    ConfigError where the settings do not go with shards.
     """
 
-    def __init__(
-        self,
-        module: weakref.ref[nn.Module],
-        formation: Formation,
-        group: OwnGroup,
-        strategy: Strategy,
-        *,
-        in_order: bool,
-        overlap: bool,
-        is_compiled: bool,
-    ) -> None:
-        self.strategy = strategy
-        self.group = group
-        self._module = module
+    def __init__(self, module: nn.Module, formation: Formation, config: SyncConfig, *, is_compiled: bool) -> None:
+        self.strategy = strategy_named(config.strategy or ZERO1.name)
+        if self.strategy.gather is None:
+            raise ConfigError(
+                f"strategy={self.strategy.name!r} keeps all of the optimizer on every rank.",
+                where="ShardedOptimizer",
+                remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
+            )
+        if formation.assembly.reducer.hook is not None:
+            raise no_hooks_with_shards()
+        self._module = weakref.ref(module)  # which holds us, by its hooks
         self._formation = formation
-        self._exchanges = exchanges_over(group, in_order=in_order)
-        self._overlap = overlap
+        self._overlap = config.overlap
+        self._settings = config.to_dict()
+        self._group = OwnGroup(formation.group.user, device=formation.group.device)
+        if self._group.num_ranks > 1:
+            self._group.open()
+        self._exchanges = exchanges_over(self._group, in_order=config.reduction == "ordered")
+        self._stepper: weakref.ref[Optimizer] | None = None
         self._sharding: Sharding | None = None
         self._places: Places | None = None
         self._is_compiled = is_compiled
+
+    def hand_to(self, stepper: Optimizer, settings: dict[str, Any]) -> None:
+        """From now on only `stepper` may step. A collective call; PlanMismatch where ranks give different `settings`."""
+        if self._group.num_ranks > 1:
+            Agreement(self._group, settings={**settings, **self._settings}, params=[], others=[]).require()
+        self._stepper = weakref.ref(stepper)
+
+    def require_stepper(self, optimizer: Optimizer) -> None:
+        """PhaseError for an optimizer that is not the one to update the parameters."""
+        if self._stepper is not None and self._stepper() is not optimizer:
+            raise PhaseError(
+                f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
+                where=f"rank {self._group.rank}: each rank has its shards of the gradients only",
+                remedy="Give all parameters to one ShardedOptimizer, and step the one that was made last.",
+            )
 
     def begin(self) -> Sharding:
         """An optimizer steps: what this rank owns, with nothing in flight. The same object while the layout is the same."""
@@ -81,10 +103,11 @@ class ShardedSteps:
             self._places.root_ends()
 
     def close(self) -> None:
-        """Takes hooks off and ends threads; nothing may be in flight."""
+        """Takes hooks off and ends threads and the group; nothing may be in flight."""
         if self._places is not None:
             self._places.close()
         self._exchanges.close()
+        self._group.close()
 
     def _watch(self, sharding: Sharding) -> None:
         if self._places is not None:
@@ -96,6 +119,24 @@ class ShardedSteps:
         # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
         follow = self._formation.assembly.gather_in if self._exchanges.may_differ_in_order else _leave
         self._places = Places(module, sharding.buckets_of(), sharding.gathers, on_order=follow, only_root=self._is_compiled)
+
+
+def no_hooks_with_shards() -> ConfigError:
+    return ConfigError(
+        "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of them.",
+        where="ShardedOptimizer",
+        remedy="Use a plain optimizer with the hook, or leave the hook out.",
+    )
+
+
+def require_plain_strategy(config: SyncConfig, optimizer: Optimizer) -> None:
+    """PhaseError for a plain optimizer where the settings ask for a sharded one."""
+    if strategy_named(config.strategy).gather is not None:
+        raise PhaseError(
+            f"strategy={config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is none.",
+            where="the first step of the optimizer",
+            remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
+        )
 
 
 def _leave(_order: object) -> None:
