@@ -54,6 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named_params = sync.named_parameters()
         whole = cls([param for _, param in named_params] if params is None else params, **defaults)
         self._cls = cls
+        self._arguments = defaults  # some of which a constructor reads and no group
         self._sync = sync
         self._inner: torch.optim.Optimizer | None = None
         self._sharding: Sharding | None = None
@@ -182,7 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups.append({**_hyper_parameters(group), "params": [each.target for each in mine]})
         if not self._owned:
             groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch wants a parameter
-        self._inner = self._cls(groups)
+        self._inner = self._cls(groups, **self._arguments)
         for owned in self._owned:
             param = sharding.params[owned.part.param]
             if param in self._waiting:

@@ -17,14 +17,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import PhaseError
 from undertow.plan import Plan
 from undertow.report.terminal import print_report
 from undertow.runtime import private
 from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.engine import Engine
-from undertow.runtime.group import GroupRef, OwnGroup, user_group
+from undertow.runtime.group import GroupRef, OwnGroup, chosen_group, user_group
 from undertow.runtime.hooks import ForwardHook
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import Members
@@ -60,7 +60,7 @@ class Sync:
         self._hook: CommHook | None = None
         self._steps: ShardedSteps | None = None
         self._is_compiled = False
-        self._set_up(_chosen_group(process_group, mesh))
+        self._set_up(chosen_group(process_group, mesh))
         if isinstance(process_group, GroupRef):
             return  # a copy: the ranks that hold it open it when they first use it
         try:
@@ -415,22 +415,6 @@ class BucketedDDPHooks:
 
     def close(self) -> None:
         self.sync.close()
-
-
-def _chosen_group(process_group: dist.ProcessGroup | GroupRef | None, mesh: DeviceMesh | None) -> GroupRef:
-    if isinstance(process_group, GroupRef):
-        return process_group
-    if mesh is None:
-        return GroupRef.of(user_group(process_group))
-    if process_group is not None or mesh.ndim != 1:
-        raise ConfigError(
-            "Cannot specify both process_group and device_mesh arguments."
-            if process_group is not None
-            else f"Only 1D device mesh is supported, but got {mesh}.",
-            where="the ranks over which gradients are averaged",
-            remedy='Give process_group=, or one dimension of a mesh, such as mesh["dp"].',
-        )
-    return GroupRef.of(mesh.get_group())
 
 
 def _is_outermost_forward() -> bool:

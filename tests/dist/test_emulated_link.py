@@ -22,7 +22,7 @@ from undertow.cost import collective_seconds, link_from_text
 from undertow.demo.launch import RanksLost
 from undertow.errors import PhaseError
 from undertow.runtime.emulated_link import BACKEND, EmulatedLink, Transfer, emulated_backend
-from undertow.runtime.exchange import Exchanges
+from undertow.runtime.exchange import PostedExchanges
 from undertow.runtime.group import GroupRef, OwnGroup
 
 LINKS = ["1gbit", "none"]
@@ -245,16 +245,16 @@ def scatter_and_gather(link: EmulatedLink) -> Exchanged:
     """The exchanges that sharded steps are made of."""
     group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
     group.open()
-    exchanges = Exchanges(group)
+    exchanges = PostedExchanges(group)
     size, rank = group.num_ranks, group.rank
     numel = NUM_BYTES // 4 // size
     storages = [noise(numel * size + 1, rank=peer) for peer in range(size)]
     shard, gathered = torch.empty(numel), torch.empty(numel * size)
     began_s = begin_together(link)
     trailer = range(numel * size, numel * size + 1)
-    exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer, tag=0).wait()
+    exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer).wait()
     gathered.view(size, -1)[rank] = shard
-    exchanges.all_gather(gathered, tag=2).wait()
+    exchanges.all_gather(gathered, number=0, then=int).wait()
     ended_s = time.perf_counter()
     total = storages[0].clone()
     for storage in storages[1:]:

@@ -45,7 +45,7 @@ def collectives() -> Iterator[list[str]]:
 
 
 def executor_of(ddp: nn.Module) -> Any:
-    return ddp.sync._engine._formation.assembly.executor
+    return ddp.sync._engine.formation.assembly.executor
 
 
 def recorded_ops(ddp: nn.Module) -> list[str]:
@@ -54,9 +54,9 @@ def recorded_ops(ddp: nn.Module) -> list[str]:
     table = executor_of(ddp)._table
     for kind, act in list(table.items()):
 
-        def recorded(executor: Any, bucket: int, this_round: Any, *, kind: OpKind = kind, act: Any = act) -> None:
+        def recorded(executor: Any, bucket: int, *, kind: OpKind = kind, act: Any = act) -> None:
             ops.append(f"{kind} b{bucket}")
-            act(executor, bucket, this_round)
+            act(executor, bucket)
 
         table[kind] = recorded
     return ops

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from support.models import noise
 from support.ranks import Ranks
-from undertow.runtime.exchange import Exchanges
+from undertow.runtime.exchange import PostedExchanges
 from undertow.runtime.group import GroupRef, OwnGroup
 
 
@@ -29,7 +29,7 @@ def chain_of_adds(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 def scattered(dtype: torch.dtype, shard_numels: list[int]) -> None:
     """Several exchanges in flight; each rank's shard has the bits of the chain, and the trailer is the sum."""
     group = own_group()
-    exchanges = Exchanges(group)
+    exchanges = PostedExchanges(group)
     num_ranks, rank = group.num_ranks, group.rank
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     started = []
@@ -39,7 +39,7 @@ def scattered(dtype: torch.dtype, shard_numels: list[int]) -> None:
             storage[-2:] = torch.tensor([peer == 0, 1])  # some set a flag, all set a flag
         storage, shard = of_rank[rank].clone(), torch.empty(numel, dtype=wide)
         trailer = range(num_ranks * numel + 1, num_ranks * numel + 3)
-        handle = exchanges.reduce_scatter(storage, shard, trailer=trailer, tag=2 * index)
+        handle = exchanges.reduce_scatter(storage, shard, trailer=trailer)
         mine = [storage[rank * numel : (rank + 1) * numel] for storage in of_rank]
         started.append((handle, storage, shard, chain_of_adds(mine, wide)))
     for handle, storage, shard, wanted in started:
@@ -58,12 +58,12 @@ def test_a_shard_is_the_mean_added_up_in_rank_order(ranks: Ranks, dtype: torch.d
 
 def gathered(dtype: torch.dtype) -> None:
     group = own_group()
-    exchanges = Exchanges(group)
+    exchanges = PostedExchanges(group)
     parts = [noise(7, rank=peer).to(dtype) for peer in range(group.num_ranks)]
     flat = torch.zeros(7 * group.num_ranks, dtype=dtype)
     flat.view(group.num_ranks, 7)[group.rank] = parts[group.rank]
     done: list[object] = []
-    handle = exchanges.all_gather(flat, number=0)
+    handle = exchanges.all_gather(flat, number=0, then=int)
     handle.on_done(done.append)
     handle.wait()
     assert torch.equal(flat, torch.cat(parts))

@@ -251,7 +251,7 @@ def freed(way: Callable[[nn.Module], object], close: bool) -> list[str]:
         case.loss(holder if isinstance(holder, nn.Module) else model, step).backward()
     sync = holder.sync if isinstance(holder, nn.Module) else holder
     watched = {"model": model, "sync": sync, "engine": sync._engine, "parameter": model[0].weight}
-    bucket = sync._engine._formation.assembly.executor._bindings[0].bucket.storage
+    bucket = sync._engine.formation.assembly.executor._bindings[0].bucket.storage
     watches = {name: weakref.ref(it) for name, it in {**watched, "bucket": bucket}.items()}
     group = sync.own_process_group
     if close:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
@@ -148,6 +149,23 @@ def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "torchrun --nproc-per-node=2 script.py.",
         )
     return dist.group.WORLD  # type: ignore[return-value]
+
+
+def chosen_group(process_group: dist.ProcessGroup | GroupRef | None, mesh: DeviceMesh | None) -> GroupRef:
+    """The group that users ask for by one of the two, or the default one; ConfigError for both."""
+    if isinstance(process_group, GroupRef):
+        return process_group
+    if mesh is None:
+        return GroupRef.of(user_group(process_group))
+    if process_group is not None or mesh.ndim != 1:
+        raise ConfigError(
+            "Cannot specify both process_group and device_mesh arguments."
+            if process_group is not None
+            else f"Only 1D device mesh is supported, but got {mesh}.",
+            where="the ranks over which gradients are averaged",
+            remedy='Give process_group=, or one dimension of a mesh, such as mesh["dp"].',
+        )
+    return GroupRef.of(mesh.get_group())
 
 
 def gather_bytes(group: OwnGroup, payload: bytes) -> list[bytes]:
