@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._run_buffer_hook("POST_FORWARD")
         return outputs
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's; under a sharded optimizer every parameter has come when it returns."""
+        if "sync" in self.__dict__:  # else the constructor is at work
+            self.sync.wait_for_parameters()
+        return super().named_parameters(*args, **kwargs)
+
+    def full_gradient(self, param: Tensor) -> Tensor | None:
+        """The mean gradient of a parameter, also where each rank has a shard of it; a collective call then."""
+        return self.sync.full_gradient(param)
+
     def accumulate(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; the next one outside synchronises the sum."""
         return self.sync.accumulate()
@@ -229,6 +239,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """For torch.distributed.algorithms.Join, also among other participants."""
+        self.sync.require_whole_optimizer("join")
         self._shadow = ShadowHook(self.sync, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
         return self._shadow
 
@@ -349,6 +360,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Everything but what belongs to this process: a copy makes its own buckets and groups when it first trains."""
         if self.sync.has_comm_hook:
             warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
+        self.sync.wait_for_parameters()
         own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow")}
         return {**own, "sync_config": self.sync.config, "sync_group": self.sync.group_reference}
 

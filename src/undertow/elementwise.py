@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,16 +23,17 @@ _NOT_ELEMENTWISE = {
     "LARS": "it scales an update by the norm of the whole parameter",
 }
 _KNOWN = frozenset(["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # from parameters or their groups
 _SHAPE, _CUT, _NUM_STEPS = (4, 6), 9, 3
 
 
-def require_elementwise(cls: type[Any], hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
+def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
     """ConfigError for an optimizer that treats a parameter otherwise than each of its elements; one of torch's is known,
     another one is tried out on a few numbers.
     """
     is_torchs = cls.__module__.startswith("torch.optim")
     reason = _NOT_ELEMENTWISE.get(cls.__name__)
-    if reason is None and not (is_torchs and cls.__name__ in _KNOWN) and not _treats_parts_alike(cls, hyper_parameters, device):
+    if reason is None and not (is_torchs and cls.__name__ in _KNOWN) and not _treats_parts_alike(make, hyper_parameters, device):
         reason = "it updates parts of a parameter otherwise than the whole"
     if reason is not None:
         raise ConfigError(
@@ -41,16 +43,16 @@ def require_elementwise(cls: type[Any], hyper_parameters: dict[str, Any], *, dev
         )
 
 
-def state_of_one_element(cls: type[Any], hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
+def state_of_one_element(make: MakeOptimizer, hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
     """What the optimizer keeps of a parameter with one element, after one step."""
-    return dict(_stepped(cls, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])[1][0])
+    return dict(_stepped(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])[1][0])
 
 
-def _treats_parts_alike(cls: type[Any], hyper_parameters: dict[str, Any], device: torch.device) -> bool:
+def _treats_parts_alike(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)  # leaves the user's alone
     start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
-    whole, _ = _stepped(cls, hyper_parameters, [start], [[grad] for grad in grads])
-    parts, _ = _stepped(cls, hyper_parameters, _cut(start), [_cut(grad) for grad in grads])
+    whole, _ = _stepped(make, hyper_parameters, [start], [[grad] for grad in grads])
+    parts, _ = _stepped(make, hyper_parameters, _cut(start), [_cut(grad) for grad in grads])
     return torch.equal(whole[0].flatten(), torch.cat(parts))
 
 
@@ -59,10 +61,10 @@ def _cut(tensor: Tensor) -> list[Tensor]:
 
 
 def _stepped(
-    cls: type[Any], hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
+    make: MakeOptimizer, hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
-    optimizer = cls([{"params": params, **copy.deepcopy(hyper_parameters)}])
+    optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
     for of_step in grads:
         for param, grad in zip(params, of_step, strict=True):
             param.grad = grad.clone()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow.elementwise import require_elementwise, state_of_one_element
+from undertow.elementwise import MakeOptimizer, require_elementwise, state_of_one_element
 from undertow.errors import ConfigError, NonFiniteGradient, WrongType
 from undertow.optim_state import FullStates, ParamState, ShardedState, full_states, parts_of_state
 from undertow.runtime import private
@@ -52,9 +53,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         sync = _checked(cls, getattr(target, "sync", target), eager=eager)
         named_params = sync.named_parameters()
-        whole = cls([param for _, param in named_params] if params is None else params, **defaults)
-        self._cls = cls
-        self._arguments = defaults  # some of which a constructor reads and no group
+        self._make: MakeOptimizer = partial(cls, **defaults)  # some of which a constructor reads and no group
+        whole = self._make([param for _, param in named_params] if params is None else params)
         self._sync = sync
         self._inner: torch.optim.Optimizer | None = None
         self._sharding: Sharding | None = None
@@ -63,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._waiting: FullStates = {}  # states of parameters that are not among our parts, or not yet
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
-            require_elementwise(cls, _hyper_parameters(group), device=sync.device)
+            require_elementwise(cls, self._make, _hyper_parameters(group), device=sync.device)
         self._require_synchronised(dict(named_params))
         self._steps = sync.shard(self, _described(cls, self.param_groups))
 
@@ -183,7 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups.append({**_hyper_parameters(group), "params": [each.target for each in mine]})
         if not self._owned:
             groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch wants a parameter
-        self._inner = self._cls(groups, **self._arguments)
+        self._inner = self._make(groups)
         for owned in self._owned:
             param = sharding.params[owned.part.param]
             if param in self._waiting:
@@ -222,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _state_of_nothing(self, param: Tensor) -> dict[str, Any]:
         group = next(group for group in self.param_groups if any(it is param for it in group["params"]))
         like = torch.zeros(1, dtype=wide_dtype(param.dtype), device=param.device)
-        state = state_of_one_element(self._cls, _hyper_parameters(group), like=like)
+        state = state_of_one_element(self._make, _hyper_parameters(group), like=like)
         return state if like.dtype == param.dtype else {**state, _MASTER: like}
 
     def _inner_state(self, owned: _Owned) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadca
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.engine import Engine
 from undertow.runtime.group import GroupRef, OwnGroup, chosen_group, user_group
-from undertow.runtime.hooks import ForwardHook
+from undertow.runtime.hooks import ModuleHook
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import Members
 from undertow.runtime.recorder import Recorder, clock_for
@@ -210,6 +210,10 @@ class Sync:
     def wait(self) -> None:
         """Returns when nothing is in flight: every gradient and every parameter is what it will be."""
         self._engine.complete()
+        self.wait_for_parameters()
+
+    def wait_for_parameters(self) -> None:
+        """Returns when every parameter is what a sharded optimizer has made of it."""
         if self._steps is not None:
             self._steps.wait()
 
@@ -294,6 +298,15 @@ class Sync:
         """Keeps the other ranks company in one synchronisation, without gradients of our own."""
         self._engine.shadow()
 
+    def require_whole_optimizer(self, where: str) -> None:
+        """PhaseError under a sharded optimizer: a rank without data would still have to step on its shards."""
+        if self._steps is not None:
+            raise PhaseError(
+                "a rank that has run out of data cannot leave a sharded optimizer: the others need its shards.",
+                where=where,
+                remedy="Give every rank as many batches, or use a plain optimizer.",
+            )
+
     def join_ends(self) -> None:
         """All ranks are in the same place again, and all of them count."""
         self._engine.join_ends()
@@ -304,7 +317,7 @@ class Sync:
 
     def watch_forwards(self) -> None:
         """Has every forward of the module report its begin and end, until `close`."""
-        begins, ends = (ForwardHook(self._module, then) for then in (self._attached_forward_begins, self.forward_ends))
+        begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self.forward_ends))
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins),
             self._module.register_forward_hook(ends, always_call=True),

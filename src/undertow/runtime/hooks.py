@@ -45,8 +45,8 @@ def _watchers_of(param: Tensor) -> Iterator[Any]:
             yield arrivals.listener
 
 
-class ForwardHook:
-    """Calls `then` around forwards of `module`. A copy of the module has it too, where it does nothing."""
+class ModuleHook:
+    """Calls `then` where it is registered with `module`. A copy of the module has it too, where it does nothing."""
 
     def __init__(self, module: nn.Module, then: Callable[[], None]) -> None:
         self._module = weakref.ref(module)

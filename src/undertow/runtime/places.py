@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.runtime import private
 from undertow.runtime.gathers import Gathers
-from undertow.runtime.hooks import ForwardHook
+from undertow.runtime.hooks import ModuleHook
 
 
 class Places:
@@ -44,7 +44,8 @@ class Places:
         for part in module.modules():
             buckets = self._buckets(part.parameters(recurse=False))
             if buckets:
-                self._hooks.append(part.register_state_dict_pre_hook(partial(_wait_for_state, gathers, buckets)))  # type: ignore[no-untyped-call]
+                hook = ModuleHook(part, partial(_wait_for, gathers, buckets))
+                self._hooks.append(part.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
                 if not self._is_seen:
                     self._wait_in(part, buckets)
 
@@ -81,7 +82,7 @@ class Places:
         return _in_order(self._buckets_of.get(id(param), ()) for param in params)
 
     def _wait_in(self, part: nn.Module, buckets: Sequence[int]) -> None:
-        self._hooks.append(part.register_forward_pre_hook(ForwardHook(part, partial(_wait_for, self._gathers, buckets))))
+        self._hooks.append(part.register_forward_pre_hook(ModuleHook(part, partial(_wait_for, self._gathers, buckets))))
 
 
 class _Reads(TorchFunctionMode):
@@ -134,10 +135,6 @@ class _Reads(TorchFunctionMode):
 def _wait_for(gathers: Gathers, buckets: Sequence[int]) -> None:
     if gathers.in_flight:
         gathers.wait(buckets)
-
-
-def _wait_for_state(gathers: Gathers, buckets: Sequence[int], *_arguments: Any) -> None:
-    gathers.wait(buckets)
 
 
 def _in_order(groups: Iterable[Iterable[int]]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A half-open interval on a lane; times in microseconds since the step began."""
+    """A half-open interval on a lane; times in microseconds since the step began, where gathers may be under way already."""
 
     lane: str  # "compute", or "comm." and the name of a mesh axis
     kind: str  # an op's kind, or "forward", "backward", "wait", "optimizer"

@@ -34,7 +34,7 @@ class StepRecord:
     backwards: tuple[Interval, ...]  # from the end of the forward until the last bucket has left
     buckets: tuple[BucketRecord, ...]  # in the order in which they left
     busy_ms: tuple[float, ...]  # by rank: from the end of the previous round until the last bucket left
-    gathers: tuple[BucketRecord, ...] = ()  # of parameters, since the optimizer's step before this one
+    gathers: tuple[BucketRecord, ...] = ()  # of parameters, since the optimizer stepped: they begin before this step
 
     def wire_intervals(self) -> tuple[Interval, ...]:
         """When the link worked on each bucket: it starts one after the other, so that queueing is not counted."""
@@ -45,8 +45,7 @@ class StepRecord:
         events = [_compute("forward", interval) for interval in self.forwards]
         events += [_compute("backward", interval) for interval in self.backwards]
         sent = (*self.gathers, *self.buckets)
-        # What was waited for between two steps, by whoever read a parameter there, belongs to neither.
-        events += [_compute("wait", _in_step(bucket.waited), bucket.bucket) for bucket in sent if bucket.waited[1] > 0]
+        events += [_compute("wait", bucket.waited, bucket.bucket) for bucket in sent]
         synchronised_us = max((event.stop_us for event in events), default=0.0)
         if self.step_us > synchronised_us:
             events.append(_compute("optimizer", (synchronised_us, self.step_us)))
@@ -55,12 +54,11 @@ class StepRecord:
                 lane="comm.dp",
                 kind=bucket.kind,
                 bucket=bucket.bucket,
-                start_us=max(0.0, start),
+                start_us=start,
                 stop_us=stop,
                 num_bytes=bucket.num_bytes,
             )
             for bucket, (start, stop) in zip(sent, (*_wire_intervals(self.gathers), *self.wire_intervals()), strict=True)
-            if stop > 0
         ]
         return Trace(rank=self.rank, step=self.step, events=tuple(events))
 
@@ -72,10 +70,6 @@ def _wire_intervals(buckets: Sequence[BucketRecord]) -> tuple[Interval, ...]:
         intervals.append((start, bucket.done_us))
         free_us = max(free_us, bucket.done_us)
     return tuple(intervals)
-
-
-def _in_step(interval: Interval) -> Interval:
-    return max(0.0, interval[0]), interval[1]
 
 
 def _compute(kind: str, interval: Interval, bucket: int | None = None) -> Event:

@@ -1,0 +1,345 @@
+"""Gathers under the next forward: every reader waits for what it reads, and for no more."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.models import CASES, Branches, Case, noise
+from support.ranks import Ranks
+from support.sharded import parameters, require_equal, trained, training
+from undertow import DistributedDataParallel
+from undertow.runtime.gathers import Gathers
+from undertow.schedule import OpKind
+
+MLP = CASES["mlp"]
+TIED = CASES["tied transformer"]
+# Every parameter in buckets of its own.
+SMALL = {"bucket_cap_mb": 1e-6}
+
+
+class SlowGathers:
+    """Has every gather take long on the wire, on one rank or all."""
+
+    def __init__(self, ddp: DistributedDataParallel, *, delay_s: float = 0.02) -> None:
+        self.waited: list[int] = []
+        gathers = gathers_of(ddp)
+        wait = gathers.wait
+
+        def noted(buckets: Any) -> None:
+            chosen = [bucket for bucket in buckets if bucket in gathers.in_flight]
+            self.waited += chosen
+            wait(chosen)
+
+        gathers.wait = noted  # type: ignore[method-assign]
+        exchanges = gathers._exchanges
+        post = exchanges._send  # type: ignore[attr-defined]
+
+        def late(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(delay_s * (dist.get_rank() == 0))
+            return post(*args, **kwargs)
+
+        exchanges._send = late  # type: ignore[attr-defined]
+
+
+def gathers_of(ddp: DistributedDataParallel) -> Gathers:
+    return ddp.sync._engine.formation.assembly.reducer.sharding.gathers
+
+
+def step_of(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, case: Any, number: int) -> None:
+    opt.zero_grad()
+    case.loss(ddp, number).backward()
+    opt.step()
+
+
+def each_place_waits_for_its_own() -> None:
+    with training(MLP.model(), **SMALL) as (ddp, opt):
+        for number in range(3):
+            step_of(ddp, opt, MLP, number)
+        slow = SlowGathers(ddp)
+        step_of(ddp, opt, MLP, 3)
+        slow.waited.clear()
+        assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets)
+        hidden = ddp.module[0](noise(5, 6))
+        own = {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
+        assert set(slow.waited) == own
+        assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets) - len(own)
+        ddp.module[2](hidden.relu())
+        assert gathers_of(ddp).in_flight == {}
+
+
+def test_a_module_waits_for_its_own_parameters_only(ranks: Ranks) -> None:
+    ranks.run(each_place_waits_for_its_own)
+
+
+def gathers_leave_in_forward_order() -> list[list[int]]:
+    orders = []
+    with training(TIED.model(), **SMALL) as (ddp, opt):
+        for number in range(4):
+            step_of(ddp, opt, TIED, number)
+            if number == 2:
+                first_needed = list(dict.fromkeys(gathers_of(ddp).in_flight))
+                orders.append(first_needed)
+        names = [ddp.plan.params[ddp.plan.buckets[bucket].params[0]].name for bucket in orders[0]]
+    assert names[0] == "embedding.weight"
+    assert max(at for at, name in enumerate(names) if "attn" in name) < min(at for at, name in enumerate(names) if "linear2" in name)
+    return orders
+
+
+def test_gathers_leave_in_the_order_of_the_forward(ranks: Ranks) -> None:
+    ranks.run(gathers_leave_in_forward_order)
+
+
+class Elsewhere(nn.Module):
+    """Computes with the parameters of a layer that it never calls, and of its own under a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.linear(x, self.layer.weight, self.layer.bias).tanh()
+        return self.head(hidden) * self.scale
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Elsewhere()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def read_in_another_module(delay_s: float) -> None:
+    def run(strategy: str) -> Any:
+        torch.manual_seed(5)
+        with training(Holder(), strategy, "SGD", reduction="ordered", **SMALL) as (ddp, opt):
+            for number in range(6):
+                step_of(ddp, opt, MLP, number)
+                if strategy != "ddp" and number == 2:
+                    SlowGathers(ddp, delay_s=delay_s)
+            return parameters(ddp)
+
+    require_equal(run("ddp"), run("zero1"))
+
+
+def test_a_parameter_read_in_another_module_has_come(ranks: Ranks) -> None:
+    ranks.run(read_in_another_module, 0.01)
+
+
+def order_changes() -> None:
+    """A path through the model that was never taken before is slower, and right."""
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        opt.zero_grad()
+        order = [(0, 1, 2), (2, 1, 0), (1,), (0, 2), (2, 0, 1, 2)][step % 5]
+        ddp(noise(3, 4, step=step), order).square().sum().backward()
+        opt.step()
+        if step == 2 and gathers_of_or_none(ddp) is not None:
+            SlowGathers(ddp, delay_s=0.005)
+
+    case = Case(Branches, lambda model, step: model(noise(3, 4, step=step)).sum())
+    expected = trained(case, "ddp", "SGD", num_steps=10, each=each, reduction="ordered")
+    for strategy in ("zero1", "zero2"):
+        require_equal(expected, trained(case, strategy, "SGD", num_steps=10, each=each, reduction="ordered", **SMALL))
+
+
+def gathers_of_or_none(ddp: DistributedDataParallel) -> Gathers | None:
+    sharding = ddp.sync._engine.formation.assembly.reducer.sharding
+    return None if sharding is None else sharding.gathers
+
+
+def test_another_order_of_layers_is_right(ranks: Ranks) -> None:
+    ranks.run(order_changes)
+
+
+def readers(read: str) -> None:
+    """What reads parameters right after a step sees what the step has made of them."""
+    with training(MLP.model(), reduction="ordered", **SMALL) as (ddp, opt):
+        step_of(ddp, opt, MLP, 0)
+        SlowGathers(ddp)
+        for number in range(1, 4):
+            step_of(ddp, opt, MLP, number)
+            found = READERS[read](ddp)
+            ddp.wait()
+            expected = [param.detach().clone() for param in ddp.module.parameters()]
+            assert len(found) == len(expected)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)), number
+
+
+def evaluated(ddp: DistributedDataParallel) -> list[Tensor]:
+    """The parameters themselves, out of a forward without gradients: a unit vector for each."""
+    seen: list[Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda layer, _args, _out: seen.extend(p.detach().clone() for p in layer.parameters()))
+        for layer in (ddp.module[0], ddp.module[2])
+    ]
+    ddp.eval()
+    with torch.no_grad():
+        ddp(noise(2, 6))
+    ddp.train()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+READERS: dict[str, Any] = {
+    "parameters of the wrapper": lambda ddp: [param.detach().clone() for param in ddp.parameters()],
+    "state_dict": lambda ddp: [value.clone() for value in ddp.state_dict().values()],
+    "state_dict of a part": lambda ddp: [
+        value.clone() for part in (ddp.module[0], ddp.module[2]) for value in part.state_dict().values()
+    ],
+    "a deep copy": lambda ddp: [param.detach().clone() for param in copy.deepcopy(ddp).module.parameters()],
+    "evaluation": evaluated,
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_readers_between_steps_see_what_was_stepped(two_ranks: Ranks, read: str) -> None:
+    two_ranks.run(readers, read)
+
+
+def ema_in_a_post_hook() -> None:
+    def run(strategy: str) -> list[Tensor]:
+        with training(MLP.model(), strategy, "SGD", reduction="ordered", **SMALL) as (ddp, opt):
+            averaged = [param.detach().clone() for param in ddp.module.parameters()]
+
+            def follow(*_arguments: Any) -> None:
+                for mine, theirs in zip(averaged, ddp.module.parameters(), strict=True):
+                    mine.lerp_(theirs.detach(), 0.1)
+
+            opt.register_step_post_hook(follow)
+            for number in range(5):
+                step_of(ddp, opt, MLP, number)
+            return averaged
+
+    for mine, theirs in zip(run("ddp"), run("zero1"), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_hook_after_the_step_reads_new_parameters(ranks: Ranks) -> None:
+    ranks.run(ema_in_a_post_hook)
+
+
+def stale_reads_raise() -> None:
+    """A graph from before a step, or from a read past all hooks, does not go through backward."""
+    with training(MLP.model(), **SMALL) as (ddp, opt):
+        step_of(ddp, opt, MLP, 0)
+        step_of(ddp, opt, MLP, 1)
+        ddp.wait()
+        before = ddp(noise(5, 6)).sum()
+        opt.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.backward()
+        opt.zero_grad()
+        ddp.wait()
+        step_of(ddp, opt, MLP, 2)
+        weight = ddp.module[2].weight  # no module's forward, hence no wait
+        hidden = nn.functional.linear(noise(5, 8).requires_grad_(), weight)
+        ddp.wait()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            hidden.sum().backward()
+
+
+def test_a_stale_parameter_is_found_by_autograd(two_ranks: Ranks) -> None:
+    two_ranks.run(stale_reads_raise)
+
+
+def delayed(kind: OpKind, late_rank: int, strategy: str) -> None:
+    expected = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered")
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        if step == 1:
+            table = ddp.sync._engine.formation.assembly.executor._table
+            act = table[kind]
+
+            def late(*args: Any) -> None:
+                if dist.get_rank() == late_rank:
+                    time.sleep(0.004)
+                act(*args)
+
+            table[kind] = late
+        step_of(ddp, opt, TIED, step)
+
+    require_equal(expected, trained(TIED, strategy, "SGD", num_steps=5, each=each, reduction="ordered", **SMALL))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("late_rank", [0, 1])
+@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.REDUCE_SCATTER, OpKind.BIND, OpKind.ALL_GATHER])
+def test_a_delay_at_any_op_changes_nothing(ranks: Ranks, kind: OpKind, late_rank: int, strategy: str) -> None:
+    ranks.run(delayed, kind, late_rank, strategy)
+
+
+def traced() -> list[tuple[str, int]]:
+    with training(TIED.model(), record="full", **SMALL) as (ddp, opt):
+        for number in range(5):
+            step_of(ddp, opt, TIED, number)
+        ddp.wait()
+        trace = ddp.traces()[-1]
+        ddp.report()
+        kinds = [event.kind for event in trace.communication]
+        num_buckets = len(ddp.plan.buckets)
+        assert all(event.start_us <= event.stop_us for event in trace.events)
+        return [("reduce_scatter", kinds.count("reduce_scatter") - num_buckets), ("all_gather", kinds.count("all_gather") - num_buckets)]
+
+
+def test_the_trace_has_both_ways_of_every_bucket(two_ranks: Ranks) -> None:
+    for counts in two_ranks.run(traced):
+        assert counts == [("reduce_scatter", 0), ("all_gather", 0)]
+
+
+def without_overlap() -> None:
+    expected = trained(TIED, "zero1", reduction="ordered", num_steps=4)
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        step_of(ddp, opt, TIED, step)
+        assert gathers_of(ddp).in_flight == {}
+
+    require_equal(expected, trained(TIED, "zero1", each=each, num_steps=4, reduction="ordered", overlap=False, **SMALL))
+
+
+def test_without_overlap_nothing_is_in_flight_after_a_step(two_ranks: Ranks) -> None:
+    two_ranks.run(without_overlap)
+
+
+def batch_norm_in_between() -> None:
+    case = CASES["convolutions"]
+
+    def run(strategy: str) -> dict[str, Tensor]:
+        with training(case.model(), strategy, "SGD", reduction="ordered", **({} if strategy == "ddp" else SMALL)) as (ddp, opt):
+            for number in range(5):
+                step_of(ddp, opt, case, number)
+                if number == 1 and strategy != "ddp":
+                    SlowGathers(ddp, delay_s=0.003)
+            return {name: value.clone() for name, value in ddp.state_dict().items()}
+
+    require_equal(run("ddp"), run("zero1"))
+
+
+def test_buffers_travel_beside_gathers(ranks: Ranks) -> None:
+    ranks.run(batch_norm_in_between)
+
+
+def compiled() -> None:
+    expected = trained(MLP, "zero1", "SGD", num_steps=4, reduction="ordered")
+    with training(MLP.model(), "zero1", "SGD", reduction="ordered", **SMALL) as (ddp, opt):
+        fast = torch.compile(ddp, backend="eager")
+        for number in range(4):
+            opt.zero_grad()
+            MLP.loss(fast, number).backward()
+            opt.step()
+        require_equal(expected, parameters(ddp))
+
+
+def test_a_compiled_model_waits_as_a_whole(two_ranks: Ranks) -> None:
+    two_ranks.run(compiled)
