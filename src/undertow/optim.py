@@ -44,7 +44,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        cls: type[Any],
+        cls: type[torch.optim.Optimizer],
         target: Sync | nn.Module,
         params: _ParamGroups | None = None,
         *,
@@ -53,7 +53,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         sync = _checked(cls, getattr(target, "sync", target), eager=eager)
         named_params = sync.named_parameters()
-        self._make: MakeOptimizer = partial(cls, **defaults)  # some of which a constructor reads and no group
+        make: Any = cls  # whose constructor is another one than that of its base
+        # Not the groups alone: some settings are read by a constructor only.
+        self._make: MakeOptimizer = partial(make, **defaults)
         whole = self._make([param for _, param in named_params] if params is None else params)
         self._sync = sync
         self._inner: torch.optim.Optimizer | None = None

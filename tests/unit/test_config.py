@@ -70,10 +70,7 @@ def test_json_may_leave_out_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "choices"),
     [
-        ({"strategy": "zero1"}, "None, 'ddp'"),
-        ({"strategy": "zero2"}, "None, 'ddp'"),
-        ({"strategy": "hybrid"}, "None, 'ddp'"),
-        ({"reduction": "ordered"}, "'native'"),
+        ({"strategy": "hybrid"}, "None, 'ddp', 'zero1', 'zero2'"),
         ({"op": "sum"}, "'mean'"),
         ({"auto_tune": True}, "False"),
         ({"nonfinite": "warn"}, "'ignore'"),
@@ -92,12 +89,11 @@ def test_what_is_not_built_is_refused_by_name(settings: dict[str, Any], choices:
 @pytest.mark.parametrize(
     ("settings", "choices"),
     [
-        ({"strategy": "zero3"}, "None, 'ddp'"),
         ({"order": "random"}, "'observed', 'reverse', 'largest_first'"),
         ({"overlap": 1}, "True, False"),
         ({"overlap": "yes"}, "True, False"),
         ({"average_in_collective": None}, "True, False"),
-        ({"reduction": None}, "'native'"),
+        ({"reduction": None}, "'native', 'ordered'"),
         ({"op": "max"}, "'mean'"),
         ({"buffers": True}, "'rank0', 'mean', 'off'"),
         ({"auto_tune": None}, "False"),
@@ -185,3 +181,10 @@ def test_text_that_holds_no_settings_is_refused(text: Any, problem: str) -> None
 
 def test_values_from_json_are_checked_too() -> None:
     assert reading_error('{"op": "sum"}') == refusal(op="sum")
+
+
+@pytest.mark.parametrize("name", ["zero3", "fsdp"])
+def test_sharded_parameters_are_refused_with_the_way_out(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"strategy cannot be '{name}'") as caught:
+        SyncConfig(strategy=name)
+    assert str(caught.value).endswith("Use torch.distributed.fsdp.fully_shard to shard parameters.")

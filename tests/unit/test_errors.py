@@ -7,8 +7,10 @@ import pytest
 
 from undertow import errors
 from undertow.errors import (
+    CheckpointError,
     ConfigError,
     Desync,
+    NonFiniteGradient,
     PeerFailed,
     PhaseError,
     PlanMismatch,
@@ -17,7 +19,17 @@ from undertow.errors import (
     WrongType,
 )
 
-TREE = [ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, ShardedGradientError, WrongType]
+TREE = [
+    CheckpointError,
+    ConfigError,
+    Desync,
+    NonFiniteGradient,
+    PeerFailed,
+    PhaseError,
+    PlanMismatch,
+    ShardedGradientError,
+    WrongType,
+]
 
 
 def test_text_has_what_where_and_remedy_on_a_line_each() -> None:
@@ -53,6 +65,8 @@ def test_docstring_draws_every_error(name: str) -> None:
         (ConfigError, (UndertowError, ValueError)),
         (WrongType, (ConfigError, TypeError)),
         (PhaseError, (UndertowError,)),
+        (CheckpointError, (UndertowError,)),
+        (NonFiniteGradient, (UndertowError,)),
         (Desync, (UndertowError,)),
         (PeerFailed, (UndertowError,)),
         (PlanMismatch, (UndertowError,)),
