@@ -39,7 +39,7 @@ class Places:
         self._on_order = on_order
         self._at_root = _in_order(buckets_of.values())
         self._is_seen = only_root or any(map(private.is_compiled, module.modules()))
-        self._reads: _Reads | None = None
+        self._reads = None if self._is_seen else _Reads(module, frozenset(buckets_of))
         self._hooks: list[RemovableHandle] = []
         for part in module.modules():
             buckets = self._buckets(part.parameters(recurse=False))
@@ -49,20 +49,18 @@ class Places:
                 if not self._is_seen:
                     self._wait_in(part, buckets)
 
-    def root_begins(self, module: nn.Module, *, is_training: bool) -> None:
+    def root_begins(self, *, is_training: bool) -> None:
         """A forward of the whole model."""
         self._gathers.wait(self._at_root)
-        if is_training and not self._is_seen and self._reads is None:
-            self._reads = _Reads(module, frozenset(self._buckets_of))
-            self._reads.__enter__()  # type: ignore[no-untyped-call]
+        if is_training and self._reads is not None:
+            self._reads.begin()
 
     def root_ends(self) -> None:
-        reads, self._reads = self._reads, None
-        if reads is None:
+        reads = self._reads
+        if reads is None or not reads.is_on:
             return
-        reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         reads.close()
-        self._is_seen = True
+        self._reads, self._is_seen = None, True
         for part, params in reads.beyond_own():
             self._wait_in(part, self._buckets(params))
         read = _in_order(self._buckets_of[param] for param in reads.place)
@@ -72,7 +70,6 @@ class Places:
     def close(self) -> None:
         """Takes all hooks off."""
         if self._reads is not None:
-            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._reads.close()
             self._reads = None
         for hook in self._hooks:
@@ -86,27 +83,37 @@ class Places:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes in which module each parameter is first read; `place` has those, in that order, by the parameter's id."""
+    """Notes in which module each parameter is first read; `place` has those, in that order, by the parameter's id.
+
+    What is read while no module runs does not count: before the forward of the whole model we look at every parameter.
+    """
 
     def __init__(self, module: nn.Module, params: frozenset[int]) -> None:
         super().__init__()
         self.place: dict[int, nn.Module] = {}
+        self.is_on = False
         self._tensors: dict[int, Tensor] = {}
         self._params = params
-        self._running: list[nn.Module] = [module]
+        self._running: list[nn.Module] = []
         self._hooks = [
             hook
             for part in module.modules()
             for hook in (
-                part.register_forward_pre_hook(self._begins),
-                part.register_forward_hook(self._ends, always_call=True),
+                part.register_forward_pre_hook(ModuleHook(part, partial(self._running.append, part))),
+                part.register_forward_hook(ModuleHook(part, self._ends), always_call=True),
             )
         ]
+
+    def begin(self) -> None:
+        """From now on, in this thread, until `close`."""
+        if not self.is_on:
+            self.is_on = True
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for argument in chain(args, (kwargs or {}).values()):
+        for argument in chain(args, (kwargs or {}).values()) if self._running else ():
             for tensor in argument if isinstance(argument, list | tuple) else (argument,):
                 if id(tensor) in self._params and id(tensor) not in self.place:
                     self.place[id(tensor)] = self._running[-1]
@@ -122,14 +129,13 @@ class _Reads(TorchFunctionMode):
         return list(found.items())
 
     def close(self) -> None:
+        if self.is_on:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
-    def _begins(self, part: nn.Module, _arguments: Any) -> None:
-        self._running.append(part)
-
-    def _ends(self, _part: nn.Module, _arguments: Any, _outputs: Any) -> None:
-        self._running.pop()
+    def _ends(self) -> None:
+        del self._running[-1:]  # of none, where a hook before ours has raised
 
 
 def _wait_for(gathers: Gathers, buckets: Sequence[int]) -> None:

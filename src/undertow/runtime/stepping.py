@@ -94,9 +94,8 @@ class ShardedSteps:
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
-        module = self._module()
-        if self._places is not None and module is not None:
-            self._places.root_begins(module, is_training=is_training and not is_compiled)
+        if self._places is not None:
+            self._places.root_begins(is_training=is_training and not is_compiled)
 
     def forward_ends(self) -> None:
         if self._places is not None:
