@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError
+from undertow.runtime import private
 from undertow.runtime.buckets import strides_of_gradient
 from undertow.runtime.group import gather_bytes
 from undertow.runtime.sharding import Sharding, in_memory_order
@@ -18,42 +20,102 @@ from undertow.runtime.shards import ShardPart
 ParamState = dict[str, Any]  # by torch's name for it: tensors, numbers, and ShardedState
 FullStates = dict[Tensor, ParamState]  # parameters are keys by identity
 
+_COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+_OF_A_COPY = {"device", "non_blocking", "memory_format"}
+
 _TENSOR, _SCALAR, _VALUE = "tensor", "scalar tensor", "value"
 
 
-class ShardedState:
-    """A tensor like a parameter, of which this rank has `pieces`: flat, of the parameter as it lies in memory."""
+class ShardedState(Tensor):
+    """A tensor like a parameter, of which this rank has `pieces`: flat, of the parameter as it lies in memory.
 
-    def __init__(self, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> None:
-        self.shape = param.shape
-        self.dtype = dtype
-        self.strides = strides_of_gradient(param)
-        self.pieces = tuple(pieces)
+    It is a tensor because torch.distributed.checkpoint looks for shards in tensors only, and it has the methods by which
+    that saves and loads them, as boxes; with all ranks' pieces what is stored is a tensor of this shape. It has no values
+    of its own: it can be moved and copied, and every other use of it raises.
+    """
 
-    def size(self) -> torch.Size:
-        return self.shape
+    pieces: tuple[tuple[ShardPart, Tensor], ...]
+
+    @staticmethod
+    def __new__(cls, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> ShardedState:
+        like = torch.empty_strided(param.shape, strides_of_gradient(param), dtype=dtype, device="meta")
+        made = private.wrapper_tensor(cls, like, device=param.device)
+        made.pieces = tuple(pieces)
+        return made
 
     def of_part(self, part: ShardPart) -> Tensor:
-        """The elements of `part`, which must be among our pieces."""
+        """The elements of `part`, which must lie in one of our pieces."""
         for own, values in self.pieces:
-            if (own.start, own.stop) == (part.start, part.stop):
-                return values
+            if own.start <= part.start and part.stop <= own.stop:
+                return values[part.start - own.start : part.stop - own.start]
         raise CheckpointError(
             f"elements [{part.start}, {part.stop}) of a state of shape {tuple(self.shape)} are not on this rank.",
             where="ShardedOptimizer.load_state_dict",
             remedy="Load through torch.distributed.checkpoint, or from full_state_dict().",
         )
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         parts = ", ".join(f"[{part.start}, {part.stop})" for part, _ in self.pieces)
         return f"ShardedState(shape={tuple(self.shape)}, dtype={self.dtype}, elements {parts or 'none'} here)"
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, _protocol: Any) -> Any:
         raise CheckpointError(
             "the state of a sharded optimizer cannot be pickled: this rank has a part of it.",
             where=repr(self),
             remedy="Save optimizer.full_state_dict(), called on every rank, or use torch.distributed.checkpoint.",
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
+        return memo.setdefault(id(self), self.clone())
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
+        return private.write_items(fqn, self, [box for box, _ in self._boxes()])
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return private.chunks([box for box, _ in self._boxes()])
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        for box, view in self._boxes():
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return view
+        raise ValueError(f"{index.fqn!r} has nothing at {index.offset} on this rank")  # torch tells the other ranks
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
+        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given, first = {name: value for name, value in (kwargs or {}).items() if value is not None}, args[0] if args else None
+        if isinstance(first, ShardedState):
+            if op is torch.ops.aten.detach.default:
+                return first
+            if op in _COPYING and given.keys() <= _OF_A_COPY:
+                return first._with_pieces([(part, op(values, **given)) for part, values in first.pieces], **given)
+            if op is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(first.shape):
+                return first._with_pieces((), **given)  # torch's staging of a checkpoint fills them in
+        raise CheckpointError(
+            "the state of a sharded optimizer has no values of its own: this rank has a part of it.",
+            where=f"{op}, of a state of shape {next((tuple(it.shape) for it in args if isinstance(it, cls)), '?')}",
+            remedy="Ask for all of it with optimizer.full_state_dict(), on every rank.",
+        )
+
+    def _with_pieces(
+        self, pieces: Sequence[tuple[ShardPart, Tensor]], *, device: torch.device | None = None, **_given: Any
+    ) -> ShardedState:
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        made = private.wrapper_tensor(ShardedState, like, device=device or self.device)
+        made.pieces = tuple(pieces)
+        return made
+
+    def _boxes(self) -> list[tuple[Box, Tensor]]:
+        """Our pieces as boxes, and where their values are, in place."""
+        if self.numel() == 0:  # nobody's; that it is there must be stored all the same
+            box = Box(offsets=(0,) * self.dim(), sizes=tuple(self.shape), start=0)
+            return [(box, torch.empty(self.shape, dtype=self.dtype, device=self.device))]
+        return [
+            (box, values.as_strided(box.sizes, self.stride(), values.storage_offset() + box.start - part.start))
+            for part, values in self.pieces
+            for box in boxes_of_range(self.shape, self.stride(), part.start, part.stop)
+        ]
 
 
 def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:

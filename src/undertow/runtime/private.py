@@ -13,6 +13,8 @@ from torch.autograd import Variable
 from torch.distributed.utils import _to_kwargs
 from torch.utils.hooks import RemovableHandle
 
+from undertow.boxes import Box
+
 # Of the backward that this thread is in, the innermost one; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -88,10 +90,35 @@ def all_gather_async(flat: torch.Tensor, own: torch.Tensor, group: dist.ProcessG
     return cast(dist.Work, start(flat, own, group=group, async_op=True))
 
 
-def wrapper_tensor(cls: type[_Tensor], like: torch.Tensor) -> _Tensor:
-    """A tensor of class `cls` without storage, of `like`'s shape, strides, dtype and device."""
+def wrapper_tensor(
+    cls: type[_Tensor], like: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> _Tensor:
+    """A tensor of class `cls` without storage, of `like`'s shape and strides, and of its dtype and device if not given."""
     make = torch.Tensor._make_wrapper_subclass
-    return make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+    return make(cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device)
+
+
+def chunks(boxes: Sequence[Box]) -> list[Any]:
+    """What torch.distributed.checkpoint wants of `__create_chunk_list__`: the boxes that a rank has of a tensor."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # takes as long to import as torch itself
+
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+
+
+def write_items(name: str, tensor: torch.Tensor, boxes: Sequence[Box]) -> list[Any]:
+    """What it wants of `__create_write_items__`: that a rank has these boxes of `tensor`, called `name`, to write."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties(dtype=tensor.dtype)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape),
+        )
+        for chunk in chunks(boxes)
+    ]
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
