@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from undertow.elementwise import require_elementwise, state_of_one_element
 from undertow.errors import ConfigError, NonFiniteGradient, WrongType
-from undertow.optim_state import FullStates, ParamState, ShardedState, full_states, parts_of_state
+from undertow.optim_state import MASTER as _MASTER
+from undertow.optim_state import FullStates, ParamState, ShardedState, full_states, has_shards, parts_of_state
 from undertow.runtime import private
 from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.sharding import Sharding
@@ -113,22 +115,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
             grad.mul_(scale.to(grad.device))
         return total
 
+    @property  # type: ignore[override]  # torch's is an attribute
+    def state(self) -> dict[Tensor, ParamState]:
+        """What `state_dict` has of each parameter, as far as it has been stepped; changing it changes nothing.
+
+        On every rank it is empty until the first step, which torch.distributed.checkpoint goes by, and not later.
+        """
+        found: defaultdict[Tensor, ParamState] = defaultdict(dict)
+        found.update(self._states())
+        return found
+
+    @state.setter
+    def state(self, _value: object) -> None:
+        """torch's constructor sets it."""
+
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part, laid out as torch's optimizers do: for torch.distributed.checkpoint and its get_state_dict.
 
         What is sharded is a `ShardedState`. A state dict for `torch.save` is `full_state_dict()`.
         """
-        packed: dict[str, Any] = super().state_dict()
-        states = {param: self._state_of(param) for param in self._stepped} | self._waiting
-        packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
-        return packed
+        return self._packed(self._states())
 
     def full_state_dict(self) -> dict[str, Any]:
         """All of the state on every rank, as the state dict of a plain optimizer; a collective call."""
-        packed: dict[str, Any] = super().state_dict()
-        states = self._full_states() | self._waiting
-        packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
-        return packed
+        return self._packed(self._full_states() | self._waiting)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict`, `full_state_dict` or a plain optimizer's `state_dict` gave, on every rank.
@@ -136,6 +146,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Of whole tensors this rank keeps its parts. ValueError, as torch's, where the parameter groups are others.
         """
         states = state_dict["state"]
+        if self._sharding is None and has_shards(states.values()):
+            self._begin()  # they must be ours, which is known only now
         # Its own part of the work, without states: groups, their order, hooks.
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -204,18 +216,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner.update(_hyper_parameters(ours))
         return self._inner
 
-    def _state_of(self, param: Tensor) -> ParamState:
-        """What is known here of the parameter's state: scalars where this rank owns a part, and parts of tensors."""
-        owned = [each for each in self._owned if self._param_of(each) is param]
+    def _packed(self, states: FullStates) -> dict[str, Any]:
+        packed: dict[str, Any] = super().state_dict()
+        packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
+        return packed
+
+    def _states(self) -> FullStates:
+        """What is known here of every parameter's state."""
+        owned: dict[int, list[_Owned]] = {}
+        for each in self._owned:
+            owned.setdefault(id(self._param_of(each)), []).append(each)
+        empty: dict[Any, ParamState] = {}  # of the parameters of which nothing is here, by what tells them apart
+        states = {
+            param: self._state_of(param, owned.get(id(param), ()), empty.setdefault((number, param.dtype, param.device), {}))
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param in self._stepped
+        }
+        return states | self._waiting
+
+    def _state_of(self, param: Tensor, owned: Sequence[_Owned], empty: ParamState) -> ParamState:
+        """Scalars where this rank owns a part, and parts of tensors; `empty` is filled where it does not."""
         states = [self._inner_state(each) for each in owned]
         if not owned:
-            states = [self._state_of_nothing(param)]
+            if not empty:
+                empty.update(self._state_of_nothing(param))
+            states = [empty]
         found: ParamState = {}
         for key, value in states[0].items():
             if isinstance(value, Tensor) and value.dim() == 1:
                 pieces = [(each.part, state[key]) for each, state in zip(owned, states, strict=False)]
                 found[key] = ShardedState(param, value.dtype, pieces)
-            elif owned:
+            elif owned or param.numel() == 0:  # nobody owns what has no elements: every rank says the same of it
                 found[key] = value
         return found
 
@@ -254,9 +286,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 where="ShardedOptimizer",
                 remedy="Give it parameters of the wrapped module, and none that `ignore` names.",
             )
-
-
-_MASTER = "master"  # the fp32 values of a 16-bit parameter, beside what the optimizer keeps
 
 
 def _check(cls: object, sync: object, *, eager: bool) -> None:

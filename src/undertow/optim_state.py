@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError
 from undertow.runtime import private
 from undertow.runtime.buckets import strides_of_gradient
+from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.group import gather_bytes
 from undertow.runtime.sharding import Sharding, in_memory_order
 from undertow.runtime.shards import ShardPart
@@ -20,6 +21,8 @@ from undertow.runtime.shards import ShardPart
 ParamState = dict[str, Any]  # by torch's name for it: tensors, numbers, and ShardedState
 FullStates = dict[Tensor, ParamState]  # parameters are keys by identity
 
+MASTER = "master"  # the fp32 values of a 16-bit parameter, beside what the optimizer keeps
+_OF_THE_WHOLE = {"step", "eta", "mu", "mu_product"}  # what torch's optimizers keep of a parameter and not of its elements
 _COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _OF_A_COPY = {"device", "non_blocking", "memory_format"}
 
@@ -118,9 +121,13 @@ class ShardedState(Tensor):
         ]
 
 
+def has_shards(states: Iterable[Mapping[str, Any]]) -> bool:
+    return any(isinstance(value, ShardedState) for state in states for value in state.values())
+
+
 def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:
-    """The state of `part` alone: of whole tensors, or of sharded ones that have it. Copies."""
-    return {key: _part_of(value, part, param) for key, value in state.items()}
+    """The state of `part` alone: of whole tensors, or of sharded ones that have it. Copies, of the dtype of our own."""
+    return {key: _part_of(key, value, part, param) for key, value in state.items()}
 
 
 def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> FullStates:
@@ -134,29 +141,34 @@ def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> Ful
         for key, dtype in sorted(tensors):
             own = torch.zeros(bucket.shard_numel, dtype=getattr(torch, dtype), device=bucket.device)
             for part, state in mine.items():
-                if part.bucket == bucket.index and key in state:
+                if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
                     part.of_shard(own).copy_(state[key])
             flat = sharding.gathered(bucket.index, own)
             for slot in bucket.slots:
-                if key in described.get(slot.param, {}):
+                if described.get(slot.param, {}).get(key) == [_TENSOR, dtype]:
                     param = sharding.params[slot.param]
                     whole = found.setdefault(param, {}).setdefault(key, _empty_like(param, own.dtype))
                     in_memory_order(whole, like=param).copy_(flat[slot.start : slot.stop])
     for index, of_param in described.items():
-        state = found.setdefault(sharding.params[index], {})
-        state |= {key: _scalar(what) for key, what in of_param.items() if what[0] != _TENSOR}
-        found[sharding.params[index]] = {key: state[key] for key in of_param}
+        param = sharding.params[index]
+        state = found.setdefault(param, {})
+        state |= {key: _scalar(what, param) for key, what in of_param.items() if what[0] != _TENSOR}
+        found[param] = {key: state[key] for key in of_param}
     return found
 
 
-def _part_of(value: Any, part: ShardPart, param: Tensor) -> Any:
+def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
     if isinstance(value, ShardedState):
-        return value.of_part(part).clone()
-    if isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0:
-        return in_memory_order(value.to(param.device), like=param)[part.start : part.stop].clone()
-    if isinstance(value, Tensor) and value.dim() == 0 and param.dim() == 0 and value.is_floating_point():
+        mine = value.of_part(part)
+    elif value.shape == param.shape and key not in _OF_THE_WHOLE:
+        mine = in_memory_order(value, like=param)[part.start : part.stop]
+    else:
         return value.clone()
-    return value.clone() if isinstance(value, Tensor) else value
+    # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.
+    is_narrow = mine.is_floating_point() and param.is_floating_point()
+    return mine.to(param.device, wide_dtype(param.dtype) if is_narrow else mine.dtype, copy=True)
 
 
 def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> dict[int, dict[str, list[Any]]]:
@@ -173,15 +185,16 @@ def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState
 def _description(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        return [_TENSOR, dtype] if value.dim() else [_SCALAR, dtype, value.item(), str(value.device)]
+        return [_TENSOR, dtype] if value.dim() else [_SCALAR, dtype, value.item(), value.device.type]
     return [_VALUE, value]
 
 
-def _scalar(description: list[Any]) -> Any:
+def _scalar(description: list[Any], param: Tensor) -> Any:
     if description[0] == _VALUE:
         return description[1]
     _, dtype, value, device = description
-    return torch.tensor(value, dtype=getattr(torch, dtype), device=device)
+    # Where another rank has it on its own GPU, it is on ours here.
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=param.device if param.device.type == device else device)
 
 
 def _empty_like(param: Tensor, dtype: torch.dtype) -> Tensor:
