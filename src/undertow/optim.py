@@ -216,6 +216,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner.update(_hyper_parameters(ours))
         return self._inner
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group over whose ranks the state is sharded."""
+        return self._sync.process_group
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        return self._cls
+
+    def owned_parts(self) -> dict[Tensor, list[ShardPart]]:
+        """What this rank owns of each parameter that is sharded, which may be nothing; by identity."""
+        sharding = self._begin() if self._sharding is None else self._sharding
+        found: dict[Tensor, list[ShardPart]] = {param: [] for param in sharding.params}
+        for part in sharding.parts:
+            found[sharding.params[part.param]].append(part)
+        return found
+
     def _packed(self, states: FullStates) -> dict[str, Any]:
         packed: dict[str, Any] = super().state_dict()
         packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}

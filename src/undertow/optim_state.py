@@ -22,7 +22,7 @@ ParamState = dict[str, Any]  # by torch's name for it: tensors, numbers, and Sha
 FullStates = dict[Tensor, ParamState]  # parameters are keys by identity
 
 MASTER = "master"  # the fp32 values of a 16-bit parameter, beside what the optimizer keeps
-_OF_THE_WHOLE = {"step", "eta", "mu", "mu_product"}  # what torch's optimizers keep of a parameter and not of its elements
+OF_THE_WHOLE = {"step", "eta", "mu", "mu_product"}  # what torch's optimizers keep of a parameter and not of its elements
 _COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _OF_A_COPY = {"device", "non_blocking", "memory_format"}
 
@@ -69,7 +69,8 @@ class ShardedState(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
-        return memo.setdefault(id(self), self.clone())
+        copied = memo[id(self)] = self._with_pieces([(part, values.clone()) for part, values in self.pieces])
+        return copied
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
         return private.write_items(fqn, self, [box for box, _ in self._boxes()])
@@ -162,7 +163,7 @@ def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
         return value
     if isinstance(value, ShardedState):
         mine = value.of_part(part)
-    elif value.shape == param.shape and key not in _OF_THE_WHOLE:
+    elif value.shape == param.shape and key not in OF_THE_WHOLE:
         mine = in_memory_order(value, like=param)[part.start : part.stop]
     else:
         return value.clone()
