@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import errno
+import itertools
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from support.checkpoints import Setup, from_bytes, require_equal, to_bytes, train, trained_by, whole_state
-from support.ranks import Ranks
-from undertow import load_checkpoint, save_checkpoint
+from support.errors import text_of
+from support.ranks import Ranks, RanksFailed
+from undertow import CheckpointError, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +194,223 @@ def full_states_travel(strategy: str, case: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_full_states_go_to_a_plain_optimizer_and_back(ranks: Ranks, strategy: str, case: str) -> None:
     ranks.run(full_states_travel, strategy, case)
+
+
+def saves_and_is_killed(path: Path, at: str, number: int) -> None:
+    """A first save, and one of later parameters in which rank 0 ends at the `number`th call of a function of `os`."""
+    with trained_by(Setup()) as (model, optimizer):
+        train(Setup(), model, optimizer, steps=range(1))
+        save_checkpoint(path, model, optimizer, extra=1)
+        train(Setup(), model, optimizer, steps=range(1, 2))
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 0:
+                patch.setattr(os, at, killed_at(number, getattr(os, at)))
+            with contextlib.suppress(CheckpointError):  # the other rank's, whose peer is gone
+                save_checkpoint(path, model, optimizer, extra=2)
+
+
+def killed_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = itertools.count(1)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            os._exit(3)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def loads_one_of_both(path: Path) -> int:
+    with trained_by(Setup()) as (model, optimizer):
+        train(Setup(), model, optimizer, steps=range(1))
+        states = {1: whole_state(model, optimizer)}
+        train(Setup(), model, optimizer, steps=range(1, 2))
+        states[2] = whole_state(model, optimizer)
+    with trained_by(Setup(), seed=8) as (model, optimizer):
+        extra = load_checkpoint(path, model, optimizer)
+        require_equal(whole_state(model, optimizer), states[extra])
+        save_checkpoint(path, model, optimizer, extra=3)
+        assert load_checkpoint(path, model, optimizer) == 3
+    return extra
+
+
+KILLED = {
+    "when nothing is written": ("fsync", 1, 1),
+    "before the tensors are on the disk": ("fsync", 2, 1),
+    "before what describes them is": ("fsync", 3, 1),
+    "before that has its name": ("rename", 1, 1),
+    "before the one before is moved away": ("rename", 2, 1),
+    "between both renames": ("rename", 3, 2),
+    "before the one before is removed": ("unlink", 1, 2),
+    "while the one before is removed": ("unlink", 2, 2),
+    "when all but a folder is removed": ("rmdir", 1, 2),
+}
+
+
+@pytest.mark.parametrize(("at", "number", "extra"), KILLED.values(), ids=KILLED)
+def test_a_save_that_is_killed_leaves_a_whole_checkpoint(
+    fresh_pair: Ranks, two_ranks: Ranks, tmp_path: Path, at: str, number: int, extra: int
+) -> None:
+    with pytest.raises(RanksFailed, match="exit code 3"):
+        fresh_pair.run(saves_and_is_killed, tmp_path / "saved", at, number, timeout_s=30.0)
+    assert two_ranks.run(loads_one_of_both, tmp_path / "saved") == [extra] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def save_fails_on_a_rank(path: Path, at: str) -> list[str]:
+    """A full disk, on rank 1; then on rank 0, which also renames."""
+    texts = []
+    with trained_by(Setup()) as (model, optimizer):
+        train(Setup(), model, optimizer, steps=range(1))
+        save_checkpoint(path, model, optimizer, extra="whole")
+        for rank in (0, 1) if at == "fsync" else (0,):
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == rank:
+                    patch.setattr(os, at, full_disk)
+                texts.append(text_of(CheckpointError, lambda: save_checkpoint(path, model, optimizer)))
+            assert load_checkpoint(path, model, optimizer) == "whole"
+        save_checkpoint(path, model, optimizer, extra="again")
+        assert load_checkpoint(path, model, optimizer) == "again"
+    return texts
+
+
+def full_disk(*_args: Any, **_kwargs: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("at", ["fsync", "rename"])
+def test_a_save_that_fails_on_a_rank_fails_on_all_and_leaves_the_one_before(two_ranks: Ranks, tmp_path: Path, at: str) -> None:
+    first, second = two_ranks.run(save_fails_on_a_rank, tmp_path / "saved", at)
+    assert first == second
+    for text in first:
+        assert "No space left on device" in text
+        assert text.splitlines()[-1] == "  A checkpoint that was there before is still there."
+
+
+def texts_of_loading(path: Path, setup: Setup, only_model: bool) -> str:
+    with trained_by(setup, seed=8) as (model, optimizer):
+        before = from_bytes(to_bytes(whole_state(model, optimizer)))
+        text = text_of(CheckpointError, lambda: load_checkpoint(path, model, None if only_model else optimizer))
+        require_equal(whole_state(model, optimizer), before)
+    return text
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 5)
+
+
+def flip(path: Path) -> None:
+    """Somewhere among the values of a tensor, past the headers of the archive in which torch saves it."""
+    data = bytearray(path.read_bytes())
+    for place in range(200, len(data), 3):
+        data[place] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+def of_another_program(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"model": os.getcwd}))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "tensors cut": ("__1_0.distcp", cut, r"__1_0.distcp should have [\d,]+ bytes, and has [\d,]+"),
+    "tensors missing": ("__1_0.distcp", Path.unlink, "__1_0.distcp is missing"),
+    "tensors garbled": ("__0_0.distcp", flip, r"__0_0.distcp cannot be read \("),
+    "metadata cut": (".metadata", cut, r".metadata is none that torch.distributed.checkpoint has written \("),
+    "metadata missing": (".metadata", Path.unlink, ".metadata is missing"),
+    "metadata of others": (".metadata", of_another_program, ".metadata is none that .*getcwd does not belong there"),
+    "header cut": ("undertow.json", cut, "undertow.json is none of ours, or cut short"),
+    "header missing": ("undertow.json", Path.unlink, "undertow.json is missing"),
+    "header of others": ("undertow.json", lambda path: path.write_text("[1]"), "undertow.json is none of ours"),
+    "header of the future": (
+        "undertow.json",
+        lambda path: path.write_text('{"format": 2, "optimizer": null, "extra": null}'),
+        "undertow.json is of format 2, and this version reads format 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "expected"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_refused_on_every_rank_by_the_name_of_the_file(
+    two_ranks: Ranks, tmp_path: Path, name: str, damage: Callable[[Path], None], expected: str
+) -> None:
+    path = tmp_path / "saved"
+    two_ranks.run(begins, Setup(), path)
+    damage(path / name)
+    first, second = two_ranks.run(texts_of_loading, path, Setup(), False)
+    assert first == second
+    what, where, remedy = first.splitlines()
+    assert re.fullmatch(rf"the checkpoint cannot be loaded: {expected}.*", what), what
+    assert where == f"  {path / name}"
+    assert remedy.startswith("  Load another checkpoint")
+
+
+OTHERS: dict[str, tuple[Setup, Setup, bool, str]] = {
+    "model with less": (
+        Setup(),
+        Setup("convolutions"),
+        False,
+        "the checkpoint has no '0.0.weight', which the model has.",
+    ),
+    "optimizer of another kind": (
+        Setup(),
+        Setup(optimizer="sgd"),
+        False,
+        "the checkpoint holds the state of AdamW, and the optimizer is SGD.",
+    ),
+    "model of 16 bits is no other model": (Setup(), Setup("oddities"), True, "the checkpoint has no 'empty', which the model has."),
+}
+
+
+@pytest.mark.parametrize(("saved", "given", "only_model", "expected"), OTHERS.values(), ids=OTHERS)
+def test_a_checkpoint_of_something_else_is_refused(
+    two_ranks: Ranks, tmp_path: Path, saved: Setup, given: Setup, only_model: bool, expected: str
+) -> None:
+    two_ranks.run(begins, saved, tmp_path / "saved")
+    first, second = two_ranks.run(texts_of_loading, tmp_path / "saved", given, only_model)
+    assert first == second
+    assert first.splitlines()[0] == expected
+
+
+def wrong_models_alone(path: Path) -> dict[str, str]:
+    """Without ranks: one process without torch.distributed may save and load as well."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(path, model, optimizer, extra={"a": [1, 2.5, None]})
+    assert load_checkpoint(path, model, optimizer) == {"a": [1, 2.5, None]}
+    assert load_checkpoint(path, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))) == {"a": [1, 2.5, None]}
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    texts = {
+        "shape": lambda: load_checkpoint(path, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))),
+        "unexpected": lambda: load_checkpoint(path, nn.Sequential(nn.Linear(2, 3))),
+        "groups": lambda: load_checkpoint(path, model, torch.optim.SGD(groups, lr=0.1)),
+        "nowhere": lambda: load_checkpoint(path.with_name("nowhere"), model),
+        "stranger": lambda: load_checkpoint(path, model, torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)),
+        "extra": lambda: save_checkpoint(path, model, extra={1: 2}),
+        "over something else": lambda: save_checkpoint(path.parent, model),
+    }
+    return {name: text_of(CheckpointError, call) for name, call in texts.items()}
+
+
+def test_one_process_saves_and_loads_without_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    texts = wrong_models_alone(path)
+    rebuild = "  Build the model as it was when the checkpoint was saved."
+    assert texts == {
+        "shape": f"the checkpoint has '1.weight' of shape (1, 3), and the model's is of shape (2, 3).\n  {path}\n{rebuild}",
+        "unexpected": f"the checkpoint has '1.weight', which the model has not.\n  {path}\n{rebuild}",
+        "groups": "the checkpoint has 1 parameter groups that are not the optimizer's 2.\n"
+        "  group 0\n"
+        "  Make the optimizer with the parameter groups that it was saved with.",
+        "nowhere": f"there is no checkpoint.\n  {tmp_path / 'nowhere'}\n  Look for it in another place; every rank must see it.",
+        "stranger": "parameter 0 of a group of the optimizer, of shape (1, 1), is none of the model's.\n"
+        "  the optimizer\n"
+        "  Give the model and the optimizer that belong together.",
+        "extra": "extra does not survive being written as JSON: {1: 2}.\n"
+        "  save_checkpoint(extra=...)\n"
+        "  Give numbers, strings, lists and dicts with strings as keys.",
+        "over something else": "saved is no part of a checkpoint, and saving there would remove it.\n"
+        f"  {path}\n"
+        "  Save to a path of its own, which does not exist or holds an earlier checkpoint.",
+    }
