@@ -180,10 +180,11 @@ def sizes_in_checkpoint(metadata: Any) -> dict[str, int]:
 
 def save_checkpoint(state_dict: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Writes it with torch.distributed.checkpoint; a collective call. `folder` is new: nothing is overwritten."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    writer = dcp.FileSystemWriter(folder)  # waits until files are on the disk
-    dcp.save(state_dict, storage_writer=writer, process_group=group, no_dist=group is None)
+    writer = FileSystemWriter(folder)  # waits until files are on the disk
+    save(state_dict, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 class CheckpointReads:
@@ -200,20 +201,22 @@ class CheckpointReads:
 
     def run(self, room: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         """`room` has a tensor by the name of each one that is wanted, and None for other things; a collective call."""
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         reads, values, metadata = self, self.values, self._metadata
 
-        class Planner(dcp.DefaultLoadPlanner):
+        class Planner(DefaultLoadPlanner):
             def load_bytes(self, read_item: Any, value: Any) -> None:  # torch's unpickles whatever is there
                 values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
-        class Reader(dcp.FileSystemReader):
-            def read_metadata(self) -> Any:  # type: ignore[override]  # as that of torch 2.8
+        class Reader(FileSystemReader):
+            def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
                 return metadata
 
             def read_data(self, plan: Any, planner: Any) -> Any:
-                done = torch.futures.Future()
+                done: torch.futures.Future[None] = torch.futures.Future()
                 for name, items in reads.by_file(plan.items).items():
                     try:
                         super().read_data(dataclasses.replace(plan, items=items), planner)
@@ -222,7 +225,7 @@ class CheckpointReads:
                 done.set_result(None)
                 return done
 
-        dcp.load(room, storage_reader=Reader(self._folder), planner=Planner(), process_group=group, no_dist=group is None)
+        load(room, storage_reader=Reader(self._folder), planner=Planner(), process_group=group, no_dist=group is None)
 
     def by_file(self, items: Sequence[Any]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {}
