@@ -14,8 +14,16 @@ from torch import Tensor, nn
 
 from undertow.elementwise import require_elementwise, state_of_one_element
 from undertow.errors import ConfigError, NonFiniteGradient, WrongType
-from undertow.optim_state import MASTER as _MASTER
-from undertow.optim_state import FullStates, ParamState, ShardedState, full_states, has_shards, parts_of_state
+from undertow.optim_state import (
+    MASTER,
+    FullStates,
+    ParamState,
+    ShardedState,
+    full_states,
+    has_shards,
+    parts_of_state,
+    with_scalars_in_place,
+)
 from undertow.runtime import private
 from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.sharding import Sharding
@@ -151,8 +159,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Its own part of the work, without states: groups, their order, hooks.
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
         self._waiting = {
-            param: dict(states[number]) for number, param in zip(numbers, self._params(), strict=True) if number in states
+            param: with_scalars_in_place(states[number], param, group)
+            for number, (param, group) in zip(numbers, params, strict=True)
+            if number in states
         }
         self._stepped = set()
         if self._sharding is not None:
@@ -200,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             param = sharding.params[owned.part.param]
             if param in self._waiting:
                 state = parts_of_state(self._waiting[param], owned.part, param)
-                master = state.pop(_MASTER, None)
+                master = state.pop(MASTER, None)
                 if master is not None and owned.target is not owned.values:
                     owned.target.copy_(master)
                 self._inner.state[owned.target] = state
@@ -272,12 +283,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group = next(group for group in self.param_groups if any(it is param for it in group["params"]))
         like = torch.zeros(1, dtype=wide_dtype(param.dtype), device=param.device)
         state = state_of_one_element(self._cls, _hyper_parameters(group), like=like)
-        return state if like.dtype == param.dtype else {**state, _MASTER: like}
+        return state if like.dtype == param.dtype else {**state, MASTER: like}
 
     def _inner_state(self, owned: _Owned) -> dict[str, Any]:
         assert self._inner is not None
         state = dict(self._inner.state.get(owned.target, {}))
-        return state if owned.target is owned.values or not state else {**state, _MASTER: owned.target}
+        return state if owned.target is owned.values or not state else {**state, MASTER: owned.target}
 
     def _full_states(self) -> FullStates:
         """A collective call."""

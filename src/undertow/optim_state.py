@@ -126,6 +126,15 @@ def has_shards(states: Iterable[Mapping[str, Any]]) -> bool:
     return any(isinstance(value, ShardedState) for state in states for value in state.values())
 
 
+def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> ParamState:
+    """`state` with its scalars where the optimizer wants them, which a checkpoint does not know; as torch's optimizers do."""
+    is_on_device = group.get("capturable") or group.get("fused")
+    return {
+        key: value.to(param.device) if is_on_device and key in OF_THE_WHOLE and isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
 def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:
     """The state of `part` alone: of whole tensors, or of sharded ones that have it. Copies, of the dtype of our own."""
     return {key: _part_of(key, value, part, param) for key, value in state.items()}
