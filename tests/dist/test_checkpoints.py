@@ -21,7 +21,7 @@ from torch import nn
 from support.checkpoints import Setup, from_bytes, require_equal, to_bytes, train, trained_by, whole_state
 from support.errors import text_of
 from support.ranks import Ranks, RanksFailed
-from undertow import CheckpointError, load_checkpoint, save_checkpoint
+from undertow import CheckpointError, DistributedDataParallel, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -391,6 +391,34 @@ def wrong_models_alone(path: Path) -> dict[str, str]:
         "over something else": lambda: save_checkpoint(path.parent, model),
     }
     return {name: text_of(CheckpointError, call) for name, call in texts.items()}
+
+
+class Counting(nn.Linear):
+    """A module with a state that is no tensor."""
+
+    num_calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"num_calls": self.num_calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.num_calls = state["num_calls"]
+
+
+def extra_states_and_wrappings(path: Path) -> None:
+    model = nn.Sequential(Counting(2, 2))
+    model[0].num_calls = 5 + dist.get_rank()
+    compiled = torch.compile(model, backend="eager")
+    save_checkpoint(path, compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
+    other = nn.Sequential(Counting(2, 2))
+    with contextlib.closing(DistributedDataParallel(other)) as ddp:
+        load_checkpoint(path, ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    assert other[0].num_calls == 5
+    require_equal(dict(other.state_dict()), dict(model.state_dict()) | {"0._extra_state": {"num_calls": 5}})
+
+
+def test_names_are_the_modules_however_it_is_wrapped_and_extra_states_are_the_first_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(extra_states_and_wrappings, tmp_path / "saved")
 
 
 def test_one_process_saves_and_loads_without_ranks(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from support.checkpoints import (
@@ -27,7 +28,7 @@ from support.checkpoints import (
 )
 from support.errors import text_of
 from support.ranks import Ranks
-from undertow import CheckpointError, ShardedOptimizer, SyncConfig, attach
+from undertow import CheckpointError, ShardedOptimizer, SyncConfig, attach, save_checkpoint
 from undertow.optim_state import ShardedState
 
 
@@ -166,6 +167,35 @@ def saved_while_training(path: Path) -> None:
 
 def test_an_asynchronous_save_has_what_was_there_when_it_was_called(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(saved_while_training, tmp_path / "saved")
+
+
+def ours_is_read_by_torch(path: Path) -> None:
+    setup = Setup()
+    with trained_by(setup) as (model, optimizer):
+        train(setup, model, optimizer, steps=range(2))
+        save_checkpoint(path, model, optimizer)
+        wanted = whole_state(model, optimizer)
+    with trained_by(setup, seed=8) as (model, optimizer):
+        load(path, model, optimizer)
+        require_equal(whole_state(model, optimizer), wanted)
+
+
+def test_torchs_functions_load_what_save_checkpoint_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(ours_is_read_by_torch, tmp_path / "saved")
+
+
+def masters_are_missing(path: Path) -> None:
+    with trained_by(Setup("brain", "ddp")) as (model, optimizer):
+        save(path, model, optimizer)
+    with (
+        trained_by(Setup("brain")) as (model, optimizer),
+        pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: optimizer.state.0.weight.master"),
+    ):
+        load(path, model, optimizer)
+
+
+def test_wide_values_of_16_bit_parameters_are_asked_for_by_name(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(masters_are_missing, tmp_path / "saved")
 
 
 def refusals() -> dict[str, str]:
