@@ -105,6 +105,11 @@ def test_asking_before_training_changes_no_parameter(ranks: Ranks, case: str, op
     ranks.run(nothing_changes, Setup(case, optimizer=optimizer))
 
 
+def test_asking_before_training_changes_no_parameter_of_a_rank_alone() -> None:
+    with Ranks(1) as ranks:
+        ranks.run(nothing_changes, Setup())
+
+
 def no_step_is_taken(setup: Setup) -> None:
     states = []
     for asks in (False, True):

@@ -54,8 +54,7 @@ def train(setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, *, s
     for step in steps:
         optimizer.zero_grad()
         case_of(setup).loss(model, step).backward()
-        optimizer.step()
-    model.wait()
+        optimizer.step()  # what it has sent is still on its way afterwards
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
