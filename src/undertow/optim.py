@@ -22,6 +22,7 @@ from undertow.optim_state import (
     full_states,
     has_shards,
     parts_of_state,
+    states_without_elements,
     with_scalars_in_place,
 )
 from undertow.runtime import private
@@ -146,7 +147,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """All of the state on every rank, as the state dict of a plain optimizer; a collective call."""
-        return self._packed(self._full_states() | self._waiting)
+        nobodys = states_without_elements(self._stepped, self._state_of_nothing)
+        return self._packed(nobodys | self._full_states() | self._waiting)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict`, `full_state_dict` or a plain optimizer's `state_dict` gave, on every rank.

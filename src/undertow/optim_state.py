@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,8 +136,28 @@ def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mappin
 
 
 def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:
-    """The state of `part` alone: of whole tensors, or of sharded ones that have it. Copies, of the dtype of our own."""
-    return {key: _part_of(key, value, part, param) for key, value in state.items()}
+    """The state of `part` alone: of whole tensors, or of sharded ones that have it. Copies, of the dtype of our own.
+
+    A `master` that is no wider than the parameter has been in a plain optimizer, which narrows it and leaves it behind while
+    it updates the parameter: it is left out.
+    """
+    return {
+        key: _part_of(key, value, part, param)
+        for key, value in state.items()
+        if key != MASTER or value.dtype == wide_dtype(param.dtype)
+    }
+
+
+def states_without_elements(params: Iterable[Tensor], state_of: Callable[[Tensor], ParamState]) -> FullStates:
+    """Of parameters that have no elements, and so no owner: what plain optimizers keep even of them."""
+    return {
+        param: {
+            key: _empty_like(param, value.dtype) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in state_of(param).items()
+        }
+        for param in params
+        if param.numel() == 0
+    }
 
 
 def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> FullStates:

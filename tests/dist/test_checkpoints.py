@@ -190,6 +190,49 @@ def full_states_travel(strategy: str, case: str) -> None:
         require_equal(whole_state(model, optimizer), wanted)
 
 
+def what_is_left_behind_is_not_taken() -> None:
+    setup, plain = Setup("brain"), Setup("brain", "ddp")
+    with trained_by(setup) as (model, optimizer):
+        train(setup, model, optimizer, steps=range(2))
+        saved = from_bytes(to_bytes(whole_state(model, optimizer)))
+    with trained_by(plain, seed=8) as (model, optimizer):
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        train(plain, model, optimizer, steps=range(2, 5))
+        there = from_bytes(to_bytes(whole_state(model, optimizer)))
+    with trained_by(setup, seed=9) as (model, optimizer):
+        train(setup, model, optimizer, steps=range(1))
+        model.wait()  # else what is on its way may arrive on top of what is loaded
+        model.load_state_dict(there["model"])
+        optimizer.load_state_dict(there["optimizer"])
+        for number, state in optimizer.full_state_dict()["state"].items():
+            assert torch.equal(state["master"], list(model.parameters())[number].float())
+
+
+def test_wide_values_that_a_plain_optimizer_has_left_behind_are_not_taken_back(ranks: Ranks) -> None:
+    ranks.run(what_is_left_behind_is_not_taken)
+
+
+def states_have_the_keys_of_torchs(optimizer_name: str) -> None:
+    keys = []
+    for strategy in ("zero1", "ddp"):
+        setup = Setup("oddities", strategy, optimizer_name)
+        with trained_by(setup) as (model, optimizer):
+            train(setup, model, optimizer, steps=range(1))
+            states = whole_state(model, optimizer)["optimizer"]["state"]
+            keys.append({number: shapes_of(state) for number, state in states.items()})
+    assert keys[0] == keys[1]
+
+
+def shapes_of(state: dict[str, Any]) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in state.items() if key != "master"}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd", "nadam"])
+def test_a_full_state_has_what_torchs_has_of_every_parameter(ranks: Ranks, optimizer: str) -> None:
+    ranks.run(states_have_the_keys_of_torchs, optimizer)
+
+
 @pytest.mark.parametrize("case", ["mlp", "convolutions"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_full_states_go_to_a_plain_optimizer_and_back(ranks: Ranks, strategy: str, case: str) -> None:
