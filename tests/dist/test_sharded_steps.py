@@ -332,6 +332,21 @@ def alone() -> None:
     require_equal(expected, trained(MLP, "zero1", num_steps=5))
     require_equal(expected, trained(MLP, "zero2", num_steps=5, bucket_cap_mb=2e-5))
 
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        opt.zero_grad(set_to_none=step % 2 == 0)
+        for micro in range(2):
+            MLP.loss(ddp, 10 * step + micro).backward()
+            if step == 3:
+                opt.clip_grad_norm_(1e-9) if isinstance(opt, ShardedOptimizer) else nn.utils.clip_grad_norm_(ddp.parameters(), 1e-9)
+        opt.step()
+
+    require_equal(trained(MLP, "ddp", "SGD", num_steps=3, each=each), trained(MLP, "zero1", "SGD", num_steps=3, each=each))
+    narrow = Case(lambda: MLP.make().bfloat16(), lambda model, step: model(noise(5, 6, step=step).bfloat16()).float().sum())
+    with training(narrow.model(), "zero1", "SGD") as (ddp, opt):
+        narrow.loss(ddp, 0).backward()
+        assert opt.clip_grad_norm_(1e-9) > 1e-3
+        assert opt.clip_grad_norm_(1.0) < 1e-8  # what was clipped is what is stepped on
+
 
 def test_one_rank_has_everything() -> None:
     with Ranks(1) as one:
@@ -375,6 +390,37 @@ def without_data() -> None:
 
 def test_a_rank_without_data_finishes_and_steps(ranks: Ranks) -> None:
     ranks.run(without_data)
+
+
+def written_from_outside(dtype: torch.dtype) -> None:
+    """Parameters that are loaded, set and given other memory between steps are what the next step starts from."""
+    case = Case(lambda: MLP.make().to(dtype), lambda model, step: model(noise(5, 6, step=step).to(dtype)).float().square().sum())
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        opt.zero_grad()
+        case.loss(ddp, step).backward()
+        opt.step()
+        if step == 2:
+            state = {name: torch.full_like(value, 0.25) for name, value in ddp.state_dict().items()}
+            ddp.load_state_dict(state)
+        if step == 3:
+            ddp.wait()
+            ddp.module[0].weight.data = ddp.module[0].weight.detach().clone() * 0.5
+        if step == 4:
+            ddp.wait()
+            with torch.no_grad():
+                ddp.module[2].weight.fill_(0.5)
+
+    first = trained(case, "zero1", "SGD", num_steps=7, each=each, reduction="ordered")
+    for cap in (2e-5, 1e-4):
+        require_equal(first, trained(case, "zero2", "SGD", num_steps=7, each=each, reduction="ordered", bucket_cap_mb=cap))
+    if dtype == torch.float32:
+        require_equal(trained(case, "ddp", "SGD", num_steps=7, each=each, reduction="ordered"), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_between_steps_counts(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(written_from_outside, dtype)
 
 
 class Recomputed(nn.Module):
