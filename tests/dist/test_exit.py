@@ -49,6 +49,10 @@ def exit_codes(script: str, meeting_point: Path) -> list[tuple[int, str]]:
             rank.communicate()
 
 
+SHARDED = SCRIPT.replace("torch.optim.SGD(model.parameters(), ", "undertow.ShardedOptimizer(torch.optim.SGD, model, ")
+
+
+@pytest.mark.parametrize("script", [SCRIPT, SHARDED], ids=["plain", "gathers in flight"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_script_ends_with_exit_code_0(ending: str, tmp_path: Path) -> None:
-    assert exit_codes(SCRIPT + ENDINGS[ending], tmp_path / "meeting-point") == [(0, ""), (0, "")]
+def test_a_script_ends_with_exit_code_0(ending: str, script: str, tmp_path: Path) -> None:
+    assert exit_codes(script + ENDINGS[ending], tmp_path / "meeting-point") == [(0, ""), (0, "")]
