@@ -58,6 +58,23 @@ SYSTEMS = {
         SystemSpec(name="bare", title="compute alone", module=f"{_MODULES}.bare", is_averaged=False),
         SystemSpec(name="per-parameter", title="a reduction per parameter, after backward", module=f"{_MODULES}.per_parameter"),
         SystemSpec(name="ours", title="Undertow, defaults", module=f"{_MODULES}.ours"),
+        SystemSpec(
+            name="ours-ordered",
+            title="Undertow, added up in rank order",
+            module=f"{_MODULES}.ours",
+            variants={"": {"reduction": "ordered"}},
+        ),
+        *(
+            SystemSpec(
+                name=f"ours-zero{stage}",
+                title=f"Undertow, sharded optimizer, zero{stage}",
+                module=f"{_MODULES}.ours_sharded",
+                variants={"": {"strategy": f"zero{stage}"}},
+                is_sharded=True,
+                steps_per_turn=4,
+            )
+            for stage in (1, 2)
+        ),
         SystemSpec(name="torch-ddp", title="torch DDP, default", module=f"{_MODULES}.torch_ddp"),
         SystemSpec(
             name="torch-ddp-best",

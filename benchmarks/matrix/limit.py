@@ -35,6 +35,11 @@ class Wire:
         """C*: no split of `num_bytes` is through earlier."""
         return max(self.least_s, num_bytes * self.seconds_per_byte) if num_bytes else 0.0
 
+    @property
+    def half(self) -> Wire:
+        """What a reduce-scatter costs, or an all-gather: each sends (n-1)/n of the payload, half of an all-reduce."""
+        return Wire(seconds_per_byte=self.seconds_per_byte / 2, least_s=self.least_s / 2)
+
 
 def wire_from_calibration(calibration: Mapping[str, Any]) -> Wire:
     """The best of what `calibrate` measured: trains of pieces by piece size, and small collectives one by one."""
@@ -70,3 +75,40 @@ def step_limit_s(
         last_use_s = max(last_use_s, used)
         limit = max(limit, ready + wire.cheapest_s(remaining) - last_use_s)
     return limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """A step of the bare model, in seconds since it began."""
+
+    ready_s: Sequence[float]  # by parameter: its gradient is there
+    used_s: Sequence[float]  # by parameter: it is first read in forward
+    backward_s: float  # the end of backward
+    update_s: float  # the optimizer's step, of what a rank has to update
+
+
+def barrier_limit_s(compute: Compute, num_bytes: Sequence[int], wire: Wire) -> float:
+    """The shortest period of steps that reduce-scatter under backward, then update, then gather under the next forward.
+
+        limit = stall + max(backward, max over i of  r_i + C(S_i)) + update
+        stall = max over i of  C(G_i) - u_i, and no less than 0
+
+    No gather starts before the update, and no update before everything is reduced: two phases that have the link to
+    themselves. G_i is the bytes of all parameters first read at u_i or earlier. The best order of gathers is that of the
+    forward, so that a parameter is there at C(G_i) after the update; everything after the latest one is late by the stall.
+    S_i is as in `limit_s`, C(S) the half of C*(S). Two layers of 4 bytes, forward 2 + 2, backward 4 + 4, update 1, all-reduce
+    1 second per byte: the first layer is read at 0 and there at 2, the second one at 2 and at 4: stall 2. Gradients
+    are ready at 8 (second) and 12 (first): max(12, 8 + 4, 12 + 2) = 14. The limit is 2 + 14 + 1 = 17, its compute 13.
+    """
+    stall_s = _latest(compute.used_s, num_bytes, wire.half)
+    reduced_s = limit_s(compute.ready_s, num_bytes, wire.half)
+    return stall_s + max(compute.backward_s, reduced_s) + compute.update_s
+
+
+def _latest(used_s: Sequence[float], num_bytes: Sequence[int], wire: Wire) -> float:
+    """By how much the forward falls behind, gathers being sent in its order from its beginning on."""
+    gathered, stall = 0, 0.0
+    for used, size in sorted(zip(used_s, num_bytes, strict=True)):
+        gathered += size
+        stall = max(stall, wire.cheapest_s(gathered) - used)
+    return stall

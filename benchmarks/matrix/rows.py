@@ -7,11 +7,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.matrix.catalog import BARE, PER_PARAMETER, TORCH, SystemSpec
-from benchmarks.matrix.limit import Wire, limit_s, step_limit_s, wire_from_calibration
+from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, step_limit_s, wire_from_calibration
 
 RankResult = Mapping[str, Any]
 Row = dict[str, Any]
-_FACTS_OF_THE_ROW = ("collectives", "version", "own_exposed_ms", "own_limit_ms", "buckets")
+_FACTS_OF_THE_ROW = ("collectives", "version", "own_exposed_ms", "own_limit_ms", "buckets", "events", "state_mb")
 
 
 def rows_of_cell(
@@ -73,7 +73,7 @@ def _row(spec: SystemSpec, timed: Sequence[Sequence[RankResult]], limits: Sequen
 def _pooled(name: str, timed: Sequence[Sequence[RankResult]], limits: Sequence[Row]) -> dict[str, Any]:
     """All steps of one variant, and the limits and the bare model of the runs it was in."""
     pooled: dict[str, Any] = {"backward_s": [], "step_s": [], "cpu_s": [], "sent_bytes": [], "facts": {}}
-    pooled |= {"limit_s": [], "step_limit_s": [], "bare_backward_s": [], "bare_cpu_s": []}
+    pooled |= {"limit_s": [], "barrier_limit_s": [], "step_limit_s": [], "bare_backward_s": [], "bare_cpu_s": []}
     for ranks, limit in zip(timed, limits, strict=True):
         if not limit or not all("step_s" in rank["systems"].get(name, {}) for rank in ranks):
             continue
@@ -87,15 +87,15 @@ def _pooled(name: str, timed: Sequence[Sequence[RankResult]], limits: Sequence[R
 
 def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
     backward_s, step_s = median(pooled["backward_s"]), median(pooled["step_s"])
-    limit, step_limit = median(pooled["limit_s"]), median(pooled["step_limit_s"])
+    limits = {name: median(pooled[name]) for name in ("limit_s", "barrier_limit_s", "step_limit_s")}
+    achieved_over_limit = step_s / limits["barrier_limit_s"] if spec.is_sharded else backward_s / limits["limit_s"]
     return {
         "num_steps": len(pooled["step_s"]),
         "backward_ms": spread_ms(pooled["backward_s"]),
         "step_ms": spread_ms(pooled["step_s"]),
-        "limit_ms": round(limit * 1e3, 2),
-        "step_limit_ms": round(step_limit * 1e3, 2),
+        **{f"{name.removesuffix('_s')}_ms": round(limit * 1e3, 2) for name, limit in limits.items()},
         "is_sharded": spec.is_sharded,
-        "over_limit": None if spec.name == BARE else round(step_s / step_limit if spec.is_sharded else backward_s / limit, 4),
+        "over_limit": None if spec.name == BARE else round(achieved_over_limit, 4),
         "exposed_ms": round((backward_s - median(pooled["bare_backward_s"])) * 1e3, 2),
         "host_cpu_ms": round((median(pooled["cpu_s"]) - median(pooled["bare_cpu_s"])) * 1e3, 2),
         "sent_mb": round(median(pooled["sent_bytes"]) / 1e6, 2) if pooled["sent_bytes"] else None,
@@ -123,13 +123,22 @@ def _limits_of_run(ranks: Sequence[RankResult]) -> Row:
     wire = _wire(ranks)
     sizes = [num_bytes for _, num_bytes in ranks[0]["params"]]
     bare_step_s, bare_backward_s = slowest(ranks, BARE, "step_s"), slowest(ranks, BARE, "backward_s")
-    ready = _slowest_by_param(ranks, "ready_s", max)
-    used = _slowest_by_param(ranks, "used_s", min)
+    rounds = [
+        # Of the update a rank has its share to do.
+        Compute(ready_s=ready_s, used_s=used_s, backward_s=backward_s, update_s=(step_s - backward_s) / len(ranks))
+        for ready_s, used_s, backward_s, step_s in zip(
+            _slowest_by_param(ranks, "ready_s", max),
+            _slowest_by_param(ranks, "used_s", min),
+            bare_backward_s,
+            bare_step_s,
+            strict=True,
+        )
+    ]
     return {
-        "limit_s": [max(limit_s(at, sizes, wire), whole) for at, whole in zip(ready, bare_backward_s, strict=True)],
+        "limit_s": [max(limit_s(it.ready_s, sizes, wire), it.backward_s) for it in rounds],
+        "barrier_limit_s": [barrier_limit_s(it, sizes, wire) for it in rounds],
         "step_limit_s": [
-            step_limit_s(at, first, sizes, wire, compute_s=whole)
-            for at, first, whole in zip(ready, used, bare_step_s, strict=True)
+            step_limit_s(it.ready_s, it.used_s, sizes, wire, compute_s=it.backward_s + it.update_s) for it in rounds
         ],
         "bare_backward_s": bare_backward_s,
         "bare_cpu_s": slowest(ranks, BARE, "cpu_s"),

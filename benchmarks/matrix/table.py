@@ -16,6 +16,7 @@ _HEAD = (
     "achieved / limit",
     "exposed ms",
     "MB sent",
+    "MB of state",
     "collectives",
     "CPU ms above bare",
     "peak MB",
@@ -88,6 +89,7 @@ def _cells_of(row: Row) -> list[str]:
         _number(row["over_limit"], 3),
         "" if is_bare else _number(row["exposed_ms"], 0),
         _number(row["sent_mb"], 1),
+        _number(row["state_mb"], 1),
         _number(row["collectives"], 0),
         "" if is_bare else _number(row["host_cpu_ms"], 1),
         _number(row.get("peak_rss_mb"), 0),
@@ -96,7 +98,7 @@ def _cells_of(row: Row) -> list[str]:
 
 
 def _limit(row: Row) -> str:
-    return f"{row['step_limit_ms']:.0f} (step)" if row["is_sharded"] else f"{row['limit_ms']:.0f}"
+    return f"{row['barrier_limit_ms']:.0f} (step)" if row["is_sharded"] else f"{row['limit_ms']:.0f}"
 
 
 def _errors(rows: Sequence[Row]) -> list[str]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from benchmarks.matrix.job import Job, SystemJob, job_from_file
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from benchmarks.matrix.systems import System
     from benchmarks.matrix.turns import Player
 
 _PR_SET_PDEATHSIG = 1
@@ -103,23 +104,22 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     calibration = calibrate(group) if job.num_turns else None
     model = workload.make_model()
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    steps = truth.steps_of_reference(model, batch, group)
+    right = truth.right_parameters(model, batch, group)
     sizes = [[param.numel(), param.numel() * param.element_size()] for param in model.parameters()]
     del model
     result: dict[str, Any] = {"calibration": calibration, "params": sizes, "systems": {}}
     players = []
     for system in job.systems:
-        seat = _Seat(system, workload.make_model(), batch, group)
+        seat = _Seat(system, workload.make_model(), batch, group, beat=job.alive_path(rank).touch)
         _agree(job, system.name, rank, seat.report)
-        job.alive_path(rank).touch()
         result["systems"][system.name] = seat.report
         if seat.player is None or "error" in seat.report:
             continue
-        if system.is_averaged and (wrong := truth.wrong_parameters(seat.player.system, start, steps)):
+        if system.is_averaged and (wrong := truth.wrong_parameters(seat.player.system, start, right)):
             seat.report["error"] = f"trains wrongly: {', '.join(wrong[:3])} and {len(wrong)} in all are not the reference's"
             continue
         players.append(seat.player)
-    del start, steps
+    del start, right
     gc.collect()
     gc.freeze()  # what the systems are made of is not looked through again while they are timed
     if job.num_turns and players:
@@ -150,13 +150,14 @@ def _agree(job: Job, system: str, rank: int, report: dict[str, Any]) -> None:
 
 
 class _Seat:
-    """A system that is built and has made its first step, or the reason why not."""
+    """A system that is built and has made its first steps, or the reason why not."""
 
-    def __init__(self, job: SystemJob, model: Any, batch: Any, group: dist.ProcessGroup) -> None:
+    def __init__(self, job: SystemJob, model: Any, batch: Any, group: dist.ProcessGroup, *, beat: Callable[[], object]) -> None:
         self.report: dict[str, Any] = {}
         self.player: Player | None = None
         try:
             self.player = self._first_step(job, model, batch, group)
+            self._later_steps(self.player.system, batch, beat)
         except Exception as error:
             traceback.print_exc()
             self.report["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -177,6 +178,17 @@ class _Seat:
         names = ("import_s", "wrap_s", "first_step_s")
         self.report |= {name: stop - begin for name, begin, stop in zip(names, stamps, stamps[1:], strict=False)}
         return Player(name=job.name, system=system, steps_per_turn=job.steps_per_turn)
+
+    def _later_steps(self, system: System, batch: Any, beat: Callable[[], object]) -> None:
+        """One after the other, as training does: what a step leaves in flight lies under the next one's forward."""
+        from benchmarks.matrix import truth
+
+        for _ in range(truth.NUM_STEPS - 1):
+            beat()
+            system.backward(batch)
+            system.update()
+        system.finish()
+        beat()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from undertow.errors import (
 )
 
 if TYPE_CHECKING:
+    from undertow.checkpoint import load_checkpoint, save_checkpoint
     from undertow.ddp import DistributedDataParallel
     from undertow.optim import ShardedOptimizer
     from undertow.runtime.average import average_gradients
@@ -40,6 +41,8 @@ _LAZY = {
     "Sync": "undertow.sync",
     "attach": "undertow.sync",
     "average_gradients": "undertow.runtime.average",
+    "load_checkpoint": "undertow.checkpoint",
+    "save_checkpoint": "undertow.checkpoint",
 }
 
 __all__ = [
@@ -62,6 +65,8 @@ __all__ = [
     "WrongType",
     "attach",
     "average_gradients",
+    "load_checkpoint",
+    "save_checkpoint",
 ]
 
 logging.getLogger("undertow").addHandler(logging.NullHandler())

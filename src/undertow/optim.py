@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,17 @@ from torch import Tensor, nn
 
 from undertow.elementwise import MakeOptimizer, require_elementwise, state_of_one_element
 from undertow.errors import ConfigError, NonFiniteGradient, WrongType
-from undertow.optim_state import FullStates, ParamState, ShardedState, full_states, parts_of_state
+from undertow.optim_state import (
+    MASTER,
+    FullStates,
+    ParamState,
+    ShardedState,
+    full_states,
+    has_shards,
+    parts_of_state,
+    states_without_elements,
+    with_scalars_in_place,
+)
 from undertow.runtime import private
 from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.sharding import Sharding
@@ -31,6 +42,12 @@ class _Owned:
     part: ShardPart
     values: Tensor  # [part.numel] in place, of the parameter's dtype
     target: Tensor  # what the inner optimizer updates: `values`, or an fp32 copy of them where they are of 16 bits
+
+    def follow_values(self) -> None:
+        """The copy follows what somebody else has written into the parameter, such as `load_state_dict`."""
+        if self.target is not self.values:
+            is_written = self.values != self.target.to(self.values.dtype)
+            self.target.copy_(torch.where(is_written, self.values.to(self.target.dtype), self.target))
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -53,6 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         sync = _checked(cls, getattr(target, "sync", target), eager=eager)
         named_params = sync.named_parameters()
+        self._cls = cls
         make: Any = cls  # whose constructor is another one than that of its base
         # Not the groups alone: some settings are read by a constructor only.
         self._make: MakeOptimizer = partial(make, **defaults)
@@ -82,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for owned in self._owned:
             grad = sharding.gradient(owned.part)
             owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
+            owned.follow_values()
         inner.step()
         for owned in self._owned:
             owned.target.grad = None
@@ -115,22 +134,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             grad.mul_(scale.to(grad.device))
         return total
 
+    @property  # type: ignore[override]  # torch's is an attribute
+    def state(self) -> dict[Tensor, ParamState]:
+        """What `state_dict` has of each parameter, as far as it has been stepped; changing it changes nothing.
+
+        On every rank it is empty until the first step, which torch.distributed.checkpoint goes by, and not later.
+        """
+        found: defaultdict[Tensor, ParamState] = defaultdict(dict)
+        found.update(self._states())
+        return found
+
+    @state.setter
+    def state(self, _value: object) -> None:
+        """torch's constructor sets it."""
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, laid out as torch's optimizers do: for torch.distributed.checkpoint and its get_state_dict.
 
         What is sharded is a `ShardedState`. A state dict for `torch.save` is `full_state_dict()`.
         """
-        packed: dict[str, Any] = super().state_dict()
-        states = {param: self._state_of(param) for param in self._stepped} | self._waiting
-        packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
-        return packed
+        return self._packed(self._states())
 
     def full_state_dict(self) -> dict[str, Any]:
         """All of the state on every rank, as the state dict of a plain optimizer; a collective call."""
-        packed: dict[str, Any] = super().state_dict()
-        states = self._full_states() | self._waiting
-        packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
-        return packed
+        nobodys = states_without_elements(self._stepped, self._state_of_nothing)
+        return self._packed(nobodys | self._full_states() | self._waiting)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict`, `full_state_dict` or a plain optimizer's `state_dict` gave, on every rank.
@@ -138,22 +166,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Of whole tensors this rank keeps its parts. ValueError, as torch's, where the parameter groups are others.
         """
         states = state_dict["state"]
+        if self._sharding is None and has_shards(states.values()):
+            self._begin()  # they must be ours, which is known only now
         # Its own part of the work, without states: groups, their order, hooks.
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
         self._waiting = {
-            param: dict(states[number]) for number, param in zip(numbers, self._params(), strict=True) if number in states
+            param: with_scalars_in_place(states[number], param, group)
+            for number, (param, group) in zip(numbers, params, strict=True)
+            if number in states
         }
         self._stepped = set()
         if self._sharding is not None:
             self._take_over(self._sharding)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Parameters that are new to the model are synchronised from its next forward on."""
+        """As torch's; a collective call once there is state. New parameters are synchronised from the next forward on."""
         super().add_param_group(param_group)
         if getattr(self, "_sharding", None) is not None:
             self._waiting = self._full_states() | self._waiting
-            self._sharding = None
+            self._sharding, self._owned = None, []
 
     def __getstate__(self) -> dict[str, Any]:
         raise WrongType(
@@ -190,7 +223,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             param = sharding.params[owned.part.param]
             if param in self._waiting:
                 state = parts_of_state(self._waiting[param], owned.part, param)
-                master = state.pop(_MASTER, None)
+                master = state.pop(MASTER, None)
                 if master is not None and owned.target is not owned.values:
                     owned.target.copy_(master)
                 self._inner.state[owned.target] = state
@@ -206,18 +239,55 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner.update(_hyper_parameters(ours))
         return self._inner
 
-    def _state_of(self, param: Tensor) -> ParamState:
-        """What is known here of the parameter's state: scalars where this rank owns a part, and parts of tensors."""
-        owned = [each for each in self._owned if self._param_of(each) is param]
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group over whose ranks the state is sharded."""
+        return self._sync.process_group
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        return self._cls
+
+    def owned_parts(self) -> dict[Tensor, list[ShardPart]]:
+        """What this rank owns of each parameter that is sharded, which may be nothing; by identity."""
+        sharding = self._begin() if self._sharding is None else self._sharding
+        found: dict[Tensor, list[ShardPart]] = {param: [] for param in sharding.params}
+        for part in sharding.parts:
+            found[sharding.params[part.param]].append(part)
+        return found
+
+    def _packed(self, states: FullStates) -> dict[str, Any]:
+        packed: dict[str, Any] = super().state_dict()
+        packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
+        return packed
+
+    def _states(self) -> FullStates:
+        """What is known here of every parameter's state."""
+        owned: dict[int, list[_Owned]] = {}
+        for each in self._owned:
+            owned.setdefault(id(self._param_of(each)), []).append(each)
+        empty: dict[Any, ParamState] = {}  # of the parameters of which nothing is here, by what tells them apart
+        states = {
+            param: self._state_of(param, owned.get(id(param), ()), empty.setdefault((number, param.dtype, param.device), {}))
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param in self._stepped
+        }
+        return states | self._waiting
+
+    def _state_of(self, param: Tensor, owned: Sequence[_Owned], empty: ParamState) -> ParamState:
+        """Scalars where this rank owns a part, and parts of tensors; `empty` is filled where it does not."""
         states = [self._inner_state(each) for each in owned]
         if not owned:
-            states = [self._state_of_nothing(param)]
+            if not empty:
+                empty.update(self._state_of_nothing(param))
+            states = [empty]
         found: ParamState = {}
         for key, value in states[0].items():
             if isinstance(value, Tensor) and value.dim() == 1:
                 pieces = [(each.part, state[key]) for each, state in zip(owned, states, strict=False)]
                 found[key] = ShardedState(param, value.dtype, pieces)
-            elif owned:
+            elif owned or param.numel() == 0:  # nobody owns what has no elements: every rank says the same of it
                 found[key] = value
         return found
 
@@ -225,12 +295,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group = next(group for group in self.param_groups if any(it is param for it in group["params"]))
         like = torch.zeros(1, dtype=wide_dtype(param.dtype), device=param.device)
         state = state_of_one_element(self._make, _hyper_parameters(group), like=like)
-        return state if like.dtype == param.dtype else {**state, _MASTER: like}
+        return state if like.dtype == param.dtype else {**state, MASTER: like}
 
     def _inner_state(self, owned: _Owned) -> dict[str, Any]:
         assert self._inner is not None
         state = dict(self._inner.state.get(owned.target, {}))
-        return state if owned.target is owned.values or not state else {**state, _MASTER: owned.target}
+        return state if owned.target is owned.values or not state else {**state, MASTER: owned.target}
 
     def _full_states(self) -> FullStates:
         """A collective call."""
@@ -256,9 +326,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 where="ShardedOptimizer",
                 remedy="Give it parameters of the wrapped module, and none that `ignore` names.",
             )
-
-
-_MASTER = "master"  # the fp32 values of a 16-bit parameter, beside what the optimizer keeps
 
 
 def _checked(cls: object, sync: object, *, eager: bool) -> Sync:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError
+from undertow.runtime import private
 from undertow.runtime.buckets import strides_of_gradient
+from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.group import gather_bytes
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.shards import ShardPart, in_memory_order
@@ -18,47 +21,143 @@ from undertow.runtime.shards import ShardPart, in_memory_order
 ParamState = dict[str, Any]  # by torch's name for it: tensors, numbers, and ShardedState
 FullStates = dict[Tensor, ParamState]  # parameters are keys by identity
 
+MASTER = "master"  # the fp32 values of a 16-bit parameter, beside what the optimizer keeps
+OF_THE_WHOLE = {"step", "eta", "mu", "mu_product"}  # what torch's optimizers keep of a parameter and not of its elements
+_COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+_OF_A_COPY = {"device", "non_blocking", "memory_format"}
+
 _TENSOR, _SCALAR, _VALUE = "tensor", "scalar tensor", "value"
 
 
-class ShardedState:
-    """A tensor like a parameter, of which this rank has `pieces`: flat, of the parameter as it lies in memory."""
+class ShardedState(Tensor):
+    """A tensor like a parameter, of which this rank has `pieces`: flat, of the parameter as it lies in memory.
 
-    def __init__(self, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> None:
-        self.shape = param.shape
-        self.dtype = dtype
-        self.strides = strides_of_gradient(param)
-        self.pieces = tuple(pieces)
+    It is a tensor because torch.distributed.checkpoint looks for shards in tensors only, and it has the methods by which
+    that saves and loads them, as boxes; with all ranks' pieces what is stored is a tensor of this shape. It has no values
+    of its own: it can be moved and copied, and every other use of it raises.
+    """
 
-    def size(self) -> torch.Size:
-        return self.shape
+    pieces: tuple[tuple[ShardPart, Tensor], ...]
+
+    @staticmethod
+    def __new__(cls, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> ShardedState:
+        like = torch.empty_strided(param.shape, strides_of_gradient(param), dtype=dtype, device="meta")
+        made = private.wrapper_tensor(cls, like, device=param.device)
+        made.pieces = tuple(pieces)
+        return made
 
     def of_part(self, part: ShardPart) -> Tensor:
-        """The elements of `part`, which must be among our pieces."""
+        """The elements of `part`, which must lie in one of our pieces."""
         for own, values in self.pieces:
-            if (own.start, own.stop) == (part.start, part.stop):
-                return values
+            if own.start <= part.start and part.stop <= own.stop:
+                return values[part.start - own.start : part.stop - own.start]
         raise CheckpointError(
             f"elements [{part.start}, {part.stop}) of a state of shape {tuple(self.shape)} are not on this rank.",
             where="ShardedOptimizer.load_state_dict",
             remedy="Load through torch.distributed.checkpoint, or from full_state_dict().",
         )
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         parts = ", ".join(f"[{part.start}, {part.stop})" for part, _ in self.pieces)
         return f"ShardedState(shape={tuple(self.shape)}, dtype={self.dtype}, elements {parts or 'none'} here)"
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, _protocol: Any) -> Any:
         raise CheckpointError(
             "the state of a sharded optimizer cannot be pickled: this rank has a part of it.",
             where=repr(self),
             remedy="Save optimizer.full_state_dict(), called on every rank, or use torch.distributed.checkpoint.",
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
+        copied = memo[id(self)] = self._with_pieces([(part, values.clone()) for part, values in self.pieces])
+        return copied
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
+        return private.write_items(fqn, self, [box for box, _ in self._boxes()])
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return private.chunks([box for box, _ in self._boxes()])
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        for box, view in self._boxes():
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return view
+        raise ValueError(f"{index.fqn!r} has nothing at {index.offset} on this rank")  # torch tells the other ranks
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
+        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given, first = {name: value for name, value in (kwargs or {}).items() if value is not None}, args[0] if args else None
+        if isinstance(first, ShardedState):
+            if op is torch.ops.aten.detach.default:
+                return first
+            if op in _COPYING and given.keys() <= _OF_A_COPY:
+                return first._with_pieces([(part, op(values, **given)) for part, values in first.pieces], **given)
+            if op is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(first.shape):
+                return first._with_pieces((), **given)  # torch's staging of a checkpoint fills them in
+        raise CheckpointError(
+            "the state of a sharded optimizer has no values of its own: this rank has a part of it.",
+            where=f"{op}, of a state of shape {next((tuple(it.shape) for it in args if isinstance(it, cls)), '?')}",
+            remedy="Ask for all of it with optimizer.full_state_dict(), on every rank.",
+        )
+
+    def _with_pieces(
+        self, pieces: Sequence[tuple[ShardPart, Tensor]], *, device: torch.device | None = None, **_given: Any
+    ) -> ShardedState:
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        made = private.wrapper_tensor(ShardedState, like, device=device or self.device)
+        made.pieces = tuple(pieces)
+        return made
+
+    def _boxes(self) -> list[tuple[Box, Tensor]]:
+        """Our pieces as boxes, and where their values are, in place."""
+        if self.numel() == 0:  # nobody's; that it is there must be stored all the same
+            box = Box(offsets=(0,) * self.dim(), sizes=tuple(self.shape), start=0)
+            return [(box, torch.empty(self.shape, dtype=self.dtype, device=self.device))]
+        return [
+            (box, values.as_strided(box.sizes, self.stride(), values.storage_offset() + box.start - part.start))
+            for part, values in self.pieces
+            for box in boxes_of_range(self.shape, self.stride(), part.start, part.stop)
+        ]
+
+
+def has_shards(states: Iterable[Mapping[str, Any]]) -> bool:
+    return any(isinstance(value, ShardedState) for state in states for value in state.values())
+
+
+def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> ParamState:
+    """`state` with its scalars where the optimizer wants them, which a checkpoint does not know; as torch's optimizers do."""
+    is_on_device = group.get("capturable") or group.get("fused")
+    return {
+        key: value.to(param.device) if is_on_device and key in OF_THE_WHOLE and isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
 
 def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:
-    """The state of `part` alone: of whole tensors, or of sharded ones that have it. Copies."""
-    return {key: _part_of(value, part, param) for key, value in state.items()}
+    """The state of `part` alone: of whole tensors, or of sharded ones that have it. Copies, of the dtype of our own.
+
+    A `master` that is no wider than the parameter has been in a plain optimizer, which narrows it and leaves it behind while
+    it updates the parameter: it is left out.
+    """
+    return {
+        key: _part_of(key, value, part, param)
+        for key, value in state.items()
+        if key != MASTER or value.dtype == wide_dtype(param.dtype)
+    }
+
+
+def states_without_elements(params: Iterable[Tensor], state_of: Callable[[Tensor], ParamState]) -> FullStates:
+    """Of parameters that have no elements, and so no owner: what plain optimizers keep even of them."""
+    return {
+        param: {
+            key: _empty_like(param, value.dtype) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in state_of(param).items()
+        }
+        for param in params
+        if param.numel() == 0
+    }
 
 
 def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> FullStates:
@@ -72,30 +171,35 @@ def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> Ful
         for key, dtype in sorted(tensors):
             own = torch.zeros(bucket.shard_numel, dtype=getattr(torch, dtype), device=bucket.device)
             for part, state in mine.items():
-                if part.bucket == bucket.index and key in state:
+                if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
                     part.of_shard(own).copy_(state[key])
             flat = sharding.gathered(bucket.index, own)
             for slot in bucket.slots:
-                if key in described.get(slot.param, {}):
+                if described.get(slot.param, {}).get(key) == [_TENSOR, dtype]:
                     param = sharding.params[slot.param]
                     whole = found.setdefault(param, {}).setdefault(key, _empty_like(param, own.dtype))
                     flat_of_param = in_memory_order(whole, like=param)
                     flat_of_param[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
     for index, of_param in described.items():
-        state = found.setdefault(sharding.params[index], {})
-        state |= {key: _scalar(what) for key, what in of_param.items() if what[0] != _TENSOR}
-        found[sharding.params[index]] = {key: state[key] for key in of_param}
+        param = sharding.params[index]
+        state = found.setdefault(param, {})
+        state |= {key: _scalar(what, param) for key, what in of_param.items() if what[0] != _TENSOR}
+        found[param] = {key: state[key] for key in of_param}
     return found
 
 
-def _part_of(value: Any, part: ShardPart, param: Tensor) -> Any:
+def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
     if isinstance(value, ShardedState):
-        return value.of_part(part).clone()
-    if isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0:
-        return in_memory_order(value.to(param.device), like=param)[part.start : part.stop].clone()
-    if isinstance(value, Tensor) and value.dim() == 0 and param.dim() == 0 and value.is_floating_point():
+        mine = value.of_part(part)
+    elif value.shape == param.shape and key not in OF_THE_WHOLE:
+        mine = in_memory_order(value, like=param)[part.start : part.stop]
+    else:
         return value.clone()
-    return value.clone() if isinstance(value, Tensor) else value
+    # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.
+    is_narrow = mine.is_floating_point() and param.is_floating_point()
+    return mine.to(param.device, wide_dtype(param.dtype) if is_narrow else mine.dtype, copy=True)
 
 
 def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> dict[int, dict[str, list[Any]]]:
@@ -112,15 +216,16 @@ def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState
 def _description(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        return [_TENSOR, dtype] if value.dim() else [_SCALAR, dtype, value.item(), str(value.device)]
+        return [_TENSOR, dtype] if value.dim() else [_SCALAR, dtype, value.item(), value.device.type]
     return [_VALUE, value]
 
 
-def _scalar(description: list[Any]) -> Any:
+def _scalar(description: list[Any], param: Tensor) -> Any:
     if description[0] == _VALUE:
         return description[1]
     _, dtype, value, device = description
-    return torch.tensor(value, dtype=getattr(torch, dtype), device=device)
+    # Where another rank has it on its own GPU, it is on ours here.
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=param.device if param.device.type == device else device)
 
 
 def _empty_like(param: Tensor, dtype: torch.dtype) -> Tensor:

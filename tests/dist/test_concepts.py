@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
 
+from support.pages import Snippet, execute, snippets, titles
 from support.project import ROOT
 from support.ranks import Ranks
 
 PAGE = ROOT / "docs" / "concepts.md"
 TWO_RANKS, NEEDS_A_GPU = "two ranks", "needs a GPU"
-FENCE = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snippet:
-    section: str
-    mark: str  # what stands in a comment above the fence
-    language: str
-    code: str
-    line: int  # of the page, where the code begins
-
-
-def titles(text: str) -> list[str]:
-    return re.findall(r"^## (.*)$", text, re.MULTILINE)
-
-
-def snippets() -> Iterator[Snippet]:
-    text = PAGE.read_text(encoding="utf-8")
-    for fence in FENCE.finditer(text):
-        before = text[: fence.start("code")]
-        yield Snippet(
-            section=titles(before)[-1],
-            mark=fence["mark"] or "",
-            language=fence["language"],
-            code=fence["code"],
-            line=before.count("\n") + 1,
-        )
 
 
 def of_mark(*marks: str) -> list[object]:
@@ -49,15 +21,9 @@ def of_mark(*marks: str) -> list[object]:
     needs_device = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
     return [
         pytest.param(snippet, id=snippet.section, marks=needs_device if snippet.mark == NEEDS_A_GPU else ())
-        for snippet in snippets()
+        for snippet in snippets(PAGE)
         if snippet.mark in marks
     ]
-
-
-def execute(snippet: Snippet) -> None:
-    # As many empty lines in front as the page has: an error then points to its line there.
-    code = compile("\n" * (snippet.line - 1) + snippet.code, str(PAGE), "exec", dont_inherit=True)
-    exec(code, {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("snippet", of_mark("", NEEDS_A_GPU))
@@ -72,7 +38,7 @@ def test_a_snippet_of_two_ranks_holds(two_ranks: Ranks, snippet: Snippet) -> Non
 
 def test_every_section_has_a_snippet_and_every_snippet_can_fail() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    found = list(snippets())
+    found = list(snippets(PAGE))
     assert text.count("```") == 2 * len(found)  # none has slipped through
     assert {snippet.section for snippet in found} == set(titles(text))
     assert {snippet.language for snippet in found} == {"python"}

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from support.models import noise
 from support.ranks import Ranks
-from undertow.runtime.exchange import PostedExchanges
+from undertow.runtime.exchange import Exchanges, PostedExchanges
 from undertow.runtime.group import GroupRef, OwnGroup
+from undertow.runtime.native_exchange import NativeExchanges
 
 
 def own_group() -> OwnGroup:
@@ -74,3 +75,65 @@ def gathered(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_rank_gets_every_part(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(gathered, dtype)
+
+
+KINDS = {
+    "posted": PostedExchanges,
+    "native in order": lambda group: NativeExchanges(group, in_order=True),
+    "native": lambda group: NativeExchanges(group, in_order=False),
+}
+
+
+def averaged(kind: str, dtype: torch.dtype, numels: list[int]) -> None:
+    group = own_group()
+    exchanges: Exchanges = KINDS[kind](group)
+    started = []
+    for index, numel in enumerate(numels):
+        of_rank = [noise(numel, step=index, rank=peer).to(dtype) for peer in range(group.num_ranks)]
+        tensor = of_rank[group.rank].clone()
+        started.append((exchanges.mean(tensor), tensor, of_rank))
+    for handle, tensor, of_rank in started:
+        handle.wait()
+        wide = torch.float32 if dtype.itemsize == 2 else dtype
+        assert torch.equal(tensor, chain_of_adds(of_rank, wide).to(dtype))
+    exchanges.close()
+    group.close()
+
+
+@pytest.mark.parametrize("kind", ["posted", "native in order"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_is_added_up_in_rank_order(ranks: Ranks, kind: str, dtype: torch.dtype) -> None:
+    ranks.run(averaged, kind, dtype, [7, 1, 1000, 0])
+
+
+def natively_scattered_and_gathered(kind: str) -> None:
+    """What NCCL would be asked for, asked of gloo."""
+    group = own_group()
+    exchanges: Exchanges = KINDS[kind](group)
+    num_ranks, rank = group.num_ranks, group.rank
+    of_rank = [noise(num_ranks * 5 + 2, rank=peer) for peer in range(num_ranks)]
+    for storage in of_rank:
+        storage[-2:] = 1.0
+    storage, shard = of_rank[rank].clone(), torch.empty(5)
+    done: list[object] = []
+    handle = exchanges.reduce_scatter(storage, shard, trailer=range(num_ranks * 5, num_ranks * 5 + 2))
+    handle.on_done(done.append)
+    handle.wait()
+    assert len(done) == 1
+    assert handle.is_completed()
+    wanted = chain_of_adds([storage[rank * 5 : rank * 5 + 5] for storage in of_rank], torch.float32)
+    # Without an order the backend's own: an ulp of a sum of three values.
+    assert torch.equal(shard, wanted) if kind == "native in order" else torch.allclose(shard, wanted, rtol=1e-6, atol=1e-6)
+    assert storage[-2:].tolist() == [num_ranks, num_ranks]
+    flat = torch.zeros(num_ranks * 5)
+    flat.view(num_ranks, -1)[rank] = float(rank + 1)
+    exchanges.all_gather(flat, number=0, then=lambda: done.append(None)).wait()
+    assert flat.view(num_ranks, -1).mean(dim=1).tolist() == [peer + 1.0 for peer in range(num_ranks)]
+    assert len(done) == 2
+    exchanges.close()
+    group.close()
+
+
+@pytest.mark.parametrize("kind", ["native", "native in order"])
+def test_native_exchanges_do_the_same(ranks: Ranks, kind: str) -> None:
+    ranks.run(natively_scattered_and_gathered, kind)

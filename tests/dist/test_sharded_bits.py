@@ -16,7 +16,7 @@ from support.sharded import OPTIMIZERS, require_equal, trained
 from undertow import DistributedDataParallel
 
 PLANS: list[dict[str, Any]] = [
-    {"bucket_cap_mb": 1e-6},  # as small as they get: every parameter in pieces under shards
+    {"bucket_cap_mb": 2e-5},  # every parameter in pieces under shards
     {"bucket_cap_mb": 1e-4},
     {"bucket_cap_mb": 1e-3, "order": "reverse"},
     {"bucket_cap_mb": (1e-4, 1e-3)},
@@ -201,7 +201,7 @@ def unused_everywhere() -> None:
 
     expected = trained(case, "ddp", "SGD", num_steps=8, each=each, reduction="ordered")
     for strategy in ("zero1", "zero2"):
-        for cap in (1e-6, 2e-4, None):
+        for cap in (2e-5, 2e-4, None):
             got = trained(case, strategy, "SGD", num_steps=8, each=each, reduction="ordered", bucket_cap_mb=cap)
             require_equal(expected, got, what=f"{strategy} {cap}")
 
@@ -248,7 +248,7 @@ def test_a_large_embedding_is_split(ranks: Ranks) -> None:
 def strange_parameters() -> None:
     case = CASES["oddities"]
     expected = trained(case, "zero1", "SGD", num_steps=6, reduction="ordered")
-    for cap in (1e-6, 1e-4, None):
+    for cap in (5e-5, 1e-4, None):
         require_equal(expected, trained(case, "zero2", "SGD", num_steps=6, reduction="ordered", bucket_cap_mb=cap), what=str(cap))
 
 

@@ -20,8 +20,8 @@ from undertow.schedule import OpKind
 
 MLP = CASES["mlp"]
 TIED = CASES["tied transformer"]
-# Every parameter in buckets of its own.
-SMALL = {"bucket_cap_mb": 1e-6}
+# Most parameters are in pieces.
+SMALL = {"bucket_cap_mb": 1e-4}
 
 
 class SlowGathers:

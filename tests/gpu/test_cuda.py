@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.ranks import Ranks
-from undertow import DistributedDataParallel, SyncConfig
+from undertow import ConfigError, DistributedDataParallel, ShardedOptimizer, SyncConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,3 +71,40 @@ def test_a_parameter_unused_on_one_rank_gets_the_mean_in_a_late_round_too(two_ra
     first, second = two_ranks.run(unused_on_one_rank)
     assert first == (True, ())
     assert second == (True, ("2.weight", "2.bias"))
+
+
+def alone_on_a_device() -> bool:
+    """One rank has every shard: master weights, norms and scaling run on the device."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(3)).cuda()
+    bare = make_model()
+    model = DistributedDataParallel(copy.deepcopy(bare), config=SyncConfig(strategy="zero1"))
+    optimizers = [ShardedOptimizer(torch.optim.AdamW, model, lr=0.01), torch.optim.AdamW(bare.parameters(), lr=0.01)]
+    for _ in range(3):
+        for module, optimizer in zip((model, bare), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+    model.wait()
+    equal = all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), bare.parameters(), strict=True))
+    model.close()
+    return equal
+
+
+def test_one_rank_steps_on_a_device_as_a_plain_optimizer_does() -> None:
+    with Ranks(1) as one:
+        assert one.run(alone_on_a_device) == [True]
+
+
+def sharded_over_gloo() -> str:
+    model = DistributedDataParallel(make_model(), config=SyncConfig(strategy="zero1"))
+    try:
+        with pytest.raises(ConfigError) as caught:
+            ShardedOptimizer(torch.optim.AdamW, model, lr=0.01)
+    finally:
+        model.close()
+    return str(caught.value)
+
+
+def test_shards_on_devices_need_another_backend_than_gloo(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(sharded_over_gloo):
+        assert "gloo sends and receives from the host's memory only" in text

@@ -8,11 +8,33 @@ import signal
 import torch.distributed as dist
 from benchmarks.matrix.systems import Setting
 from benchmarks.matrix.systems.plain import PlainSystem
+from benchmarks.matrix.truth import NUM_STEPS
 from torch import Tensor
 
 
+class Late(PlainSystem):
+    """Averages, and its forward reads the parameters of the step before."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting.model, setting.model)
+        self.before = [param.detach().clone() for param in self.bare.parameters()]
+
+    def backward(self, batch: tuple[Tensor, ...]) -> None:
+        now = [param.detach().clone() for param in self.bare.parameters()]
+        self.put(self.before)
+        super().backward(batch)
+        self.put(now)
+        self.before = now
+        for param in self.bare.parameters():
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+
+    def put(self, values: list[Tensor]) -> None:
+        for param, value in zip(self.bare.parameters(), values, strict=True):
+            param.data.copy_(value)
+
+
 class Dying(PlainSystem):
-    """Its rank 1 is killed in the second backward."""
+    """Its rank 1 is killed in the first backward after those that show whether it trains right."""
 
     num_backwards = 0
 
@@ -21,7 +43,7 @@ class Dying(PlainSystem):
         for param in self.bare.parameters():
             param.grad = None
         super().backward(batch)
-        if self.num_backwards == 2 and dist.get_rank() == 1:
+        if self.num_backwards > NUM_STEPS and dist.get_rank() == 1:
             print("the last line of rank 1", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         for param in self.bare.parameters():
@@ -32,6 +54,8 @@ def build(setting: Setting) -> PlainSystem:
     match setting.options["how"]:
         case "dies":
             return Dying(setting.model, setting.model)
+        case "reads too early":
+            return Late(setting)
         case "forgets to average":
             return PlainSystem(setting.model, setting.model)
         case "fails on rank 1" if dist.get_rank() == 1:

@@ -11,6 +11,8 @@ from support.project import ROOT
 from undertow import demo
 from undertow.cli import main
 from undertow.demo import DemoSettings
+from undertow.plan import Plan, plan_from_groups
+from undertow.plan.table import source_from_file
 from undertow.schedule import schedule_from_text
 
 
@@ -123,11 +125,28 @@ def test_a_plan_is_shown_as_buckets_and_a_schedule(
     ],
 )
 def test_options_choose_the_schedule(
-    table: str, options: list[str], golden: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    table: str,
+    options: list[str],
+    golden: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert call("plan", table, "--bucket-cap-mb", "0.001", *options, monkeypatch=monkeypatch) == 0
+    params = source_from_file(Path(table))
+    assert not isinstance(params, Plan)
+    saved = tmp_path / "plan.json"  # each parameter in a bucket of its own, whatever the strategy
+    saved.write_text(plan_from_groups(params, [[2], [1], [0]], num_ranks=2).to_json())
+    assert call("plan", str(saved), *options, monkeypatch=monkeypatch) == 0
     expected = (ROOT / "tests" / "golden" / f"{golden}.txt").read_text()
     assert capsys.readouterr().out.endswith(f"\n\n{expected}")
+
+
+def test_only_strategies_with_shards_cut_parameters(
+    table: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for strategy, num_buckets in (("ddp", 3), ("zero1", 4)):
+        assert call("plan", table, "--strategy", strategy, "--bucket-cap-mb", "0.5", monkeypatch=monkeypatch) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith(f"buckets: {num_buckets}")
 
 
 def test_shards_are_shown_only_where_there_are_some(

@@ -171,6 +171,22 @@ def test_default_caps_grow_from_both_ends(total_mib: int, cap_mib: float, ends_m
     assert default_caps(total_mib * MIB) == SizeCaps(cap_bytes=cap_mib * MIB, first_bytes=ends, last_bytes=ends)
 
 
+def test_default_caps_grow_slowly_where_gradients_are_reduced_to_shards() -> None:
+    caps = default_caps(10 * MIB, has_shards=True)
+    assert [round(size / MIB, 3) for size in (*caps.first_bytes, caps.cap_bytes)] == [1.0, 1.2, 1.44, 1.728]
+
+
+def test_only_the_last_bucket_is_left_where_a_reduce_scatter_is_just_fast_enough() -> None:
+    # 60 gradients of 1 MiB every 10 ms, on a link that takes 8 ms for each.
+    params, left = specs_of_sizes(*[MIB] * 60), {}
+    for has_shards in (False, True):
+        free_ms = 0.0
+        for group in group_by_size(params, range(60), default_caps(60 * MIB, has_shards=has_shards)):
+            free_ms = max(free_ms, 10.0 * (group[-1] + 1)) + 8.0 * len(group)
+        left[has_shards] = free_ms - 600.0
+    assert left == {False: 50.0, True: 8.0}
+
+
 def pieces_of(group: Iterable[Member], params: Sequence[ParamSpec]) -> list[Piece]:
     return [piece_of(member, params) for member in group]
 

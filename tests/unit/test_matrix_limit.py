@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.matrix.limit import Wire, limit_s, step_limit_s, wire_from_calibration
+from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, step_limit_s, wire_from_calibration
 
 SECOND_PER_BYTE = Wire(seconds_per_byte=1.0, least_s=0.0)
 
@@ -32,6 +32,32 @@ def test_the_published_figures_of_the_replayed_layers() -> None:
     # Whole step: its last layer, first reduced, is first read at 115 ms of the next forward: 417 ms.
     used = [0.115 - 0.005 * layer for layer in range(24)]
     assert step_limit_s(ready, used, [2_000_000] * 24, wire, compute_s=0.360) == pytest.approx(0.417, abs=0.001)
+
+
+def test_the_worked_example_of_the_barrier() -> None:
+    compute = Compute(ready_s=[12.0, 8.0], used_s=[0.0, 2.0], backward_s=12.0, update_s=1.0)
+    assert barrier_limit_s(compute, [4, 4], SECOND_PER_BYTE) == 17.0
+
+
+def test_with_a_barrier_a_fast_link_costs_the_last_reduction_and_the_first_gather() -> None:
+    compute = Compute(ready_s=[12.0, 8.0], used_s=[0.0, 2.0], backward_s=12.0, update_s=1.0)
+    wire = Wire(seconds_per_byte=0.5, least_s=0.0)
+    assert barrier_limit_s(compute, [4, 4], wire) == 1.0 + 13.0 + 1.0
+
+
+def test_with_a_barrier_a_slow_link_is_busy_from_the_first_gradient_to_the_last_use() -> None:
+    compute = Compute(ready_s=[12.0, 8.0], used_s=[0.0, 2.0], backward_s=12.0, update_s=1.0)
+    wire = Wire(seconds_per_byte=10.0, least_s=0.0)
+    # 40 of each phase, less the 2 of forward before the second layer is read; 8 before the first gradient; the update.
+    assert barrier_limit_s(compute, [4, 4], wire) == (40.0 - 2.0) + (8.0 + 40.0) + 1.0
+
+
+def test_the_barrier_of_the_replayed_layers() -> None:
+    ready = [0.360 - 0.010 * layer for layer in range(24)]
+    compute = Compute(ready_s=ready, used_s=[0.005 * layer for layer in range(24)], backward_s=0.360, update_s=0.006)
+    of_ranks = {ranks: Wire(seconds_per_byte=2 * (ranks - 1) / ranks / 119.5e6, least_s=0.0) for ranks in (2, 4)}
+    limits = [barrier_limit_s(compute, [2_000_000] * 24, wire) for wire in of_ranks.values()]
+    assert limits == pytest.approx([0.460, 0.623], abs=0.001)
 
 
 def test_a_step_is_not_shorter_than_its_compute() -> None:

@@ -60,10 +60,18 @@ def test_a_row_stands_beside_the_limit_of_its_own_run() -> None:
     assert (row["sent_mb"], row["collectives"]) == (4.0, 2)
 
 
-def test_a_sharded_system_is_held_to_the_limit_of_the_whole_step() -> None:
+def test_a_sharded_system_is_held_to_the_limit_with_a_barrier() -> None:
     (row,) = cell("fsdp2", fsdp2=played([199.0, 199.0]))["rows"]
-    assert row["step_limit_ms"] == 105.0  # 10 ms, 2 MB, less the 5 ms of forward before the last layer is read
-    assert row["over_limit"] == pytest.approx(200 / 105, abs=1e-4)
+    # 50 ms for 2 MB, less the 5 ms of forward before the last layer is read; 10 ms, and 50 again; half of the update.
+    assert row["barrier_limit_ms"] == 105.5
+    assert row["over_limit"] == pytest.approx(200 / 105.5, abs=1e-4)
+    assert row["step_limit_ms"] == 105.0  # 10 ms, an all-reduce of 2 MB, less those 5 ms
+
+
+def test_a_row_says_what_the_optimizer_keeps() -> None:
+    facts = {"collectives": 2, "version": "1", "state_mb": 24.0}
+    (row,) = cell("ours-zero1", ours_zero1=played([199.0, 199.0], facts=facts))["rows"]
+    assert row["state_mb"] == 24.0
 
 
 def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from undertow.boxes import Box
 from undertow.runtime import private
 
 
@@ -205,3 +208,95 @@ def test_is_profiling_only_inside_a_profiler() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert private.is_profiling()
     assert not private.is_profiling()
+
+
+class InRows(torch.Tensor):
+    """A tensor that says to torch.distributed.checkpoint that it lies in two boxes, its first row and the others."""
+
+    BOXES = (Box(offsets=(0, 0), sizes=(1, 2), start=0), Box(offsets=(1, 0), sizes=(2, 2), start=2))
+    rows: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, rows: torch.Tensor) -> InRows:
+        made = private.wrapper_tensor(cls, rows, dtype=torch.float32, device=torch.device("cpu"))
+        made.rows = rows
+        return made
+
+    def __create_write_items__(self, name: str, _object: object) -> list[object]:
+        return private.write_items(name, self, self.BOXES)
+
+    def __create_chunk_list__(self) -> list[object]:
+        return private.chunks(self.BOXES)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self.rows[:1] if tuple(index.offset) == (0, 0) else self.rows[1:]
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{op} was called: it has no values")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """What torch.distributed.checkpoint saves of such a tensor and of a number, in one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        state = {"rows": InRows(torch.arange(6.0).view(3, 2)), "number": 7, "whole": torch.ones(2, dtype=torch.bfloat16)}
+        private.save_checkpoint(state, tmp_path / "saved", None)
+    return tmp_path / "saved"
+
+
+def read(folder: Path, room: dict[str, Any]) -> dict[str, Any]:
+    def error(name: str, cause: Exception) -> Exception:
+        return ValueError(f"{name}: {type(cause).__name__}")
+
+    reads = private.CheckpointReads(folder, private.read_checkpoint_metadata(folder / ".metadata"), on_error=error)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        reads.run(room, None)
+    return reads.values
+
+
+def test_a_tensor_in_boxes_is_saved_and_loaded_by_torch(saved: Path) -> None:
+    rows, plain = InRows(torch.zeros(3, 2)), torch.zeros(3, 2)
+    assert read(saved, {"rows": rows, "number": None}) == {"number": 7}
+    assert rows.rows.tolist() == [[0, 1], [2, 3], [4, 5]]
+    read(saved, {"rows": plain})
+    assert plain.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_metadata_of_a_checkpoint_says_how_large_its_files_are(saved: Path) -> None:
+    metadata = private.read_checkpoint_metadata(saved / ".metadata")
+    assert private.sizes_in_checkpoint(metadata) == {"__0_0.distcp": (saved / "__0_0.distcp").stat().st_size}
+    assert metadata.planner_data == {"rows": ("rows",), "number": ("number",), "whole": ("whole",)}
+    assert metadata.state_dict_metadata["rows"].size == (3, 2)
+
+
+FOREIGN = {
+    "a function": b"cos\ngetcwd\n.",
+    "a function of a module there": b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.getcwd\x93.",
+    "a number": b"K\x01.",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_nothing_else_is_unpickled_as_metadata(tmp_path: Path, name: str) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(FOREIGN[name])
+    with pytest.raises((pickle.UnpicklingError, EOFError)):
+        private.read_checkpoint_metadata(path)
+
+
+def test_the_first_failure_of_a_kind_comes_out_of_torchs_exception(saved: Path) -> None:
+    (saved / "__0_0.distcp").write_bytes(b"no archive")
+    with pytest.raises(BaseException, match="Error") as caught:
+        read(saved, {"rows": torch.zeros(3, 2)})
+    assert private.first_failure(caught.value, OSError) is None
+    assert str(private.first_failure(caught.value, ValueError)).startswith("__0_0.distcp: ")
+
+
+def test_a_module_is_found_inside_of_a_compiled_one() -> None:
+    module = nn.Linear(1, 1)
+    assert private.unwrapped(module) is module
+    assert private.unwrapped(torch.compile(module, backend="eager")) is module

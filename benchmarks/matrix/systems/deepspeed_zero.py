@@ -11,10 +11,9 @@ from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before the import, which chooses
 import deepspeed
-import torch
 from torch import Tensor
 
-from benchmarks.matrix.systems import LEARNING_RATE, Setting, System
+from benchmarks.matrix.systems import Setting, System, megabytes, sgd
 
 
 class DeepSpeed:
@@ -36,7 +35,7 @@ class DeepSpeed:
         return dict(self._engine.module.named_parameters())
 
     def facts(self) -> Mapping[str, Any]:
-        return {"version": deepspeed.__version__}
+        return {"version": deepspeed.__version__, "state_mb": megabytes(self._engine.optimizer.optimizer.state)}
 
     def close(self) -> None:
         self._engine.destroy()
@@ -48,10 +47,9 @@ def build(setting: Setting) -> System:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"overlap_comm": True, "compute_grad_norm": False, **setting.options},
-        "zero_allow_untested_optimizer": True,  # plain SGD
+        "zero_allow_untested_optimizer": True,  # torch's SGD
         "gradient_clipping": 0.0,  # its default clips to a norm of 1
         "steps_per_print": 10**9,
     }
-    optimizer = torch.optim.SGD(setting.model.parameters(), lr=LEARNING_RATE)
-    engine, *_ = deepspeed.initialize(model=setting.model, optimizer=optimizer, config=config, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(model=setting.model, optimizer=sgd(setting.model), config=config, dist_init_required=False)
     return DeepSpeed(engine)

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.matrix.systems import LEARNING_RATE, Setting, System
+from benchmarks.matrix.systems import LEARNING_RATE, MOMENTUM, Setting, System, megabytes
 
 
 class Megatron:
@@ -51,7 +51,11 @@ class Megatron:
         return dict(self._ddp.module.named_parameters())
 
     def facts(self) -> Mapping[str, Any]:
-        return {"collectives": len(self._ddp.bucket_groups), "version": megatron.core.__version__}
+        return {
+            "collectives": len(self._ddp.bucket_groups),
+            "version": megatron.core.__version__,
+            "state_mb": megabytes(self._optimizer.optimizer.state),
+        }
 
     def close(self) -> None:
         dist.destroy_process_group(self._own_group)
@@ -96,7 +100,7 @@ def _on_cpu() -> Iterator[None]:
     """What construction needs where there is no CUDA; training itself needs none of it."""
     current_device, adam = torch.cuda.current_device, distrib_optimizer.Adam
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]  # where buffers are made
-    # The distributed optimizer wants Adam, for its checkpoints' sake; we compare one step of plain SGD and save nothing.
+    # The distributed optimizer wants Adam, for its checkpoints' sake; we compare steps of SGD and save nothing.
     distrib_optimizer.Adam = torch.optim.SGD
     try:
         with _SaysCuda():
@@ -120,7 +124,7 @@ def build(setting: Setting) -> System:
     optimizer_config = OptimizerConfig(
         optimizer="sgd",
         lr=LEARNING_RATE,
-        sgd_momentum=0.0,
+        sgd_momentum=MOMENTUM,
         weight_decay=0.0,
         clip_grad=0.0,
         use_distributed_optimizer=is_sharded,

@@ -17,6 +17,7 @@ class Ours(PlainSystem):
     def facts(self) -> Mapping[str, Any]:
         report = self.wrapped.report(show=False)
         return {
+            **super().facts(),
             "collectives": len(report.buckets),
             "version": version("undertow"),
             "own_exposed_ms": round(report.exposed_ms, 2),

@@ -1,4 +1,4 @@
-"""What most systems share: a module, torch's SGD, parameters as they are."""
+"""What most systems share: a module, torch's SGD with momentum, parameters as they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.matrix.systems import LEARNING_RATE
+from benchmarks.matrix.systems import megabytes, sgd
 
 
 class PlainSystem:
@@ -18,7 +18,7 @@ class PlainSystem:
         self.wrapped = wrapped
         self.bare = bare
         self._facts = facts
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(bare.parameters(), lr=LEARNING_RATE)
+        self.optimizer: torch.optim.Optimizer = sgd(bare)
 
     def backward(self, batch: tuple[Tensor, ...]) -> None:
         self.optimizer.zero_grad()
@@ -34,7 +34,7 @@ class PlainSystem:
         return dict(self.bare.named_parameters())
 
     def facts(self) -> Mapping[str, Any]:
-        return self._facts
+        return {"state_mb": megabytes(self.optimizer.state), **self._facts}
 
     def close(self) -> None:
         pass

@@ -16,7 +16,7 @@ class TorchDdp(PlainSystem):
     def facts(self) -> Mapping[str, Any]:
         sizes = str(self.wrapped._get_ddp_logging_data().get("rebuilt_bucket_sizes", ""))
         num_buckets = sum(1 for size in sizes.split(",") if size.strip())
-        return {"collectives": num_buckets or None, "version": torch.__version__}
+        return {**super().facts(), "collectives": num_buckets or None, "version": torch.__version__}
 
 
 def build(setting: Setting) -> System:

@@ -45,7 +45,12 @@ def show_plan(request: PlanRequest) -> None:
     """Prints the buckets and the schedule that are asked for."""
     strategy = strategy_named(request.strategy)
     source = _demo_parameters() if request.file is None else source_from_file(request.file)
-    plan = plan_from_source(source, num_ranks=request.num_ranks, bucket_cap_mb=request.bucket_cap_mb)
+    plan = plan_from_source(
+        source,
+        num_ranks=request.num_ranks,
+        bucket_cap_mb=request.bucket_cap_mb,
+        splits=strategy.gather is not None,
+    )
     print_plan(plan, strategy, _schedule(plan, strategy, request))
 
 

@@ -28,15 +28,15 @@ def plan_in_order(
     params: Sequence[ParamSpec], order: Sequence[int], config: SyncConfig, *, num_ranks: int, splits: bool = False
 ) -> Plan:
     """Buckets of the configured size over `order`; with `splits` a parameter above that size is cut."""
-    caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params))
+    caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params), has_shards=splits)
     if splits:
         return plan_from_groups(params, group_in_pieces(params, order, caps, num_ranks=num_ranks), num_ranks=num_ranks)
     return plan_from_groups(params, group_by_size(params, order, caps), num_ranks=num_ranks)
 
 
-def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int) -> SizeCaps:
+def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, has_shards: bool) -> SizeCaps:
     if bucket_cap_mb is None:
-        return default_caps(total_bytes)
+        return default_caps(total_bytes, has_shards=has_shards)
     if isinstance(bucket_cap_mb, tuple):
         *first, rest = (bytes_from_mib(cap, name="bucket_cap_mb") for cap in bucket_cap_mb)
         return SizeCaps(cap_bytes=rest, first_bytes=tuple(first))

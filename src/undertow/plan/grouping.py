@@ -11,7 +11,8 @@ from undertow.plan.layout import Member, Piece, member_of, piece_of, unit_numel
 from undertow.plan.spec import ParamSpec
 
 _MIB = 1024 * 1024
-_SMALLEST, _LARGEST, _GROWTH = float(_MIB), 25.0 * _MIB, 1.5
+_SMALLEST, _LARGEST = float(_MIB), 25.0 * _MIB
+_GROWTH, _GROWTH_WITH_SHARDS = 1.5, 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +39,26 @@ class SizeCaps:
                     )
 
 
-def default_caps(total_bytes: int) -> SizeCaps:
+def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
     """Caps for a model nobody has measured yet: sizes grow from 1 MiB at both ends by a half each, up to 25 MiB.
+
+    By a fifth where gradients are reduced to shards.
 
     A small first bucket has the link start early, a small last one leaves little that nothing hides; between them few
     large ones cost the fewest latencies. A next bucket half as large again is full before the link is done with the one
     before it, unless gradients come less than one and a half times as fast as they can be sent: then the link idles anyway.
     25 MiB is where measured curves of all common links are flat.
+
+    At the end only the last bucket is left when backward is over, if each takes no longer to send than the gradients of the
+    next one, smaller by that factor, take to come. All-reduces are mostly too slow for that on a slow link and never on a fast
+    one. A reduce-scatter sends half as much and is often just fast enough: then a fifth keeps up, a half does not.
     """
+    growth = _GROWTH_WITH_SHARDS if has_shards else _GROWTH
     ramp: list[float] = []
     size: float = _SMALLEST
     while size < _LARGEST and 2 * (sum(ramp) + size) <= total_bytes:
         ramp.append(size)
-        size *= _GROWTH
+        size *= growth
     ends = tuple(ramp) or (_SMALLEST,)
     return SizeCaps(cap_bytes=min(size, _LARGEST), first_bytes=ends, last_bytes=ends)
 

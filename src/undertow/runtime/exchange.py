@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -58,7 +60,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class PostedExchanges:
-    """Exchanges by sends and receives; a thread completes them in the order in which they were started.
+    """Exchanges by sends and receives; threads post and complete them in the order in which they were started.
 
     `close` ends its threads.
     """
@@ -69,11 +71,30 @@ class PostedExchanges:
         self.group = group
         self._tags = count()
         self._scratch = _Scratch()
+        # Not in a backward: within a send gloo copies into the socket, or waits while it reads from that peer.
+        self._posting = _thread("undertow-posts")
         self._adding = _thread("undertow-adds")
         self._gathering = _thread("undertow-gathers")
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Exchange:
-        num_ranks, tag = self.group.num_ranks, self._next_tag()
+        return self._start(
+            Exchange(), partial(self._post_reduce_scatter, storage, shard, trailer, self._next_tag()), self._adding
+        )
+
+    def mean(self, tensor: Tensor) -> Exchange:
+        exchange = Exchange()
+        return self._start(exchange, partial(self._post_mean, tensor, exchange, self._next_tag()), self._adding)
+
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Exchange:
+        return self._start(Exchange(), partial(self._post_all_gather, flat, then, _GATHER_TAG + number), self._gathering)
+
+    def close(self) -> None:
+        self._posting.shutdown(wait=False)
+        self._adding.shutdown(wait=False)
+        self._gathering.shutdown(wait=False)
+
+    def _post_reduce_scatter(self, storage: Tensor, shard: Tensor, trailer: range, tag: int) -> _Posted:
+        num_ranks = self.group.num_ranks
         parts = list(storage[: num_ranks * shard.numel()].view(num_ranks, -1))
         own_trailer = storage[trailer.start : trailer.stop]
         # Of one message, of which there are then half as many, they would have to be one piece of memory.
@@ -87,36 +108,29 @@ class PostedExchanges:
             own_trailer.copy_(sum_in_order(trailers, into=torch.empty_like(own_trailer)))
             self._scratch.give(self._of_peers(received) + self._of_peers(trailers))
 
-        return self._start(self._adding, works, add_up)
+        return _Posted(works, add_up)
 
-    def mean(self, tensor: Tensor) -> Exchange:
-        num_ranks, rank, tag = self.group.num_ranks, self.group.rank, self._next_tag()
+    def _post_mean(self, tensor: Tensor, exchange: Exchange, tag: int) -> _Posted:
+        num_ranks, rank = self.group.num_ranks, self.group.rank
         parts = list(tensor.tensor_split(num_ranks))
         own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
         received = self._received_beside([own] * num_ranks)
         works = self._post(sent=parts, received=received, tag=tag)
         # Into what was sent: a peer has had all of our part of it before it sends the mean of it.
         returning = self._receive(parts, tag=tag + 1)
-        exchange = Exchange()
 
         def add_up() -> None:
             own.copy_(sum_in_order(received, into=total).div_(num_ranks))
             self._scratch.give([*self._of_peers(received), total])
             last = [*returning, *self._send([own] * num_ranks, tag=tag + 1)]
-            self._gathering.submit(exchange.complete, last)
+            self._gathering.submit(exchange.complete, _Posted(last))
 
-        self._adding.submit(exchange.complete, works, add_up, is_last=False)
-        return exchange
+        return _Posted(works, add_up, is_last=False)
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Exchange:
+    def _post_all_gather(self, flat: Tensor, then: Callable[[], object], tag: int) -> _Posted:
         parts = list(flat.view(self.group.num_ranks, -1))
         own = parts[self.group.rank]
-        works = self._post(sent=[own] * len(parts), received=parts, tag=_GATHER_TAG + number)
-        return self._start(self._gathering, works, then)
-
-    def close(self) -> None:
-        self._adding.shutdown(wait=False)
-        self._gathering.shutdown(wait=False)
+        return _Posted(self._post(sent=[own] * len(parts), received=parts, tag=tag), then)
 
     def _next_tag(self) -> int:
         return 2 * (next(self._tags) % _NUM_TAGS)
@@ -147,10 +161,18 @@ class PostedExchanges:
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.group.num_ranks) if peer != self.group.rank]
 
-    def _start(self, thread: ThreadPoolExecutor, works: Sequence[dist.Work], finish: Callable[[], object]) -> Exchange:
-        exchange = Exchange()
-        thread.submit(exchange.complete, works, finish)
+    def _start(self, exchange: Exchange, post: Callable[[], _Posted], thread: ThreadPoolExecutor) -> Exchange:
+        self._posting.submit(exchange.begin, post, thread)
         return exchange
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """Sends and receives that are under way, and what is to be done when they are complete."""
+
+    works: Sequence[dist.Work]
+    finish: Callable[[], object] = int
+    is_last: bool = True  # whether the exchange is complete then
 
 
 class Exchange:
@@ -159,17 +181,24 @@ class Exchange:
     def __init__(self) -> None:
         self._done: Future[None] = Future()
 
-    def complete(self, works: Sequence[dist.Work], finish: Callable[[], object] = int, *, is_last: bool = True) -> None:
-        """Waits for `works` and calls `finish`; whoever waits for the exchange learns of an error, and of the last part's end."""
+    def begin(self, post: Callable[[], _Posted], thread: ThreadPoolExecutor) -> None:
+        """Posts, and has `thread` complete it; whoever waits for the exchange learns of an error."""
         try:
-            for work in works:
+            thread.submit(self.complete, post())
+        except BaseException as error:
+            self._done.set_exception(error)
+
+    def complete(self, posted: _Posted) -> None:
+        """Waits for what was posted; whoever waits for the exchange learns of an error, and of the last part's end."""
+        try:
+            for work in posted.works:
                 work.wait()
             with torch.no_grad():
-                finish()
+                posted.finish()
         except BaseException as error:
             self._done.set_exception(error)
         else:
-            if is_last:
+            if posted.is_last:
                 self._done.set_result(None)
 
     def wait(self) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.errors import ConfigError
 from undertow.runtime import private
 from undertow.runtime.collectives import Handle
 from undertow.runtime.exchange import Exchanges, PostedExchanges, sum_in_order, wide_dtype
@@ -19,6 +20,12 @@ _BACKENDS_TO_POST_ON = ("gloo", "emulated")
 def exchanges_over(group: OwnGroup, *, in_order: bool) -> Exchanges:
     """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order."""
     if any(name in group.backend for name in _BACKENDS_TO_POST_ON):
+        if group.device.type != "cpu":
+            raise ConfigError(
+                f"{group.backend} sends and receives from the host's memory only, and parameters are on {group.device}.",
+                where='ShardedOptimizer, or reduction="ordered"',
+                remedy='Initialise torch.distributed with "nccl" to train on GPUs.',
+            )
         return PostedExchanges(group)
     return NativeExchanges(group, in_order=in_order)
 

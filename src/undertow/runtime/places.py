@@ -17,7 +17,7 @@ from undertow.runtime.hooks import ModuleHook
 
 
 class Places:
-    """Has every module wait for the parameters that its forward and its `state_dict` read.
+    """Has every module wait for the parameters that its forward and its `state_dict` read, or are loaded.
 
     A module waits for its own. Which others are read in it (tied weights, a layer that computes with another one's), the
     first training forward shows; until then, and for what that has not read, the forward of the whole model waits.
@@ -46,6 +46,7 @@ class Places:
             if buckets:
                 hook = ModuleHook(part, partial(_wait_for, gathers, buckets))
                 self._hooks.append(part.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+                self._hooks.append(part.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
                 if not self._is_seen:
                     self._wait_in(part, buckets)
 

@@ -72,8 +72,16 @@ class Sharding:
         """What this rank owns of a parameter, in place. [part.numel] of the parameter's dtype"""
         return part.of_bucket(self._flats[part.bucket].flat)
 
+    def follow_parameters(self) -> None:
+        """Takes over what somebody else has written into parameters since the last step, with nothing in flight."""
+        for flat in self._flats:
+            flat.follow()
+
     def adopt_gradients(self) -> None:
         """Has placeholders take the place of whole gradients, which are the same on every rank."""
+        if self.group.num_ranks == 1:
+            self._adopt_alone()
+            return
         whole = [
             (binding, position, param.grad)
             for binding in self._bindings
@@ -84,16 +92,14 @@ class Sharding:
             binding.adopt(position, in_memory_order(grad, like=binding.params[position]))
 
     def gradient(self, part: ShardPart) -> Tensor | None:
-        """The mean gradient of what this rank owns; None where the parameter has none. [part.numel] of the wide dtype
+        """The mean gradient of what this rank owns, in place; None where the parameter has none. [part.numel] of the wide dtype
 
         PhaseError where a later backward has added something that is not synchronised.
         """
-        param = self.params[part.param]
-        grad = param.grad
+        grad = self.params[part.param].grad
         if grad is None:
             return None
-        if not isinstance(grad, GradientPlaceholder):  # a rank alone has all of it
-            return in_memory_order(grad, like=param)[part.start : part.stop].to(wide_dtype(grad.dtype))
+        assert isinstance(grad, GradientPlaceholder)  # adopt_gradients has run
         if grad.added is not None:
             raise PhaseError(
                 "the optimizer steps on gradients that were accumulated and not synchronised.",
@@ -117,6 +123,23 @@ class Sharding:
                     part.of_shard(own).copy_(grad.parts[bucket.index])
                     whole[slot.first : slot.first + slot.numel] = self.gathered(bucket.index, own)[slot.start : slot.stop]
         return whole.as_strided(param.shape, strides_of_gradient(param)).to(param.dtype)
+
+    def _adopt_alone(self) -> None:
+        """One rank has all of every gradient, and no round that would reduce it."""
+        for parts in self._parts:
+            for part in parts:
+                param = self.params[part.param]
+                grad, placeholder = param.grad, self._placeholders[part.param]
+                if grad is None:
+                    continue
+                new = grad.added if isinstance(grad, GradientPlaceholder) else grad
+                if new is None:
+                    continue
+                flat = in_memory_order(new, like=param).to(wide_dtype(new.dtype))
+                earlier = None if grad is not placeholder or grad.is_cleared else grad.parts[part.bucket]
+                placeholder.parts[part.bucket] = flat if earlier is None else earlier + flat
+                placeholder.renew()
+                param.grad = placeholder
 
     def gathered(self, bucket: int, own: Tensor) -> Tensor:
         """Every rank's shard of something that is laid out as that bucket is; a collective call. [ranks * shard]"""

@@ -68,6 +68,7 @@ class FlatParams:
         device = torch.device(bucket.device)
         self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=device)  # [ranks * shard], padded
         self._pieces: list[tuple[Slot, Tensor]] = []  # of parameters in several buckets, which keep memory of their own
+        self._places: list[tuple[Tensor, Tensor]] = []  # the others, and the views that they are
         with torch.no_grad():
             for slot, param in zip(bucket.slots, params, strict=True):
                 if slot.numel != param.numel():
@@ -75,9 +76,20 @@ class FlatParams:
                     self.flat[slot.start : slot.stop].copy_(_piece_of(param, slot))
                     continue
                 place = self.flat.as_strided(param.shape, strides_of_gradient(param), slot.start)
-                place.copy_(param)
-                param.data = place  # torch keeps the version, so that autograd sees no change where there is none
+                self._places.append((param, place))
+                _put(param, place)
+        self._pointers = self._present_pointers()
         self.own = self.flat[rank * bucket.shard_numel : (rank + 1) * bucket.shard_numel]
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Takes over what somebody else has written: into other memory (`param.data = ...`), or where pieces come from."""
+        if self._present_pointers() != self._pointers:
+            for param, place in self._places:
+                if param.data_ptr() != place.data_ptr():
+                    _put(param, place)
+        for slot, param in self._pieces:
+            self.flat[slot.start : slot.stop].copy_(_piece_of(param, slot))
 
     def copy_out(self) -> None:
         """What is in pieces gets its own: called when all of `flat` is there, maybe from another thread."""
@@ -89,6 +101,9 @@ class FlatParams:
         if self.params:
             torch.autograd.graph.increment_version(self.params)
 
+    def _present_pointers(self) -> list[int]:
+        return [param.data_ptr() for param, _ in self._places]
+
 
 def in_memory_order(tensor: Tensor, *, like: Tensor) -> Tensor:
     """The elements of `tensor` in the order in which `like`, of its shape, has them in memory. [numel]"""
@@ -98,6 +113,12 @@ def in_memory_order(tensor: Tensor, *, like: Tensor) -> Tensor:
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     flat.as_strided(tensor.shape, strides).copy_(tensor.detach())
     return flat
+
+
+def _put(param: Tensor, place: Tensor) -> None:
+    """Moves a parameter; torch keeps its version, so that autograd sees no change where there is none."""
+    place.copy_(param)
+    param.data = place
 
 
 def _piece_of(param: Tensor, slot: Slot) -> Tensor:

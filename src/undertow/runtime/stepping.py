@@ -70,6 +70,7 @@ class ShardedSteps:
         if sharding is not self._sharding:
             self._sharding = sharding
             self._watch(sharding)
+        sharding.follow_parameters()
         sharding.adopt_gradients()
         return sharding
 

@@ -1,0 +1,58 @@
+"""A range of a tensor's memory as boxes of its index space, which is how torch.distributed.checkpoint cuts tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_Extent = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """The elements of a tensor whose index is at least `offsets` and less than `offsets + sizes` in every dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # in the tensor's memory, of the first one; all lie behind each other
+
+
+def boxes_of_range(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a tensor that lies in memory without gaps: at most 2k - 1 boxes for k dimensions, in order."""
+    # A dimension of one element may have any stride: it comes last, where it changes nothing.
+    outer_first = sorted(range(len(shape)), key=lambda dim: (shape[dim] == 1, -strides[dim]))
+    boxes = []
+    for offsets, sizes in _row_major([shape[dim] for dim in outer_first], start, stop):
+        in_order = sorted(zip(outer_first, offsets, sizes, strict=True))
+        boxes.append(
+            Box(
+                offsets=tuple(offset for _, offset, _ in in_order),
+                sizes=tuple(size for _, _, size in in_order),
+                start=sum(offset * strides[dim] for dim, offset, _ in in_order),
+            )
+        )
+    return boxes
+
+
+def _row_major(shape: Sequence[int], start: int, stop: int) -> list[_Extent]:
+    """The rest of a first row, whole rows, the begin of a last one; a row is cut like a tensor of fewer dimensions."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        return _in_row(first, _row_major(shape[1:], begin, end))
+    found: list[_Extent] = []
+    if begin:
+        found += _in_row(first, _row_major(shape[1:], begin, row))
+        first += 1
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return found + _in_row(last, _row_major(shape[1:], 0, end))
+
+
+def _in_row(index: int, extents: Sequence[_Extent]) -> list[_Extent]:
+    return [((index, *offsets), (1, *sizes)) for offsets, sizes in extents]

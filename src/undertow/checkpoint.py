@@ -1,0 +1,299 @@
+"""Checkpoints of a model and its optimizer, in the format of torch.distributed.checkpoint, for any number of ranks.
+
+Stored are, under the names of the parameters:  model.<name>,  optimizer.state.<name>.<key>,  optimizer.param_groups.<n>.<key>
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from undertow import checkpoint_files as files
+from undertow.checkpoint_files import Stored
+from undertow.errors import CheckpointError
+from undertow.optim import ShardedOptimizer
+from undertow.optim_state import MASTER, OF_THE_WHOLE, ShardedState
+from undertow.runtime import private
+
+_Result = TypeVar("_Result")
+_MODEL, _OPTIMIZER, _STATE, _GROUPS = "model", "optimizer", "state", "param_groups"
+
+
+def save_checkpoint(
+    path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
+) -> None:
+    """Saves both in the folder `path`, each rank its part; a collective call, to a place that all ranks see.
+
+    What is there is replaced when the new one is whole, and not before. `extra` is saved as JSON: counters, a scheduler's
+    state. The optimizer may be a ShardedOptimizer or a plain one. CheckpointError, on every rank, where it fails on one.
+    """
+    target, ranks = Path(path), _Ranks.of(model, optimizer)
+    state = ranks.agree(lambda: _state_of(_Names(model), optimizer, extra, is_first=ranks.is_first))
+    cls = None if optimizer is None else _class_of(optimizer).__name__
+    folder = ranks.agree_on_first(lambda: str(files.folder_for_saving(target, optimizer=cls, extra=extra)))
+    ranks.call(lambda: private.save_checkpoint(state, Path(folder), ranks.group), doing=f"save {target}")
+    ranks.agree_on_first(lambda: files.put_in_place(target))
+
+
+def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Loads what `save_checkpoint` saved, from any number of ranks, and returns `extra`; a collective call.
+
+    CheckpointError, the same on every rank, where a file is missing, cut short or foreign, or where the model or the
+    optimizer is another one; nothing is changed then. Nothing is unpickled but tensors, plain values and torch's own
+    description of them.
+    """
+    target, ranks = Path(path), _Ranks.of(model, optimizer)
+    folder = ranks.agree_on_first(lambda: str(files.folder_for_loading(target)))
+    stored = ranks.agree(lambda: files.read_stored(Path(folder)))
+    names = _Names(model)
+    room = ranks.agree(lambda: _room_for_model(stored, names) | _room_for_optimizer(stored, names, optimizer))
+
+    def failed(name: str, error: Exception) -> Exception:
+        return files.broken_data(stored.folder / name, error)
+
+    reads = private.CheckpointReads(stored.folder, stored.metadata, on_error=failed)
+    ranks.call(lambda: reads.run(room, ranks.group), doing=f"load {target}")
+    found = _nested(stored, room | reads.values)
+    optimizer_state = ranks.agree(lambda: None if optimizer is None else _for_optimizer(found[_OPTIMIZER], names, optimizer))
+    # The model first: parameters of 16 bits are what an optimizer takes its own, wider ones from, if none were saved.
+    names.module.load_state_dict({key: found[_MODEL][name] for name, key in names.keys.items()})
+    if optimizer is not None and optimizer_state is not None:
+        optimizer.load_state_dict(optimizer_state)
+    return stored.extra
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """All that save and load together; `group` is None where one is alone."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Ranks:
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(None, torch.device("cpu"))
+        given = optimizer if isinstance(optimizer, ShardedOptimizer) else model
+        group = given.process_group if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel) else None
+        group = dist.group.WORLD if group is None else group
+        param = next(model.parameters(), None)
+        is_on_device = "nccl" in dist.get_backend(group) and param is not None
+        return cls(group, param.device if is_on_device and param is not None else torch.device("cpu"))
+
+    @property
+    def is_first(self) -> bool:
+        return self.group is None or dist.get_rank(self.group) == 0
+
+    def agree(self, work: Callable[[], _Result]) -> _Result:
+        """What `work` returned; CheckpointError on every rank where it fails so on one."""
+        result, text = None, ""
+        try:
+            result = work()
+        except (CheckpointError, OSError) as error:
+            text = str(error) if isinstance(error, CheckpointError) else str(_failed("use the files of a checkpoint", error))
+        failed = [text for text in self._from_all(text) if text]
+        if failed:
+            raise CheckpointError(failed[0])
+        return result  # type: ignore[return-value]  # it has not failed
+
+    def agree_on_first(self, work: Callable[[], _Result]) -> _Result:
+        """What `work`, which gives a string or nothing, returned on the first rank; no other one runs it."""
+        mine = self.agree(work if self.is_first else lambda: None)
+        return json.loads(self._from_all(json.dumps(mine))[0])  # type: ignore[no-any-return]
+
+    def call(self, work: Callable[[], None], *, doing: str) -> None:
+        """`work` is one of torch's, which agrees on its own; its error as ours."""
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                work()
+        except (CheckpointError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
+
+    def _from_all(self, text: str) -> list[str]:
+        if self.group is None:
+            return [text]
+        mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
+        num_ranks = dist.get_world_size(self.group)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(num_ranks)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
+        longest = max(int(size) for size in sizes)
+        rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
+        dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
+        return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
+
+
+class _Names:
+    """What a model's tensors are called, whether it is wrapped, compiled, or neither."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = private.unwrapped(model)
+        state = self.module.state_dict()
+        self.keys = {_plain(key): key for key in state}
+        self.values = {_plain(key): value for key, value in state.items()}
+        self.of_param = {id(param): _plain(name) for name, param in self.module.named_parameters()}
+
+    def of_group(self, params: Sequence[Tensor]) -> list[str]:
+        for index, param in enumerate(params):
+            if id(param) not in self.of_param:
+                raise CheckpointError(
+                    f"parameter {index} of a group of the optimizer, of shape {tuple(param.shape)}, is none of the model's.",
+                    where="the optimizer",
+                    remedy="Give the model and the optimizer that belong together.",
+                )
+        return [self.of_param[id(param)] for param in params]
+
+
+def _plain(key: str) -> str:
+    return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> type:
+    return optimizer.optimizer_class if isinstance(optimizer, ShardedOptimizer) else type(optimizer)
+
+
+def _failed(doing: str, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"it was not possible to {doing}.",
+        where=f"{type(error).__name__}: {error}",
+        remedy="A checkpoint that was there before is still there.",
+    )
+
+
+def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, extra: Any, *, is_first: bool) -> dict[str, Any]:
+    """What is stored, on this rank."""
+    try:
+        is_same = json.loads(json.dumps(extra)) == extra
+    except (TypeError, ValueError):
+        is_same = False
+    if not is_same:
+        raise CheckpointError(
+            f"extra does not survive being written as JSON: {extra!r}.",
+            where="save_checkpoint(extra=...)",
+            remedy="Give numbers, strings, lists and dicts with strings as keys.",
+        )
+    # Of what all ranks have torch takes anyone's: for parameters that spreads the work, and buffers may differ.
+    params = set(names.of_param.values())
+    mine = {name: value for name, value in names.values.items() if is_first or name in params}
+    if optimizer is None:
+        return {_MODEL: mine}
+    packed = optimizer.state_dict()
+    of_groups = [names.of_group(group["params"]) for group in optimizer.param_groups]
+    numbers = [number for group in packed[_GROUPS] for number in group["params"]]
+    name_of = dict(zip(numbers, (name for group in of_groups for name in group), strict=True))
+    state = {name_of[number]: of_param for number, of_param in packed[_STATE].items()}
+    groups = [{**group, "params": params} for group, params in zip(packed[_GROUPS], of_groups, strict=True)]
+    return {_MODEL: mine, _OPTIMIZER: {_STATE: state, _GROUPS: groups}}
+
+
+def _paths(stored: Stored, *begin: str) -> Iterable[tuple[str, tuple[Any, ...], Any]]:
+    """Of everything stored below `begin`: its name in the checkpoint, the rest of its path, and torch's description."""
+    for name, path in stored.metadata.planner_data.items():
+        if path[: len(begin)] == begin:
+            yield name, path[len(begin) :], stored.metadata.state_dict_metadata[name]
+
+
+def _room_for_model(stored: Stored, names: _Names) -> dict[str, Any]:
+    """New tensors to be read into, for a model is not to be left half loaded."""
+    saved = {path[0]: (name, found) for name, path, found in _paths(stored, _MODEL)}
+    for name, value in names.values.items():
+        if name not in saved:
+            raise _other_model(stored, f"has no {name!r}, which the model has")
+        shape = getattr(saved[name][1], "size", None)
+        if isinstance(value, Tensor) and shape != value.shape:
+            text = "no tensor" if shape is None else f"of shape {tuple(shape)}"
+            raise _other_model(stored, f"has {name!r} {text}, and the model's is of shape {tuple(value.shape)}")
+    unexpected = next((name for name in saved if name not in names.values), None)
+    if unexpected is not None:
+        raise _other_model(stored, f"has {unexpected!r}, which the model has not")
+    return {
+        saved[name][0]: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else None
+        for name, value in names.values.items()
+    }
+
+
+def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """What this rank needs: of a sharded optimizer its parts, of a plain one everything."""
+    if optimizer is None:
+        return {}
+    given = _class_of(optimizer).__name__
+    if stored.optimizer != given:
+        has = "no optimizer" if stored.optimizer is None else f"the state of {stored.optimizer}"
+        raise CheckpointError(
+            f"the checkpoint holds {has}, and the optimizer is {given}.",
+            where=str(stored.folder),
+            remedy="Load it into the same kind of optimizer, or load the model alone: load_checkpoint(path, model).",
+        )
+    params = {name: param for group in optimizer.param_groups for name, param in _named(names, group["params"])}
+    parts = optimizer.owned_parts() if isinstance(optimizer, ShardedOptimizer) else None
+    room: dict[str, Any] = {name: _whole(found) for name, _, found in _paths(stored, _OPTIMIZER, _GROUPS)}
+    for name, (of, *keys), found in _paths(stored, _OPTIMIZER, _STATE):
+        if of not in params:
+            raise _other_model(stored, f"has a state of {of!r}, which is none of the optimizer's parameters")
+        param, is_of_whole, shape = params[of], keys[-1] in OF_THE_WHOLE, getattr(found, "size", None)
+        if parts is None:
+            if keys != [MASTER]:  # the wider values of a sharded optimizer, which a plain one does not have
+                room[name] = _whole(found)
+        elif shape == param.shape and not is_of_whole and param in parts:
+            dtype = found.properties.dtype
+            pieces = [(part, torch.zeros(part.numel, dtype=dtype, device=param.device)) for part in parts[param]]
+            room[name] = ShardedState(param, dtype, pieces)
+        else:
+            room[name] = _whole(found)
+    return room
+
+
+def _named(names: _Names, params: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
+    return zip(names.of_group(params), params, strict=True)
+
+
+def _whole(found: Any) -> Tensor | None:
+    shape = getattr(found, "size", None)
+    return None if shape is None else torch.empty(shape, dtype=found.properties.dtype)
+
+
+def _nested(stored: Stored, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """What was read, as it was given to be saved."""
+    found: dict[str, Any] = {_MODEL: {}, _OPTIMIZER: {_STATE: {}, _GROUPS: {}}}
+    for name, value in flat.items():
+        *path, last = stored.metadata.planner_data[name]
+        place = found
+        for step in path:
+            place = place.setdefault(step, {})
+        place[last] = value
+    return found
+
+
+def _for_optimizer(found: Mapping[str, Any], names: _Names, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A state dict that has the parameters in this optimizer's order, by name."""
+    groups, saved = [], [found[_GROUPS][number] for number in sorted(found[_GROUPS])]
+    saved_group_of = {name: group for group in saved for name in group["params"]}
+    for number, group in enumerate(optimizer.param_groups):
+        params = names.of_group(group["params"])
+        same = saved_group_of.get(params[0]) if params else saved[number] if number < len(saved) else None
+        other = next((name for name in params if same is None or saved_group_of.get(name) is not same), None)
+        if other is not None or same is None or len(saved) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"the checkpoint has {len(saved)} parameter groups that are not the optimizer's {len(optimizer.param_groups)}.",
+                where=f"group {number}" + (f", parameter {other!r}" if other is not None else ""),
+                remedy="Make the optimizer with the parameter groups that it was saved with.",
+            )
+        groups.append({**same, "params": params})
+    return {_STATE: found[_STATE], _GROUPS: groups}
+
+
+def _other_model(stored: Stored, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {how}.", where=str(stored.folder), remedy="Build the model as it was when the checkpoint was saved."
+    )

@@ -1,0 +1,96 @@
+"""Stretches of training between checkpoints, over any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support.models import CASES, Case, mlp, noise
+from support.naive import wrapped
+from undertow import DistributedDataParallel, ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained: by a plain optimizer ("ddp") or a sharded one."""
+
+    case: str = "mlp"
+    strategy: str = "zero1"
+    optimizer: str = "adamw"
+    bucket_cap_mb: float | None = 3e-4
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "plain sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01}),
+}
+
+BRAIN = Case(lambda: mlp().bfloat16(), lambda model, step: model(noise(5, 6, step=step).bfloat16()).float().square().sum())
+
+
+def case_of(setup: Setup) -> Case:
+    return BRAIN if setup.case == "brain" else CASES[setup.case]
+
+
+@contextlib.contextmanager
+def trained_by(setup: Setup, *, seed: int = 7) -> Iterator[tuple[DistributedDataParallel, torch.optim.Optimizer]]:
+    torch.manual_seed(seed)
+    cls, settings = OPTIMIZERS[setup.optimizer]
+    strategy = None if setup.strategy == "ddp" else setup.strategy
+    with wrapped(case_of(setup).make(), strategy=strategy, reduction="ordered", bucket_cap_mb=setup.bucket_cap_mb) as ddp:
+        yield ddp, cls(ddp.parameters(), **settings) if strategy is None else ShardedOptimizer(cls, ddp, **settings)
+
+
+def train(setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        case_of(setup).loss(model, step).backward()
+        optimizer.step()  # what it has sent is still on its way afterwards
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything, as plain torch has it; a collective call."""
+    model.wait()
+    is_sharded = isinstance(optimizer, ShardedOptimizer)
+    return {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizer": optimizer.full_state_dict() if is_sharded else optimizer.state_dict(),
+    }
+
+
+def to_bytes(state: Any) -> bytes:
+    """For another process: tensors would travel by shared memory."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def require_equal(ours: Any, wanted: Any, where: str = "") -> None:
+    """To the bit."""
+    if isinstance(wanted, Tensor):
+        assert isinstance(ours, Tensor), where
+        assert (ours.dtype, ours.shape) == (wanted.dtype, wanted.shape), where
+        assert torch.equal(ours, wanted), (where, ours, wanted)
+    elif isinstance(wanted, dict):
+        assert ours.keys() == wanted.keys(), (where, ours.keys(), wanted.keys())
+        for key in wanted:
+            require_equal(ours[key], wanted[key], f"{where}.{key}")
+    elif isinstance(wanted, list | tuple):
+        assert len(ours) == len(wanted), where
+        for index, (one, other) in enumerate(zip(ours, wanted, strict=True)):
+            require_equal(one, other, f"{where}.{index}")
+    else:
+        assert ours == wanted, (where, ours, wanted)

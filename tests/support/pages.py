@@ -1,0 +1,44 @@
+"""Pages of the documentation, and the snippets in them that tests run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FENCE = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snippet:
+    page: str
+    section: str
+    mark: str  # what stands in a comment above the fence
+    language: str
+    code: str
+    line: int  # of the page, where the code begins
+
+
+def titles(text: str) -> list[str]:
+    return re.findall(r"^## (.*)$", text, re.MULTILINE)
+
+
+def snippets(page: Path) -> Iterator[Snippet]:
+    text = page.read_text(encoding="utf-8")
+    for fence in FENCE.finditer(text):
+        before = text[: fence.start("code")]
+        yield Snippet(
+            page=str(page),
+            section=titles(before)[-1],
+            mark=fence["mark"] or "",
+            language=fence["language"],
+            code=fence["code"],
+            line=before.count("\n") + 1,
+        )
+
+
+def execute(snippet: Snippet) -> None:
+    # As many empty lines in front as the page has: an error then points to its line there.
+    code = compile("\n" * (snippet.line - 1) + snippet.code, snippet.page, "exec", dont_inherit=True)
+    exec(code, {"__name__": "__main__"})
