@@ -14,7 +14,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from undertow.demo import DemoSettings, Way, run, run_demo
+from undertow.demo import DemoSettings, run, run_demo
 
 PATIENCE_S = 60.0
 
@@ -26,16 +26,29 @@ def run_and_read(settings: DemoSettings) -> tuple[int, str]:
     return code, captured.get()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_all_ways_agree_and_the_pictures_are_there(num_ranks: int, tmp_path: Path) -> None:
-    code, text = run_and_read(DemoSettings(num_ranks=num_ranks, link="none", num_steps=1, out=tmp_path))
-    assert "All 5 ways found the same gradients and the same loss." in text
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "verdict"),
+    [
+        (1, "zero2", "All 6 ways found the same gradients, parameters and loss."),
+        (2, "ddp", "All 5 ways found the same gradients, parameters and loss."),
+        (2, "zero1", "All 6 ways found the same gradients, parameters and loss."),
+        (3, "zero2", "All 6 ways found the same gradients and loss."),
+    ],
+)
+def test_all_ways_agree_and_the_pictures_are_there(num_ranks: int, strategy: str, verdict: str, tmp_path: Path) -> None:
+    settings = DemoSettings(num_ranks=num_ranks, link="none", num_steps=1, out=tmp_path, strategy=strategy)
+    code, text = run_and_read(settings)
+    assert verdict in text
     assert code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"demo.png", *(f"demo-{way}.png" for way in Way)}
+    assert {path.name for path in tmp_path.iterdir()} == {"demo.png", *(f"demo-{way}.png" for way in settings.ways)}
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(" yes")]
-    assert len(rows) == len(Way)
+    assert len(rows) == len(settings.ways)
     losses = [row[-2] for row in rows]
-    assert losses == losses[:1] * len(Way)
+    assert losses == losses[:1] * len(rows)
+    if strategy != "ddp" and num_ranks > 1:
+        num_ops = int(rows[-1][-3])
+        assert num_ops > 2
+        assert num_ops % 2 == 0  # each bucket is reduced and gathered
 
 
 def fail_in_rank_1(rank: int, *arguments: object) -> None:

@@ -4,17 +4,23 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from support.project import ROOT
 
 
-def output_of(example: str, *, num_ranks: int) -> str:
-    """What an example prints under torchrun, which itself fails if a rank does; no rank may cause a warning."""
+def output_of(example: str, *, num_ranks: int, directory: Path | None = None) -> str:
+    """What an example prints under torchrun, which itself fails if a rank does; no rank may cause a warning.
+
+    It runs in `directory`, where it may write.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", str(ROOT / "examples" / example)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=240, cwd=directory)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     return done.stdout
@@ -31,6 +37,23 @@ def test_the_training_example_learns_and_reports() -> None:
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert "Where a step goes" in text
+
+
+def test_the_sharded_example_learns_and_saves_what_a_plain_optimizer_can_load(tmp_path: Path) -> None:
+    text = output_of("train_sharded.py", num_ranks=2, directory=tmp_path)
+    losses = losses_in(text)
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    (of_new_data,) = re.findall(r"^loss of new data: (\S+)$", text, re.MULTILINE)
+    assert float(of_new_data) < 8.0  # the variance of a sum of 8: the loss of whoever always says zero
+    assert "of it gathers" in text
+    saved = torch.load(tmp_path / "checkpoint.pt")
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())), nn.Linear(512, 1))
+    model.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(saved["optimizer"])
+    assert all(optimizer.state[param]["exp_avg"].shape == param.shape for param in model.parameters())
+    assert {state["step"].item() for state in optimizer.state.values()} == {30}
 
 
 def test_the_residual_network_learns_and_is_evaluated_by_one_rank() -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from support.models import CASES, Branches, mlp, noise
 from support.naive import wrapped
 from support.ranks import Ranks
-from undertow import DistributedDataParallel, SyncConfig, attach
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, attach
+from undertow.trace import StepReport
 
 CASE = CASES["mlp"]
 
@@ -41,6 +42,26 @@ def test_one_rank_may_ask_for_the_report(ranks: Ranks) -> None:
     assert [bucket["params"] for bucket in report["buckets"]] == [["2.bias"], ["2.weight"], ["0.bias"], ["0.weight"]]
     assert report["communication_ms"] > 0
     assert report["exposed_ms"] == pytest.approx(report["wire_ms"] + report["late_rank_ms"])
+
+
+def gathers_after(num_steps: int) -> tuple[list[int], StepReport]:
+    """The buckets of the plan, and the report of a model whose optimizer is sharded."""
+    with wrapped(CASE.model(), bucket_cap_mb=1e-4, strategy="zero2") as ddp:
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            CASE.loss(ddp, step).backward()
+            optimizer.step()
+        return [bucket.index for bucket in ddp.plan.buckets], ddp.report(show=False)
+
+
+def test_a_sharded_model_reports_the_gathers_of_all_its_parameters(ranks: Ranks) -> None:
+    for buckets, report in ranks.run(gathers_after, 4):
+        assert report.num_steps == 2  # the first had whole gradients, the last is not complete
+        assert sorted(gather.bucket for gather in report.gathers) == buckets
+        assert all(gather.launched_ms < 0 for gather in report.gathers)  # by the optimizer, before the forward
+        assert 0 < report.gather_ms <= report.communication_ms
+        assert report.gather_exposed_ms <= report.exposed_ms
 
 
 def test_there_is_a_report_before_the_first_step(two_ranks: Ranks) -> None:

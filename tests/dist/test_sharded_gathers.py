@@ -78,6 +78,27 @@ def test_a_module_waits_for_its_own_parameters_only(ranks: Ranks) -> None:
     ranks.run(each_place_waits_for_its_own)
 
 
+def a_forward_begins_with_gathers_in_flight() -> None:
+    with training(MLP.model(), **SMALL) as (ddp, opt):
+        for number in range(4):
+            step_of(ddp, opt, MLP, number)
+        slow = SlowGathers(ddp)
+        seen: list[int] = []
+        watch = ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(len(slow.waited)))
+        step_of(ddp, opt, MLP, 4)  # whose gathers are the next forward's
+        slow.waited.clear()
+        seen.clear()
+        MLP.loss(ddp, 5)
+        watch.remove()
+        own = {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
+        assert seen == [len(own)]  # by the first layer's forward nobody has waited for more than its parameters
+        assert sorted(slow.waited) == [bucket.index for bucket in ddp.plan.buckets]
+
+
+def test_the_whole_model_waits_for_nothing_that_its_first_layer_does_not_need(ranks: Ranks) -> None:
+    ranks.run(a_forward_begins_with_gathers_in_flight)
+
+
 def gathers_leave_in_forward_order() -> list[list[int]]:
     orders = []
     with training(TIED.model(), **SMALL) as (ddp, opt):

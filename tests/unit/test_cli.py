@@ -34,7 +34,8 @@ def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_help_names_every_option_and_the_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("demo", "--help", monkeypatch=monkeypatch) == 0
     text = capsys.readouterr().out
-    assert [name for name in ("--nproc", "--link", "--text", "--steps", "--out", "--seed", "Exit code") if name not in text] == []
+    names = ("--nproc", "--link", "--text", "--steps", "--out", "--seed", "--strategy", "Exit code")
+    assert [name for name in names if name not in text] == []
 
 
 def test_an_error_of_ours_is_text_on_stderr_and_exit_code_2(
@@ -58,8 +59,8 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoSettings] = []
     monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 1)
     options = ["--nproc", "3", "--link", "5gbit", "--text", "a", "--steps", "4", "--out", "b", "--seed", "5"]
-    assert call("demo", *options, monkeypatch=monkeypatch) == 1
-    expected = DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5)
+    assert call("demo", *options, "--strategy", "zero1", monkeypatch=monkeypatch) == 1
+    expected = DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5, strategy="zero1")
     assert seen == [expected]
 
 

@@ -28,7 +28,11 @@ TRACE = Trace(
 
 
 def results(
-    *, wrong: Way | None = None, losses: Mapping[Way, float] | None = None, num_ranks: int = 2
+    *,
+    wrong: Way | None = None,
+    losses: Mapping[Way, float] | None = None,
+    num_ranks: int = 2,
+    with_other_parameters: Way | None = None,
 ) -> dict[Way, Sequence[WayDone]]:
     return {
         way: [
@@ -41,6 +45,7 @@ def results(
                 typical=TRACE,
                 loss=(losses or {}).get(way, 2.5),
                 gradients_agree=way is not wrong,
+                parameters_agree=way is not with_other_parameters,
             )
             for rank in range(num_ranks)
         ]
@@ -56,6 +61,11 @@ def test_a_way_with_other_gradients_is_named() -> None:
     verdict = Verdict.of(results(wrong=Way.TORCH_DDP), num_ranks=2)
     assert not verdict.agrees(Way.TORCH_DDP)
     assert verdict.complaints == ["torch DDP, defaults: its gradients are not the reference's."]
+
+
+def test_a_way_that_ends_with_other_parameters_is_named() -> None:
+    verdict = Verdict.of(results(with_other_parameters=Way.ZERO2), num_ranks=2)
+    assert verdict.complaints == ["Undertow, ZeRO-2: its parameters are not the reference's."]
 
 
 def test_two_ranks_must_have_the_very_same_loss() -> None:
@@ -81,12 +91,12 @@ def test_the_table_fits_a_narrow_terminal() -> None:
             comparison_table(results(wrong=Way.BUCKETED), Verdict.of(results(wrong=Way.BUCKETED), num_ranks=2), num_steps=3)
         )
     lines = captured.get().splitlines()
-    assert "bucketed, after backward   1234.6  1.00x     25.0    80%       1  2.5000     NO" in [line.strip() for line in lines]
-    assert "Undertow, defaults         1234.6  1.00x     25.0    80%       1  2.5000    yes" in [line.strip() for line in lines]
+    assert "bucketed, after backward   1234.6  1.00x     25.0    80%     1  2.5000     NO" in [line.strip() for line in lines]
+    assert "Undertow, defaults         1234.6  1.00x     25.0    80%     1  2.5000    yes" in [line.strip() for line in lines]
 
 
 def test_a_step_becomes_phases_and_the_collectives_of_its_gradients() -> None:
-    times = StepTimes(began_s=10.0, forward_s=10.1, last_gradient_s=10.3, synchronised_s=10.35, ended_s=10.36)
+    times = StepTimes(forward_began_s=10.0, forward_s=10.1, last_gradient_s=10.3, synchronised_s=10.35, update=(10.35, 10.36))
     sent = [
         Transfer(kind="broadcast", num_bytes=4, launched_s=10.05, started_s=10.05, done_s=10.06),  # before backward
         Transfer(kind="all_reduce", num_bytes=8, launched_s=10.2, started_s=10.25, done_s=10.34),
@@ -102,10 +112,75 @@ def test_a_step_becomes_phases_and_the_collectives_of_its_gradients() -> None:
     assert overlap.exposed_us == pytest.approx(50_000, abs=0.01)
 
 
+SHARDED = StepTimes(forward_began_s=10.0, forward_s=10.1, last_gradient_s=10.3, synchronised_s=10.35, update=(9.98, 9.99))
+
+
+def recorded(*events: tuple[str, str, int | None, float, float]) -> Trace:
+    """The library's own trace, whose clock starts 1 ms after ours."""
+    return Trace(
+        rank=0,
+        step=3,
+        events=(
+            Event(lane="compute", kind="forward", start_us=0, stop_us=99_000),
+            *(
+                Event(lane=lane, kind=kind, bucket=bucket, start_us=start, stop_us=stop)
+                for lane, kind, bucket, start, stop in events
+            ),
+        ),
+    )
+
+
+def test_a_step_in_shards_begins_with_the_optimizer_and_waits_for_parameters_in_its_forward() -> None:
+    own = recorded(
+        ("compute", "wait", 1, 1_000, 9_000),
+        ("compute", "wait", 0, 330_000, 340_000),  # for gradients: measured alike for every way
+        ("comm.dp", "all_gather", 1, -12_000, 9_000),
+    )
+    trace = trace_of(SHARDED, [], rank=0, step=3, recorded=own)
+    lane = [(event.kind, round(event.start_us), round(event.stop_us)) for event in trace.on_lane("compute")]
+    assert lane == [
+        ("forward", 0, 100_000),
+        ("backward", 100_000, 300_000),
+        ("wait", 300_000, 350_000),
+        ("optimizer", -20_000, -10_000),
+        ("wait", 2_000, 10_000),
+    ]
+    (gather,) = trace.communication
+    assert (round(gather.start_us), round(gather.stop_us)) == (-11_000, 10_000)
+    assert trace.duration_us == pytest.approx(370_000)
+    assert SHARDED.step_ms == pytest.approx(370)
+
+
+def message(started_s: float, done_s: float, launched_s: float = 9.99) -> Transfer:
+    return Transfer(kind="send", num_bytes=4, launched_s=launched_s, started_s=started_s, done_s=done_s)
+
+
+def test_an_op_of_messages_lasts_from_the_first_to_the_last_of_them() -> None:
+    own = recorded(
+        ("comm.dp", "all_gather", 1, -12_000, 9_000),
+        ("comm.dp", "all_gather", 0, 9_000, 30_000),
+        ("comm.dp", "reduce_scatter", 0, 150_000, 200_000),
+    )
+    sent = [
+        message(9.90, 9.91, launched_s=9.90),  # of another way's turn
+        message(9.995, 10.002),
+        message(10.002, 10.009),
+        message(10.012, 10.029),
+        message(10.19, 10.195),  # another rank was late with it
+    ]
+    trace = trace_of(SHARDED, sent, rank=0, step=3, recorded=own)
+    assert [(event.kind, round(event.start_us), round(event.stop_us)) for event in trace.communication] == [
+        ("all_gather", -5_000, 9_000),
+        ("all_gather", 12_000, 29_000),
+        ("reduce_scatter", 190_000, 195_000),
+    ]
+
+
 def step_of(*, length_us: float, exposed_us: float) -> Trace:
+    forward = Event(lane="compute", kind="forward", start_us=0, stop_us=length_us - exposed_us)
     wait = Event(lane="compute", kind="wait", start_us=length_us - exposed_us, stop_us=length_us)
     sent = Event(lane="comm.dp", kind="all_reduce", start_us=length_us - 100, stop_us=length_us)
-    return Trace(rank=1, step=int(length_us), events=(wait, sent))
+    return Trace(rank=1, step=int(length_us), events=(forward, wait, sent))
 
 
 def test_a_way_is_summed_up_by_medians_and_the_step_closest_to_them() -> None:
@@ -132,6 +207,25 @@ def test_a_way_without_communication_has_no_overlap() -> None:
 )
 def test_an_impossible_setting_is_refused(setting: dict[str, int], text: str) -> None:
     assert text_of(ConfigError, lambda: DemoSettings(**setting)) == text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (
+            "zero3",
+            "there is no strategy 'zero3'.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.",
+        ),
+        ("zero", "there is no strategy 'zero'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2'."),
+    ],
+)
+def test_an_unknown_strategy_is_refused(strategy: str, text: str) -> None:
+    assert text_of(ConfigError, lambda: DemoSettings(strategy=strategy)) == text
+
+
+def test_a_strategy_with_shards_adds_a_way() -> None:
+    assert [len(DemoSettings(strategy=strategy).ways) for strategy in ("ddp", "zero1", "zero2")] == [5, 6, 6]
+    assert DemoSettings(strategy="zero1").ways[-1] is Way.ZERO1
 
 
 def test_an_unknown_link_is_refused() -> None:

@@ -62,6 +62,24 @@ def test_overlap_of_a_step() -> None:
     assert overlap.fraction == 0.7
 
 
+def test_gathers_that_began_before_the_step_are_communication_of_it() -> None:
+    sharded = trace(
+        ("comm.dp", "all_gather", -30, -10),
+        ("comm.dp", "all_gather", -10, 20),
+        ("compute", "wait", 5, 20),
+        ("compute", "forward", 0, 50),
+        ("comm.dp", "reduce_scatter", 60, 90),
+    )
+    assert overlap_of(sharded) == Overlap(total_us=80, exposed_us=15)
+    assert sharded.duration_us == 50
+
+
+def test_a_step_lasts_as_long_as_its_compute_lane() -> None:
+    assert STEP.duration_us == 150
+    assert trace(("compute", "optimizer", -20, -5), ("compute", "backward", 0, 100)).duration_us == 120
+    assert trace().duration_us == 0
+
+
 def test_without_communication_there_is_no_fraction() -> None:
     overlap = overlap_of(trace(("compute", "backward", 0, 100)))
     assert (overlap.total_us, overlap.exposed_us, overlap.fraction) == (0, 0, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -32,6 +33,52 @@ def make_record(*, step: int = 0, rank: int = 0, shift_us: float = 0.0, busy_ms:
         ),
         busy_ms=busy_ms,
     )
+
+
+def with_gathers(record: StepRecord) -> StepRecord:
+    """The same in shards: b1 is gathered from -10 to 5 ms, b0 behind it to 10; the forward waits for b1 from 0 to 5."""
+    gathers = (
+        BucketRecord(
+            bucket=1, num_bytes=4000, kind="all_gather", ready_us=-10_000, launched_us=-10_000, done_us=5_000, waited=(0, 5_000)
+        ),
+        BucketRecord(
+            bucket=0,
+            num_bytes=8000,
+            kind="all_gather",
+            ready_us=-9_000,
+            launched_us=-9_000,
+            done_us=10_000,
+            waited=(12_000, 12_000),
+        ),
+    )
+    return dataclasses.replace(record, gathers=gathers)
+
+
+def test_gathers_are_communication_and_have_figures_of_their_own() -> None:
+    report = summarize([with_gathers(make_record())], make_plan(), rank=0)
+    assert (report.communication_ms, report.exposed_ms) == (60.0, 25.0)
+    assert (report.gather_ms, report.gather_exposed_ms, report.gather_overlap) == (20.0, 5.0, 0.75)
+    assert [(gather.bucket, gather.launched_ms, gather.done_ms) for gather in report.gathers] == [(1, -10, 5), (0, -9, 10)]
+    assert [(gather.num_bytes, gather.wire_ms, gather.waited_ms) for gather in report.gathers] == [(4000, 15, 5), (8000, 5, 0)]
+    assert report.limit_ms == 80.0  # of the gradients
+
+
+def test_a_step_without_gathers_does_not_count_to_their_medians() -> None:
+    records = [make_record(), with_gathers(make_record(step=1))]  # the scaler has skipped an optimizer's step
+    assert [gather.waited_ms for gather in summarize(records, make_plan(), rank=0).gathers] == [5, 0]
+
+
+def test_without_a_sharded_optimizer_there_are_no_gathers() -> None:
+    report = summarize([make_record()], make_plan(), rank=0)
+    assert (report.gathers, report.gather_ms, report.gather_overlap) == ((), 0.0, None)
+
+
+def test_the_wait_for_its_parameters_counts_to_the_worst_bucket() -> None:
+    record = with_gathers(make_record())
+    slow = dataclasses.replace(record.gathers[1], waited=(12_000, 40_000))
+    worst = summarize([dataclasses.replace(record, gathers=(slow,))], make_plan(), rank=0).worst_bucket
+    assert worst is not None
+    assert worst.index == 0
 
 
 def test_a_step_is_split_into_forward_backward_hidden_and_exposed() -> None:
@@ -98,6 +145,37 @@ def test_the_terminal_shows_every_bucket_with_its_parameters(num_steps: int) -> 
     print_report(report, Console(file=text, width=120))
     expected = ("head, body", "stem", "50% hidden", "slowest is rank") if num_steps else ("no step recorded yet",)
     assert all(part in text.getvalue() for part in expected)
+
+
+def test_the_terminal_shows_gathers_where_there_are_some() -> None:
+    plain, sharded = io.StringIO(), io.StringIO()
+    for text, record in ((plain, make_record()), (sharded, with_gathers(make_record()))):
+        print_report(summarize([record], make_plan(), rank=0), Console(file=text, width=80))
+    assert "gather" not in plain.getvalue().lower()
+    (line,) = (line for line in sharded.getvalue().splitlines() if "of it gathers" in line)
+    assert [cell.strip() for cell in line.split("│")[1:-1]] == ["of it gathers", "20.0", "0.0 MB, 75% hidden"]
+    lines = [line.rstrip() for line in sharded.getvalue().splitlines()]
+    assert "\n".join(lines[-7:]) == (
+        "Gathers of parameters, ms since the step began\n"
+        "┏━━━━━━━━┳━━━━━━┳━━━━━━━━━━┳━━━━━━┳━━━━━━┳━━━━━━━━┓\n"
+        "┃ bucket ┃   MB ┃ launched ┃ done ┃ wire ┃ waited ┃\n"
+        "┡━━━━━━━━╇━━━━━━╇━━━━━━━━━━╇━━━━━━╇━━━━━━╇━━━━━━━━┩\n"
+        "│      1 │ 0.00 │    -10.0 │  5.0 │ 15.0 │    5.0 │\n"
+        "│      0 │ 0.01 │     -9.0 │ 10.0 │  5.0 │    0.0 │\n"
+        "└────────┴──────┴──────────┴──────┴──────┴────────┘"
+    )
+
+
+def test_gathers_begin_before_the_step_in_its_trace() -> None:
+    trace = with_gathers(make_record()).trace()
+    assert [(event.kind, event.bucket, event.start_us, event.stop_us) for event in trace.communication] == [
+        ("all_gather", 1, -10_000, 5_000),
+        ("all_gather", 0, 5_000, 10_000),
+        ("all_reduce", 0, 30_000, 50_000),
+        ("all_reduce", 1, 60_000, 80_000),
+    ]
+    waits = [(event.bucket, event.start_us, event.stop_us) for event in trace.on_lane("compute") if event.kind == "wait"]
+    assert waits[:2] == [(1, 0, 5_000), (0, 12_000, 12_000)]
 
 
 def test_the_trace_holds_the_lanes_of_the_step() -> None:

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from support.errors import text_of
 from undertow.errors import ConfigError
@@ -21,6 +22,19 @@ OVERLAPPED = Trace(
         Event(lane="compute", kind="wait", start_us=120_000, stop_us=130_000),
         Event(lane="compute", kind="optimizer", start_us=130_000, stop_us=133_000),
         Event(lane="comm.dp", kind="all_reduce", start_us=60_000, stop_us=130_000, bucket=0, num_bytes=8),
+    ),
+)
+
+SHARDED = Trace(
+    rank=0,
+    step=0,
+    events=(
+        *OVERLAPPED.events[:3],
+        Event(lane="compute", kind="wait", start_us=1_000, stop_us=9_000),
+        Event(lane="compute", kind="optimizer", start_us=-6_000, stop_us=-1_000),
+        Event(lane="comm.dp", kind="all_gather", start_us=-2_000, stop_us=9_000, bucket=1, num_bytes=8),
+        Event(lane="comm.dp", kind="all_gather", start_us=9_000, stop_us=30_000, bucket=0, num_bytes=8),
+        Event(lane="comm.dp", kind="reduce_scatter", start_us=60_000, stop_us=130_000, bucket=0, num_bytes=8),
     ),
 )
 
@@ -48,6 +62,38 @@ def test_steps_without_communication_or_without_anything_can_be_drawn(tmp_path: 
     silent = Trace(rank=0, step=0, events=tuple(OVERLAPPED.on_lane("compute")))
     save_timeline({"silent": silent, "empty": EMPTY}, tmp_path / "silent.png")
     assert (tmp_path / "silent.png").read_bytes().startswith(PNG)
+
+
+def drawn(traces: dict[str, Trace], monkeypatch: pytest.MonkeyPatch) -> Figure:
+    """The figure that would be written."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _path: figures.append(figure))
+    save_timeline(traces, "unused.png")
+    return figures[0]
+
+
+def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    (axes,) = drawn({"plain": OVERLAPPED, "sharded": SHARDED}, monkeypatch).axes
+    left, right = axes.get_xlim()
+    assert left == -6
+    assert right > 133
+    assert [text.get_text() for text in axes.texts] == ["133 ms", "86% hidden", "136 ms", "82% hidden"]
+
+
+def test_gathers_have_a_colour_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    legends = [drawn({"way": trace}, monkeypatch).axes[0].get_legend() for trace in (OVERLAPPED, SHARDED)]
+    of_plain, of_sharded = ([text.get_text() for text in legend.get_texts()] for legend in legends if legend is not None)
+    assert of_plain == ["forward", "backward", "waiting for the network", "optimizer", "gradients sent"]
+    assert of_sharded == [*of_plain, "parameters gathered"]
+
+
+def test_waits_too_short_to_be_seen_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    blink = Event(lane="compute", kind="wait", start_us=20_000, stop_us=20_010)
+    numbers = [
+        len(drawn({"way": Trace(rank=0, step=0, events=events)}, monkeypatch).axes[0].collections)
+        for events in (SHARDED.events, (*SHARDED.events, blink))
+    ]
+    assert numbers == [8, 8]
 
 
 def test_no_traces_are_refused(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -18,15 +18,15 @@ __all__ = ["LastGradient", "StepTimes", "trace_of"]
 class StepTimes:
     """When the phases of a step ended; seconds of `time.perf_counter`."""
 
-    began_s: float
+    forward_began_s: float
     forward_s: float
     last_gradient_s: float  # the last gradient of this rank had arrived: from here on only the network is waited for
     synchronised_s: float
-    ended_s: float
+    update: tuple[float, float]  # the optimizer began and ended: behind all that, or before it with the last step's gradients
 
     @property
     def step_ms(self) -> float:
-        return (self.ended_s - self.began_s) * 1e3
+        return (max(self.synchronised_s, self.update[1]) - min(self.forward_began_s, self.update[0])) * 1e3
 
 
 class LastGradient:
@@ -41,23 +41,70 @@ class LastGradient:
         self.arrived_s = time.perf_counter()
 
 
-def trace_of(times: StepTimes, transfers: Sequence[Transfer], *, rank: int, step: int) -> Trace:
-    """One step as events: its phases, and the collectives that were launched between forward and optimizer."""
-    began_s = times.began_s
+def trace_of(times: StepTimes, transfers: Sequence[Transfer], *, rank: int, step: int, recorded: Trace | None = None) -> Trace:
+    """One step as events, from the begin of its forward on: its phases, and what the network carried for it.
 
-    def event(lane: str, kind: str, start_s: float, stop_s: float, *, bucket: int | None = None, num_bytes: int = 0) -> Event:
-        start_us, stop_us = (start_s - began_s) * 1e6, (stop_s - began_s) * 1e6
-        return Event(lane=lane, kind=kind, start_us=start_us, stop_us=stop_us, bucket=bucket, num_bytes=num_bytes)
+    That is what was launched between forward and optimizer; where collectives are made of messages, it is what the library
+    has `recorded`: it alone knows which belong together, and how long the forward waited for parameters.
+    """
+    carried = _collectives(times, transfers) if recorded is None else _ops_and_waits(times, transfers, recorded)
+    return Trace(rank=rank, step=step, events=(*_phases(times), *carried))
 
-    phases = (
-        event("compute", "forward", began_s, times.forward_s),
-        event("compute", "backward", times.forward_s, times.last_gradient_s),
-        event("compute", "wait", times.last_gradient_s, times.synchronised_s),
-        event("compute", "optimizer", times.synchronised_s, times.ended_s),
+
+def _phases(times: StepTimes) -> tuple[Event, ...]:
+    spans = {
+        "forward": (times.forward_began_s, times.forward_s),
+        "backward": (times.forward_s, times.last_gradient_s),
+        "wait": (times.last_gradient_s, times.synchronised_s),
+        "optimizer": times.update,
+    }
+    return tuple(
+        Event(lane="compute", kind=kind, start_us=_us(times, start_s), stop_us=_us(times, stop_s))
+        for kind, (start_s, stop_s) in spans.items()
     )
+
+
+def _collectives(times: StepTimes, transfers: Sequence[Transfer]) -> tuple[Event, ...]:
     of_gradients = [sent for sent in transfers if times.forward_s <= sent.launched_s < times.synchronised_s]
-    collectives = tuple(
-        event("comm.dp", sent.kind, sent.started_s, sent.done_s, bucket=index, num_bytes=sent.num_bytes)
+    return tuple(
+        Event(
+            lane="comm.dp",
+            kind=sent.kind,
+            start_us=_us(times, sent.started_s),
+            stop_us=_us(times, sent.done_s),
+            bucket=index,
+            num_bytes=sent.num_bytes,
+        )
         for index, sent in enumerate(of_gradients)
     )
-    return Trace(rank=rank, step=step, events=(*phases, *collectives))
+
+
+def _ops_and_waits(times: StepTimes, transfers: Sequence[Transfer], recorded: Trace) -> tuple[Event, ...]:
+    forward_us = _us(times, times.forward_s)
+    # The end of the forward is the moment that both clocks have seen.
+    shift_us = forward_us - next(event.stop_us for event in recorded.events if event.kind == "forward")
+    shifted = [replace(event, start_us=event.start_us + shift_us, stop_us=event.stop_us + shift_us) for event in recorded.events]
+    waits = [event for event in shifted if event.kind == "wait" and event.stop_us <= forward_us]
+    messages = [
+        (_us(times, sent.started_s), _us(times, sent.done_s))
+        for sent in transfers
+        if sent.kind == "send" and sent.launched_s >= times.update[0]
+    ]
+    return (*waits, *_on_the_link([event for event in shifted if event.lane != "compute"], messages))
+
+
+def _on_the_link(ops: Sequence[Event], messages: Sequence[tuple[float, float]]) -> Iterator[Event]:
+    """`ops`, which end in this order, without the time for which they waited until another rank had sent something.
+
+    A message belongs to the first op that did not end before it had come. Ops without one are as they were.
+    """
+    ended_us = float("-inf")
+    for op in ops:
+        own = [(start, stop) for start, stop in messages if ended_us < stop <= op.stop_us]
+        ended_us = op.stop_us
+        yield replace(op, start_us=min(start for start, _ in own), stop_us=max(stop for _, stop in own)) if own else op
+
+
+def _us(times: StepTimes, moment_s: float) -> float:
+    """Since the forward began."""
+    return (moment_s - times.forward_began_s) * 1e6

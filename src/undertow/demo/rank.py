@@ -1,4 +1,4 @@
-"""What one rank of the demo does: train the same model in five ways, a step of each in turn."""
+"""What one rank of the demo does: train the same model in several ways, a step of each in turn."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from undertow.demo.measure import trace_of
 from undertow.demo.model import Gpt, GptShape
 from undertow.demo.reference import Reference, reference_of_first_step
 from undertow.demo.results import Message, ModelBuilt, RankFailed, StepDone, WayDone, way_done
-from undertow.demo.settings import NUM_WARM_UP_STEPS, REFERENCE, DemoSettings, Way
+from undertow.demo.settings import NUM_WARM_UP_STEPS, REFERENCE, DemoSettings
 from undertow.demo.way_run import WayRun
 from undertow.runtime.emulated_link import BACKEND, EmulatedLink, Transfer, emulated_backend
 
@@ -86,7 +85,7 @@ class _Trainer:
         model = self._new_model()
         num_parameters = sum(param.numel() for param in model.parameters())
         first_reference = reference_of_first_step(model, next(self._batches()))
-        runs = [WayRun(way, self._new_model()) for way in Way]
+        runs = [WayRun(way, self._new_model()) for way in self._settings.ways]
         if self._rank == 0:
             self._send(ModelBuilt(num_parameters=num_parameters, gradient_bytes=4 * num_parameters))
         self._link.take_log()
@@ -108,20 +107,24 @@ class _Trainer:
                     self._send(StepDone(way=run.way, step=index, step_ms=done.times.step_ms, loss=done.loss))
 
     def _conclude(self, runs: Sequence[WayRun], transfers: Sequence[Transfer]) -> None:
-        if self._settings.num_ranks <= 2:  # with more the weights have drifted apart by rounding, only losses compare
-            right = next(run for run in runs if run.way is REFERENCE)
-            last_reference = Reference(gradients=right.gradients, tolerances=None)
-            for run in runs:
-                run.compare(last_reference)
+        right = next(run for run in runs if run.way is REFERENCE)
+        last_reference = Reference(gradients=right.gradients, tolerances=None)
         for run in runs:
+            if self._settings.is_exact:  # with more ranks the weights have drifted apart by rounding, only losses compare
+                run.compare(last_reference)
+            run.finish(next(self._batches()))
+            if self._settings.is_exact:
+                run.compare_parameters(right)
             self._send(self._result(run, transfers))
 
     def _result(self, run: WayRun, transfers: Sequence[Transfer]) -> WayDone:
-        traces = [
-            trace_of(run.steps[index].times, transfers, rank=self._rank, step=index)
-            for index in range(NUM_WARM_UP_STEPS, len(run.steps))
-        ]
-        return way_done(run.way, traces, loss=run.steps[-1].loss, gradients_agree=run.agrees)
+        return way_done(
+            run.way,
+            run.traces(transfers, rank=self._rank)[NUM_WARM_UP_STEPS:],
+            loss=run.steps[-1].loss,
+            gradients_agree=run.gradients_agree,
+            parameters_agree=run.parameters_agree,
+        )
 
     def _new_model(self) -> Gpt:
         torch.manual_seed(self._settings.seed)

@@ -42,11 +42,12 @@ class WayDone:
     typical: Trace  # of the step that is closest to the medians
     loss: float  # of the last step
     gradients_agree: bool  # with the reference's
+    parameters_agree: bool  # after the last step; True where adding in another order leads elsewhere
 
 
-def way_done(way: Way, traces: Sequence[Trace], *, loss: float, gradients_agree: bool) -> WayDone:
+def way_done(way: Way, traces: Sequence[Trace], *, loss: float, gradients_agree: bool, parameters_agree: bool = True) -> WayDone:
     """Sums up the measured steps of one way."""
-    lengths = [max(event.stop_us for event in trace.events) for trace in traces]
+    lengths = [trace.duration_us for trace in traces]
     overlaps = [overlap_of(trace) for trace in traces]
     length, exposed = median(lengths), median(overlap.exposed_us for overlap in overlaps)
     hidden = [overlap.fraction for overlap in overlaps if overlap.fraction is not None]
@@ -60,6 +61,7 @@ def way_done(way: Way, traces: Sequence[Trace], *, loss: float, gradients_agree:
         typical=traces[distances.index(min(distances))],
         loss=loss,
         gradients_agree=gradients_agree,
+        parameters_agree=parameters_agree,
     )
 
 

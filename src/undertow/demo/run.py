@@ -49,7 +49,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
 
 
 def _train(settings: DemoSettings, corpus: bytes, console: Console) -> Mapping[Way, Sequence[WayDone]]:
-    results: dict[Way, dict[int, WayDone]] = {way: {} for way in Way}
+    results: dict[Way, dict[int, WayDone]] = {way: {} for way in settings.ways}
     wire_s = collective_seconds(settings.emulated_link, "all_reduce", num_bytes=int(_ASSUMED_BYTES), num_ranks=settings.num_ranks)
     with tempfile.TemporaryDirectory(prefix="undertow-demo-") as directory:
         text = Path(directory) / "text"
@@ -81,7 +81,7 @@ def _conclude(settings: DemoSettings, results: Mapping[Way, Sequence[WayDone]], 
     console.print()
     console.print(comparison_table(results, verdict, num_steps=settings.num_steps))
     traces = {way.label: of_ranks[0].typical for way, of_ranks in results.items()}
-    for way in Way:
+    for way in settings.ways:
         save_timeline({way.label: traces[way.label]}, settings.out / f"demo-{way}.png")
     picture = settings.out / "demo.png"
     save_timeline(traces, picture)
@@ -90,7 +90,8 @@ def _conclude(settings: DemoSettings, results: Mapping[Way, Sequence[WayDone]], 
     for complaint in verdict.complaints:
         console.print(f"[bold red]{escape(complaint)}[/]", highlight=False)
     if not verdict.complaints:
-        console.print(f"All {len(Way)} ways found the same gradients and the same loss.", highlight=False)
+        alike = "gradients, parameters and loss" if settings.is_exact else "gradients and loss"
+        console.print(f"All {len(settings.ways)} ways found the same {alike}.", highlight=False)
     return 1 if verdict.complaints else 0
 
 

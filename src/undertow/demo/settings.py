@@ -8,8 +8,9 @@ from pathlib import Path
 
 from undertow.cost import Link, link_from_text
 from undertow.errors import ConfigError
+from undertow.schedule import strategy_named
 
-__all__ = ["NUM_WARM_UP_STEPS", "DemoSettings", "Way"]
+__all__ = ["NUM_WARM_UP_STEPS", "OURS", "REFERENCE", "DemoSettings", "Way"]
 
 NUM_WARM_UP_STEPS = 2  # buckets are made in the first step and may be ordered anew after it
 _MAX_RANKS = 16
@@ -24,6 +25,8 @@ class Way(StrEnum):
     OVERLAPPED = "overlapped"
     TORCH_DDP = "torch-ddp"
     UNDERTOW = "undertow"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
 
     @property
     def label(self) -> str:
@@ -36,8 +39,12 @@ _LABELS = {
     Way.OVERLAPPED: "bucketed, overlapped",
     Way.TORCH_DDP: "torch DDP, defaults",
     Way.UNDERTOW: "Undertow, defaults",
+    Way.ZERO1: "Undertow, ZeRO-1",
+    Way.ZERO2: "Undertow, ZeRO-2",
 }
 REFERENCE = Way.PER_PARAMETER
+OURS = frozenset({Way.UNDERTOW, Way.ZERO1, Way.ZERO2})
+_UNSHARDED = (Way.PER_PARAMETER, Way.BUCKETED, Way.OVERLAPPED, Way.TORCH_DDP, Way.UNDERTOW)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +57,25 @@ class DemoSettings:
     num_steps: int = 8  # measured, per way, after the warm-up
     out: Path = Path("out")
     seed: int = 0
+    strategy: str = "ddp"  # one with shards is trained as well, in a way of its own
 
     def __post_init__(self) -> None:
         _check_range("--nproc", self.num_ranks, highest=_MAX_RANKS, remedy="Two show the most on a small machine.")
         _check_range("--steps", self.num_steps, highest=_MAX_STEPS, remedy="Eight are enough for a stable median.")
         _check_range("--seed", self.seed, lowest=0, highest=2**31 - 1, remedy="Any such number will do.")
         link_from_text(self.link)
+        strategy_named(self.strategy)
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """What is compared, in this order."""
+        is_sharded = strategy_named(self.strategy).gather is not None
+        return (*_UNSHARDED, Way(self.strategy)) if is_sharded else _UNSHARDED
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all ways agree to the bit: a + b is b + a, but three ranks may be added in any order."""
+        return self.num_ranks <= 2
 
     @property
     def emulated_link(self) -> Link:

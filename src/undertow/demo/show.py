@@ -13,7 +13,7 @@ from rich.table import Table
 
 from undertow.cost import collective_seconds
 from undertow.demo.results import ModelBuilt, StepDone, WayDone
-from undertow.demo.settings import NUM_WARM_UP_STEPS, REFERENCE, DemoSettings, Way
+from undertow.demo.settings import NUM_WARM_UP_STEPS, OURS, REFERENCE, DemoSettings, Way
 from undertow.demo.verdict import Verdict
 
 __all__ = ["LiveProgress", "comparison_table", "print_introduction"]
@@ -25,7 +25,7 @@ def print_introduction(console: Console, settings: DemoSettings, *, num_cores: i
     """What is about to run, and what will blur its figures; `load` is the number of programs that compute already."""
     link = "the bare loopback" if settings.emulated_link.is_free else f"an emulated {settings.link} link"
     ranks = f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
-    console.print(f"Training one model {len(Way)} ways: {ranks} on this machine, gradients over {link}.")
+    console.print(f"Training one model {len(settings.ways)} ways: {ranks} on this machine, gradients over {link}.")
     if settings.num_ranks == 1:
         console.print("[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]")
     if settings.num_ranks > num_cores:
@@ -47,10 +47,10 @@ class LiveProgress:
             TextColumn("{task.fields[figures]}"),
             console=console,
         )
-        width = max(len(way.label) for way in Way)
+        width = max(len(way.label) for way in settings.ways)
         total = NUM_WARM_UP_STEPS + settings.num_steps
         self._tasks: dict[Way, TaskID] = {
-            way: self._progress.add_task(way.label.ljust(width), total=total, figures="") for way in Way
+            way: self._progress.add_task(way.label.ljust(width), total=total, figures="") for way in settings.ways
         }
 
     def __enter__(self) -> Self:
@@ -84,7 +84,7 @@ def comparison_table(results: Mapping[Way, Sequence[WayDone]], verdict: Verdict,
         padding=(0, 1, 0, 0),
     )
     table.add_column("", no_wrap=True)
-    for name in ("ms per\nstep", "vs.\nfirst", "exposed\nms", "over-\nlap", "reduc-\ntions", "final\nloss", "same\ngrads"):
+    for name in ("ms per\nstep", "vs.\nfirst", "exposed\nms", "over-\nlap", "wire\nops", "final\nloss", "same\ngrads"):
         table.add_column(name, justify="right", no_wrap=True)
     first_ms = results[REFERENCE][0].step_ms
     for way, of_ranks in results.items():
@@ -98,6 +98,6 @@ def comparison_table(results: Mapping[Way, Sequence[WayDone]], verdict: Verdict,
             str(len(result.typical.communication)),
             f"{result.loss:.4f}",
             "yes" if verdict.agrees(way) else "[bold red]NO[/]",
-            style="bold" if way is Way.UNDERTOW else None,
+            style="bold" if way in OURS else None,
         )
     return table

@@ -22,6 +22,7 @@ class Verdict:
 
     with_wrong_gradients: Sequence[Way]
     with_wrong_loss: Sequence[Way]
+    with_wrong_parameters: Sequence[Way]
 
     @classmethod
     def of(cls, results: Mapping[Way, Sequence[WayDone]], *, num_ranks: int) -> Self:
@@ -30,6 +31,7 @@ class Verdict:
         right = results[REFERENCE]
         return cls(
             with_wrong_gradients=[way for way, mine in results.items() if not all(rank.gradients_agree for rank in mine)],
+            with_wrong_parameters=[way for way, mine in results.items() if not all(rank.parameters_agree for rank in mine)],
             with_wrong_loss=[way for way, mine in results.items() if not _are_close(mine, right, tolerance)],
         )
 
@@ -42,6 +44,7 @@ class Verdict:
         return [
             *(f"{way.label}: its gradients are not the reference's." for way in self.with_wrong_gradients),
             *(f"{way.label}: its final loss is not the reference's." for way in self.with_wrong_loss),
+            *(f"{way.label}: its parameters are not the reference's." for way in self.with_wrong_parameters),
         ]
 
 

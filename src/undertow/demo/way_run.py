@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undertow.demo.measure import LastGradient, StepTimes
+from undertow.demo.measure import LastGradient, StepTimes, trace_of
 from undertow.demo.reference import Reference, gradients_of
 from undertow.demo.settings import Way
 from undertow.demo.ways import BUILDERS
+from undertow.optim import ShardedOptimizer
+from undertow.runtime.emulated_link import Transfer
+from undertow.trace import Trace
 
 __all__ = ["StepRun", "WayRun"]
 
-_LEARNING_RATE = 1e-3
+# Torch's fused kernel rounds otherwise behind the last whole vector of a piece. The sizes of this model's parameters are
+# multiples of 256, so that two ranks have whole vectors in all pieces, and the same bits as without shards.
+_ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,38 +39,78 @@ class WayRun:
     def __init__(self, way: Way, model: nn.Module) -> None:
         self.way = way
         self.steps: list[StepRun] = []
-        self.agrees = True
+        self.gradients_agree = True
+        self.parameters_agree = True
         self._model = model
         self._last_gradient = LastGradient(model)
         self._synchronised = BUILDERS[way](model)
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
+        self._sharded = sharded = self._synchronised.sharded
+        self._optimizer: torch.optim.Optimizer
+        if sharded is None:
+            self._optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
+        else:
+            self._optimizer = ShardedOptimizer(torch.optim.AdamW, sharded, **_ADAMW)
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Those of the last step."""
-        return gradients_of(self._model)
+        """Those of the last step; a collective call."""
+        if self._sharded is None:
+            return gradients_of(self._model)
+        whole = [self._sharded.full_gradient(param) for param in self._model.parameters()]
+        return [gradient.clone() for gradient in whole if gradient is not None]
 
     def step(self, batch: Tensor) -> None:
+        """A turn of this way: one step, from where nothing is in flight to where nothing is again.
+
+        In shards it begins with the update by the last turn's gradients: what is gathered after it lies beneath the forward
+        of this way then, and beneath no other way's turn.
+        """
+        update = None if self._sharded is None else self._update(is_due=bool(self.steps))
         self._optimizer.zero_grad()
-        began_s = time.perf_counter()
+        forward_began_s = time.perf_counter()
         loss = self._synchronised.module(batch)
         forward_s = time.perf_counter()
         loss.backward()
         self._synchronised.after_backward()
         synchronised_s = time.perf_counter()
-        self._optimizer.step()
         times = StepTimes(
-            began_s=began_s,
+            forward_began_s=forward_began_s,
             forward_s=forward_s,
             last_gradient_s=self._last_gradient.arrived_s,
             synchronised_s=synchronised_s,
-            ended_s=time.perf_counter(),
+            update=self._update(is_due=True) if update is None else update,
         )
         self.steps.append(StepRun(times=times, loss=loss.item()))
 
+    def finish(self, batch: Tensor) -> None:
+        """Makes the update that the last turn has left out; what the library records of it is complete in the next forward."""
+        if self._sharded is not None:
+            self._update(is_due=True)
+            self._sharded(batch)
+            self._sharded.wait()
+
     def compare(self, reference: Reference) -> None:
-        """Notes whether the last step's gradients are the reference's."""
-        self.agrees = self.agrees and reference.agrees_with(self.gradients)
+        """Notes whether the last step's gradients are the reference's; a collective call."""
+        self.gradients_agree = self.gradients_agree and reference.agrees_with(self.gradients)
+
+    def compare_parameters(self, other: WayRun) -> None:
+        """Notes whether the parameters are those of another way, to the bit."""
+        self.parameters_agree = all(map(torch.equal, self._model.parameters(), other._model.parameters()))
+
+    def traces(self, transfers: Sequence[Transfer], *, rank: int) -> list[Trace]:
+        """All steps as events; of a way in shards, what it has sent is the library's own record."""
+        recorded = {} if self._sharded is None else {trace.step: trace for trace in self._sharded.traces()}
+        return [
+            trace_of(run.times, transfers, rank=rank, step=step, recorded=recorded.get(step))
+            for step, run in enumerate(self.steps)
+        ]
 
     def close(self) -> None:
         self._synchronised.close()
+
+    def _update(self, *, is_due: bool) -> tuple[float, float]:
+        """When the optimizer began and ended."""
+        began_s = time.perf_counter()
+        if is_due:
+            self._optimizer.step()
+        return began_s, time.perf_counter()

@@ -1,9 +1,10 @@
-"""The five ways of synchronising gradients, each put around a bare model."""
+"""The ways of synchronising gradients, each put around a bare model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -18,11 +19,15 @@ _FIXED_BUCKET_MB = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronised:
-    """A model whose gradients are the mean over ranks once `after_backward` has returned."""
+    """A model whose gradients are the mean over ranks once `after_backward` has returned.
+
+    Where `sharded` is not None, it is what a ShardedOptimizer steps: each rank has its shards of the mean only.
+    """
 
     module: nn.Module  # what the training loop calls
     after_backward: Callable[[], None]
     close: Callable[[], None]
+    sharded: undertow.DistributedDataParallel | None = None
 
 
 def _nothing() -> None:
@@ -64,10 +69,19 @@ def _undertow(model: nn.Module) -> Synchronised:
     return Synchronised(module=wrapped, after_backward=_nothing, close=wrapped.close)
 
 
+def _sharded(model: nn.Module, *, strategy: str) -> Synchronised:
+    # Every step: the times of the others are not thinned out either.
+    config = undertow.SyncConfig(strategy=strategy, record="full")
+    wrapped = undertow.DistributedDataParallel(model, config=config)
+    return Synchronised(module=wrapped, after_backward=_nothing, close=wrapped.close, sharded=wrapped)
+
+
 BUILDERS: Mapping[Way, Callable[[nn.Module], Synchronised]] = {
     Way.PER_PARAMETER: _per_parameter,
     Way.BUCKETED: _bucketed,
     Way.OVERLAPPED: _overlapped,
     Way.TORCH_DDP: _torch_ddp,
     Way.UNDERTOW: _undertow,
+    Way.ZERO1: partial(_sharded, strategy="zero1"),
+    Way.ZERO2: partial(_sharded, strategy="zero2"),
 }

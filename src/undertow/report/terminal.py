@@ -11,7 +11,7 @@ _NUM_NAMES = 3
 
 
 def print_report(report: StepReport, console: Console | None = None) -> None:
-    """Prints where the time of a step went, then a line per bucket."""
+    """Prints where the time of a step went, then a line per bucket, and one per gather under a sharded optimizer."""
     console = Console() if console is None else console
     if report.num_steps == 0:
         console.print("Undertow: no step recorded yet; run a training step, and leave record on.")
@@ -19,6 +19,8 @@ def print_report(report: StepReport, console: Console | None = None) -> None:
     console.print(_step_table(report))
     if report.buckets:
         console.print(_bucket_table(report))
+    if report.gathers:
+        console.print(_gather_table(report))
 
 
 def _step_table(report: StepReport) -> Table:
@@ -45,6 +47,7 @@ def _step_rows(report: StepReport) -> list[tuple[str, float, str]]:
     achieved = f"achieved / limit {report.synchronised_ms / report.limit_ms:.3f}" if report.limit_ms > 0 else ""
     return [
         *rows,
+        *_gather_rows(report),
         ("  hidden", report.hidden_ms, ""),
         ("  exposed", report.exposed_ms, ""),
         ("    the network", report.wire_ms, ""),
@@ -54,8 +57,16 @@ def _step_rows(report: StepReport) -> list[tuple[str, float, str]]:
     ]
 
 
+def _gather_rows(report: StepReport) -> list[tuple[str, float, str]]:
+    if report.gather_overlap is None:
+        return []
+    num_bytes = sum(gather.num_bytes for gather in report.gathers)
+    return [("  of it gathers", report.gather_ms, f"{num_bytes / 1e6:.1f} MB, {report.gather_overlap:.0%} hidden")]
+
+
 def _bucket_table(report: StepReport) -> Table:
-    table = Table(title="Buckets, ms since the step began", title_justify="left")
+    of_gradients = " of gradients" if report.gathers else ""
+    table = Table(title=f"Buckets{of_gradients}, ms since the step began", title_justify="left")
     for name in ("bucket", "MB", "ready", "launched", "done", "wire", "waited"):
         table.add_column(name, justify="right")
     table.add_column("parameters", overflow="fold")
@@ -68,6 +79,22 @@ def _bucket_table(report: StepReport) -> Table:
             *(f"{cell:.1f}" for cell in cells),
             _names(bucket),
             style="bold" if bucket is worst else None,
+        )
+    return table
+
+
+def _gather_table(report: StepReport) -> Table:
+    table = Table(title="Gathers of parameters, ms since the step began", title_justify="left")
+    for name in ("bucket", "MB", "launched", "done", "wire", "waited"):
+        table.add_column(name, justify="right")
+    worst = report.worst_bucket
+    for gather in report.gathers:
+        cells = (gather.launched_ms, gather.done_ms, gather.wire_ms, gather.waited_ms)
+        table.add_row(
+            str(gather.bucket),
+            f"{gather.num_bytes / 1e6:.2f}",
+            *(f"{cell:.1f}" for cell in cells),
+            style="bold" if worst is not None and gather.bucket == worst.index else None,
         )
     return table
 

@@ -22,20 +22,23 @@ _COLOURS = {
     "backward": "#2f75b5",
     "wait": "#e4572e",
     "optimizer": "#a5a5a5",
-    "network": "#7fb069",
+    "reduce": "#7fb069",
+    "gather": "#f2b134",
 }
 _LEGEND = {
     "forward": "forward",
     "backward": "backward",
-    "wait": "waiting for the network (exposed)",
+    "wait": "waiting for the network",
     "optimizer": "optimizer",
-    "network": "bucket on the network",
+    "reduce": "gradients sent",
+    "gather": "parameters gathered",
 }
 _INK = "#333333"
 _FAINT_INK = "#777777"
 _COMPUTE_HEIGHT = 0.40
 _NETWORK_HEIGHT = 0.26
 _INCHES_PER_WAY = 0.82
+_VISIBLE = 5e-4  # of the axis: what is narrower would show as its white edges only
 
 
 def require_matplotlib() -> None:
@@ -51,7 +54,8 @@ def require_matplotlib() -> None:
 def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
     """Writes a PNG with two rows per named trace, computation above network, on one axis of milliseconds.
 
-    The trace of interest comes last, what it is compared with first. Raises ConfigError without traces or matplotlib.
+    What began before the forward, such as gathers of parameters, is drawn to the left of 0. The trace of interest comes
+    last, what it is compared with first. Raises ConfigError without traces or matplotlib.
     """
     if not traces:
         raise ConfigError("a timeline needs at least one trace.", where="save_timeline")
@@ -63,21 +67,24 @@ def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
     figure = Figure(figsize=(11, 1.75 + _INCHES_PER_WAY * len(traces)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    start_ms = min(_start_ms(trace) for trace in traces.values())
     end_ms = max(_end_ms(trace) for trace in traces.values())
     for row, trace in enumerate(traces.values()):
-        _draw_trace(axes, trace, row=row, axis_ms=end_ms)
-    _dress(axes, list(traces), end_ms=end_ms)
+        _draw_trace(axes, trace, row=row, axis_ms=end_ms - start_ms)
+    _dress(axes, list(traces), start_ms=start_ms, end_ms=end_ms)
     _title_and_legend(figure, axes, traces)
     figure.savefig(path)
 
 
 def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
     for event in trace.on_lane("compute"):
+        if event.duration_us < axis_ms * 1e3 * _VISIBLE:
+            continue
         _draw_bar(axes, event, top=row - _COMPUTE_HEIGHT, height=_COMPUTE_HEIGHT, colour=_COLOURS[event.kind])
     for event in trace.communication:
-        _draw_bar(axes, event, top=row + 0.03, height=_NETWORK_HEIGHT, colour=_COLOURS["network"])
+        _draw_bar(axes, event, top=row + 0.03, height=_NETWORK_HEIGHT, colour=_COLOURS[_name(event)])
     left = _end_ms(trace) + axis_ms * 0.008
-    axes.text(left, row - 0.2, f"{_end_ms(trace):.0f} ms", va="center", fontsize=10.5, fontweight="bold", color=_INK)
+    axes.text(left, row - 0.2, f"{_step_ms(trace):.0f} ms", va="center", fontsize=10.5, fontweight="bold", color=_INK)
     if (hidden := overlap_of(trace).fraction) is not None:
         axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, color=_FAINT_INK)
 
@@ -92,12 +99,12 @@ def _draw_bar(axes: Axes, event: Event, *, top: float, height: float, colour: st
     )
 
 
-def _dress(axes: Axes, names: Sequence[str], *, end_ms: float) -> None:
+def _dress(axes: Axes, names: Sequence[str], *, start_ms: float, end_ms: float) -> None:
     """Names, scales and lines around the bars."""
-    axes.set_xlim(0, end_ms * 1.085)
+    axes.set_xlim(start_ms, end_ms + (end_ms - start_ms) * 0.085)
     axes.set_ylim(len(names) - 0.55, -0.6)  # the first way on top
     axes.set_yticks([row - 0.05 for row in range(len(names))], names, fontsize=10.5, color=_INK)
-    axes.set_xlabel("milliseconds since the step began", fontsize=9.5, color=_INK)
+    axes.set_xlabel("milliseconds since the forward began", fontsize=9.5, color=_INK)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9, colors=_INK)
     axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
@@ -110,9 +117,7 @@ def _title_and_legend(figure: Figure, axes: Axes, traces: Mapping[str, Trace]) -
     from matplotlib.patches import Patch
 
     figure.suptitle(_takeaway(traces), x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    shown = {event.kind for trace in traces.values() for event in trace.on_lane("compute") if event.duration_us > 0}
-    if any(trace.communication for trace in traces.values()):
-        shown.add("network")
+    shown = {_name(event) for trace in traces.values() for event in trace.events if event.duration_us > 0}
     handles = [Patch(facecolor=_COLOURS[kind], label=_LEGEND[kind]) for kind in _COLOURS if kind in shown]
     axes.legend(
         handles=handles,
@@ -133,12 +138,27 @@ def _takeaway(traces: Mapping[str, Trace]) -> str:
     name, trace = list(traces.items())[-1]
     overlap = overlap_of(trace)
     if overlap.fraction is None:
-        return f"{name}: {_end_ms(trace):.0f} ms per step, no communication"
+        return f"{name}: {_step_ms(trace):.0f} ms per step, no communication"
     hidden = f"{overlap.fraction:.0%} of the network time is hidden"
     if len(traces) == 1:
-        return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {_end_ms(trace):.0f} ms are spent waiting"
+        return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {_step_ms(trace):.0f} ms are spent waiting"
     first_name, first = next(iter(traces.items()))
-    return f"{name}: {hidden}, {_end_ms(first) / _end_ms(trace):.1f}x the speed of {first_name}"
+    return f"{name}: {hidden}, {_step_ms(first) / _step_ms(trace):.1f}x the speed of {first_name}"
+
+
+def _name(event: Event) -> str:
+    """Of its colour."""
+    if event.lane == "compute":
+        return event.kind
+    return "gather" if event.kind == "all_gather" else "reduce"
+
+
+def _step_ms(trace: Trace) -> float:
+    return trace.duration_us / 1e3
+
+
+def _start_ms(trace: Trace) -> float:
+    return min((event.start_us for event in trace.events if event.duration_us > 0), default=0.0) / 1e3
 
 
 def _end_ms(trace: Trace) -> float:

@@ -3,12 +3,13 @@
 from undertow.trace.event import Event, Trace
 from undertow.trace.overlap import Overlap, limit_us, overlap_of, union_us
 from undertow.trace.record import BucketRecord, StepRecord
-from undertow.trace.summary import BucketReport, StepReport, summarize
+from undertow.trace.summary import BucketReport, GatherReport, StepReport, summarize
 
 __all__ = [
     "BucketRecord",
     "BucketReport",
     "Event",
+    "GatherReport",
     "Overlap",
     "StepRecord",
     "StepReport",

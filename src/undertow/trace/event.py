@@ -35,5 +35,11 @@ class Trace:
         return tuple(event for event in self.events if event.lane == lane)
 
     @property
+    def duration_us(self) -> float:
+        """From the first event of the compute lane to the end of the last one."""
+        events = self.on_lane(COMPUTE)
+        return max(event.stop_us for event in events) - min(event.start_us for event in events) if events else 0.0
+
+    @property
     def communication(self) -> tuple[Event, ...]:
         return tuple(event for event in self.events if event.lane != COMPUTE)

@@ -40,6 +40,10 @@ class StepRecord:
         """When the link worked on each bucket: it starts one after the other, so that queueing is not counted."""
         return _wire_intervals(self.buckets)
 
+    def gather_intervals(self) -> tuple[Interval, ...]:
+        """When the link worked on each gather, likewise; before 0 while the optimizer's step was not over."""
+        return _wire_intervals(self.gathers)
+
     def trace(self) -> Trace:
         """The step as events; between the end of the waits and the end of the step lies the optimizer."""
         events = [_compute("forward", interval) for interval in self.forwards]
@@ -58,13 +62,13 @@ class StepRecord:
                 stop_us=stop,
                 num_bytes=bucket.num_bytes,
             )
-            for bucket, (start, stop) in zip(sent, (*_wire_intervals(self.gathers), *self.wire_intervals()), strict=True)
+            for bucket, (start, stop) in zip(sent, (*self.gather_intervals(), *self.wire_intervals()), strict=True)
         ]
         return Trace(rank=self.rank, step=self.step, events=tuple(events))
 
 
 def _wire_intervals(buckets: Sequence[BucketRecord]) -> tuple[Interval, ...]:
-    intervals, free_us = [], 0.0
+    intervals, free_us = [], float("-inf")
     for bucket in buckets:
         start = min(max(bucket.launched_us, free_us), bucket.done_us)
         intervals.append((start, bucket.done_us))

@@ -9,15 +9,15 @@ from statistics import median
 from typing import Any
 
 from undertow.plan import Plan
-from undertow.trace.overlap import limit_us, overlap_of
-from undertow.trace.record import StepRecord
+from undertow.trace.overlap import limit_us, overlap_of, union_us
+from undertow.trace.record import BucketRecord, Interval, StepRecord
 
 _MS = 1e-3  # of a microsecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketReport:
-    """One bucket, in milliseconds since the step began; medians over the recorded steps."""
+    """The gradients of one bucket, in milliseconds since the step began; medians over the recorded steps."""
 
     index: int
     params: tuple[str, ...]
@@ -30,13 +30,29 @@ class BucketReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatherReport:
+    """The parameters of one bucket on their way under the forward, in milliseconds since the step began; medians."""
+
+    bucket: int
+    num_bytes: int
+    launched_ms: float  # below 0: after the optimizer's step before
+    done_ms: float
+    wire_ms: float  # the link worked on it
+    waited_ms: float  # the forward waited for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Where the time of a step went, on this rank; medians over the recorded steps, in milliseconds.
+
+    Communication is the reduction of gradients and, under a sharded optimizer, gathers of the parameters that the optimizer
+    has updated in the step before: `communication_ms`, `exposed_ms` and `overlap` are of both, `gather_ms` and
+    `gather_exposed_ms` of the gathers alone.
 
     `communication_ms` is the time in which the link was in use, `exposed_ms` what the compute lane waited for it,
     `hidden_ms` the rest, `overlap` the hidden share (None: no communication). Of the exposed time `late_rank_ms` was
     spent waiting for a rank that was slower than this one, `wire_ms` for the network. `limit_ms` is the earliest time
-    at which these buckets, ready when they were, could have been through the link.
+    at which the gradients of these buckets, ready when they were, could have been through the link; gathers are not in it.
     """
 
     num_steps: int
@@ -50,17 +66,28 @@ class StepReport:
     wire_ms: float
     late_rank_ms: float
     overlap: float | None
-    synchronised_ms: float  # from the start of the step until the last bucket was through
+    gather_ms: float
+    gather_exposed_ms: float
+    synchronised_ms: float  # from the start of the step until the last bucket of gradients was through
     limit_ms: float
     slowest_rank: int | None
     busy_ms: tuple[float, ...]  # by rank
     buckets: tuple[BucketReport, ...]
+    gathers: tuple[GatherReport, ...]  # in the order in which they left; none where the optimizer is not sharded
 
     @property
     def worst_bucket(self) -> BucketReport | None:
-        """The bucket for which the step waited longest; None where it waited for none."""
-        worst = max(self.buckets, key=lambda bucket: bucket.waited_ms, default=None)
-        return worst if worst is not None and worst.waited_ms > 0 else None
+        """The bucket for which the step waited longest, for its gradients and its parameters; None where it waited for none."""
+        waited_ms = {bucket.index: bucket.waited_ms for bucket in self.buckets}
+        for gather in self.gathers:
+            waited_ms[gather.bucket] += gather.waited_ms
+        worst = max(self.buckets, key=lambda bucket: waited_ms[bucket.index], default=None)
+        return worst if worst is not None and waited_ms[worst.index] > 0 else None
+
+    @property
+    def gather_overlap(self) -> float | None:
+        """Hidden share of the gathers, 0 to 1; None where there are none."""
+        return max(0.0, 1 - self.gather_exposed_ms / self.gather_ms) if self.gather_ms > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
@@ -90,6 +117,7 @@ def summarize(records: Sequence[StepRecord], plan: Plan, *, rank: int) -> StepRe
         slowest_rank=max(range(len(busy)), key=busy.__getitem__) if busy else None,
         busy_ms=busy,
         buckets=tuple(_bucket_report(records, plan, index) for index in range(len(plan.buckets))) if _any_sent(records) else (),
+        gathers=_gather_reports(records),
         **times,
     )
 
@@ -106,6 +134,8 @@ class _Split:
     exposed_ms: float
     wire_ms: float
     late_rank_ms: float
+    gather_ms: float
+    gather_exposed_ms: float
     synchronised_ms: float
     limit_ms: float
 
@@ -124,6 +154,8 @@ def _split(record: StepRecord) -> _Split:
         exposed_ms=exposed_ms,
         wire_ms=exposed_ms - late_ms,
         late_rank_ms=late_ms,
+        gather_ms=union_us(record.gather_intervals()) * _MS,
+        gather_exposed_ms=sum(_length_us(gather.waited) for gather in record.gathers) * _MS,
         synchronised_ms=max((bucket.done_us for bucket in record.buckets), default=0.0) * _MS,
         limit_ms=limit_us([bucket.ready_us for bucket in record.buckets], wires) * _MS,
     )
@@ -152,6 +184,28 @@ def _bucket_report(records: Sequence[StepRecord], plan: Plan, index: int) -> Buc
         ready_ms=median(row.ready_us for row, _ in rows) * _MS,
         launched_ms=median(row.launched_us for row, _ in rows) * _MS,
         done_ms=median(row.done_us for row, _ in rows) * _MS,
-        wire_ms=median(stop - start for _, (start, stop) in rows) * _MS,
-        waited_ms=median(row.waited[1] - row.waited[0] for row, _ in rows) * _MS,
+        wire_ms=median(_length_us(wire) for _, wire in rows) * _MS,
+        waited_ms=median(_length_us(row.waited) for row, _ in rows) * _MS,
     )
+
+
+def _gather_reports(records: Sequence[StepRecord]) -> tuple[GatherReport, ...]:
+    rows: dict[int, list[tuple[BucketRecord, Interval]]] = {}
+    for record in reversed(records):  # in the order of the newest step
+        for row, wire in zip(record.gathers, record.gather_intervals(), strict=True):
+            rows.setdefault(row.bucket, []).append((row, wire))
+    return tuple(
+        GatherReport(
+            bucket=bucket,
+            num_bytes=of_bucket[0][0].num_bytes,
+            launched_ms=median(row.launched_us for row, _ in of_bucket) * _MS,
+            done_ms=median(row.done_us for row, _ in of_bucket) * _MS,
+            wire_ms=median(_length_us(wire) for _, wire in of_bucket) * _MS,
+            waited_ms=median(_length_us(row.waited) for row, _ in of_bucket) * _MS,
+        )
+        for bucket, of_bucket in rows.items()
+    )
+
+
+def _length_us(interval: Interval) -> float:
+    return interval[1] - interval[0]
