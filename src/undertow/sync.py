@@ -330,16 +330,17 @@ class Sync:
     @private.untraced
     def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
         """Called before each forward of the module: a step begins, and buffers follow a rank, if not None."""
-        if self._steps is not None:
-            self._steps.forward_begins(is_training=self.is_training_forward, is_compiled=is_compiled)
         self._is_compiled |= is_compiled
-        if not _is_outermost_forward():
-            return
         if self._engine.is_closed:
             if self.is_training_forward and not self._is_closed:
                 self._engine.require_successor()
             return
-        self._engine.forward_begins(is_training=self._module.training)
+        if _is_outermost_forward():
+            self._engine.forward_begins(is_training=self._module.training)
+        if self._steps is not None:  # behind the mark of the forward, to which this wait belongs
+            self._steps.forward_begins(is_training=self.is_training_forward, is_compiled=is_compiled)
+        if not _is_outermost_forward():
+            return
         if buffers_follow is not None and self.is_training_forward and not self._engine.is_accumulating:
             self.synchronise_buffers(source=buffers_follow)
 
