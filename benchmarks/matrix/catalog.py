@@ -130,6 +130,7 @@ SYSTEMS = {
     )
 }
 BARE, OURS, PER_PARAMETER, TORCH = "bare", "ours", "per-parameter", "torch-ddp"
+OWN = tuple(name for name in SYSTEMS if name.startswith(OURS))  # what is not a peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

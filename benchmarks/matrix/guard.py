@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.matrix.catalog import BARE, OURS
+from benchmarks.matrix.catalog import BARE, OWN
 
 RECORDED = Path(__file__).parent / "recorded.json"
 WORSE_BY = 0.10
@@ -33,19 +33,17 @@ class Change:
 
 
 def ratios_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Ours over its limit and over every peer, cell by cell; whole steps where the peer's update communicates."""
+    """Each of ours over its limit and over every peer, cell by cell; whole steps where an update of either communicates."""
     ratios = {}
     for cell in cells:
         rows = {row["system"]: row for row in cell["rows"] if row["error"] is None}
-        ours = rows.get(OURS)
-        if ours is None:
-            continue
         place = f"{cell['workload']}, {cell['ranks']} ranks, {cell['link']} {cell['kind']}"
-        ratios[f"{place}: ours / {_LIMIT}"] = ours["over_limit"]
-        for name, row in rows.items():
-            if name not in (OURS, BARE):
-                measured = "step_ms" if row["is_sharded"] else "backward_ms"
-                ratios[f"{place}: ours / {name}"] = round(ours[measured]["median"] / row[measured]["median"], 4)
+        for own in [rows[name] for name in OWN if name in rows]:
+            ratios[f"{place}: {own['system']} / {_LIMIT}"] = own["over_limit"]
+            for name in [name for name in rows if name not in (*OWN, BARE)]:
+                measured = "step_ms" if own["is_sharded"] or rows[name]["is_sharded"] else "backward_ms"
+                ratio = own[measured]["median"] / rows[name][measured]["median"]
+                ratios[f"{place}: {own['system']} / {name}"] = round(ratio, 4)
     return ratios
 
 

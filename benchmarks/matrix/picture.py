@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.matrix.catalog import BARE, OURS
+from benchmarks.matrix.catalog import BARE, OWN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def _draw(panel: Axes, cell: Mapping[str, Any]) -> None:
     medians = [time["median"] for time in times]
     spreads = [[time["median"] - time["min"] for time in times], [time["max"] - time["median"] for time in times]]
     names = [row["variant"] or row["system"] for row in rows]
-    colours = [_OURS if row["system"] == OURS else _OTHERS for row in rows]
+    colours = [_OURS if row["system"] in OWN else _OTHERS for row in rows]
     panel.barh(names, medians, xerr=spreads, color=colours, error_kw={"elinewidth": 0.8, "ecolor": "#555555"})
     panel.invert_yaxis()
     panel.axvline(rows[0]["limit_ms"], color=_LIMIT, linewidth=1.2, label=f"limit {rows[0]['limit_ms']:.0f}")

@@ -1,4 +1,4 @@
-"""Whether a system trains right: its parameters after a few steps, beside a plain reduction per parameter and plain SGD.
+"""Whether a system trains right: its parameters after a few steps, beside a plain reduction per parameter and torch's SGD.
 
 The first step shows the gradients. What it has sent is read by the second forward, by a third one at the places that an
 observing system has found in the second: one that reads a parameter too early is wrong then.

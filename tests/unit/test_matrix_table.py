@@ -140,6 +140,13 @@ def test_a_ratio_that_is_worse_by_more_than_a_tenth_is_reported() -> None:
     ]
 
 
+def test_a_sharded_system_of_ours_is_compared_by_whole_steps_and_not_with_ours() -> None:
+    systems = {"ours": played([121.0] * 2), "ours_zero1": played([99.0] * 2), "torch_ddp": played([249.0] * 2)}
+    ratios = guard.ratios_of([cell("ours", "ours-zero1", "torch-ddp", **systems)])
+    of_zero1 = {name.partition(": ")[2]: ratio for name, ratio in ratios.items() if ": ours-zero1" in name}
+    assert of_zero1 == {"ours-zero1 / limit": pytest.approx(100 / 105.5, abs=1e-4), "ours-zero1 / torch-ddp": 0.4}
+
+
 def test_a_ratio_that_was_never_recorded_is_no_change() -> None:
     assert guard.report(guard.compare({"a": 1.0}, {})) == "0 of 1 ratios have a recorded one; worse by more than 10%: 0"
 
