@@ -252,7 +252,7 @@ def scatter_and_gather(link: EmulatedLink) -> Exchanged:
     shard, gathered = torch.empty(numel), torch.empty(numel * size)
     began_s = begin_together(link)
     trailer = range(numel * size, numel * size + 1)
-    exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer).wait()
+    exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer, pack=int).wait()
     gathered.view(size, -1)[rank] = shard
     exchanges.all_gather(gathered, number=0, then=int).wait()
     ended_s = time.perf_counter()

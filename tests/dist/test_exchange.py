@@ -40,7 +40,7 @@ def scattered(dtype: torch.dtype, shard_numels: list[int]) -> None:
             storage[-2:] = torch.tensor([peer == 0, 1])  # some set a flag, all set a flag
         storage, shard = of_rank[rank].clone(), torch.empty(numel, dtype=wide)
         trailer = range(num_ranks * numel + 1, num_ranks * numel + 3)
-        handle = exchanges.reduce_scatter(storage, shard, trailer=trailer)
+        handle = exchanges.reduce_scatter(storage, shard, trailer=trailer, pack=int)
         mine = [storage[rank * numel : (rank + 1) * numel] for storage in of_rank]
         started.append((handle, storage, shard, chain_of_adds(mine, wide)))
     for handle, storage, shard, wanted in started:
@@ -116,7 +116,7 @@ def natively_scattered_and_gathered(kind: str) -> None:
         storage[-2:] = 1.0
     storage, shard = of_rank[rank].clone(), torch.empty(5)
     done: list[object] = []
-    handle = exchanges.reduce_scatter(storage, shard, trailer=range(num_ranks * 5, num_ranks * 5 + 2))
+    handle = exchanges.reduce_scatter(storage, shard, trailer=range(num_ranks * 5, num_ranks * 5 + 2), pack=int)
     handle.on_done(done.append)
     handle.wait()
     assert len(done) == 1

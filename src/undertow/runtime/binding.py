@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any, Protocol, cast
@@ -95,6 +96,7 @@ class DenseBinding:
         self._kept: dict[int, _Kept] = {}
         self._late: dict[int, Tensor] = {}  # what arrived after the bucket had left
         self._given_version = -1  # of the storage, which counts what is written in place
+        self.postponed: list[Callable[[], None]] | None = None  # copies into the bucket, where somebody else makes them
 
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
         with torch.no_grad():
@@ -186,7 +188,13 @@ class DenseBinding:
         return unused
 
     def _fill(self, fill: Callable[[int, Any], None], start: int, grads: Sequence[Tensor | None]) -> None:
-        """Has `fill` copy the gradients of the positions from `start` on into their views."""
+        """Has `fill` copy the gradients of the positions from `start` on into their views, now or later."""
+        if self.postponed is None:
+            self._copy(fill, start, grads)
+        else:
+            self.postponed.append(partial(self._copy, fill, start, grads))
+
+    def _copy(self, fill: Callable[[int, Any], None], start: int, grads: Sequence[Tensor | None]) -> None:
         try:
             fill(start, grads)
         except RuntimeError:

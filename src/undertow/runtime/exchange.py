@@ -31,8 +31,8 @@ class Exchanges(Protocol):
     group: OwnGroup
     may_differ_in_order: bool  # whether ranks may start gathers in different orders
 
-    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Handle:
-        """Starts to write into `shard` the mean over ranks of this rank's part of `storage`.
+    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
+        """Starts to write into `shard` the mean over ranks of this rank's part of `storage`, which `pack` fills first.
 
         storage: [number of ranks * shard.numel() or more]; parts are one behind the other. What lies in `trailer` becomes
         its sum over ranks on every rank. shard: of `wide_dtype(storage.dtype)`. Every rank starts these, and means, in
@@ -71,15 +71,21 @@ class PostedExchanges:
         self.group = group
         self._tags = count()
         self._scratch = _Scratch()
-        # Not in a backward: within a send gloo copies into the socket, or waits while it reads from that peer.
+        # Not in a backward, which would wait for the copy into the bucket, and in a send for gloo: that copies into the socket,
+        # or waits while it reads from that peer.
         self._posting = _thread("undertow-posts")
         self._adding = _thread("undertow-adds")
         self._gathering = _thread("undertow-gathers")
 
-    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Exchange:
-        return self._start(
-            Exchange(), partial(self._post_reduce_scatter, storage, shard, trailer, self._next_tag()), self._adding
-        )
+    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Exchange:
+        post = partial(self._post_reduce_scatter, storage, shard, trailer, self._next_tag())
+
+        def pack_and_post() -> _Posted:
+            with torch.no_grad():
+                pack()
+            return post()
+
+        return self._start(Exchange(), pack_and_post, self._adding)
 
     def mean(self, tensor: Tensor) -> Exchange:
         exchange = Exchange()

@@ -155,7 +155,7 @@ class Executor:
         target = binding.target(is_apart=this_round.has_failed or this_round.rebinds is not None)
         trailer = range(bucket.trailer.start, bucket.storage_numel)
         self._recorder.launches(index)
-        handle = self._sharding.exchanges.reduce_scatter(binding.bucket.storage, target, trailer=trailer)
+        handle = self._sharding.exchanges.reduce_scatter(binding.bucket.storage, target, trailer=trailer, pack=binding.packing())
         self._handles[index] = [handle]
         self._recorder.launched(index, handle)
 

@@ -39,7 +39,9 @@ class NativeExchanges:
         self.group = group
         self._in_order = in_order
 
-    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range) -> Handle:
+    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
+        with torch.no_grad():
+            pack()
         num_ranks, pg = self.group.num_ranks, self.group.process_group
         parts, own_trailer = storage[: num_ranks * shard.numel()], storage[trailer.start : trailer.stop]
         if self._in_order:

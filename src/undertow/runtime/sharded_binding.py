@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -72,9 +72,20 @@ class ShardedBinding:
                 self._held[position] = grad
                 param.grad, grad.added = grad.added, None
         self._live = {position for position, held in self._held.items() if not held.is_cleared}
+        self._dense.postponed = []
         unused = self._dense.take(not_arrived)
         self._unused = set(unused)
         return unused
+
+    def packing(self) -> Callable[[], None]:
+        """What copies into the bucket what was taken; for another thread, so that backward goes on."""
+        postponed, self._dense.postponed = self._dense.postponed or [], None
+
+        def pack() -> None:
+            while postponed:
+                postponed.pop(0)()  # and lets the gradients go
+
+        return pack
 
     def target(self, *, is_apart: bool) -> Tensor:
         """Where this rank's shard of the reduced bucket goes; `is_apart`: a placeholder may hold an earlier one elsewhere."""
@@ -104,7 +115,9 @@ class ShardedBinding:
                 param.grad = unused[position] if held is None else held
         self._held, self._wholes = {}, {}
 
+    @torch.no_grad()
     def keep(self) -> None:
+        self.packing()()
         self._dense.keep()
         for position, whole in self._wholes.items():  # no piece of it is in the bucket: it is taken again
             self._dense.params[position].grad = None
