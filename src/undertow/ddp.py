@@ -169,6 +169,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.sync.wait_for_parameters()
         return super().named_parameters(*args, **kwargs)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What moves or casts parameters: they have come then."""
+        if "sync" in self.__dict__:
+            self.sync.wait_for_parameters()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter, also where each rank has a shard of it; a collective call then."""
         return self.sync.full_gradient(param)

@@ -69,13 +69,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         sync = _checked(cls, getattr(target, "sync", target), eager=eager)
-        named_params = sync.named_parameters()
         self._cls = cls
         make: Any = cls  # whose constructor is another one than that of its base
         # Not the groups alone: some settings are read by a constructor only.
         self._make: MakeOptimizer = partial(make, **defaults)
-        whole = self._make([param for _, param in named_params] if params is None else params)
         self._sync = sync
+        whole = self._make([param for _, param in sync.named_parameters()] if params is None else params)
         self._inner: torch.optim.Optimizer | None = None
         self._sharding: Sharding | None = None
         self._owned: list[_Owned] = []
@@ -84,7 +83,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
             require_elementwise(cls, self._make, _hyper_parameters(group), device=sync.device)
-        self._require_synchronised(dict(named_params))
         self._steps = sync.shard(self, _described(cls, self.param_groups))
 
     @torch.no_grad()
@@ -120,6 +118,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` is accepted.
         """
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ConfigError(
+                f"norm_type must be above zero, got {norm_type}.",
+                where="clip_grad_norm_",
+                remedy="Give 2.0, another power, or infinity for the largest element.",
+            )
         sharding = self._begin()
         grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
         total = _total_norm(grads, norm_type, sharding)
@@ -129,9 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 where=f"clip_grad_norm_, rank {sharding.group.rank}",
                 remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
             )
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(scale.to(grad.device))
+        sharding.scale_gradients([owned.part for owned in self._owned], (max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
     @property  # type: ignore[override]  # torch's is an attribute
@@ -184,6 +187,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; a collective call once there is state. New parameters are synchronised from the next forward on."""
         super().add_param_group(param_group)
+        try:
+            self._require_synchronised()
+        except ConfigError:
+            self.param_groups.pop()
+            raise
         if getattr(self, "_sharding", None) is not None:
             self._waiting = self._full_states() | self._waiting
             self._sharding, self._owned = None, []
@@ -316,8 +324,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _require_synchronised(self, named_params: dict[str, Tensor]) -> None:
-        known = set(map(id, named_params.values()))
+    def _require_synchronised(self) -> None:
+        known = {id(param) for _, param in self._sync.named_parameters()}
         strangers = [index for index, param in enumerate(self._params()) if id(param) not in known]
         if strangers:
             raise ConfigError(

@@ -177,8 +177,10 @@ def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> Ful
             for slot in bucket.slots:
                 if described.get(slot.param, {}).get(key) == [_TENSOR, dtype]:
                     param = sharding.params[slot.param]
-                    whole = found.setdefault(param, {}).setdefault(key, _empty_like(param, own.dtype))
-                    flat_of_param = in_memory_order(whole, like=param)
+                    strides = sharding.strides[slot.param]
+                    empty = torch.empty_strided(param.shape, strides, dtype=own.dtype, device=param.device)
+                    whole = found.setdefault(param, {}).setdefault(key, empty)
+                    flat_of_param = in_memory_order(whole, strides)
                     flat_of_param[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
     for index, of_param in described.items():
         param = sharding.params[index]
@@ -194,7 +196,7 @@ def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
     if isinstance(value, ShardedState):
         mine = value.of_part(part)
     elif value.shape == param.shape and key not in OF_THE_WHOLE:
-        mine = in_memory_order(value, like=param)[part.start : part.stop]
+        mine = in_memory_order(value, strides_of_gradient(param))[part.start : part.stop]
     else:
         return value.clone()
     # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.

@@ -238,14 +238,11 @@ class Sync:
             self._steps.require_stepper(optimizer)
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
-        """The mean gradient of a parameter, also where each rank has a shard of it; None where it has none.
-
-        A collective call under a sharded optimizer.
-        """
+        """The mean gradient of a parameter, None where it has none; a collective call under a sharded optimizer."""
         return param.grad if self._steps is None else self._steps.full_gradient(param)
 
     def broadcast_parameters(self) -> None:
-        """Gives every rank rank 0's parameters and buffers; a collective call."""
+        """Gives every rank rank 0's; a collective call."""
         self.share(("parameters", "buffers"))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -281,6 +278,7 @@ class Sync:
         if self._group.num_ranks == 1:
             return
         self._engine.open()
+        self.wait_for_parameters()
         if "parameters" in kinds:
             broadcast_in_place([param for _, param in self.named_parameters()], self._group, source=source)
         if "buffers" in kinds:
@@ -319,7 +317,7 @@ class Sync:
         """Has every forward of the module report its begin and end, until `close`."""
         begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self.forward_ends))
         self._forward_hooks = [
-            self._module.register_forward_pre_hook(begins),
+            self._module.register_forward_pre_hook(begins, prepend=True),
             self._module.register_forward_hook(ends, always_call=True),
         ]
 
@@ -372,7 +370,7 @@ class Sync:
         Path(path).write_text(self.plan.to_json() + "\n", encoding="utf-8")
 
     def close(self) -> None:
-        """Takes everything off the module and destroys our process group; a second call does nothing."""
+        """Takes everything off the module and destroys our process group, once."""
         if self._is_closed:
             return
         if private.graph_task_id() != -1:

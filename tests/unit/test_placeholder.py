@@ -10,7 +10,7 @@ from support.errors import text_of
 from undertow.errors import ShardedGradientError
 from undertow.runtime.placeholder import GradientPlaceholder
 
-REMEDY = "Clip with optimizer.clip_grad_norm_(); look at all of it with sync.full_gradient(param)."
+REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with sync.full_gradient(param), or zero_grad() first."
 
 
 def linear() -> nn.Linear:
@@ -47,7 +47,7 @@ def test_every_use_raises_with_the_way_out(use: str) -> None:
     with pytest.raises(ShardedGradientError) as caught:
         USES[use](layer)
     assert "is sharded: no rank has all of it." in str(caught.value)
-    assert str(caught.value).endswith("Clip with optimizer.clip_grad_norm_(); look at all of it with sync.full_gradient(param).")
+    assert str(caught.value).endswith(REMEDY)
     assert torch.equal(layer.weight, before)
 
 

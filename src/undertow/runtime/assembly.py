@@ -52,6 +52,8 @@ class Assembly:
     def gather_in(self, order: Sequence[int] | None = None) -> None:
         """Gathers buckets in that order from now on: the one in which the forward needs them."""
         num_buckets = len(self.plan.buckets)
+        if order is not None:  # one without parameters is needed nowhere
+            order = tuple(dict.fromkeys((*order, *range(num_buckets))))
         schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self._overlap, gather_order=order)
         self._synchronising = Releases(verify(schedule, self.strategy, num_buckets=num_buckets))
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)

@@ -66,8 +66,12 @@ class Binding(Protocol):
         """
         ...
 
+    def stow(self) -> object:
+        """As `take`, in a backward that only accumulates: what is not sent now may stay where it is."""
+        ...
+
     def keep(self) -> None:
-        """Binds `.grad` to what was taken and is not reduced yet."""
+        """Binds `.grad` to what was stowed."""
         ...
 
     def has_result(self) -> bool:
@@ -124,6 +128,7 @@ class DenseBinding:
         self._kept.clear()
         self._given_version = self.bucket.storage._version
 
+    stow = take
     keep = give
 
     def release(self) -> dict[int, Tensor | None]:
@@ -271,6 +276,7 @@ class SparseBinding:
         self._values = []
         self._kept = {}
 
+    stow = take
     keep = give
 
     def has_result(self) -> bool:

@@ -46,6 +46,8 @@ class GradientBucket:
         # Of this moment: parameters may be cast or moved later.
         self._dtype = self.gradients[0].dtype if layout is None else getattr(torch, layout.dtype)
         self._device = self.gradients[0].device if self.gradients or layout is None else torch.device(layout.device)
+        # Also of this moment: storage that is renewed later is laid out as that of all other ranks is.
+        self._strides = [] if layout is None else [strides_of_gradient(gradient) for gradient in self.gradients]
         self._starts = [0, *accumulate(gradient.numel() for gradient in self.gradients)]
         self.storage = torch.empty(0)
         self.views: list[Tensor] = []
@@ -138,8 +140,8 @@ class GradientBucket:
                 for gradient, (start, stop) in zip(self.gradients, pairwise(self._starts), strict=True)
             ]
         return [
-            storage.as_strided(gradient.shape, strides_of_gradient(gradient), start)
-            for gradient, start in zip(self.gradients, self.offsets, strict=True)
+            storage.as_strided(gradient.shape, strides, start)
+            for gradient, strides, start in zip(self.gradients, self._strides, self.offsets, strict=True)
         ]
 
     def is_held(self, *, num_references: int = 0) -> bool:

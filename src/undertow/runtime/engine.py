@@ -130,6 +130,7 @@ class Engine:
     def pass_on(self) -> set[int]:
         """Ends here; returns the parameters, by id, that have accumulated a gradient since the last synchronisation."""
         self.complete()
+        self.formation.wait_for_parameters()
         self.close()
         self._is_passed_on = True
         return self.formation.watch.accumulated_ids()

@@ -84,6 +84,8 @@ class Executor:
 
     def begin(self, this_round: Round) -> None:
         self._round = this_round
+        if self._sharding is not None:
+            self._sharding.begin_round()
         self._num_rounds += this_round.is_synchronised
         self._signatures.clear()
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.is_there()]:
@@ -123,7 +125,7 @@ class Executor:
         if not this_round.is_synchronised:
             if not binding.has_graph():
                 self._packed.add(index)
-                binding.take()
+                binding.stow()
             return
         kind = OpKind.ALL_REDUCE if self._sharding is None else OpKind.REDUCE_SCATTER
         self._recorder.ready(index, num_bytes=self._buckets[index].wire_bytes, kind=kind)

@@ -215,7 +215,7 @@ class Formation:
         """
         old = self.retiring
         assert old is not None  # else nothing is to be retired
-        self._require_no_shards()
+        self._make_gradients_whole()
         accumulated, self._accumulated = self._accumulated, set()
         staying = set(map(id, self.watch.params))
         # Not `old` itself: its executor remembers the round, and they would keep each other alive.
@@ -254,15 +254,28 @@ class Formation:
         agreement.require()
         self._members.ranks_agree()
         known = set(map(id, old.params))
+        self.wait_for_parameters()  # before others are written
         write = send_in_place([param for param in self.watch.params if id(param) not in known], self.group)
         yield
         write()
         self.retiring = None
 
-    def _require_no_shards(self) -> None:
+    def wait_for_parameters(self) -> None:
+        """Returns when every parameter is what a sharded optimizer has made of it."""
+        before = None if self._before is None else self._before.assembly
+        for assembly in (self.assembly, self.retiring, before):
+            if assembly is not None and assembly.reducer.sharding is not None:
+                assembly.reducer.sharding.gathers.wait_for_all()
+
+    def _make_gradients_whole(self) -> None:
         """PhaseError where a gradient of which each rank has a part would have to go into a new plan."""
         for name, param in self.watch.named_params:
-            if isinstance(param.grad, GradientPlaceholder) and not param.grad.is_cleared:
+            grad = param.grad
+            if not isinstance(grad, GradientPlaceholder):
+                continue
+            if grad.is_cleared:
+                param.grad = torch.zeros_like(param) if grad.added is None else grad.added
+            else:
                 raise PhaseError(
                     "the parameters have changed while sharded gradients are held.",
                     where=f"parameter {name!r}, rank {self.group.rank}",

@@ -18,6 +18,7 @@ from undertow.runtime.manager import spec_of
 
 _dtype_of = attrgetter("dtype")
 _shape_of = attrgetter("shape")
+_stride_of = Tensor.stride
 _is_trained = attrgetter("requires_grad")
 _children_of = attrgetter("_modules")
 
@@ -127,6 +128,7 @@ class _Census:
         self._dtypes = list(map(_dtype_of, params))
         self._pointers = list(map(Tensor.data_ptr, params))
         self._shapes = list(map(_shape_of, params))
+        self._strides = list(map(_stride_of, params))
         self._device = params[0].device if params else None
 
     @classmethod
@@ -155,9 +157,9 @@ class _Census:
 
     def _has_reshaped(self) -> bool:
         pointers = list(map(Tensor.data_ptr, self._params))
-        if pointers == self._pointers:  # no new data, hence none of another shape; asking for shapes takes longer
+        if pointers == self._pointers:  # no new data, hence none laid out otherwise; asking for shapes takes longer
             return False
-        if list(map(_shape_of, self._params)) != self._shapes:
+        if list(map(_shape_of, self._params)) != self._shapes or list(map(_stride_of, self._params)) != self._strides:
             return True
         self._pointers = pointers
         return False

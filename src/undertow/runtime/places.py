@@ -52,11 +52,16 @@ class Places:
 
     def root_begins(self, *, is_training: bool) -> None:
         """A forward of the whole model."""
+        if not is_training:
+            self._gathers.wait_for_all()  # what an evaluation reads, no training has shown
+            return
         self._gathers.wait(self._at_root)
-        if is_training and self._reads is not None:
+        if self._reads is not None:
             self._reads.begin()
 
     def root_ends(self) -> None:
+        # With which versions grow: what was read where no training forward before has read it, autograd finds out.
+        self._gathers.wait_for_all()
         reads = self._reads
         if reads is None or not reads.is_on:
             return
@@ -64,8 +69,8 @@ class Places:
         self._reads, self._is_seen = None, True
         for part, params in reads.beyond_own():
             self._wait_in(part, self._buckets(params))
-        read = _in_order(self._buckets_of[param] for param in reads.place)
-        self._at_root = _in_order(self._buckets_of[param] for param in self._buckets_of if param not in reads.place)
+        read = _in_order(self._buckets_of[param] for param in reads.order)
+        self._at_root = _in_order(self._buckets_of[param] for param in self._buckets_of if param not in reads.order)
         self._on_order(_in_order([self._at_root, read]))
 
     def close(self) -> None:
@@ -80,27 +85,28 @@ class Places:
         return _in_order(self._buckets_of.get(id(param), ()) for param in params)
 
     def _wait_in(self, part: nn.Module, buckets: Sequence[int]) -> None:
-        self._hooks.append(part.register_forward_pre_hook(ModuleHook(part, partial(_wait_for, self._gathers, buckets))))
+        hook = ModuleHook(part, partial(_wait_for, self._gathers, buckets))
+        self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))  # others may read parameters, as weight_norm's
 
 
 class _Reads(TorchFunctionMode):
-    """Notes in which module each parameter is first read; `place` has those, in that order, by the parameter's id.
+    """Notes in which modules parameters are read: `order` has them by id, as they are first read.
 
     What is read while no module runs does not count: before the forward of the whole model we look at every parameter.
     """
 
     def __init__(self, module: nn.Module, params: frozenset[int]) -> None:
         super().__init__()
-        self.place: dict[int, nn.Module] = {}
+        self.order: dict[int, Tensor] = {}
         self.is_on = False
-        self._tensors: dict[int, Tensor] = {}
+        self._places: dict[tuple[int, nn.Module], None] = {}
         self._params = params
         self._running: list[nn.Module] = []
         self._hooks = [
             hook
             for part in module.modules()
             for hook in (
-                part.register_forward_pre_hook(ModuleHook(part, partial(self._running.append, part))),
+                part.register_forward_pre_hook(ModuleHook(part, partial(self._running.append, part)), prepend=True),
                 part.register_forward_hook(ModuleHook(part, self._ends), always_call=True),
             )
         ]
@@ -116,17 +122,17 @@ class _Reads(TorchFunctionMode):
     ) -> Any:
         for argument in chain(args, (kwargs or {}).values()) if self._running else ():
             for tensor in argument if isinstance(argument, list | tuple) else (argument,):
-                if id(tensor) in self._params and id(tensor) not in self.place:
-                    self.place[id(tensor)] = self._running[-1]
-                    self._tensors[id(tensor)] = tensor
+                if id(tensor) in self._params:
+                    self.order.setdefault(id(tensor), tensor)
+                    self._places[id(tensor), self._running[-1]] = None
         return func(*args, **(kwargs or {}))
 
     def beyond_own(self) -> list[tuple[nn.Module, list[Tensor]]]:
-        """Modules, and the parameters of others that they were the first to read."""
+        """Modules, and the parameters of others that they have read."""
         found: dict[nn.Module, list[Tensor]] = {}
-        for param, part in self.place.items():
+        for param, part in self._places:
             if all(param != id(own) for own in part.parameters(recurse=False)):
-                found.setdefault(part, []).append(self._tensors[param])
+                found.setdefault(part, []).append(self.order[param])
         return list(found.items())
 
     def close(self) -> None:

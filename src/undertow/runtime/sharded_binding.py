@@ -66,9 +66,17 @@ class ShardedBinding:
             self._pack_piece(position, grad)
             if held is not None:
                 self._held[position] = held
+        return self._take(not_arrived)
+
+    def stow(self) -> None:
+        """A gradient of which other buckets have pieces stays where it is until all of them take it."""
+        self._held = {}
+        self._take()
+
+    def _take(self, not_arrived: Collection[int] = ()) -> list[int]:
         for position, param in enumerate(self.params):
             grad = param.grad
-            if isinstance(grad, GradientPlaceholder):
+            if position not in self._splits and isinstance(grad, GradientPlaceholder):
                 self._held[position] = grad
                 param.grad, grad.added = grad.added, None
         self._live = {position for position, held in self._held.items() if not held.is_cleared}
@@ -119,13 +127,12 @@ class ShardedBinding:
     def keep(self) -> None:
         self.packing()()
         self._dense.keep()
-        for position, whole in self._wholes.items():  # no piece of it is in the bucket: it is taken again
+        for position in self._splits:
             self._dense.params[position].grad = None
-            self.params[position].grad = whole
         for position, held in self._held.items():
             param = self.params[position]
             param.grad, held.added = held, param.grad
-        self._held, self._wholes = {}, {}
+        self._held = {}
 
     @torch.no_grad()
     def adopt(self, position: int, whole: Tensor) -> None:
@@ -162,7 +169,7 @@ class ShardedBinding:
     def _pack_piece(self, position: int, grad: Tensor | None) -> None:
         """Has the bucket take its piece of a gradient from what stands in for the parameter."""
         slot = self._slots[position]
-        whole = None if grad is None else in_memory_order(grad, like=self.params[position])
+        whole = None if grad is None else in_memory_order(grad, self._placeholders[position].stride())
         self._dense.params[position].grad = None if whole is None else whole[slot.first : slot.first + slot.numel]
 
     def _placed(self, position: int, held: GradientPlaceholder | None, reduced: Tensor | None) -> GradientPlaceholder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,8 +37,11 @@ class Sharding:
         self.strategy = strategy
         self.exchanges = exchanges
         self.group = group = exchanges.group
-        place = {"rank": group.rank, "num_ranks": group.num_ranks}
-        self._flats = [FlatParams(bucket, [params[index] for index in bucket.params], **place) for bucket in plan.buckets]
+        # Of this moment, in which all ranks have the same: how elements lie in a bucket.
+        self.strides = [strides_of_gradient(param) for param in params]
+        self._flats = [
+            FlatParams(bucket, [params[index] for index in bucket.params], num_ranks=group.num_ranks) for bucket in plan.buckets
+        ]
         self._parts = [shard_parts(bucket, rank=group.rank) for bucket in plan.buckets]
         self._bindings: list[ShardedBinding] = []
         self._placeholders = [
@@ -78,28 +82,26 @@ class Sharding:
             flat.follow()
 
     def adopt_gradients(self) -> None:
-        """Has placeholders take the place of whole gradients, which are the same on every rank."""
-        if self.group.num_ranks == 1:
-            self._adopt_alone()
-            return
+        """Has placeholders take the place of whole gradients, which are the same on every rank; one alone keeps them."""
         whole = [
-            (binding, position, param.grad)
-            for binding in self._bindings
-            for position, param in enumerate(binding.params)
-            if param.grad is not None and not isinstance(param.grad, GradientPlaceholder)
+            (binding, position, index)
+            for bucket, binding in zip(self.plan.buckets, self._bindings, strict=False)
+            for position, index in enumerate(bucket.params)
+            if self.params[index].grad is not None and not isinstance(self.params[index].grad, GradientPlaceholder)
         ]  # all of them before the first is replaced: a parameter may lie in several buckets
-        for binding, position, grad in whole:
-            binding.adopt(position, in_memory_order(grad, like=binding.params[position]))
+        grads = {index: cast(Tensor, self.params[index].grad) for _, _, index in whole}
+        for binding, position, index in whole:
+            binding.adopt(position, in_memory_order(grads[index], self.strides[index]))
 
     def gradient(self, part: ShardPart) -> Tensor | None:
-        """The mean gradient of what this rank owns, in place; None where the parameter has none. [part.numel] of the wide dtype
+        """The mean gradient of what this rank owns; None where the parameter has none. [part.numel] of the wide dtype
 
         PhaseError where a later backward has added something that is not synchronised.
         """
         grad = self.params[part.param].grad
-        if grad is None:
-            return None
-        assert isinstance(grad, GradientPlaceholder)  # adopt_gradients has run
+        if not isinstance(grad, GradientPlaceholder):  # a rank alone has all of it
+            whole = None if grad is None else in_memory_order(grad, self.strides[part.param])
+            return None if whole is None else whole[part.start : part.stop].to(wide_dtype(whole.dtype))
         if grad.added is not None:
             raise PhaseError(
                 "the optimizer steps on gradients that were accumulated and not synchronised.",
@@ -108,6 +110,27 @@ class Sharding:
             )
         mine = grad.parts[part.bucket]
         return torch.zeros_like(mine) if grad.is_cleared else mine
+
+    @torch.no_grad()
+    def scale_gradients(self, parts: Sequence[ShardPart], scale: Tensor) -> None:
+        """Multiplies the gradients of these parts."""
+        for part in parts:
+            grad = self.params[part.param].grad
+            if isinstance(grad, GradientPlaceholder):
+                grad.parts[part.bucket].mul_(scale.to(grad.device))
+            elif grad is not None:  # a rank alone, whose parts are whole parameters
+                grad.mul_(scale.to(grad.device))
+
+    def drop_gradients(self) -> None:
+        """No `.grad` is a placeholder any more."""
+        for param in self.params:
+            if isinstance(param.grad, GradientPlaceholder):
+                param.grad = None
+
+    def begin_round(self) -> None:
+        """Whatever an exception has left half done in the round before."""
+        for split in self._splits.values():
+            split.begin_round()
 
     def full_gradient(self, index: int) -> Tensor | None:
         """The mean gradient of a parameter, of its shape; None where it has none. A collective call."""
@@ -122,24 +145,7 @@ class Sharding:
                     own = whole.new_zeros(bucket.shard_numel)
                     part.of_shard(own).copy_(grad.parts[bucket.index])
                     whole[slot.first : slot.first + slot.numel] = self.gathered(bucket.index, own)[slot.start : slot.stop]
-        return whole.as_strided(param.shape, strides_of_gradient(param)).to(param.dtype)
-
-    def _adopt_alone(self) -> None:
-        """One rank has all of every gradient, and no round that would reduce it."""
-        for parts in self._parts:
-            for part in parts:
-                param = self.params[part.param]
-                grad, placeholder = param.grad, self._placeholders[part.param]
-                if grad is None:
-                    continue
-                new = grad.added if isinstance(grad, GradientPlaceholder) else grad
-                if new is None:
-                    continue
-                flat = in_memory_order(new, like=param).to(wide_dtype(new.dtype))
-                earlier = None if grad is not placeholder or grad.is_cleared else grad.parts[part.bucket]
-                placeholder.parts[part.bucket] = flat if earlier is None else earlier + flat
-                placeholder.renew()
-                param.grad = placeholder
+        return whole.as_strided(param.shape, self.strides[index]).to(param.dtype)
 
     def gathered(self, bucket: int, own: Tensor) -> Tensor:
         """Every rank's shard of something that is laid out as that bucket is; a collective call. [ranks * shard]"""

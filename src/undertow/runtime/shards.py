@@ -62,24 +62,25 @@ def shard_parts(bucket: Bucket, *, rank: int) -> list[ShardPart]:
 class FlatParams:
     """Moves the parameters of one bucket into one piece of memory."""
 
-    def __init__(self, bucket: Bucket, params: Sequence[Tensor], *, rank: int, num_ranks: int) -> None:
+    def __init__(self, bucket: Bucket, params: Sequence[Tensor], *, num_ranks: int) -> None:
         self.params = tuple(params)
         dtype = _common_dtype(bucket, params)
         device = torch.device(bucket.device)
         self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=device)  # [ranks * shard], padded
-        self._pieces: list[tuple[Slot, Tensor]] = []  # of parameters in several buckets, which keep memory of their own
+        # Of parameters in several buckets, which keep memory of their own; with the strides that they are to have.
+        self._pieces: list[tuple[Slot, Tensor, tuple[int, ...]]] = []
         self._places: list[tuple[Tensor, Tensor]] = []  # the others, and the views that they are
         with torch.no_grad():
             for slot, param in zip(bucket.slots, params, strict=True):
+                strides = strides_of_gradient(param)
                 if slot.numel != param.numel():
-                    self._pieces.append((slot, param))
-                    self.flat[slot.start : slot.stop].copy_(_piece_of(param, slot))
+                    self._pieces.append((slot, param, strides))
+                    self.flat[slot.start : slot.stop].copy_(_piece_of(param, slot, strides))
                     continue
-                place = self.flat.as_strided(param.shape, strides_of_gradient(param), slot.start)
+                place = self.flat.as_strided(param.shape, strides, slot.start)
                 self._places.append((param, place))
                 _put(param, place)
         self._pointers = self._present_pointers()
-        self.own = self.flat[rank * bucket.shard_numel : (rank + 1) * bucket.shard_numel]
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -88,13 +89,13 @@ class FlatParams:
             for param, place in self._places:
                 if param.data_ptr() != place.data_ptr():
                     _put(param, place)
-        for slot, param in self._pieces:
-            self.flat[slot.start : slot.stop].copy_(_piece_of(param, slot))
+        for slot, param, strides in self._pieces:
+            self.flat[slot.start : slot.stop].copy_(_piece_of(param, slot, strides))
 
     def copy_out(self) -> None:
         """What is in pieces gets its own: called when all of `flat` is there, maybe from another thread."""
-        for slot, param in self._pieces:
-            _piece_of(param, slot).copy_(self.flat[slot.start : slot.stop])
+        for slot, param, strides in self._pieces:
+            _piece_of(param, slot, strides).copy_(self.flat[slot.start : slot.stop])
 
     def mark_written(self) -> None:
         """Has autograd know that the parameters have other values now."""
@@ -105,9 +106,8 @@ class FlatParams:
         return [param.data_ptr() for param, _ in self._places]
 
 
-def in_memory_order(tensor: Tensor, *, like: Tensor) -> Tensor:
-    """The elements of `tensor` in the order in which `like`, of its shape, has them in memory. [numel]"""
-    strides = strides_of_gradient(like)
+def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The elements of `tensor` in the order in which something dense of its shape with these strides has them. [numel]"""
     if tensor.layout is torch.strided and tensor.stride() == strides:
         return tensor.detach().as_strided((tensor.numel(),), (1,))
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
@@ -121,9 +121,8 @@ def _put(param: Tensor, place: Tensor) -> None:
     param.data = place
 
 
-def _piece_of(param: Tensor, slot: Slot) -> Tensor:
-    """The elements of `slot`, in place."""
-    strides = strides_of_gradient(param)
+def _piece_of(param: Tensor, slot: Slot, strides: tuple[int, ...]) -> Tensor:
+    """The elements of `slot`, in place; the parameter gets these strides."""
     if param.stride() != strides:
         param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
     return param.detach().as_strided((param.numel(),), (1,))[slot.first : slot.first + slot.numel]

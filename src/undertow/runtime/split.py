@@ -28,6 +28,11 @@ class SplitParam:
         self._late: Tensor | None = None
         self._num_to_catch = 0
 
+    def begin_round(self) -> None:
+        """Nothing has been taken."""
+        self._taken, self._num_to_take = Taken(None, None), 0
+        self._late, self._num_to_catch = None, 0
+
     def take(self) -> Taken:
         """The same for every bucket of one round."""
         if self._num_to_take == 0:

@@ -47,6 +47,7 @@ class ShardedSteps:
         self._sharding: Sharding | None = None
         self._places: Places | None = None
         self._is_compiled = is_compiled
+        self._is_closed = False
 
     def hand_to(self, stepper: Optimizer, settings: dict[str, Any]) -> None:
         """From now on only `stepper` may step. A collective call; PlanMismatch where ranks give different `settings`."""
@@ -65,6 +66,12 @@ class ShardedSteps:
 
     def begin(self) -> Sharding:
         """An optimizer steps: what this rank owns, with nothing in flight. The same object while the layout is the same."""
+        if self._is_closed:
+            raise PhaseError(
+                "the model of this optimizer is closed: nobody brings the ranks' shards together.",
+                where=f"ShardedOptimizer, rank {self._group.rank}",
+                remedy="Step before close(), or make a new wrapper and a new optimizer.",
+            )
         self.wait()
         sharding = self._formation.shard(self.strategy, self._exchanges)
         if sharding is not self._sharding:
@@ -103,7 +110,10 @@ class ShardedSteps:
             self._places.root_ends()
 
     def close(self) -> None:
-        """Takes hooks off and ends threads and the group; nothing may be in flight."""
+        """Takes hooks off and ends threads and the group; nothing may be in flight. Gradients in shards are dropped."""
+        self._is_closed = True
+        if self._sharding is not None:
+            self._sharding.drop_gradients()
         if self._places is not None:
             self._places.close()
         self._exchanges.close()
