@@ -294,8 +294,7 @@ def delayed(kind: OpKind, late_rank: int, strategy: str) -> None:
     require_equal(expected, trained(TIED, strategy, "SGD", num_steps=5, each=each, reduction="ordered", **SMALL))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-@pytest.mark.parametrize("late_rank", [0, 1])
+@pytest.mark.parametrize(("strategy", "late_rank"), [("zero1", 0), ("zero2", 1)])
 @pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.REDUCE_SCATTER, OpKind.BIND, OpKind.ALL_GATHER])
 def test_a_delay_at_any_op_changes_nothing(ranks: Ranks, kind: OpKind, late_rank: int, strategy: str) -> None:
     ranks.run(delayed, kind, late_rank, strategy)
