@@ -215,13 +215,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_over(self, sharding: Sharding) -> None:
         """From now on these are our parts; states that wait for some of them come into their places."""
         self._sharding = sharding
-        index_of = {id(param): index for index, param in enumerate(sharding.params)}
-        parts: dict[int, list[ShardPart]] = {}
-        for part in sharding.parts:
-            parts.setdefault(part.param, []).append(part)
+        parts = self.owned_parts()
         self._owned, groups = [], []
         for group in self.param_groups:
-            mine = [_owned(sharding, part) for param in group["params"] for part in parts.get(index_of.get(id(param), -1), ())]
+            mine = [_owned(sharding, part) for param in group["params"] for part in parts.get(param, ())]
             self._owned += mine
             groups.append({**_hyper_parameters(group), "params": [each.target for each in mine]})
         if not self._owned:
@@ -235,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if master is not None and owned.target is not owned.values:
                     owned.target.copy_(master)
                 self._inner.state[owned.target] = state
-        arrived = [param for param in self._waiting if id(param) in index_of]
+        arrived = [param for param in self._waiting if param in parts]
         self._stepped.update(arrived)
         for param in arrived:
             del self._waiting[param]

@@ -72,8 +72,8 @@ class Formation:
         self._has_looked = True
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
-        self._in_order = exchanges_over(group, in_order=True) if config.reduction == "ordered" else None
-        reducer = Reducer(group, config.average_in_collective, in_order=self._in_order)
+        in_order = exchanges_over(group, in_order=True) if config.reduction == "ordered" else None
+        reducer = Reducer(group, config.average_in_collective, in_order=in_order)
         self.assembly = self._assemble(named_params, reducer, generation=0)
         self.watch = self._watch_over(named_params)
         try:
@@ -155,8 +155,8 @@ class Formation:
 
     def close(self) -> None:
         """Takes all hooks off."""
-        if self._in_order is not None:
-            self._in_order.close()
+        if self.assembly.reducer.in_order is not None:
+            self.assembly.reducer.in_order.close()
         self.watch.close()
         if self._before is not None:
             self._before.watch.close()

@@ -39,10 +39,11 @@ class Sharding:
         self.group = group = exchanges.group
         # Of this moment, in which all ranks have the same: how elements lie in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
-        self._flats = [
-            FlatParams(bucket, [params[index] for index in bucket.params], num_ranks=group.num_ranks) for bucket in plan.buckets
-        ]
         self._parts = [shard_parts(bucket, rank=group.rank) for bucket in plan.buckets]
+        self._flats = [
+            FlatParams(bucket, [params[index] for index in bucket.params], parts, num_ranks=group.num_ranks)
+            for bucket, parts in zip(plan.buckets, self._parts, strict=True)
+        ]
         self._bindings: list[ShardedBinding] = []
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=group) for spec, param in zip(plan.params, params, strict=True)

@@ -62,25 +62,25 @@ def shard_parts(bucket: Bucket, *, rank: int) -> list[ShardPart]:
 class FlatParams:
     """Moves the parameters of one bucket into one piece of memory."""
 
-    def __init__(self, bucket: Bucket, params: Sequence[Tensor], *, num_ranks: int) -> None:
+    def __init__(self, bucket: Bucket, params: Sequence[Tensor], parts: Sequence[ShardPart], *, num_ranks: int) -> None:
         self.params = tuple(params)
         dtype = _common_dtype(bucket, params)
         device = torch.device(bucket.device)
         self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=device)  # [ranks * shard], padded
         # Of parameters in several buckets, which keep memory of their own; with the strides that they are to have.
-        self._pieces: list[tuple[Slot, Tensor, tuple[int, ...]]] = []
+        self._pieces: list[tuple[Slot, ShardPart, Tensor, tuple[int, ...]]] = []
         self._places: list[tuple[Tensor, Tensor]] = []  # the others, and the views that they are
         with torch.no_grad():
-            for slot, param in zip(bucket.slots, params, strict=True):
+            for slot, part, param in zip(bucket.slots, parts, params, strict=True):
                 strides = strides_of_gradient(param)
                 if slot.numel != param.numel():
-                    self._pieces.append((slot, param, strides))
-                    self.flat[slot.start : slot.stop].copy_(_piece_of(param, slot, strides))
+                    self._pieces.append((slot, part, param, strides))
                     continue
                 place = self.flat.as_strided(param.shape, strides, slot.start)
                 self._places.append((param, place))
                 _put(param, place)
         self._pointers = self._present_pointers()
+        self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -89,13 +89,13 @@ class FlatParams:
             for param, place in self._places:
                 if param.data_ptr() != place.data_ptr():
                     _put(param, place)
-        for slot, param, strides in self._pieces:
-            self.flat[slot.start : slot.stop].copy_(_piece_of(param, slot, strides))
+        for _, part, param, strides in self._pieces:  # of which the other ranks' parts come with the next gather
+            part.of_bucket(self.flat).copy_(_in_memory(param, strides)[part.start : part.stop])
 
     def copy_out(self) -> None:
         """What is in pieces gets its own: called when all of `flat` is there, maybe from another thread."""
-        for slot, param, strides in self._pieces:
-            _piece_of(param, slot, strides).copy_(self.flat[slot.start : slot.stop])
+        for slot, _, param, strides in self._pieces:
+            _in_memory(param, strides)[slot.first : slot.first + slot.numel] = self.flat[slot.start : slot.stop]
 
     def mark_written(self) -> None:
         """Has autograd know that the parameters have other values now."""
@@ -121,11 +121,11 @@ def _put(param: Tensor, place: Tensor) -> None:
     param.data = place
 
 
-def _piece_of(param: Tensor, slot: Slot, strides: tuple[int, ...]) -> Tensor:
-    """The elements of `slot`, in place; the parameter gets these strides."""
+def _in_memory(param: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The elements of a parameter as they lie, in place; it gets these strides. [numel]"""
     if param.stride() != strides:
         param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
-    return param.detach().as_strided((param.numel(),), (1,))[slot.first : slot.first + slot.numel]
+    return param.detach().as_strided((param.numel(),), (1,))
 
 
 def _common_dtype(bucket: Bucket, params: Sequence[Tensor]) -> torch.dtype:

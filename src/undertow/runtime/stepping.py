@@ -90,8 +90,7 @@ class ShardedSteps:
 
     def wait(self) -> None:
         """Returns when every parameter is what the optimizer has made of it."""
-        if self._sharding is not None:
-            self._sharding.gathers.wait_for_all()
+        self._formation.wait_for_parameters()
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter; a collective call where ranks have shards of it."""
