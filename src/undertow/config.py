@@ -19,7 +19,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "op": ("mean",),
     "buffers": ("rank0", "mean", "off"),
     "record": ("summary", "full", "off"),
-    "auto_tune": (False,),
+    "auto_tune": (True, False),
     "reduce_dtype": (None,),
     "wire_dtype": (None,),
     "experts": ((),),
@@ -30,7 +30,6 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _NOT_BUILT: dict[str, tuple[object, ...]] = {
     "strategy": ("hybrid",),
     "op": ("sum",),
-    "auto_tune": (True,),
     "nonfinite": ("warn", "skip", "raise"),
 }
 
@@ -64,7 +63,7 @@ class SyncConfig:
     bucket_cap_mb: float | tuple[float, ...] | None = None
     order: str = "observed"
     plan: str | None = None
-    auto_tune: bool = False
+    auto_tune: bool = True
     overlap: bool = True
     reduction: str = "native"
     op: str = "mean"

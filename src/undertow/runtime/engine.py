@@ -311,7 +311,7 @@ class Engine:
         self._in_backward.take_over(formation.watch)
         if is_synchronised:
             formation.open()
-            formation.adopt_order()
+            formation.adopt_plan()
         assembly, arrivals = formation.assembly, formation.watch.arrivals
         arrivals.reset()
         this_round = Round(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
-from undertow.plan import Plan, first_plan, plan_in_order
+from undertow.plan import Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
@@ -26,8 +26,10 @@ from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
 from undertow.runtime.placeholder import GradientPlaceholder
+from undertow.runtime.planning import tuning_of
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharding import Sharding
+from undertow.runtime.tuning import Groups, Present
 from undertow.runtime.watch import Watch, params_of_bucket
 from undertow.schedule import Strategy, strategy_named
 
@@ -70,6 +72,7 @@ class Formation:
         self._on_full = on_full
         self._on_backward = on_backward
         self._has_looked = True
+        self._groups: Groups | None = None  # of the plan that the next step of a sharded optimizer moves to
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
         in_order = exchanges_over(group, in_order=True) if config.reduction == "ordered" else None
@@ -171,9 +174,19 @@ class Formation:
         self.watch = self._watch_over(named_params)
         self.watch.arrived_before |= arrived
 
-    def adopt_order(self) -> None:
-        """Re-plans in rank 0's order, if that has come and gives another plan than the present one."""
+    def adopt_plan(self) -> None:
+        """A round begins: re-plans in rank 0's order, or as it has planned, if that has come and is another plan.
+
+        Where an optimizer steps on shards, they are laid out anew when it next does.
+        """
         now, plan = self.assembly, self._observed_plan()
+        if self.watch.tuning is not None and self.retiring is None:
+            has_shards = now.reducer.sharding is not None
+            groups = self.watch.tuning.round_begins(Present(plan=now.plan, generation=now.generation, has_shards=has_shards))
+            if has_shards:
+                self._groups = self._groups if groups is None else groups
+            elif groups is not None:
+                plan = plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
         if plan.fingerprint != now.plan.fingerprint:
             # The old buckets' storage goes when the last `.grad` has moved into the new ones.
             self.assembly = self._assemble(self.watch.named_params, now.reducer, generation=now.generation + 1, plan=plan)
@@ -186,7 +199,7 @@ class Formation:
         same object for as long as the layout is.
         """
         now = self.assembly
-        if now.reducer.sharding is not None:
+        if now.reducer.sharding is not None and self._groups is None:
             return now.reducer.sharding
         if self.retiring is not None:
             raise PhaseError(
@@ -194,6 +207,7 @@ class Formation:
                 where=f"rank {self.group.rank}",
                 remedy="Run a forward and a backward between the change and the step.",
             )
+        held = {} if now.reducer.sharding is None else now.reducer.sharding.held_gradients()
         plan = self._sharded_plan()
         if self.watch.order is not None:
             self.watch.order.close()
@@ -203,6 +217,7 @@ class Formation:
         self.assembly = self._assemble(self.watch.named_params, reducer, generation=now.generation + 1, plan=plan)
         if self.is_active:
             _ = self.assembly.executor
+        sharding.take_over(held)
         self.watch.arrivals.regroup(params_of_bucket(plan))
         return sharding
 
@@ -317,6 +332,9 @@ class Formation:
     def _sharded_plan(self) -> Plan:
         """The same, with large parameters in pieces, or the pinned one."""
         now, order = self.assembly.plan, self._observed_order()
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
         if self._config.plan is not None:
             return first_plan(now.params, self._config, num_ranks=now.num_ranks, splits=True)
         if order is None:
@@ -329,6 +347,7 @@ class Formation:
             self._go_back(self._before)
             if self._is_in_force(named_params):
                 return
+        self._groups = None
         before = _InForce(self.assembly, self.watch, self.retiring)
         if self.retiring is None and self.is_active:
             self.retiring = self.assembly
@@ -380,6 +399,7 @@ class Formation:
             watch.start()
             if self._follows_observed_order():
                 watch.order = ObservedOrder(watch.params, self.group)
+            watch.tuning = tuning_of(watch, self.assembly, self._config, self._recorder)
         return watch
 
     def _take_over(self) -> None:

@@ -88,7 +88,9 @@ class _StepMarks:
     """Marks of the step under way."""
 
     step: int
+    after: Mark = None  # the end of the round before
     generation: int = 0
+    arrivals: dict[int, Mark] = field(default_factory=dict)
     forwards: list[list[Mark]] = field(default_factory=list)
     backwards: list[list[Mark]] = field(default_factory=list)
     buckets: dict[int, _BucketMarks] = field(default_factory=dict)
@@ -115,6 +117,7 @@ class Recorder:
         self._now = _StepMarks(step=0)
         self._gathers: dict[int, _BucketMarks] = {}  # since the last step
         self._are_gathers_seen = False
+        self._round_stop: Mark = None
         self._round_stop_s = time.perf_counter()
 
     def forward_begins(self) -> None:
@@ -143,6 +146,11 @@ class Recorder:
     def backward_ends(self) -> None:
         if self._is_on:
             self._now.backwards[-1][1] = self._clock.mark()
+
+    def gradient_arrives(self, param: int) -> None:
+        """Called for some steps only: it takes a while for many parameters."""
+        if self._is_on:
+            self._now.arrivals[param] = self._clock.mark()
 
     def forgets_buckets(self) -> None:
         """What has left so far in this step had nothing in it."""
@@ -199,20 +207,26 @@ class Recorder:
             self._now.busy_ms = busy_ms
             self._now.is_synchronised = True
             self._steps.append(self._now)
+            self._round_stop = self._clock.mark()
 
     def _step_begins(self, mark: Mark) -> None:
         self._now.stop = mark
-        self._now = _StepMarks(step=self._now.step + 1, gathers=self._gathers)
+        self._now = _StepMarks(step=self._now.step + 1, after=self._round_stop, gathers=self._gathers)
         self._are_gathers_seen = True
 
-    def records(self, *, generation: int) -> tuple[StepRecord, ...]:
-        """The steps that ran under that plan. On CUDA this waits for the device.
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
+    def records(self, *, generation: int, at_most: int | None = None) -> tuple[StepRecord, ...]:
+        """The steps that ran under that plan, or the last ones of them. On CUDA this waits for the device.
 
         The last step is complete when the next one has begun; until then it is left out, unless there is no other.
         """
         steps = [marks for marks in self._steps if marks.generation == generation]
         complete = [marks for marks in steps if marks.stop is not None]
-        return tuple(self._record(marks) for marks in complete or steps)
+        wanted = complete or steps
+        return tuple(self._record(marks) for marks in wanted[-at_most if at_most else 0 :])
 
     def _record(self, marks: _StepMarks) -> StepRecord:
         begin = marks.forwards[0][0] if marks.forwards else marks.backwards[0][0]
@@ -230,6 +244,8 @@ class Recorder:
             # In the order in which they left; one that nobody has waited for is still on its way.
             gathers=tuple(_bucket_record(bucket, row, us) for bucket, row in marks.gathers.items() if row.wait_stop is not None),
             busy_ms=marks.busy_ms,
+            idle_us=0.0 if marks.after is None else self._clock.us_between(marks.after, begin),
+            arrivals={param: us(mark) for param, mark in marks.arrivals.items()},
         )
 
 

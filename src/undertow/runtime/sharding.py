@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -148,6 +149,33 @@ class Sharding:
                     whole[slot.first : slot.first + slot.numel] = self.gathered(bucket.index, own)[slot.start : slot.stop]
         return whole.as_strided(param.shape, self.strides[index]).to(param.dtype)
 
+    def held_gradients(self) -> dict[int, HeldGradient]:
+        """What stands behind the placeholders, by parameter; a collective call."""
+        held = {
+            index: HeldGradient(param.grad, torch.zeros(param.numel(), dtype=wide_dtype(param.dtype), device=param.device))
+            for index, param in enumerate(self.params)
+            if isinstance(param.grad, GradientPlaceholder)
+        }
+        for flat, bucket, parts in zip(self._flats, self.plan.buckets, self._parts, strict=True):
+            own = torch.zeros(bucket.shard_numel, dtype=wide_dtype(flat.flat.dtype), device=flat.flat.device)
+            mine = [(slot, part) for slot, part in zip(bucket.slots, parts, strict=True) if slot.param in held]
+            for slot, part in mine:
+                part.of_shard(own).copy_(held[slot.param].placeholder.parts[bucket.index])
+            whole = self.gathered(bucket.index, own)
+            for slot, _ in mine:
+                held[slot.param].whole[slot.first : slot.first + slot.numel] = whole[slot.start : slot.stop]
+        return held
+
+    def take_over(self, held: Mapping[int, HeldGradient]) -> None:
+        """This rank's parts of those gradients are its own from now on; `held` is what an earlier layout has held."""
+        for bucket, binding in zip(self.plan.buckets, self._bindings, strict=False):
+            for position, index in enumerate(bucket.params):
+                if index in held:
+                    binding.adopt(position, held[index].whole)
+        for index, gradient in held.items():
+            mine, before = self._placeholders[index], gradient.placeholder
+            mine.added, mine.is_cleared = before.added, before.is_cleared
+
     def gathered(self, bucket: int, own: Tensor) -> Tensor:
         """Every rank's shard of something that is laid out as that bucket is; a collective call. [ranks * shard]"""
         whole = own.new_empty(self.group.num_ranks * own.numel())
@@ -155,6 +183,14 @@ class Sharding:
         if self.group.num_ranks > 1:
             self.exchanges.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int).wait()
         return whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldGradient:
+    """All of a gradient of which ranks have parts, and what stands for it."""
+
+    placeholder: GradientPlaceholder
+    whole: Tensor  # [numel] of the wide dtype, in memory order
 
 
 def _require_dense(plan: Plan) -> None:

@@ -13,6 +13,7 @@ from undertow.runtime import private
 from undertow.runtime.dist_autograd import DistributedBackwards
 from undertow.runtime.hooks import watch_parameters
 from undertow.runtime.order import ObservedOrder
+from undertow.runtime.tuning import Tuning
 from undertow.schedule import Arrivals
 
 
@@ -38,6 +39,7 @@ class Watch:
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronisation
         self.order: ObservedOrder | None = None
+        self.tuning: Tuning | None = None
         self.distributed: DistributedBackwards | None = None
         self._hooks: list[RemovableHandle] = []
         self._num_hooks_ever = 0
@@ -67,7 +69,7 @@ class Watch:
             hook.remove()
         self._hooks = []
         self.arrivals.silence()  # it may be in the middle of one
-        for other in (self.order, self.distributed):
+        for other in (self.order, self.tuning, self.distributed):
             if other is not None:
                 other.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from undertow.errors import ConfigError
 
 # States of a parameter. All but the first are true, so that arrive() tells the usual case from the others by one look.
-_ABSENT, _ARRIVED, _ABSENT_IN_PIECES = 0, 1, 2
+_ABSENT, _ARRIVED, _ABSENT_AND_UNUSUAL = 0, 1, 2  # unusual: in pieces, or somebody wants to know when it comes
 
 
 class Arrivals:
@@ -33,6 +33,7 @@ class Arrivals:
         self._traversal = traversal
         self._on_traversal = on_traversal
         self._seen_traversal = -1
+        self._note: Callable[[int], object] | None = None
         self._expected_repeats: dict[int, int] = {}
         self._repeats: Counter[int] = Counter()
         # Flags and counts in place of sets: arrive() runs thousands of times a step and these stay in the fastest cache.
@@ -45,8 +46,13 @@ class Arrivals:
         self._params_of_bucket = [tuple(params) for params in params_of_bucket]
         self._buckets_of_param = _buckets_of_param(params_of_bucket, len(self._states))
         self._bucket_of_param = [buckets[0] for buckets in self._buckets_of_param]
-        self._absent = bytes(_ABSENT_IN_PIECES if len(buckets) > 1 else _ABSENT for buckets in self._buckets_of_param)
+        self._absent = self._absent_states()
         self.reset()
+
+    def call_at_each(self, note: Callable[[int], object] | None) -> None:
+        """From the next round on calls `note(param)` whenever a gradient counts; nothing, if None."""
+        self._note = note
+        self._absent = self._absent_states()
 
     def reset(self) -> None:
         """Starts the next round: nothing has arrived."""
@@ -71,7 +77,7 @@ class Arrivals:
         if self._traversal() != self._seen_traversal:
             self._enter(param)
         if self._states[param]:
-            self._arrive_in_pieces_or_again(param)
+            self._arrive_unusually(param)
             return
         self._states[param] = 1  # _ARRIVED, without the look-up of a global name
         bucket = self._bucket_of_param[param]
@@ -115,15 +121,21 @@ class Arrivals:
         """
         self._expected_repeats = dict(self._repeats)
 
+    def _absent_states(self) -> bytes:
+        is_noted = self._note is not None
+        return bytes(_ABSENT_AND_UNUSUAL if is_noted or len(buckets) > 1 else _ABSENT for buckets in self._buckets_of_param)
+
     def _enter(self, param: int) -> None:
         self._seen_traversal = self._traversal()
         self._on_traversal(self._seen_traversal, param)
 
-    def _arrive_in_pieces_or_again(self, param: int) -> None:
+    def _arrive_unusually(self, param: int) -> None:
         if self._states[param] == _ARRIVED:
             self._repeats[param] += 1
             if self._repeats[param] > self._expected_repeats.get(param, 0):
                 return
+        if self._note is not None:
+            self._note(param)
         self._states[param] = _ARRIVED
         for bucket in self._count_down(param):
             self._on_full(bucket)

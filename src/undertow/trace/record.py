@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from undertow.trace.event import COMPUTE, Event, Trace
 
@@ -35,6 +35,8 @@ class StepRecord:
     buckets: tuple[BucketRecord, ...]  # in the order in which they left
     busy_ms: tuple[float, ...]  # by rank: from the end of the previous round until the last bucket left
     gathers: tuple[BucketRecord, ...] = ()  # of parameters, since the optimizer stepped: they begin before this step
+    idle_us: float = 0.0  # between the end of the round before, where all ranks meet, and the begin of this step
+    arrivals: Mapping[int, float] = field(default_factory=dict)  # of gradients, by parameter; of some steps only
 
     def wire_intervals(self) -> tuple[Interval, ...]:
         """When the link worked on each bucket: it starts one after the other, so that queueing is not counted."""

@@ -1,0 +1,34 @@
+"""The reasons for a plan, in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from undertow.tune import Explanation
+
+__all__ = ["print_explanation"]
+
+
+def print_explanation(explanation: Explanation, console: Console | None = None) -> None:
+    """Prints the plan, what it takes and could take, what others would do, and what was decided when."""
+    console = Console() if console is None else console
+    for line in _lines(explanation):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _lines(it: Explanation) -> list[str]:
+    sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
+    lines = [f"The plan: {len(it.bucket_mb)} buckets of {sizes} MB, {it.strategy}, {it.num_ranks} ranks", f"  {it.why}"]
+    times = (
+        ("achieved", it.achieved_ms),
+        ("predicted", it.predicted_ms),
+        ("the best plan", it.best_ms),
+        ("limit", it.limit_ms),
+    )
+    known = [f"{name} {milliseconds:.2f}" for name, milliseconds in times if milliseconds is not None]
+    if known:
+        lines += [f"Until gradients are through, ms since the step began: {', '.join(known)}"]
+    sections = (("Other plans:", it.alternatives), ("The network, as measured:", it.network), ("Decisions:", it.decisions))
+    for title, rows in sections:
+        lines += [title, *(f"  {row}" for row in rows)] if rows else []
+    return lines

@@ -1,0 +1,66 @@
+"""Who plans: what is measured, the user, or nobody."""
+
+from __future__ import annotations
+
+import torch
+
+from undertow.config import SyncConfig
+from undertow.profile import Profile
+from undertow.runtime.assembly import Assembly
+from undertow.runtime.executor import Reducer
+from undertow.runtime.recorder import Recorder
+from undertow.runtime.tuning import Tuning
+from undertow.runtime.watch import Watch
+from undertow.tune import Explanation, Tuner, explanation
+
+
+def tuning_of(watch: Watch, assembly: Assembly, config: SyncConfig, recorder: Recorder) -> Tuning | None:
+    """Looks after the plan, and measures where that is fixed; None where there is nothing to measure."""
+    group = assembly.reducer.group
+    if group.num_ranks == 1 or not watch.named_params or not recorder.is_on:
+        return None
+    order = None if config.order == "observed" else [param for bucket in assembly.plan.buckets for param in bucket.params]
+    return Tuning(
+        watch.arrivals,
+        recorder,
+        group,
+        Tuner(order),
+        may_move=not why_fixed(config, assembly.reducer),
+        is_frozen=torch.are_deterministic_algorithms_enabled,
+    )
+
+
+def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
+    """Why the plan does not follow what is measured; empty where it does. The same on every rank."""
+    reasons = (
+        (reducer.group.num_ranks == 1, "one rank has nothing to send"),
+        (config.plan is not None, "it is pinned: SyncConfig(plan=...)"),
+        (config.bucket_cap_mb is not None, f"bucket_cap_mb={config.bucket_cap_mb} was asked for"),
+        (reducer.hook is not None, "a communication hook may keep state for every bucket"),
+        (config.record == "off", "record='off': nothing is measured"),
+        (not config.auto_tune, "auto_tune=False: sizes follow from the size of the model"),
+    )
+    return next((reason for applies, reason in reasons if applies), "")
+
+
+def measured_profile(watch: Watch, assembly: Assembly) -> Profile | None:
+    """What was measured of these parameters; None before anything was."""
+    return None if watch.tuning is None else watch.tuning.tuner.profile(assembly.plan, strategy=assembly.strategy.name)
+
+
+def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Explanation:
+    """Why the plan in force is this one; communicates nothing."""
+    tuning = watch.tuning
+    history = () if tuning is None else tuning.history
+    measurement = None if tuning is None else tuning.tuner.measurement
+    why = why_fixed(config, assembly.reducer)
+    if not why:
+        why = "planned from what was measured" if history else "made without measurements: the first look is not over"
+    return explanation(
+        assembly.plan,
+        measured_profile(watch, assembly),
+        why=why,
+        strategy=assembly.strategy.name,
+        achieved_us=None if measurement is None else measurement.synchronised_us,
+        history=history,
+    )

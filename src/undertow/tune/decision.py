@@ -1,0 +1,73 @@
+"""What the tuner decides on one rank, and how the other ranks learn of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.plan import Member, ParamSpec, Piece, member_of
+from undertow.plan.layout import piece_of
+
+_NUM_SINGLE = 6
+_PIECES = 1024  # more than any plan has of parameters that were cut
+
+
+class Outcome(IntEnum):
+    KEEP = 0  # another plan would gain too little
+    MOVE = 1
+    BACK = 2  # the plan before was faster
+    UNKNOWN = 3  # too little was measured
+    FROZEN = 4  # the plan may not change any more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The plan from now on; times are predicted ones, in microseconds, from the begin of a step until all is reduced."""
+
+    outcome: Outcome
+    next_look: int  # after so many steps
+    present_us: float = 0.0  # under the plan so far
+    predicted_us: float = 0.0  # under the best plan
+    limit_us: float = 0.0  # under no plan is it less
+    groups: tuple[tuple[Member, ...], ...] | None = None  # None: the plan stays
+
+    def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
+        """Numbers, as many for every decision on these parameters. Exact: indices stay below 2^53."""
+        rows = [
+            (piece.param, piece.first, piece.stop, bucket)
+            for bucket, group in enumerate(self.groups or ())
+            for piece in (piece_of(member, params) for member in group)
+        ]
+        numbers = np.zeros(_NUM_SINGLE + 4 * (len(params) + _PIECES))
+        single = (self.outcome, self.next_look, self.present_us, self.predicted_us, self.limit_us, len(rows))
+        numbers[:_NUM_SINGLE] = single
+        numbers[_NUM_SINGLE : _NUM_SINGLE + 4 * len(rows)] = np.asarray(rows, dtype=np.float64).reshape(-1)
+        return numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """A decision, and when it fell."""
+
+    round: int  # from 0, of the rounds with these parameters
+    decision: Decision
+
+
+def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:
+    """Inverse of `Decision.to_array`."""
+    outcome, next_look, present_us, predicted_us, limit_us, num_rows = numbers[:_NUM_SINGLE].tolist()
+    rows = numbers[_NUM_SINGLE : _NUM_SINGLE + 4 * int(num_rows)].astype(np.int64).reshape(-1, 4).tolist()
+    groups: dict[int, list[Member]] = {}
+    for param, first, stop, bucket in rows:
+        groups.setdefault(bucket, []).append(member_of(Piece(param=param, first=first, stop=stop), params))
+    return Decision(
+        outcome=Outcome(int(outcome)),
+        next_look=int(next_look),
+        present_us=present_us,
+        predicted_us=predicted_us,
+        limit_us=limit_us,
+        groups=tuple(map(tuple, groups.values())) if rows else None,
+    )

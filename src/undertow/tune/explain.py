@@ -1,0 +1,118 @@
+"""Why the plan is as it is, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from undertow.cost import MeasuredCosts
+from undertow.plan import Member, Plan, finish_us, optimal_groups
+from undertow.profile import Profile
+from undertow.tune.decision import Decided, Decision, Outcome
+from undertow.tune.tuner import timing_of
+
+_MS = 1e-3  # of a microsecond
+_MAX_TRIED = 64  # of cuts and of merges, spread over the buckets: a plan has hundreds at most
+
+_Groups = tuple[tuple[Member, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A plan and its reasons. Times in milliseconds from the begin of a step until all gradients are through; None: not known."""
+
+    num_ranks: int
+    strategy: str
+    bucket_mb: tuple[float, ...]  # 10^6 bytes
+    why: str  # the plan is this one
+    achieved_ms: float | None = None  # measured under this plan, or the last one that was looked at
+    predicted_ms: float | None = None  # by what was measured
+    best_ms: float | None = None  # under the best plan
+    limit_ms: float | None = None  # under no plan is it less
+    alternatives: tuple[str, ...] = ()  # what fewer and more buckets would do
+    network: tuple[str, ...] = ()  # a line for each kind of collective
+    decisions: tuple[str, ...] = ()  # oldest first
+
+    def __str__(self) -> str:
+        text = f"{len(self.bucket_mb)} buckets, {self.strategy}, {self.num_ranks} ranks: {self.why}"
+        if self.achieved_ms is None or self.limit_ms is None:
+            return text
+        return f"{text}; {self.achieved_ms:.1f} ms, limit {self.limit_ms:.1f} ms"
+
+
+def explanation(
+    plan: Plan, profile: Profile | None, *, why: str, strategy: str, achieved_us: float | None, history: Sequence[Decided]
+) -> Explanation:
+    """What is known of `plan`; `profile` is what was measured of its parameters, None where nothing was."""
+    facts = {
+        "num_ranks": plan.num_ranks,
+        "strategy": strategy,
+        "bucket_mb": tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
+        "why": why,
+        "decisions": tuple(_decision_text(decided) for decided in history),
+    }
+    has_shards = strategy != "ddp"
+    needed = ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
+    if profile is None or not profile.curves.keys() >= set(needed):
+        return Explanation(**facts)
+    timing, costs = timing_of(profile), MeasuredCosts(profile.curves)
+    best = optimal_groups(plan.params, profile.order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
+
+    def predicted_us(groups: _Groups) -> float:
+        return finish_us(plan.params, groups, timing, costs, has_shards=has_shards)
+
+    return Explanation(
+        **facts,
+        achieved_ms=None if achieved_us is None else achieved_us * _MS,
+        predicted_ms=predicted_us(plan.groups) * _MS,
+        best_ms=best.finish_us * _MS,
+        limit_ms=best.limit_us * _MS,
+        alternatives=tuple(_alternatives(plan.groups, predicted_us)),
+        network=tuple(_curve_text(profile, kind) for kind in needed),
+    )
+
+
+def _alternatives(groups: _Groups, predicted_us: Callable[[_Groups], float]) -> Iterator[str]:
+    present_us = predicted_us(groups)
+    merged = [((*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :]), at) for at in _some(len(groups) - 1)]
+    if merged:
+        later_us, at = min((predicted_us(other) - present_us, at) for other, at in merged)
+        yield f"one bucket fewer, at best {at} and {at + 1} in one: {later_us * _MS:+.2f} ms"
+    wide = [at for at, group in enumerate(groups) if len(group) > 1]
+    cut = [
+        ((*groups[:at], groups[at][:half], groups[at][half:], *groups[at + 1 :]), at)
+        for at in (wide[index] for index in _some(len(wide)))
+        for half in {1, len(groups[at]) // 2, len(groups[at]) - 1}
+    ]
+    if cut:
+        later_us, at = min((predicted_us(other) - present_us, at) for other, at in cut)
+        yield f"one bucket more, at best {at} in two: {later_us * _MS:+.2f} ms"
+
+
+def _some(count: int) -> range:
+    return range(0, count, max(1, -(-count // _MAX_TRIED)))
+
+
+def _curve_text(profile: Profile, kind: str) -> str:
+    points = profile.curves[kind].points
+    (smallest, least_us), (largest, most_us) = points[0], points[-1]
+    span = f"{smallest / 1e6:.3g} MB in {least_us * _MS:.2f} ms"
+    return f"{kind}: {span} to {largest / 1e6:.3g} MB in {most_us * _MS:.2f} ms" if len(points) > 1 else f"{kind}: {span}"
+
+
+def _decision_text(decided: Decided) -> str:
+    decision = decided.decision
+    return f"round {decided.round}: {_TEXTS[decision.outcome](decision)}"
+
+
+def _numbers(decision: Decision) -> str:
+    return f"predicted {decision.present_us * _MS:.2f} ms, the best plan {decision.predicted_us * _MS:.2f} ms"
+
+
+_TEXTS: dict[Outcome, Callable[[Decision], str]] = {
+    Outcome.KEEP: lambda it: f"kept ({_numbers(it)}: too little to gain, or tried before)",
+    Outcome.MOVE: lambda it: f"moved to {len(it.groups or ())} buckets ({_numbers(it)})",
+    Outcome.BACK: lambda it: f"went back to {len(it.groups or ())} buckets: they were measured to be faster",
+    Outcome.UNKNOWN: lambda _: "kept: too little was measured to tell what buckets of other sizes cost",
+    Outcome.FROZEN: lambda _: "kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
+}

@@ -1,0 +1,112 @@
+"""Some steps under one plan, as all ranks have measured them.
+
+Ranks send each other rows of numbers, one row for each step, and take the largest of all ranks. The row has times in
+microseconds since the end of the round before, which all ranks leave together:
+
+    begin | backward begins | backward ends | gather waits | rest | synchronised | ready ... | -reductions ... | -gathers ...
+                                                                                   by param    by bucket         by bucket
+
+A gradient is ready when the last rank has it: the largest. A collective took as long as it did on the rank that launched it
+last, the others have waited for that one: the shortest, which is the largest of the negatives. What a rank does not know is
+minus infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.plan import Plan
+from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
+
+_BEGIN, _BACKWARD_BEGINS, _BACKWARD_ENDS, _GATHER_WAIT, _REST, _SYNCHRONISED = range(6)
+_NUM_SINGLE = 6
+_UNKNOWN = -np.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Medians over the steps of a window; microseconds."""
+
+    ready_us: tuple[float, ...]  # by parameter, since backward began; the end of backward for one that never came
+    forward_us: float  # until backward begins, without waits for parameters
+    backward_us: float
+    rest_us: float  # from the last wait to the next forward
+    synchronised_us: float  # from the begin of the step until all gradients were through
+    spread_us: float  # between the quartiles of that
+    samples: Mapping[str, tuple[tuple[float, float], ...]]  # by kind of collective: bytes, microseconds
+
+
+def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: int) -> NDArray[np.float64]:
+    """What this rank knows of `num_steps` steps under `plan`; nothing, where it has not recorded as many. [steps, numbers]"""
+    num_params, num_buckets = len(plan.params), len(plan.buckets)
+    rows = np.full((num_steps, _NUM_SINGLE + num_params + 2 * num_buckets), _UNKNOWN)
+    if not _is_complete(records, num_steps):
+        return rows
+    for row, record in zip(rows, records, strict=True):
+        begin, ready = record.idle_us, row[_NUM_SINGLE : _NUM_SINGLE + num_params]
+        row[_BEGIN] = begin
+        row[_BACKWARD_BEGINS : _BACKWARD_ENDS + 1] = [begin + at for at in record.backwards[-1]]
+        row[_GATHER_WAIT] = sum(stop - start for start, stop in (gather.waited for gather in record.gathers))
+        last_wait = max(bucket.waited[1] for bucket in record.buckets)
+        row[_REST], row[_SYNCHRONISED] = record.step_us - last_wait, begin + last_wait
+        for param, arrived_us in record.arrivals.items():
+            ready[param] = begin + arrived_us
+        for at, sent in chain(_places(record.buckets, first=0), _places(record.gathers, first=num_buckets)):
+            row[_NUM_SINGLE + num_params + at] = sent.launched_us - sent.done_us
+    return rows
+
+
+def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
+    """What all ranks' arrays, of which `latest` is the largest, say of `plan`; `records` are this rank's own.
+
+    None where this rank or all of them have not recorded the steps.
+    """
+    if not _is_complete(records, len(latest)) or not np.isfinite(latest[:, :_NUM_SINGLE]).all():
+        return None
+    num_params, num_buckets = len(plan.params), len(plan.buckets)
+    begins, backward_begins, backward_ends, gather_wait, rest, synchronised = latest[:, :_NUM_SINGLE].T
+    ready = latest[:, _NUM_SINGLE : _NUM_SINGLE + num_params]
+    # In most steps: a parameter that came once only is one that does not come.
+    ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
+    backward_us = float(np.median(backward_ends - backward_begins))
+    low_us, median_us, high_us = np.quantile(synchronised - begins, [0.25, 0.5, 0.75])
+    durations = -latest[:, _NUM_SINGLE + num_params :]
+    return Measurement(
+        ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).tolist()),
+        forward_us=max(0.0, float(np.median(backward_begins - begins - gather_wait))),
+        backward_us=backward_us,
+        rest_us=max(0.0, float(np.median(rest))),
+        synchronised_us=float(median_us),
+        spread_us=float(high_us - low_us),
+        samples=_samples(records, durations[:, :num_buckets], lambda record: record.buckets)
+        | _samples(records, durations[:, num_buckets:], lambda record: record.gathers),
+    )
+
+
+def _is_complete(records: Sequence[StepRecord], num_steps: int) -> bool:
+    return len(records) == num_steps and all(record.backwards and record.buckets and record.arrivals for record in records)
+
+
+def _places(sent: Sequence[BucketRecord], *, first: int) -> list[tuple[int, BucketRecord]]:
+    return [(first + row.bucket, row) for row in sent]
+
+
+def _samples(
+    records: Sequence[StepRecord],
+    durations: NDArray[np.float64],
+    rows_of: Callable[[StepRecord], Sequence[BucketRecord]],
+) -> dict[str, tuple[tuple[float, float], ...]]:
+    steps = [
+        [
+            Transfer(num_bytes=row.num_bytes, start_us=row.done_us - float(duration[row.bucket]), stop_us=row.done_us)
+            for row in rows_of(record)
+        ]
+        for record, duration in zip(records, durations, strict=True)
+    ]
+    kinds = {row.kind for record in records for row in rows_of(record)}
+    return {kind: cost_samples(steps) for kind in kinds}

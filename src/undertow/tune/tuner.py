@@ -1,0 +1,152 @@
+"""When another plan is worth moving to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
+from undertow.plan import Member, Plan, StepTiming, finish_us, optimal_groups
+from undertow.profile import Profile
+from undertow.tune.decision import Decision, Outcome
+from undertow.tune.measurement import Measurement
+
+# A plan that is predicted to gain less than this share of the time until gradients are through is not worth its new buckets.
+_WORTHWHILE = 0.005
+# A move of optimizer state has to be paid for by what so many steps gain.
+_PAID_BACK_AFTER_STEPS = 1_000
+_NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
+_NUM_WINDOWS = 4  # of which samples count
+_DRIFT = 1.25  # a network that is so much slower or faster than it was is another one
+NUM_STEPS_BETWEEN_LOOKS = 100
+
+_Groups = tuple[tuple[Member, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """The plan before the present one, until that has shown to be no slower."""
+
+    groups: _Groups
+    synchronised_us: float
+    spread_us: float
+
+    def is_faster_than(self, now: Measurement) -> bool:
+        """By more than steps differ from one another."""
+        margin_us = _WORTHWHILE * self.synchronised_us + max(self.spread_us, now.spread_us) / 2
+        return now.synchronised_us > self.synchronised_us + margin_us
+
+
+class Tuner:
+    """Learns from measurements of one set of parameters, and decides on their plan.
+
+    `order` is that of the plans, where the user wants another one than that in which gradients become ready.
+    """
+
+    def __init__(self, order: Sequence[int] | None = None) -> None:
+        self.measurement: Measurement | None = None  # the last one
+        self._order = order
+        self._windows: dict[str, deque[tuple[tuple[float, float], ...]]] = {}
+        self._trial: _Trial | None = None
+        self._was_slower: set[_Groups] = set()
+
+    @property
+    def curves(self) -> dict[str, CostCurve]:
+        """What collectives cost, by kind."""
+        return {
+            kind: curve_from_samples([sample for window in windows for sample in window])
+            for kind, windows in self._windows.items()
+        }
+
+    def learn(self, measurement: Measurement) -> None:
+        """Takes a measurement of the present plan in."""
+        for kind, samples in measurement.samples.items():
+            if samples:
+                self._forget_another_network(kind, samples)
+                self._windows.setdefault(kind, deque(maxlen=_NUM_WINDOWS)).append(samples)
+        self.measurement = measurement
+
+    def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
+        """What was learned, as measured under `plan`; None before anything was."""
+        now = self.measurement
+        if now is None:
+            return None
+        return Profile(
+            params=plan.params,
+            ready_us=now.ready_us,
+            forward_us=now.forward_us,
+            backward_us=now.backward_us,
+            update_us=now.rest_us,
+            num_ranks=plan.num_ranks,
+            curves=self.curves,
+            strategy=strategy,
+            groups=plan.groups,
+            step_us=now.synchronised_us + now.rest_us,
+        )
+
+    def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
+        """What to do now that the present plan was measured."""
+        now = self.measurement
+        if now is None or not self._knows_enough(has_shards=has_shards):
+            return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
+        trial, self._trial = self._trial, None
+        profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
+        assert profile is not None  # there is a measurement
+        timing, costs = timing_of(profile), MeasuredCosts(profile.curves)
+        order = profile.order if self._order is None else self._order
+        best = optimal_groups(plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
+        present_us = finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
+        outcome, groups = Outcome.KEEP, None
+        if trial is not None and trial.is_faster_than(now):
+            outcome, groups = Outcome.BACK, trial.groups
+            self._was_slower.add(plan.groups)
+        elif best.groups not in self._was_slower and _pays(
+            present_us - best.finish_us, now, move_us=_move_us(plan, costs) if has_shards else 0.0
+        ):
+            outcome, groups = Outcome.MOVE, best.groups
+            self._trial = _Trial(groups=plan.groups, synchronised_us=now.synchronised_us, spread_us=now.spread_us)
+        return Decision(
+            outcome=outcome,
+            next_look=1 if outcome is Outcome.MOVE else NUM_STEPS_BETWEEN_LOOKS,
+            present_us=present_us,
+            predicted_us=best.finish_us,
+            limit_us=best.limit_us,
+            groups=groups,
+        )
+
+    def _knows_enough(self, *, has_shards: bool) -> bool:
+        kinds = ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
+        curves = self.curves
+        return all(kind in curves and curves[kind].is_enough for kind in kinds)
+
+    def _forget_another_network(self, kind: str, samples: Sequence[tuple[float, float]]) -> None:
+        if kind not in self._windows:
+            return
+        sizes, times_us = np.array(samples).T
+        expected_us = np.maximum(self.curves[kind].us(sizes), 1e-3)
+        ratio = float(np.median(times_us / expected_us))
+        if not 1 / _DRIFT <= ratio <= _DRIFT:
+            self._windows[kind].clear()
+            self._was_slower.clear()
+
+
+def timing_of(profile: Profile) -> StepTiming:
+    """The times of a profile as the planner wants them."""
+    return StepTiming(
+        ready_us=[profile.forward_us + ready for ready in profile.ready_us],
+        backward_end_us=profile.forward_us + profile.backward_us,
+        used_us=profile.used_us,
+    )
+
+
+def _pays(gain_us: float, now: Measurement, *, move_us: float) -> bool:
+    return gain_us > _WORTHWHILE * now.synchronised_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us
+
+
+def _move_us(plan: Plan, costs: MeasuredCosts) -> float:
+    """What it takes to bring gradients and optimizer state to where another plan has them."""
+    num_bytes = sum(bucket.num_bytes for bucket in plan.buckets)
+    return (1 + _NUM_STATES) * float(costs.collective_us("all_gather", num_bytes))
