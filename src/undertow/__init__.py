@@ -21,25 +21,26 @@ from undertow.errors import (
 )
 
 if TYPE_CHECKING:
+    from undertow.attach import BucketedDDPHooks, attach
     from undertow.checkpoint import load_checkpoint, save_checkpoint
     from undertow.ddp import DistributedDataParallel
     from undertow.optim import ShardedOptimizer
     from undertow.runtime.average import average_gradients
     from undertow.runtime.buckets import GradientBucket
     from undertow.runtime.manager import GradientBucketManager
-    from undertow.sync import BucketedDDPHooks, Sync, attach
+    from undertow.sync import Sync
 
 __version__ = "0.1.0"
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
-    "BucketedDDPHooks": "undertow.sync",
+    "BucketedDDPHooks": "undertow.attach",
     "DistributedDataParallel": "undertow.ddp",
     "GradientBucket": "undertow.runtime.buckets",
     "GradientBucketManager": "undertow.runtime.manager",
     "ShardedOptimizer": "undertow.optim",
     "Sync": "undertow.sync",
-    "attach": "undertow.sync",
+    "attach": "undertow.attach",
     "average_gradients": "undertow.runtime.average",
     "load_checkpoint": "undertow.checkpoint",
     "save_checkpoint": "undertow.checkpoint",

@@ -20,10 +20,12 @@ from undertow import ddp_arguments as arguments
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.plan import Plan
+from undertow.profile import Profile
 from undertow.runtime import private
 from undertow.runtime.ignore import names_to_ignore, still_there
 from undertow.sync import Reduction, Sync
 from undertow.trace import StepReport, Trace
+from undertow.tune import Explanation
 from undertow.uneven import ShadowHook, UnevenInputs, announce_forward
 
 
@@ -210,6 +212,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def traces(self) -> tuple[Trace, ...]:
         """What happened in the recorded steps, oldest first."""
         return self.sync.traces()
+
+    def explain(self, *, show: bool = True) -> Explanation:
+        """Why the buckets are as they are, and what others would do; never communicates."""
+        return self.sync.explain(show=show)
+
+    def profile(self) -> Profile:
+        """What was measured of the model and the network; never communicates."""
+        return self.sync.profile()
+
+    def save_profile(self, path: str | Path) -> None:
+        """Writes the profile as JSON, for `undertow plan` and `undertow simulate`."""
+        self.sync.save_profile(path)
 
     def save_plan(self, path: str | Path) -> None:
         """Writes the present plan as JSON."""

@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError
 from undertow.plan import Plan
+from undertow.profile import Profile
+from undertow.report.explain import print_explanation
 from undertow.report.terminal import print_report
 from undertow.runtime import private
 from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
@@ -28,9 +30,11 @@ from undertow.runtime.group import GroupRef, OwnGroup, chosen_group, user_group
 from undertow.runtime.hooks import ModuleHook
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import Members
+from undertow.runtime.planning import explanation_of, measured_profile, no_profile
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy
 from undertow.trace import StepReport, Trace, summarize
+from undertow.tune import Explanation
 
 
 class Sync:
@@ -365,6 +369,32 @@ class Sync:
         """What happened in the recorded steps, oldest first, as far as they ran under the present plan."""
         return tuple(record.trace() for record in self._recorder.records(generation=self._engine.generation))
 
+    def explain(self, *, show: bool = True) -> Explanation:
+        """Why the plan is as it is: what it takes, the limit, what other plans would take, what was decided when.
+
+        Prints it unless `show` is false. Never communicates: a single rank may ask. Which decisions there are every rank knows.
+        """
+        formation = self._engine.formation
+        explanation = explanation_of(formation.watch, formation.assembly, self._config)
+        if show:
+            print_explanation(explanation)
+        return explanation
+
+    def profile(self) -> Profile:
+        """What was measured of the model and of the network: all that planning and simulating other networks need.
+
+        Never communicates. PhaseError before the first steps are measured, which takes about ten.
+        """
+        formation = self._engine.formation
+        profile = measured_profile(formation.watch, formation.assembly)
+        if profile is None:
+            raise no_profile(self._config)
+        return profile
+
+    def save_profile(self, path: str | Path) -> None:
+        """Writes the profile as JSON, for `undertow plan` and `undertow simulate`; see `profile`."""
+        self.profile().save(path)
+
     def save_plan(self, path: str | Path) -> None:
         """Writes the present plan as JSON; `SyncConfig(plan=Path(path).read_text())` pins it."""
         Path(path).write_text(self.plan.to_json() + "\n", encoding="utf-8")
@@ -398,35 +428,6 @@ class Reduction:
     def wait(self) -> None:
         """Returns when every `.grad` is the mean over ranks."""
         self._engine.complete()
-
-
-def attach(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    config: SyncConfig | None = None,
-    ignore: Iterable[str | nn.Module | Tensor] = (),
-) -> Sync:
-    """Synchronises `module`'s gradients from now on: after a backward every `.grad` is the mean over ranks.
-
-    The module keeps its class and its `state_dict` keys. All ranks take over rank 0's parameters and buffers. The
-    ranks are those of `process_group`, of the one-dimensional `mesh`, or of the default group. What `ignore` names
-    (parameters, buffers, submodules, by name or the thing itself) is left alone.
-    """
-    sync = Sync(module, mesh=mesh, process_group=process_group, config=config, ignore=ignore)
-    sync.watch_forwards()
-    return sync
-
-
-class BucketedDDPHooks:
-    """Attaches the overlapped mean reduction to a bare model, with buckets of `bucket_size_mb` MiB, until `close()`."""
-
-    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, bucket_size_mb: float = 25.0) -> None:
-        self.sync = attach(model, process_group=process_group, config=SyncConfig(bucket_cap_mb=bucket_size_mb))
-
-    def close(self) -> None:
-        self.sync.close()
 
 
 def _is_outermost_forward() -> bool:

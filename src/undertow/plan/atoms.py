@@ -76,9 +76,7 @@ def whole_pieces(params: Sequence[ParamSpec], order: Sequence[int]) -> list[Piec
     return [piece_of(param, params) for param in order]
 
 
-def small_pieces(
-    params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks: int, max_bucket_bytes: float
-) -> list[Piece]:
+def small_pieces(params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks: int, max_bucket_bytes: float) -> list[Piece]:
     """Large parameters in even pieces that begin at multiples of 16 bytes and of the number of ranks.
 
     A piece is no larger than a bucket may be, nor than a share of all bytes so small that it hardly matters whether it
@@ -111,9 +109,7 @@ def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float
         return [piece]
     num_shares = -(-num_units // max(1, int(most_bytes // (unit * spec.itemsize))))
     share = unit * -(-num_units // num_shares)
-    return [
-        Piece(param=piece.param, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)
-    ]
+    return [Piece(param=piece.param, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)]
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

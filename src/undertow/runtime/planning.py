@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from undertow.config import SyncConfig
+from undertow.errors import PhaseError
 from undertow.profile import Profile
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.executor import Reducer
@@ -46,6 +47,12 @@ def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
 def measured_profile(watch: Watch, assembly: Assembly) -> Profile | None:
     """What was measured of these parameters; None before anything was."""
     return None if watch.tuning is None else watch.tuning.tuner.profile(assembly.plan, strategy=assembly.strategy.name)
+
+
+def no_profile(config: SyncConfig) -> PhaseError:
+    """The error where somebody asks for a profile too early."""
+    remedy = "Set record to 'summary' or 'full'." if config.record == "off" else "Run some ten steps first, then ask again."
+    return PhaseError("nothing has been measured of this model yet.", where="profile()", remedy=remedy)
 
 
 def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Explanation:

@@ -8,8 +8,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.plan import Member, ParamSpec, Piece, member_of
-from undertow.plan.layout import piece_of
+from undertow.plan import Member, ParamSpec, Piece
+from undertow.plan.layout import member_of, piece_of
 
 _NUM_SINGLE = 6
 _PIECES = 1024  # more than any plan has of parameters that were cut

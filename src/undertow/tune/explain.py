@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from undertow.cost import MeasuredCosts
-from undertow.plan import Member, Plan, finish_us, optimal_groups
+from undertow.plan import Member, Plan
+from undertow.plan.finish import finish_us
+from undertow.plan.optimal import optimal_groups
 from undertow.profile import Profile
 from undertow.tune.decision import Decided, Decision, Outcome
 from undertow.tune.tuner import timing_of
@@ -44,26 +46,26 @@ def explanation(
     plan: Plan, profile: Profile | None, *, why: str, strategy: str, achieved_us: float | None, history: Sequence[Decided]
 ) -> Explanation:
     """What is known of `plan`; `profile` is what was measured of its parameters, None where nothing was."""
-    facts = {
-        "num_ranks": plan.num_ranks,
-        "strategy": strategy,
-        "bucket_mb": tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
-        "why": why,
-        "decisions": tuple(_decision_text(decided) for decided in history),
-    }
+    known = Explanation(
+        num_ranks=plan.num_ranks,
+        strategy=strategy,
+        bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
+        why=why,
+        achieved_ms=None if achieved_us is None else achieved_us * _MS,
+        decisions=tuple(_decision_text(decided) for decided in history),
+    )
     has_shards = strategy != "ddp"
     needed = ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
     if profile is None or not profile.curves.keys() >= set(needed):
-        return Explanation(**facts)
+        return known
     timing, costs = timing_of(profile), MeasuredCosts(profile.curves)
     best = optimal_groups(plan.params, profile.order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
 
     def predicted_us(groups: _Groups) -> float:
         return finish_us(plan.params, groups, timing, costs, has_shards=has_shards)
 
-    return Explanation(
-        **facts,
-        achieved_ms=None if achieved_us is None else achieved_us * _MS,
+    return replace(
+        known,
         predicted_ms=predicted_us(plan.groups) * _MS,
         best_ms=best.finish_us * _MS,
         limit_ms=best.limit_us * _MS,

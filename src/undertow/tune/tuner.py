@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
-from undertow.plan import Member, Plan, StepTiming, finish_us, optimal_groups
+from undertow.plan import Member, Plan
+from undertow.plan.finish import StepTiming, finish_us
+from undertow.plan.optimal import optimal_groups
 from undertow.profile import Profile
 from undertow.tune.decision import Decision, Outcome
 from undertow.tune.measurement import Measurement
@@ -27,17 +29,16 @@ _Groups = tuple[tuple[Member, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
-    """The plan before the present one, until that has shown to be no slower."""
+class _Known:
+    """What a plan was measured to take."""
 
-    groups: _Groups
     synchronised_us: float
     spread_us: float
 
-    def is_faster_than(self, now: Measurement) -> bool:
+    def is_better_than(self, other: _Known) -> bool:
         """By more than steps differ from one another."""
-        margin_us = _WORTHWHILE * self.synchronised_us + max(self.spread_us, now.spread_us) / 2
-        return now.synchronised_us > self.synchronised_us + margin_us
+        margin_us = _WORTHWHILE * self.synchronised_us + max(self.spread_us, other.spread_us) / 2
+        return self.synchronised_us + margin_us < other.synchronised_us
 
 
 class Tuner:
@@ -50,7 +51,7 @@ class Tuner:
         self.measurement: Measurement | None = None  # the last one
         self._order = order
         self._windows: dict[str, deque[tuple[tuple[float, float], ...]]] = {}
-        self._trial: _Trial | None = None
+        self._known: dict[_Groups, _Known] = {}
         self._was_slower: set[_Groups] = set()
 
     @property
@@ -92,22 +93,14 @@ class Tuner:
         now = self.measurement
         if now is None or not self._knows_enough(has_shards=has_shards):
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
-        trial, self._trial = self._trial, None
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
         assert profile is not None  # there is a measurement
         timing, costs = timing_of(profile), MeasuredCosts(profile.curves)
         order = profile.order if self._order is None else self._order
         best = optimal_groups(plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
         present_us = finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
-        outcome, groups = Outcome.KEEP, None
-        if trial is not None and trial.is_faster_than(now):
-            outcome, groups = Outcome.BACK, trial.groups
-            self._was_slower.add(plan.groups)
-        elif best.groups not in self._was_slower and _pays(
-            present_us - best.finish_us, now, move_us=_move_us(plan, costs) if has_shards else 0.0
-        ):
-            outcome, groups = Outcome.MOVE, best.groups
-            self._trial = _Trial(groups=plan.groups, synchronised_us=now.synchronised_us, spread_us=now.spread_us)
+        move_us = _move_us(plan, costs) if has_shards else 0.0
+        outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
         return Decision(
             outcome=outcome,
             next_look=1 if outcome is Outcome.MOVE else NUM_STEPS_BETWEEN_LOOKS,
@@ -116,6 +109,20 @@ class Tuner:
             limit_us=best.limit_us,
             groups=groups,
         )
+
+    def _choose(
+        self, present: _Groups, best: _Groups, now: Measurement, *, gain_us: float, move_us: float
+    ) -> tuple[Outcome, _Groups | None]:
+        """What was measured goes before what is predicted."""
+        self._known[present] = known = _Known(synchronised_us=now.synchronised_us, spread_us=now.spread_us)
+        fastest = min(self._known, key=lambda groups: self._known[groups].synchronised_us)
+        if self._known[fastest].is_better_than(known):
+            self._was_slower.add(present)
+            return Outcome.BACK, fastest
+        is_worthwhile = gain_us > _WORTHWHILE * now.synchronised_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us
+        if is_worthwhile and best not in self._was_slower:
+            return Outcome.MOVE, best
+        return Outcome.KEEP, None
 
     def _knows_enough(self, *, has_shards: bool) -> bool:
         kinds = ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
@@ -130,6 +137,7 @@ class Tuner:
         ratio = float(np.median(times_us / expected_us))
         if not 1 / _DRIFT <= ratio <= _DRIFT:
             self._windows[kind].clear()
+            self._known.clear()
             self._was_slower.clear()
 
 
@@ -140,10 +148,6 @@ def timing_of(profile: Profile) -> StepTiming:
         backward_end_us=profile.forward_us + profile.backward_us,
         used_us=profile.used_us,
     )
-
-
-def _pays(gain_us: float, now: Measurement, *, move_us: float) -> bool:
-    return gain_us > _WORTHWHILE * now.synchronised_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us
 
 
 def _move_us(plan: Plan, costs: MeasuredCosts) -> float:
