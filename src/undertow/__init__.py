@@ -21,7 +21,7 @@ from undertow.errors import (
 )
 
 if TYPE_CHECKING:
-    from undertow.attach import BucketedDDPHooks, attach
+    from undertow.attached import BucketedDDPHooks, attach
     from undertow.checkpoint import load_checkpoint, save_checkpoint
     from undertow.ddp import DistributedDataParallel
     from undertow.optim import ShardedOptimizer
@@ -34,13 +34,13 @@ __version__ = "0.1.0"
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
-    "BucketedDDPHooks": "undertow.attach",
+    "BucketedDDPHooks": "undertow.attached",
     "DistributedDataParallel": "undertow.ddp",
     "GradientBucket": "undertow.runtime.buckets",
     "GradientBucketManager": "undertow.runtime.manager",
     "ShardedOptimizer": "undertow.optim",
     "Sync": "undertow.sync",
-    "attach": "undertow.attach",
+    "attach": "undertow.attached",
     "average_gradients": "undertow.runtime.average",
     "load_checkpoint": "undertow.checkpoint",
     "save_checkpoint": "undertow.checkpoint",

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -118,13 +119,15 @@ class _Trainer:
             self._send(self._result(run, transfers))
 
     def _result(self, run: WayRun, transfers: Sequence[Transfer]) -> WayDone:
-        return way_done(
+        done = way_done(
             run.way,
             run.traces(transfers, rank=self._rank)[NUM_WARM_UP_STEPS:],
             loss=run.steps[-1].loss,
             gradients_agree=run.gradients_agree,
             parameters_agree=run.parameters_agree,
         )
+        profile = run.profile()
+        return done if profile is None else replace(done, profile=replace(profile, name="demo", link=self._settings.link))
 
     def _new_model(self) -> Gpt:
         torch.manual_seed(self._settings.seed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from undertow.demo.settings import Way
+from undertow.profile import Profile
 from undertow.trace import Trace, overlap_of
 
 __all__ = ["Message", "ModelBuilt", "RankFailed", "StepDone", "WayDone", "way_done"]
@@ -43,6 +44,7 @@ class WayDone:
     loss: float  # of the last step
     gradients_agree: bool  # with the reference's
     parameters_agree: bool  # after the last step; True where adding in another order leads elsewhere
+    profile: Profile | None = None  # what the library has measured; None of other ways, and of too few steps
 
 
 def way_done(way: Way, traces: Sequence[Trace], *, loss: float, gradients_agree: bool, parameters_agree: bool = True) -> WayDone:

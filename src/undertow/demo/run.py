@@ -87,12 +87,26 @@ def _conclude(settings: DemoSettings, results: Mapping[Way, Sequence[WayDone]], 
     save_timeline(traces, picture)
     each = settings.out / "demo-*.png"
     console.print(f"\nA typical step as a picture: {picture}, each way alone: {each}", highlight=False, soft_wrap=True)
+    _save_profiles(settings, results, console)
     for complaint in verdict.complaints:
         console.print(f"[bold red]{escape(complaint)}[/]", highlight=False)
     if not verdict.complaints:
         alike = "gradients, parameters and loss" if settings.is_exact else "gradients and loss"
         console.print(f"All {len(settings.ways)} ways found the same {alike}.", highlight=False)
     return 1 if verdict.complaints else 0
+
+
+def _save_profiles(settings: DemoSettings, results: Mapping[Way, Sequence[WayDone]], console: Console) -> None:
+    """What was measured of our ways, for `undertow plan` and `undertow simulate`."""
+    for way, of_ranks in results.items():
+        profile = of_ranks[0].profile
+        if profile is None:
+            continue
+        path = settings.out / f"profile-{way}.json"
+        profile.save(path)
+        if way is Way.UNDERTOW:
+            ask = f"undertow simulate {path} --ranks 64 --per-node 8 --link 100gbit"
+            console.print(f"What other networks would make of it: {ask}", highlight=False, soft_wrap=True)
 
 
 def _make_directory(path: Path) -> None:

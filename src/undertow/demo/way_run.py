@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from undertow.demo.measure import LastGradient, StepTimes, trace_of
 from undertow.demo.reference import Reference, gradients_of
 from undertow.demo.settings import Way
 from undertow.demo.ways import BUILDERS
+from undertow.errors import PhaseError
 from undertow.optim import ShardedOptimizer
+from undertow.profile import Profile
 from undertow.runtime.emulated_link import Transfer
 from undertow.trace import Trace
 
@@ -104,6 +107,17 @@ class WayRun:
             trace_of(run.times, transfers, rank=rank, step=step, recorded=recorded.get(step))
             for step, run in enumerate(self.steps)
         ]
+
+    def profile(self) -> Profile | None:
+        """What the library has measured; None of other ways, and of too few steps."""
+        try:
+            measured = None if self._synchronised.measured is None else self._synchronised.measured.profile()
+        except PhaseError:
+            return None
+        # Between two steps lie the turns of all other ways, and what belongs to a step is known here only.
+        update_us = median(stop_s - start_s for start_s, stop_s in (run.times.update for run in self.steps)) * 1e6
+        step_us = median(run.times.step_ms for run in self.steps) * 1e3
+        return None if measured is None else replace(measured, update_us=update_us, step_us=step_us)
 
     def close(self) -> None:
         self._synchronised.close()

@@ -28,6 +28,7 @@ class Synchronised:
     after_backward: Callable[[], None]
     close: Callable[[], None]
     sharded: undertow.DistributedDataParallel | None = None
+    measured: undertow.DistributedDataParallel | None = None  # of which there is a profile after some steps
 
 
 def _nothing() -> None:
@@ -66,14 +67,14 @@ def _torch_ddp(model: nn.Module) -> Synchronised:
 
 def _undertow(model: nn.Module) -> Synchronised:
     wrapped = undertow.DistributedDataParallel(model)
-    return Synchronised(module=wrapped, after_backward=_nothing, close=wrapped.close)
+    return Synchronised(module=wrapped, after_backward=_nothing, close=wrapped.close, measured=wrapped)
 
 
 def _sharded(model: nn.Module, *, strategy: str) -> Synchronised:
     # Every step: the times of the others are not thinned out either.
     config = undertow.SyncConfig(strategy=strategy, record="full")
     wrapped = undertow.DistributedDataParallel(model, config=config)
-    return Synchronised(module=wrapped, after_backward=_nothing, close=wrapped.close, sharded=wrapped)
+    return Synchronised(module=wrapped, after_backward=_nothing, close=wrapped.close, sharded=wrapped, measured=wrapped)
 
 
 BUILDERS: Mapping[Way, Callable[[nn.Module], Synchronised]] = {
