@@ -103,6 +103,8 @@ class Engine:
         if not formation.is_active and not self.is_accumulating:
             self._recorder.round_ends(())  # there are no rounds that would end a step
         self._recorder.forward_begins()
+        if formation.watch.alone is not None:
+            formation.watch.alone.forward_begins()
         self._progress.forward_begins(is_accumulating=not self._synchronises)
 
     def use_hook(self, hook: CommHook) -> None:

@@ -26,7 +26,7 @@ from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
 from undertow.runtime.placeholder import GradientPlaceholder
-from undertow.runtime.planning import tuning_of
+from undertow.runtime.planning import measure
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.tuning import Groups, Present
@@ -399,7 +399,7 @@ class Formation:
             watch.start()
             if self._follows_observed_order():
                 watch.order = ObservedOrder(watch.params, self.group)
-            watch.tuning = tuning_of(watch, self.assembly, self._config, self._recorder)
+        measure(watch, self.assembly, self._config, self._recorder)
         return watch
 
     def _take_over(self) -> None:

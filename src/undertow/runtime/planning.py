@@ -7,6 +7,7 @@ import torch
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError
 from undertow.profile import Profile
+from undertow.runtime.alone import Alone
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.executor import Reducer
 from undertow.runtime.recorder import Recorder
@@ -15,13 +16,16 @@ from undertow.runtime.watch import Watch
 from undertow.tune import Explanation, Tuner, explanation
 
 
-def tuning_of(watch: Watch, assembly: Assembly, config: SyncConfig, recorder: Recorder) -> Tuning | None:
-    """Looks after the plan, and measures where that is fixed; None where there is nothing to measure."""
+def measure(watch: Watch, assembly: Assembly, config: SyncConfig, recorder: Recorder) -> None:
+    """Has the parameters measured, and the plan looked after where it is not fixed."""
     group = assembly.reducer.group
-    if group.num_ranks == 1 or not watch.named_params or not recorder.is_on:
-        return None
+    if not watch.named_params or not recorder.is_on:
+        return
+    if group.num_ranks == 1:
+        watch.alone = Alone(watch.params, assembly.plan, recorder)
+        return
     order = None if config.order == "observed" else [param for bucket in assembly.plan.buckets for param in bucket.params]
-    return Tuning(
+    watch.tuning = Tuning(
         watch.arrivals,
         recorder,
         group,
@@ -46,7 +50,7 @@ def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
 
 def measured_profile(watch: Watch, assembly: Assembly) -> Profile | None:
     """What was measured of these parameters; None before anything was."""
-    return None if watch.tuning is None else watch.tuning.tuner.profile(assembly.plan, strategy=assembly.strategy.name)
+    return None if watch.tuner is None else watch.tuner.profile(assembly.plan, strategy=assembly.strategy.name)
 
 
 def no_profile(config: SyncConfig) -> PhaseError:
@@ -57,9 +61,8 @@ def no_profile(config: SyncConfig) -> PhaseError:
 
 def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Explanation:
     """Why the plan in force is this one; communicates nothing."""
-    tuning = watch.tuning
-    history = () if tuning is None else tuning.history
-    measurement = None if tuning is None else tuning.tuner.measurement
+    history = () if watch.tuning is None else watch.tuning.history
+    measurement = None if watch.tuner is None else watch.tuner.measurement
     why = why_fixed(config, assembly.reducer)
     if not why:
         why = "planned from what was measured" if history else "made without measurements: the first look is not over"

@@ -10,11 +10,13 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import Plan
 from undertow.runtime import private
+from undertow.runtime.alone import Alone
 from undertow.runtime.dist_autograd import DistributedBackwards
 from undertow.runtime.hooks import watch_parameters
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.tuning import Tuning
 from undertow.schedule import Arrivals
+from undertow.tune import Tuner
 
 
 class Watch:
@@ -39,7 +41,8 @@ class Watch:
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronisation
         self.order: ObservedOrder | None = None
-        self.tuning: Tuning | None = None
+        self.tuning: Tuning | None = None  # where there are rounds
+        self.alone: Alone | None = None  # where there are none
         self.distributed: DistributedBackwards | None = None
         self._hooks: list[RemovableHandle] = []
         self._num_hooks_ever = 0
@@ -47,6 +50,12 @@ class Watch:
     @property
     def params(self) -> list[Tensor]:
         return [param for _, param in self.named_params]
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What was learned of these parameters."""
+        source = self.tuning or self.alone
+        return None if source is None else source.tuner
 
     def start(self) -> None:
         self._hooks = watch_parameters(self.params, self.arrivals)
@@ -69,7 +78,7 @@ class Watch:
             hook.remove()
         self._hooks = []
         self.arrivals.silence()  # it may be in the middle of one
-        for other in (self.order, self.tuning, self.distributed):
+        for other in (self.order, self.tuning, self.alone, self.distributed):
             if other is not None:
                 other.close()
 

@@ -73,7 +73,7 @@ def _least_squares(counts: NDArray[np.float64], durations: NDArray[np.float64]) 
     """In relative terms: a short spell counts as much as a long one."""
     weights = 1 / np.maximum(durations, 1.0)
     rows, wanted = counts * weights[:, None], durations * weights
-    solution: NDArray[np.float64] = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    solution = np.asarray(np.linalg.lstsq(rows, wanted, rcond=None)[0], dtype=np.float64)
     if (solution >= 0).all():
         return solution
     # One of the two explains everything.

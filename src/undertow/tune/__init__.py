@@ -2,7 +2,7 @@
 
 from undertow.tune.decision import Decided, Decision, Outcome, decision_from_array
 from undertow.tune.explain import Explanation, explanation
-from undertow.tune.measurement import Measurement, array_of_records, measurement_from_array
+from undertow.tune.measurement import Measurement, array_of_records, measurement_from_array, measurement_of_one_rank
 from undertow.tune.tuner import Tuner
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "decision_from_array",
     "explanation",
     "measurement_from_array",
+    "measurement_of_one_rank",
 ]

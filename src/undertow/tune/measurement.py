@@ -88,6 +88,29 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     )
 
 
+def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
+    """The same of a rank alone, which sends nothing; None where the steps were not recorded.
+
+    Its backward is over with its last gradient.
+    """
+    if not records or not all(record.forwards and record.arrivals for record in records):
+        return None
+    forwards = np.array([record.forwards[-1][1] for record in records])
+    ends = np.array([max(record.arrivals.values()) for record in records])
+    ready = np.array([[record.arrivals.get(param, np.inf) for param in range(len(plan.params))] for record in records])
+    backward_us = max(0.0, float(np.median(ends - forwards)))
+    low_us, median_us, high_us = np.quantile(ends, [0.25, 0.5, 0.75])
+    return Measurement(
+        ready_us=tuple(np.clip(np.median(ready - forwards[:, None], axis=0), 0.0, backward_us).tolist()),
+        forward_us=float(np.median(forwards)),
+        backward_us=backward_us,
+        rest_us=max(0.0, float(np.median([record.step_us for record in records] - ends))),
+        synchronised_us=float(median_us),
+        spread_us=float(high_us - low_us),
+        samples={},
+    )
+
+
 def _is_complete(records: Sequence[StepRecord], num_steps: int) -> bool:
     return len(records) == num_steps and all(record.backwards and record.buckets and record.arrivals for record in records)
 

@@ -77,15 +77,15 @@ class Tuner:
             return None
         return Profile(
             params=plan.params,
-            ready_us=now.ready_us,
-            forward_us=now.forward_us,
-            backward_us=now.backward_us,
-            update_us=now.rest_us,
+            ready_us=tuple(_rounded(ready_us) for ready_us in now.ready_us),
+            forward_us=_rounded(now.forward_us),
+            backward_us=_rounded(now.backward_us),
+            update_us=_rounded(now.rest_us),
             num_ranks=plan.num_ranks,
             curves=self.curves,
             strategy=strategy,
             groups=plan.groups,
-            step_us=now.synchronised_us + now.rest_us,
+            step_us=_rounded(now.synchronised_us + now.rest_us),
         )
 
     def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
@@ -139,6 +139,11 @@ class Tuner:
             self._windows[kind].clear()
             self._known.clear()
             self._was_slower.clear()
+
+
+def _rounded(time_us: float) -> float:
+    """No clock is finer."""
+    return round(time_us, 1)
 
 
 def timing_of(profile: Profile) -> StepTiming:
