@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.errors import text_of
-from undertow.cost import CostCurve, Line, curve_from_samples, line_through
+from undertow.cost import CostCurve, curve_from_samples
+from undertow.cost.curve import Line, line_through
 from undertow.errors import ConfigError
 
 KIB, MIB = 1024, 1024 * 1024
