@@ -124,6 +124,15 @@ def test_a_published_curve_is_enough_to_plan_from(name: str) -> None:
     assert (network.name, network.all_reduce.is_enough) == (name, True)
 
 
+@pytest.mark.parametrize("name", catalogue_names())
+@pytest.mark.parametrize("num_known", [6, 7, 8])
+def test_the_largest_published_sizes_are_foreseen_from_the_smaller_ones(name: str, num_known: int) -> None:
+    points = published_network(name).all_reduce.points
+    sizes, times = np.array(points[num_known:]).T
+    # Real curves bend: 1.34 was found, and 1.60 for the line through the last two known points.
+    assert CostCurve(points=points[:num_known]).us(sizes) == pytest.approx(times, rel=0.35)
+
+
 def test_a_name_unlike_any_lists_them_all() -> None:
     assert text_of(ConfigError, lambda: published_network("token ring")) == (
         "there is no published network 'token ring'.\n"
