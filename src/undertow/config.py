@@ -45,8 +45,13 @@ class SyncConfig:
         those of the first buckets, one after another; the last holds for all that follow.
     order: in which order gradients are expected: "observed" (that of rank 0's first backward; reverse registration
         until then), "reverse" (of registration) or "largest_first".
-    plan: a saved plan to pin, as its JSON text (`Sync.save_plan` writes it); switches `bucket_cap_mb` and `order` off.
-    overlap: False sends the same buckets after backward; same bits.
+    plan: a saved plan to pin, as its JSON text (`Sync.save_plan` writes it); switches `bucket_cap_mb`, `order` and
+        `auto_tune` off.
+    auto_tune: the plan follows what the run itself measures: ready times of gradients, and what collectives take. Not where
+        `bucket_cap_mb` or `plan` is given, with `overlap=False`, a communication hook, or `record="off"`, nor under
+        torch.use_deterministic_algorithms: with three ranks or more another plan rounds differently, unless `reduction` is
+        "ordered".
+    overlap: False sends buckets after backward; the same bits for the same plan.
     reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
         (in rank order, in fp32 where gradients are narrower: the same bits under every plan and strategy).
     op: "mean" over ranks. average_in_collective: False divides before the collective, which sums.
@@ -55,8 +60,8 @@ class SyncConfig:
     ignore: names of parameters and buffers that are left alone.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
-    `reduce_dtype`, `wire_dtype`, `experts`, `nonfinite` and `auto_tune` have one value so far; another
-    one is refused. Raises ConfigError for every value that cannot work.
+    `reduce_dtype`, `wire_dtype`, `experts` and `nonfinite` have one value so far; another one is refused. Raises ConfigError
+    for every value that cannot work.
     """
 
     strategy: str | None = None

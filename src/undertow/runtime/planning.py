@@ -43,6 +43,7 @@ def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
         (config.bucket_cap_mb is not None, f"bucket_cap_mb={config.bucket_cap_mb} was asked for"),
         (reducer.hook is not None, "a communication hook may keep state for every bucket"),
         (config.record == "off", "record='off': nothing is measured"),
+        (not config.overlap, "overlap=False: nothing is to be hidden"),
         (not config.auto_tune, "auto_tune=False: sizes follow from the size of the model"),
     )
     return next((reason for applies, reason in reasons if applies), "")
