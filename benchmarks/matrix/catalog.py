@@ -14,6 +14,8 @@ from benchmarks.matrix.profile import PROFILES, scaled
 MAIN = "main"  # the project's own virtual environment
 _MODULES = "benchmarks.matrix.systems"
 SWEEP_MB = (1, 2, 4, 8, 16)
+FIXED_MB = (1, 2, 3, 4, 6, 8, 12, 16, 25)
+NUM_SETTLING = 40  # four looks of the tuner
 _MEGATRON_NOTE = (
     "Its constructors are patched to succeed without CUDA; all its collectives are asynchronous on a processor. "
     "Its default buckets have 40 million elements: smaller models are one bucket. "
@@ -36,6 +38,7 @@ class SystemSpec:
     environment: str = MAIN
     is_averaged: bool = True
     is_sharded: bool = False  # its update communicates: the whole step is compared, not the backward
+    num_settling: int = 0  # steps before the turns in which it finds its plan
     steps_per_turn: int = 1  # at least 4 if communication is carried over into the next step
     note: str = ""  # what would be unfair to conclude
 
@@ -45,6 +48,7 @@ class SystemSpec:
                 name=self.name + suffix,
                 module=self.module,
                 options=dict(options),
+                num_settling=self.num_settling,
                 steps_per_turn=self.steps_per_turn,
                 is_averaged=self.is_averaged,
             )
@@ -57,12 +61,26 @@ SYSTEMS = {
     for spec in (
         SystemSpec(name="bare", title="compute alone", module=f"{_MODULES}.bare", is_averaged=False),
         SystemSpec(name="per-parameter", title="a reduction per parameter, after backward", module=f"{_MODULES}.per_parameter"),
-        SystemSpec(name="ours", title="Undertow, defaults", module=f"{_MODULES}.ours"),
+        SystemSpec(name="ours", title="Undertow, defaults", module=f"{_MODULES}.ours", num_settling=NUM_SETTLING),
+        SystemSpec(
+            name="ours-untuned",
+            title="Undertow, sizes that follow from the model's",
+            module=f"{_MODULES}.ours",
+            variants={"": {"auto_tune": False}},
+        ),
+        SystemSpec(
+            name="ours-fixed-best",
+            title="Undertow, best bucket size of a sweep",
+            module=f"{_MODULES}.ours",
+            variants={f"@{size}MB": {"bucket_cap_mb": size} for size in FIXED_MB},
+            note="The best of several medians is chosen after the fact: noise is in its favour.",
+        ),
         SystemSpec(
             name="ours-ordered",
             title="Undertow, added up in rank order",
             module=f"{_MODULES}.ours",
             variants={"": {"reduction": "ordered"}},
+            num_settling=NUM_SETTLING,
         ),
         *(
             SystemSpec(
@@ -71,6 +89,7 @@ SYSTEMS = {
                 module=f"{_MODULES}.ours_sharded",
                 variants={"": {"strategy": f"zero{stage}"}},
                 is_sharded=True,
+                num_settling=NUM_SETTLING,
                 steps_per_turn=4,
             )
             for stage in (1, 2)

@@ -16,6 +16,7 @@ class SystemJob:
     name: str
     module: str  # with build(setting)
     options: dict[str, Any] = field(default_factory=dict)
+    num_settling: int = 0
     steps_per_turn: int = 1
     is_averaged: bool = True
 

@@ -11,7 +11,7 @@ from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, ste
 
 RankResult = Mapping[str, Any]
 Row = dict[str, Any]
-_FACTS_OF_THE_ROW = ("collectives", "version", "own_exposed_ms", "own_limit_ms", "buckets", "events", "state_mb")
+_FACTS_OF_THE_ROW = ("collectives", "version", "own_exposed_ms", "own_limit_ms", "buckets", "events", "state_mb", "decisions")
 
 
 def rows_of_cell(
@@ -68,6 +68,16 @@ def _row(spec: SystemSpec, timed: Sequence[Sequence[RankResult]], limits: Sequen
         row["variant"] = variant
         row["variants_ms"] = {name: spread_ms(pooled[compared]) for name, pooled in found.items()}
     return row | _figures(spec, found[variant])
+
+
+def profiles_of(timed: Sequence[Sequence[RankResult]]) -> dict[str, str]:
+    """What our systems have measured of the workload, by the names of their variants; of the last run each was in."""
+    found = {}
+    for ranks in timed:
+        for name, report in ranks[0]["systems"].items():
+            if (profile := report.get("facts", {}).get("profile")) is not None:
+                found[name] = profile
+    return found
 
 
 def _pooled(name: str, timed: Sequence[Sequence[RankResult]], limits: Sequence[Row]) -> dict[str, Any]:

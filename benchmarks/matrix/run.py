@@ -18,7 +18,7 @@ from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
 from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
 from benchmarks.matrix.picture import save_picture
-from benchmarks.matrix.rows import link_of_cell, rows_of_cell
+from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
 from benchmarks.matrix.table import markdown
 
 Document = dict[str, Any]
@@ -119,14 +119,19 @@ def _measured(cell: Cell, effort: Effort) -> Document:
         "kind": cell.kind,
         "link_measured": link_of_cell(result.timed),
         "rows": rows_of_cell(cell.systems, result.timed, result.start_up, result.errors),
+        "profiles": profiles_of(result.timed),
     }
 
 
 def _write(out: Path, header: Document, cells: Sequence[Document]) -> None:
     lines = [{"type": "machine", **header}]
     for cell in cells:
-        place = {key: value for key, value in cell.items() if key != "rows"}
+        place = {key: value for key, value in cell.items() if key not in ("rows", "profiles")}
         lines += [{"type": "row", **place, **row} for row in cell["rows"]]
+        for system, profile in cell["profiles"].items():
+            name = f"{cell['workload']}-{cell['ranks']}-{cell['link']}-{cell['kind']}-{system}.json"
+            (out / "profiles").mkdir(exist_ok=True)
+            (out / "profiles" / name).write_text(profile, encoding="utf-8")
     (out / "matrix.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (out / "matrix.md").write_text(markdown(header, cells), encoding="utf-8")
 

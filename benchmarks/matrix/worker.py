@@ -118,6 +118,8 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
         if system.is_averaged and (wrong := truth.wrong_parameters(seat.player.system, start, right)):
             seat.report["error"] = f"trains wrongly: {', '.join(wrong[:3])} and {len(wrong)} in all are not the reference's"
             continue
+        if job.num_turns:
+            seat.settle(system.num_settling, batch, beat=job.alive_path(rank).touch)
         players.append(seat.player)
     del start, right
     gc.collect()
@@ -179,11 +181,19 @@ class _Seat:
         self.report |= {name: stop - begin for name, begin, stop in zip(names, stamps, stamps[1:], strict=False)}
         return Player(name=job.name, system=system, steps_per_turn=job.steps_per_turn)
 
+    def settle(self, num_steps: int, batch: Any, *, beat: Callable[[], object]) -> None:
+        """Steps in which a system finds out how it should be run; not before its first steps have shown to train rightly."""
+        if self.player is not None and num_steps:
+            self._steps(self.player.system, num_steps, batch, beat)
+
     def _later_steps(self, system: System, batch: Any, beat: Callable[[], object]) -> None:
         """One after the other, as training does: what a step leaves in flight lies under the next one's forward."""
         from benchmarks.matrix import truth
 
-        for _ in range(truth.NUM_STEPS - 1):
+        self._steps(system, truth.NUM_STEPS - 1, batch, beat)
+
+    def _steps(self, system: System, num_steps: int, batch: Any, beat: Callable[[], object]) -> None:
+        for _ in range(num_steps):
             beat()
             system.backward(batch)
             system.update()

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.matrix.systems import Setting, System
 from benchmarks.matrix.systems.plain import PlainSystem
-from undertow import DistributedDataParallel, SyncConfig
+from undertow import DistributedDataParallel, PhaseError, SyncConfig
 
 
 class Ours(PlainSystem):
@@ -22,6 +22,8 @@ class Ours(PlainSystem):
             "version": version("undertow"),
             "own_exposed_ms": round(report.exposed_ms, 2),
             "own_limit_ms": round(report.limit_ms, 2),
+            "decisions": list(self.wrapped.explain(show=False).decisions),
+            "profile": self._profile(),
             "buckets": [
                 [b.num_bytes, round(b.ready_ms, 2), round(b.launched_ms, 2), round(b.done_ms, 2)] for b in report.buckets
             ],
@@ -29,6 +31,12 @@ class Ours(PlainSystem):
 
     def close(self) -> None:
         self.wrapped.close()
+
+    def _profile(self) -> str | None:
+        try:
+            return self.wrapped.profile().to_json()
+        except PhaseError:
+            return None
 
 
 def build(setting: Setting) -> System:
