@@ -28,7 +28,7 @@ from benchmarks.figure import Figure, Relation, Row, Target, Tell, row_where
 from benchmarks.matrix.profile import even_layers
 from benchmarks.matrix.workloads.replay import Replay
 from benchmarks.ranks import run_ranks
-from undertow import DistributedDataParallel
+from undertow import DistributedDataParallel, SyncConfig
 from undertow.cost import Link, collective_seconds, link_from_text
 from undertow.plan import Plan
 from undertow.runtime.emulated_link import BACKEND, EmulatedLink, emulated_backend
@@ -97,7 +97,8 @@ def measure_rank(rank: int, num_ranks: int, num_steps: int) -> list[Row]:
 def _measure(rank: int, group: dist.ProcessGroup, emulated: EmulatedLink, num_steps: int) -> _Measured:
     bare, naive, by_torch, ours = (_new_model() for _ in range(4))
     arrivals = _Arrivals(bare)
-    wrapped = DistributedDataParallel(ours, process_group=group)
+    # One plan for all steps, of which the limit is computed.
+    wrapped = DistributedDataParallel(ours, process_group=group, config=SyncConfig(auto_tune=False))
     torchs = nn.parallel.DistributedDataParallel(by_torch, process_group=group)
     steps: dict[str, Callable[[Tensor], None]] = {
         _BARE: lambda x: _backward(bare, x),

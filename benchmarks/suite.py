@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import host_overhead, memory, overlap_limit, recording, start_up
+from benchmarks import host_overhead, memory, overlap_limit, recording, start_up, tuning
 from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell, row_where
 
 
@@ -62,5 +62,11 @@ PARTS = (
         title="Start-up: 150 parameters, 20 MB, 2 ranks, no link emulated",
         measure=start_up.measure,
         judge=start_up.judge,
+    ),
+    Part(
+        name="tuning",
+        title="Cost of tuning: 24 timed layers, 48 MB, emulated 1 Gb/s link, the first 100 steps",
+        measure=tuning.measure,
+        judge=tuning.judge,
     ),
 )
