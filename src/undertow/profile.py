@@ -29,3 +29,13 @@ class Profile:
     strategy: str = "ddp"
     groups: tuple[tuple[Member, ...], ...] | None = None  # the buckets under which it was measured
     step_us: float | None = None  # what the step took there
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Parameters as their gradients become ready; of equal ones the last registered first."""
+        return tuple(sorted(range(len(self.params)), key=lambda param: (self.ready_us[param], -param)))
+
+    @property
+    def used_us(self) -> tuple[float, ...]:
+        """By parameter, since the forward began: an estimate, for forward runs through the layers the other way round."""
+        return tuple(self.forward_us * (1 - ready / self.backward_us) for ready in self.ready_us)
