@@ -158,12 +158,13 @@ class _Step:
 
     def run(self) -> StepRecord:
         """The step as the recorder of one rank would have seen it."""
+        tracker = Tracker(self._schedule, [bucket.params for bucket in self._plan.buckets], num_params=len(self._plan.params))
         begin_us = self._update()
         self._forward()
         forward_stop_us = self._now_us
-        left_us = self._backward()
-        busy_us = np.broadcast_to(self._clocks.now_us, self._plan.num_ranks)
-        self._join()
+        self._backward(tracker)
+        left_us, busy_us = self._now_us, np.broadcast_to(self._clocks.now_us, self._plan.num_ranks)
+        self._issue(tracker.join())
         return StepRecord(
             step=0,
             rank=self._conditions.rank,
@@ -205,24 +206,17 @@ class _Step:
                 self._wait(sent)
         self._clocks.compute(self._profile.forward_us - computed_us)
 
-    def _backward(self) -> float:
-        """Gradients arrive one after another. Returns when the last bucket has left."""
-        profile, computed_us = self._profile, 0.0
-        self._tracker = Tracker(
-            self._schedule, [bucket.params for bucket in self._plan.buckets], num_params=len(self._plan.params)
-        )
-        for param in profile.order:
-            ops = self._tracker.arrive(param)
+    def _backward(self, tracker: Tracker) -> None:
+        """Gradients arrive one after another, until the last bucket has left."""
+        ready_us, computed_us = self._profile.ready_us, 0.0
+        for param in self._profile.order:
+            ops = tracker.arrive(param)
             if ops:
-                self._clocks.compute(profile.ready_us[param] - computed_us)
-                computed_us = profile.ready_us[param]
+                self._clocks.compute(ready_us[param] - computed_us)
+                computed_us = ready_us[param]
                 self._issue(ops)
-        self._clocks.compute(profile.backward_us - computed_us)
-        self._issue(self._tracker.end_backward())
-        return self._now_us
-
-    def _join(self) -> None:
-        self._issue(self._tracker.join())
+        self._clocks.compute(self._profile.backward_us - computed_us)
+        self._issue(tracker.end_backward())
 
     def _issue(self, ops: Sequence[Op]) -> None:
         for op in ops:
