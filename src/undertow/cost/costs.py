@@ -1,13 +1,27 @@
-"""What collectives take, as a function of their payload: one interface for measured curves and for formulas."""
+"""What collectives take, as a function of their payload: one interface for measured curves and for formulas.
+
+The formulas are those of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+2005, over n ranks, with M bytes, latency a of one message, inverse bandwidth b and reduction c, both in seconds per byte:
+
+                      all_reduce                                   reduce_scatter                 all_gather
+    ring              2(n-1)a + 2(n-1)/n Mb + (n-1)/n Mc           (n-1)a + (n-1)/n M(b+c)        (n-1)a + (n-1)/n Mb
+    halving-doubling  2log2(n)a + 2(n-1)/n Mb + (n-1)/n Mc         log2(n)a + (n-1)/n M(b+c)      log2(n)a + (n-1)/n Mb
+    hierarchical      reduce_scatter inside + all_reduce across of M/g + all_gather inside, with g ranks per node
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Protocol, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.cost.link import Link, collective_seconds
+from undertow.cost.curve import CostCurve
+from undertow.cost.link import COLLECTIVES, Link
+from undertow.errors import ConfigError
+
+_Floats = NDArray[np.float64]
 
 
 class Costs(Protocol):
@@ -21,15 +35,137 @@ class Costs(Protocol):
         ...
 
 
-class RingCosts:
-    """Ring algorithms over `num_ranks` ranks, each with its own `link`."""
+# Whether a collective adds: to each rank comes (n-1)/n of the payload that it adds to its own.
+_REDUCES = {"all_reduce": True, "reduce_scatter": True, "all_gather": False}
 
-    def __init__(self, link: Link, *, num_ranks: int) -> None:
+
+@final
+class RingCosts:
+    """Ring algorithms over `num_ranks` ranks, each with its own `link`; a byte is added to another in `reduction_s_per_byte`."""
+
+    def __init__(self, link: Link, *, num_ranks: int, reduction_s_per_byte: float = 0.0) -> None:
+        self._link = link
+        self._num_ranks = _checked_num_ranks(num_ranks)
+        self._reduction_s_per_byte = reduction_s_per_byte
+
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        """See `Costs`; of any kind in COLLECTIVES."""
+        _check_kind(kind, COLLECTIVES, "a ring")
+        hops, share = COLLECTIVES[kind](self._num_ranks) if self._num_ranks > 1 else (0, 0.0)
+        per_byte = share / self._link.bytes_per_s
+        if _REDUCES.get(kind, False):
+            per_byte += (self._num_ranks - 1) / self._num_ranks * self._reduction_s_per_byte
+        return 1e6 * (hops * self._link.hop_s + per_byte * _sizes(num_bytes))
+
+
+@final
+class HalvingDoublingCosts:
+    """Recursive halving and doubling: as many bytes as in a ring in fewer messages, over a power of two of ranks."""
+
+    def __init__(self, link: Link, *, num_ranks: int, reduction_s_per_byte: float = 0.0) -> None:
+        if not is_power_of_two(_checked_num_ranks(num_ranks)):
+            raise ConfigError(
+                f"halving and doubling needs a power of two of ranks, got num_ranks={num_ranks}.", remedy="Use RingCosts."
+            )
         self._link = link
         self._num_ranks = num_ranks
+        self._reduction_s_per_byte = reduction_s_per_byte
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """See `Costs`."""
-        fixed = collective_seconds(self._link, kind, num_bytes=0, num_ranks=self._num_ranks)
-        per_byte = collective_seconds(self._link, kind, num_bytes=1, num_ranks=self._num_ranks) - fixed
-        return 1e6 * (fixed + per_byte * np.asarray(num_bytes, dtype=np.float64))
+        _check_kind(kind, _REDUCES, "halving and doubling")
+        share = (self._num_ranks - 1) / self._num_ranks
+        num_times = 2 if kind == "all_reduce" else 1
+        fixed = num_times * (self._num_ranks.bit_length() - 1) * self._link.hop_s
+        per_byte = num_times * share / self._link.bytes_per_s
+        if _REDUCES[kind]:
+            per_byte += share * self._reduction_s_per_byte
+        return 1e6 * (fixed + per_byte * _sizes(num_bytes))
+
+
+@final
+class HierarchicalCosts:
+    """Nodes of `per_node` ranks: `inside` one node, and `across` of one rank of each node, each with a part of the payload."""
+
+    def __init__(self, *, inside: Costs, across: Costs, per_node: int) -> None:
+        self._inside = inside
+        self._across = across
+        self._per_node = _checked_num_ranks(per_node)
+
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        """See `Costs`."""
+        _check_kind(kind, _REDUCES, "nodes")
+        sizes = _sizes(num_bytes)
+        inside = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
+        across = self._across.collective_us(kind, sizes / self._per_node)
+        return sum((self._inside.collective_us(phase, sizes) for phase in inside), start=across)
+
+
+# What stands for a kind that was not measured, the best first: as in a ring, where an all-reduce is a reduce-scatter and
+# an all-gather, which take the same. (Inside a node of NVSwitches it is not: there both take 1.33 times an all-reduce.)
+_STANDS_FOR: Mapping[str, tuple[tuple[float, tuple[str, ...]], ...]] = {
+    "all_reduce": ((1.0, ("reduce_scatter", "all_gather")), (2.0, ("reduce_scatter",)), (2.0, ("all_gather",))),
+    "reduce_scatter": ((1.0, ("all_gather",)), (0.5, ("all_reduce",))),
+    "all_gather": ((1.0, ("reduce_scatter",)), (0.5, ("all_reduce",))),
+}
+
+
+@final
+class MeasuredCosts:
+    """What was measured, by kind; of all_reduce, reduce_scatter and all_gather one stands for the others where it must."""
+
+    def __init__(self, curves: Mapping[str, CostCurve]) -> None:
+        self._curves = dict(curves)
+
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        """See `Costs`; ConfigError for a kind that nothing measured stands for."""
+        for factor, kinds in ((1.0, (kind,)), *_STANDS_FOR.get(kind, ())):
+            if self._curves.keys() >= set(kinds):
+                return factor * sum((self._curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(()))
+        known = ", ".join(sorted(self._curves)) or "nothing"
+        raise ConfigError(
+            f"what {kind} costs was not measured.", where=f"measured: {known}", remedy="Measure it, or name a link."
+        )
+
+
+# Sizes at which an overhead is looked up: none, and four to an octave up to 16 TiB.
+_GRID_BYTES = np.concatenate([[0.0], 2.0 ** np.arange(0, 44.25, 0.25)])
+
+
+@final
+class TransferredCosts:
+    """What was `measured` on one network, on another: `wanted` in place of `was`, the formulas of both.
+
+    What the measured one took longer than its formula is software, and stays; it does not get less with size.
+    """
+
+    def __init__(self, *, measured: Costs, was: Costs, wanted: Costs) -> None:
+        self._measured = measured
+        self._was = was
+        self._wanted = wanted
+
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        """See `Costs`."""
+        above = self._measured.collective_us(kind, _GRID_BYTES) - self._was.collective_us(kind, _GRID_BYTES)
+        overhead = np.maximum.accumulate(np.maximum(above, 0.0))
+        sizes = _sizes(num_bytes)
+        return np.interp(sizes, _GRID_BYTES, overhead) + self._wanted.collective_us(kind, sizes)
+
+
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def _sizes(num_bytes: ArrayLike) -> _Floats:
+    return np.asarray(num_bytes, dtype=np.float64)
+
+
+def _checked_num_ranks(num_ranks: int) -> int:
+    if num_ranks < 1:
+        raise ConfigError(f"a collective is one of one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
+    return num_ranks
+
+
+def _check_kind(kind: str, known: Iterable[str], what: str) -> None:
+    if kind not in known:
+        raise ConfigError(f"there is no {kind} over {what}.", remedy=f"Choose one of: {', '.join(known)}.")

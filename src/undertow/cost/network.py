@@ -1,0 +1,64 @@
+"""Networks as a command line names them, and as a measured curve explains them."""
+
+from __future__ import annotations
+
+import math
+
+from undertow.cost.catalogue import catalogue_names, closest_name, published_network
+from undertow.cost.costs import Costs, HalvingDoublingCosts, HierarchicalCosts, MeasuredCosts, RingCosts, is_power_of_two
+from undertow.cost.curve import CostCurve, line_through
+from undertow.cost.link import COLLECTIVES, Link, link_from_text
+from undertow.errors import ConfigError
+
+# NVLink 3 of an A100 carries 300 GB/s in each direction.
+NODE_LINK = "2400gbit,3us"
+
+
+def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside: str = NODE_LINK) -> Costs:
+    """What collectives over `num_ranks` ranks take, each with its own link of the kind that `text` names.
+
+    Rings; halving and doubling over a power of two of ranks, which is never slower. With `per_node`, ranks of one node are
+    joined by links `inside`, and `text` is what each rank has to the other nodes: its share, where a node's ranks share one.
+    Either may be a name of `catalogue_names()`, for as many ranks as were measured.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"a network has one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
+    if per_node is not None:
+        if per_node < 1 or num_ranks % per_node:
+            raise ConfigError(
+                f"{num_ranks} ranks cannot be on nodes of {per_node} ranks each.",
+                remedy=f"Give a number of ranks per node that divides {num_ranks}.",
+            )
+        across = costs_for(text, num_ranks=num_ranks // per_node)
+        return HierarchicalCosts(inside=costs_for(inside, num_ranks=per_node), across=across, per_node=per_node)
+    if text in catalogue_names() or closest_name(text) is not None:
+        return _published_costs(text, num_ranks)
+    link = link_from_text(text)
+    return HalvingDoublingCosts(link, num_ranks=num_ranks) if is_power_of_two(num_ranks) else RingCosts(link, num_ranks=num_ranks)
+
+
+def _published_costs(name: str, num_ranks: int) -> Costs:
+    network = published_network(name)
+    if network.num_ranks != num_ranks:
+        raise ConfigError(
+            f"{name} was measured over {network.num_ranks} ranks and says nothing about {num_ranks}.",
+            remedy='Name a link such as "100gbit,5us" for other numbers of ranks.',
+        )
+    return MeasuredCosts({"all_reduce": network.all_reduce})
+
+
+def link_from_curve(curve: CostCurve, kind: str, *, num_ranks: int, name: str) -> Link:
+    """The link over which a ring of `num_ranks` takes what `curve` has for collectives of that kind, as closely as one can.
+
+    So what was measured between two ranks says what 64 would take on the same network. The line is that of `line_through`.
+    """
+    if num_ranks < 2 or not curve.is_enough:
+        reason = f"num_ranks={num_ranks}" if num_ranks < 2 else "its sizes lie too close together"
+        raise ConfigError(
+            f"no link can be made of the curve of {kind}: {reason}.",
+            remedy="Measure between two ranks or more, and sizes of which one is half as large again as another.",
+        )
+    hops, share = COLLECTIVES[kind](num_ranks)
+    line = line_through(curve.points)
+    bytes_per_s = share / (line.us_per_byte * 1e-6) if line.us_per_byte > 0 else math.inf
+    return Link(name=name, hop_s=line.latency_us * 1e-6 / hops, bytes_per_s=bytes_per_s)

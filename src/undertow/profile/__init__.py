@@ -1,0 +1,6 @@
+"""What was measured of one model in one run, and the files that keep it."""
+
+from undertow.profile.profile import Profile
+from undertow.profile.reader import profile_from_file, profile_from_json
+
+__all__ = ["Profile", "profile_from_file", "profile_from_json"]

@@ -1,0 +1,151 @@
+"""What was measured of one model in one run: all that planning and simulating need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts, link_from_text
+from undertow.errors import ConfigError
+from undertow.plan import Member, ParamSpec, Piece, plan_from_groups
+from undertow.profile.checks import checked_integer, checked_us
+from undertow.schedule import strategy_named
+
+FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the version of what follows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One step of a model, without its communication, and what communication took where it ran; microseconds.
+
+    A step is forward, backward, and the update with all else until the next forward. Gradients become ready at `ready_us`
+    since backward began, each at the latest of all ranks; one that never came leaves with the last, when backward ends.
+    """
+
+    params: tuple[ParamSpec, ...]  # in the order of registration
+    ready_us: tuple[float, ...]  # by parameter
+    forward_us: float
+    backward_us: float
+    update_us: float = 0.0
+    name: str = ""
+    num_ranks: int = 1  # of the run in which it was measured
+    link: str | None = None  # that the run is known to have used, as `link_from_text` reads it
+    curves: Mapping[str, CostCurve] = field(default_factory=dict)  # by kind of collective
+    strategy: str = "ddp"
+    groups: tuple[tuple[Member, ...], ...] | None = None  # the buckets under which it was measured
+    step_us: float | None = None  # what the step took there
+
+    def __post_init__(self) -> None:
+        self._check_times()
+        checked_integer(self.num_ranks, "num_ranks", lowest=1)
+        unknown = sorted(self.curves.keys() - COLLECTIVES.keys())
+        if unknown:
+            raise ConfigError(
+                f"curves has the unknown kind {unknown[0]!r}.", remedy=f"Kinds of collectives: {', '.join(COLLECTIVES)}."
+            )
+        if self.link is not None:
+            link_from_text(self.link)
+        strategy_named(self.strategy)
+        if self.groups is not None:
+            self._check_groups(self.groups)
+
+    def _check_times(self) -> None:
+        for name in ("forward_us", "backward_us", "update_us"):
+            checked_us(getattr(self, name), name)
+        if self.step_us is not None:
+            checked_us(self.step_us, "step_us")
+        if len(self.ready_us) != len(self.params):
+            raise ConfigError(
+                f"ready_us must have a time for each of {len(self.params)} parameters, got {len(self.ready_us)}.",
+                remedy="Give a ready time for each parameter, in the order of registration.",
+            )
+        for index, (spec, time) in enumerate(zip(self.params, self.ready_us, strict=True)):
+            checked_us(time, f"ready_us[{index}] ({spec.name!r})")
+
+    def _check_groups(self, groups: tuple[tuple[Member, ...], ...]) -> None:
+        try:
+            plan_from_groups(self.params, groups, num_ranks=self.num_ranks)
+        except (ConfigError, IndexError) as error:
+            is_config = isinstance(error, ConfigError)
+            reason = str(error) if is_config else f"they name one that is not among the {len(self.params)} parameters"
+            raise ConfigError("groups, the buckets, do not fit the parameters.", where=reason) from error
+
+    @property
+    def used_us(self) -> tuple[float, ...]:
+        """When forward first uses each parameter, in microseconds since forward began: an estimate.
+
+        Forward is taken to run through the layers in the opposite order of backward, and as long in each as in proportion
+        backward does; so what is ready last is used first.
+        """
+        if self.backward_us == 0:
+            return (0.0,) * len(self.params)
+        shares = ((self.backward_us - ready) / self.backward_us for ready in self.ready_us)
+        return tuple(self.forward_us * min(max(share, 0.0), 1.0) for share in shares)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Indices of the parameters in the order in which they become ready; of equal times the later registered first."""
+        return tuple(sorted(range(len(self.params)), key=lambda param: (self.ready_us[param], -param)))
+
+    def costs(self) -> MeasuredCosts:
+        """What communication took where the profile was measured."""
+        return MeasuredCosts(self.curves)
+
+    def to_json(self) -> str:
+        """The file format of docs/profiles.md, a line for each parameter; `profile_from_json` reads it."""
+        return _object_text(_entries(self))
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_json()`; `profile_from_file` reads it."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+
+def _entries(profile: Profile) -> dict[str, str]:
+    """The fields of the file, each as the text that stands there; what is not known is left out."""
+    plain = {
+        FORMAT_FIELD: FORMAT,
+        "name": profile.name,
+        "num_ranks": profile.num_ranks,
+        "link": profile.link,
+        "forward_us": _number(profile.forward_us),
+        "backward_us": _number(profile.backward_us),
+        "update_us": _number(profile.update_us),
+        "strategy": profile.strategy,
+        "step_us": None if profile.step_us is None else _number(profile.step_us),
+    }
+    entries = {name: json.dumps(value) for name, value in plain.items() if value is not None}
+    rows = zip(profile.params, profile.ready_us, strict=True)
+    entries["params"] = _list_text(_row(spec, ready) for spec, ready in rows)
+    if profile.curves:
+        curves = {kind: [[_number(value) for value in point] for point in curve.points] for kind, curve in profile.curves.items()}
+        entries["costs"] = _object_text({kind: json.dumps(points) for kind, points in curves.items()}, indent="  ").rstrip()
+    if profile.groups is not None:
+        entries["buckets"] = _list_text([_member(member) for member in group] for group in profile.groups)
+    return entries
+
+
+def _row(spec: ParamSpec, ready_us: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, "ready_us": _number(ready_us)}
+    return row | ({"device": spec.device} if spec.device != "cpu" else {}) | ({"sparse": True} if spec.is_sparse else {})
+
+
+def _member(member: Member) -> Any:
+    return [member.param, member.first, member.stop] if isinstance(member, Piece) else member
+
+
+def _object_text(entries: Mapping[str, str], indent: str = "") -> str:
+    lines = ",\n".join(f"{indent}  {json.dumps(name)}: {value}" for name, value in entries.items())
+    return f"{{\n{lines}\n{indent}}}\n"
+
+
+def _list_text(values: Iterable[Any]) -> str:
+    lines = ",\n".join(f"    {json.dumps(value)}" for value in values)
+    return f"[\n{lines}\n  ]"
+
+
+def _number(value: float) -> float:
+    """The same number, whole where it is: sizes and round times read better so."""
+    return int(value) if float(value).is_integer() and value < 2**53 else value

@@ -1,0 +1,167 @@
+"""Profiles from files: such that `Profile.save` has written, or written by hand; every error names the field or the line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from reprlib import repr as brief
+from typing import Any
+
+from undertow.cost import COLLECTIVES, CostCurve
+from undertow.errors import ConfigError
+from undertow.plan import Member, ParamSpec, Piece
+from undertow.plan.table import ITEMSIZES
+from undertow.profile.checks import checked_integer, checked_us
+from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile
+
+_REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
+_TEXTS = ("name", "link", "strategy")
+_TIMES = ("forward_us", "backward_us", "update_us", "step_us")
+_FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "buckets")
+_PARAM_REQUIRED = ("name", "ready_us")
+_PARAM_FIELDS = (*_PARAM_REQUIRED, "shape", "bytes", "dtype", "device", "sparse")
+_REMEDY = "docs/profiles.md has the format and an example."
+
+
+def profile_from_file(path: str | Path) -> Profile:
+    """The profile in the JSON file at `path`; ConfigError, naming the file and the field or line, if there is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read.", where=error.strerror or str(error), remedy=_REMEDY) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no JSON.", where=str(error), remedy=_REMEDY) from error
+    return profile_from_json(text, str(path))
+
+
+def profile_from_json(text: str, where: str) -> Profile:
+    """The profile that `text` holds; ConfigError, naming `where` it comes from and the field or line, if it holds none."""
+    try:
+        data: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise ConfigError(f"{where} is no JSON.", where=place, remedy=_REMEDY) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no JSON.", where=str(error), remedy=_REMEDY) from error
+    try:
+        return _profile(data)
+    except ConfigError as error:
+        raise ConfigError(f"{where} is no profile.", where=str(error)) from error
+
+
+def _profile(data: Any) -> Profile:
+    fields = _checked_object(data, "", _FIELDS, _REQUIRED)
+    if fields[FORMAT_FIELD] != FORMAT or isinstance(fields[FORMAT_FIELD], bool):
+        raise ConfigError(f"{FORMAT_FIELD} must be {FORMAT}, got {brief(fields[FORMAT_FIELD])}.", remedy=_REMEDY)
+    rows = _checked_list(fields["params"], "params")
+    given: dict[str, Any] = {name: _checked_text(fields[name], name) for name in _TEXTS if name in fields}
+    given |= {name: checked_us(fields[name], name) for name in _TIMES if name in fields}
+    if "num_ranks" in fields:
+        given["num_ranks"] = checked_integer(fields["num_ranks"], "num_ranks", lowest=1)
+    if "costs" in fields:
+        costs = _checked_object(fields["costs"], "costs", tuple(COLLECTIVES))
+        given["curves"] = {kind: _curve(points, f"costs.{kind}") for kind, points in costs.items()}
+    if "buckets" in fields:
+        groups = enumerate(_checked_list(fields["buckets"], "buckets"))
+        given["groups"] = tuple(_group(members, f"buckets[{index}]", len(rows)) for index, members in groups)
+    params = [_param(row, f"params[{index}]") for index, row in enumerate(rows)]
+    return Profile(params=tuple(spec for spec, _ in params), ready_us=tuple(ready for _, ready in params), **given)
+
+
+def _param(row: Any, path: str) -> tuple[ParamSpec, float]:
+    fields = _checked_object(row, path, _PARAM_FIELDS, _PARAM_REQUIRED)
+    dtype = fields.get("dtype", "float32")
+    if not isinstance(dtype, str) or dtype not in ITEMSIZES:
+        raise _wrong(f"{path}.dtype", f"one of {', '.join(ITEMSIZES)}", dtype, remedy=_suggestion(dtype, ITEMSIZES))
+    is_sparse = fields.get("sparse", False)
+    if not isinstance(is_sparse, bool):
+        raise _wrong(f"{path}.sparse", "true or false", is_sparse)
+    spec = ParamSpec(
+        name=_checked_text(fields["name"], f"{path}.name"),
+        shape=_shape(fields, path, ITEMSIZES[dtype]),
+        dtype=dtype,
+        itemsize=ITEMSIZES[dtype],
+        device=_checked_text(fields.get("device", "cpu"), f"{path}.device"),
+        is_sparse=is_sparse,
+    )
+    return spec, checked_us(fields["ready_us"], f"{path}.ready_us")
+
+
+def _shape(fields: dict[str, Any], path: str, itemsize: int) -> tuple[int, ...]:
+    if ("shape" in fields) == ("bytes" in fields):
+        raise ConfigError(
+            f"{path} must have either shape or bytes, got {'both' if 'shape' in fields else 'neither'}.",
+            remedy='Write "shape": [64, 3, 7, 7], "shape": 9408 (elements) or "bytes": 37632.',
+        )
+    if "bytes" in fields:
+        num_bytes = checked_integer(fields["bytes"], f"{path}.bytes", lowest=0)
+        if num_bytes % itemsize:
+            raise _wrong(f"{path}.bytes", f"a multiple of the {itemsize} bytes of an element", num_bytes)
+        return (num_bytes // itemsize,)
+    shape = fields["shape"]
+    if not isinstance(shape, list):
+        return (checked_integer(shape, f"{path}.shape", lowest=0),)
+    return tuple(checked_integer(size, f"{path}.shape[{dim}]", lowest=0) for dim, size in enumerate(shape))
+
+
+def _curve(points: Any, path: str) -> CostCurve:
+    rows = _checked_list(points, path)
+    for index, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != 2:
+            raise _wrong(f"{path}[{index}]", "[bytes, microseconds]", row)
+        for position, number in enumerate(row):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise _wrong(f"{path}[{index}][{position}]", "a number", number)
+    try:
+        return CostCurve(points=tuple((size, time) for size, time in rows))
+    except ConfigError as error:
+        raise ConfigError(f"{path} is no cost curve.", where=str(error)) from error
+
+
+def _group(members: Any, path: str, num_params: int) -> tuple[Member, ...]:
+    return tuple(_member(member, f"{path}[{index}]", num_params) for index, member in enumerate(_checked_list(members, path)))
+
+
+def _member(member: Any, path: str, num_params: int) -> Member:
+    numbers = member if isinstance(member, list) and len(member) == 3 else [member]
+    if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+        raise _wrong(path, "a parameter's index or [index, first element, end]", member)
+    if numbers[0] not in range(num_params):
+        raise _wrong(path, f"of one of the {num_params} parameters, counted from zero", member)
+    return Piece(param=numbers[0], first=numbers[1], stop=numbers[2]) if len(numbers) == 3 else numbers[0]
+
+
+def _checked_object(data: Any, path: str, known: Collection[str], required: Collection[str] = ()) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise _wrong(path or "a profile", "an object", data)
+    prefix = f"{path}." if path else ""
+    for name in data:
+        if name not in known:
+            raise ConfigError(f"{prefix}{name} is unknown.", remedy=_suggestion(name, known))
+    for name in required:
+        if name not in data:
+            raise ConfigError(f"{prefix}{name} is missing.", remedy=_REMEDY)
+    return data
+
+
+def _checked_list(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _wrong(path, "a list", value)
+    return value
+
+
+def _checked_text(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(path, "a text", value)
+    return value
+
+
+def _wrong(path: str, expected: str, value: Any, *, remedy: str = _REMEDY) -> ConfigError:
+    return ConfigError(f"{path} must be {expected}, got {brief(value)}.", remedy=remedy)
+
+
+def _suggestion(name: Any, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
