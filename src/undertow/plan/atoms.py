@@ -1,0 +1,164 @@
+"""What a plan may not part: runs of neighbouring gradients that come at almost the same time, and pieces of large ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.plan.finish import StepTiming
+from undertow.plan.layout import Member, Piece, member_of, piece_of, unit_numel
+from undertow.plan.spec import ParamSpec
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_MOST_PIECES = 64  # of all parameters together, but for those that the cap on buckets asks for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Atoms:
+    """Places where buckets may be cut, and what lies before each of them; a window lies between two cuts.
+
+    Gradients of different kinds do not share a bucket: a window is a bucket for each kind in it. Arrays have a row per kind
+    and a column per cut, the first one before all pieces.
+    """
+
+    pieces: Sequence[Piece]  # of all parameters, in the order in which they leave
+    cuts: Ints  # [num_cuts] pieces before each cut
+    num_bytes: Floats  # [num_kinds, num_cuts] before the cut
+    num_pieces: Ints  # [num_kinds, num_cuts] before the cut
+    last: Ints  # [num_kinds, num_cuts] the last piece before the cut; -1 where there is none
+    ready_us: Floats  # [num_kinds, num_cuts] when that piece may leave
+    used_us: Floats  # [num_kinds, num_cuts] earliest use between the cut and the one before it; infinity if none
+    kinds: Ints  # [num_pieces] kind of each piece
+
+    @property
+    def num_cuts(self) -> int:
+        return len(self.cuts)
+
+
+def atoms_of(
+    params: Sequence[ParamSpec], pieces: Sequence[Piece], timing: StepTiming, *, max_atoms: int, max_bucket_bytes: float
+) -> Atoms:
+    """At most `max_atoms` of them, but for those that `max_bucket_bytes` asks for; each piece is one where that is possible."""
+    specs = [params[piece.param] for piece in pieces]
+    index_of_kind: dict[tuple[str, str, bool], int] = {}
+    kinds = np.array([index_of_kind.setdefault(spec.kind, len(index_of_kind)) for spec in specs], dtype=np.int64)
+    sizes = np.array([piece.numel * spec.itemsize for piece, spec in zip(pieces, specs, strict=True)], dtype=np.float64)
+    ready = np.maximum.accumulate(np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64))
+    used = np.array([timing.used_us[piece.param] for piece in pieces] if timing.used_us else [], dtype=np.float64)
+    cuts = _cuts(sizes, ready, used, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
+
+    is_of = kinds == np.arange(len(index_of_kind))[:, None]
+    last = _before(np.maximum.accumulate(np.where(is_of, np.arange(len(pieces)), -1), axis=1), cuts, first=-1)
+    ready_at = np.where(last < 0, 0.0, ready[last])
+    ready_at[kinds[-1], -1] = max(ready[-1], timing.backward_end_us)
+    use = np.where(is_of, used, math.inf) if len(used) else np.full(is_of.shape, math.inf)
+    no_use = np.full((len(index_of_kind), 1), math.inf)
+    return Atoms(
+        pieces=pieces,
+        cuts=cuts,
+        num_bytes=_before(np.cumsum(np.where(is_of, sizes, 0.0), axis=1), cuts, first=0.0),
+        num_pieces=_before(np.cumsum(is_of, axis=1), cuts, first=0),
+        last=last,
+        ready_us=ready_at,
+        used_us=np.hstack([no_use, np.minimum.reduceat(use, cuts[:-1], axis=1)]),
+        kinds=kinds,
+    )
+
+
+def whole_pieces(params: Sequence[ParamSpec], order: Sequence[int]) -> list[Piece]:
+    """Every parameter as one piece."""
+    return [piece_of(param, params) for param in order]
+
+
+def small_pieces(
+    params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks: int, max_bucket_bytes: float
+) -> list[Piece]:
+    """Large parameters in even pieces that begin at multiples of 16 bytes and of the number of ranks.
+
+    A piece is no larger than a bucket may be, nor than a share of all bytes so small that it hardly matters whether it
+    travels in this bucket or the next.
+    """
+    share_bytes = sum(spec.num_bytes for spec in params) / _MOST_PIECES
+    pieces: list[Piece] = []
+    for param in order:
+        pieces += _cut_evenly(piece_of(param, params), params[param], num_ranks, min(share_bytes, max_bucket_bytes))
+    return pieces
+
+
+def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) -> tuple[tuple[Member, ...], ...]:
+    """The buckets of the windows between `chosen` cuts, in the order in which they leave."""
+    groups: list[tuple[Member, ...]] = []
+    for begin, end in zip(chosen[:-1], chosen[1:], strict=True):
+        of_kind: dict[int, list[Piece]] = {}
+        inside = range(int(atoms.cuts[begin]), int(atoms.cuts[end]))
+        for at in reversed(inside):  # kinds in the order of their last pieces, the latest first
+            of_kind.setdefault(int(atoms.kinds[at]), []).append(atoms.pieces[at])
+        for pieces in reversed(of_kind.values()):
+            groups.append(tuple(member_of(piece, params) for piece in _joined(pieces[::-1])))
+    return tuple(groups)
+
+
+def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float) -> list[Piece]:
+    unit = unit_numel(itemsize=spec.itemsize, num_ranks=num_ranks)
+    num_units = -(-piece.numel // unit)
+    if num_units <= 1 or spec.num_bytes <= most_bytes:
+        return [piece]
+    num_shares = -(-num_units // max(1, int(most_bytes // (unit * spec.itemsize))))
+    share = unit * -(-num_units // num_shares)
+    return [
+        Piece(param=piece.param, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)
+    ]
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces of one parameter that follow each other become one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and joined[-1].param == piece.param:
+            joined[-1] = Piece(param=piece.param, first=joined[-1].first, stop=piece.stop)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _before(values: NDArray[np.generic], cuts: Ints, *, first: float) -> NDArray[np.generic]:
+    """The last value before each cut, `first` at the first one."""
+    return np.hstack([np.full((len(values), 1), first, dtype=values.dtype), values[:, cuts[1:] - 1]])
+
+
+def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_bucket_bytes: float) -> Ints:
+    """Pieces before each cut: all, or those where a gradient's time, its end in bytes, or its use falls into another cell.
+
+    The cells are as fine as `max_atoms` allows. Cells of the bytes are half a bucket at most, and a piece above that stands
+    alone, so that every atom of several pieces fits into a bucket.
+    """
+    ends = np.cumsum(sizes)
+    forced = np.zeros(len(sizes) - 1, dtype=bool)
+    if math.isfinite(max_bucket_bytes):
+        is_large = sizes > max_bucket_bytes / 2
+        forced = is_large[1:] | is_large[:-1] | (np.diff(ends // (max_bucket_bytes / 2)) > 0)
+    signals = [signal for signal in (ready, ends, used) if len(signal)]
+    num_cells = 16.0 * max_atoms
+    is_cut = np.ones(len(sizes) - 1, dtype=bool)
+    while np.count_nonzero(is_cut) >= max_atoms and num_cells >= 1:
+        is_cut = np.zeros(len(sizes) - 1, dtype=bool)
+        for signal in signals:
+            is_cut |= np.diff(_cell(signal, int(num_cells))) != 0
+        num_cells *= _COARSER
+    return np.concatenate([[0], np.flatnonzero(is_cut | forced) + 1, [len(sizes)]]).astype(np.int64)
+
+
+_COARSER = 0.8
+
+
+def _cell(signal: Floats, num_cells: int) -> Floats:
+    low, high = float(signal.min()), float(signal.max())
+    if high <= low:
+        return np.zeros(len(signal))
+    return np.minimum(np.floor((signal - low) * (num_cells / (high - low))), num_cells - 1)
