@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.cost.costs import Costs
+from undertow.cost import Costs
 from undertow.errors import ConfigError
 from undertow.plan import Plan
 from undertow.profile import Profile
@@ -208,14 +208,15 @@ class _Step:
 
     def _backward(self, tracker: Tracker) -> None:
         """Gradients arrive one after another, until the last bucket has left."""
-        ready_us, computed_us = self._profile.ready_us, 0.0
-        for param in self._profile.order:
+        profile, computed_us = self._profile, 0.0
+        for param in profile.order:
             ops = tracker.arrive(param)
             if ops:
-                self._clocks.compute(ready_us[param] - computed_us)
-                computed_us = ready_us[param]
+                ready_us = min(profile.ready_us[param], profile.backward_us)
+                self._clocks.compute(ready_us - computed_us)
+                computed_us = ready_us
                 self._issue(ops)
-        self._clocks.compute(self._profile.backward_us - computed_us)
+        self._clocks.compute(profile.backward_us - computed_us)
         self._issue(tracker.end_backward())
 
     def _issue(self, ops: Sequence[Op]) -> None:

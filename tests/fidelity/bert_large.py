@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from fidelity.solve import solve
-from undertow.cost import Link
-from undertow.cost.costs import Costs, HalvingDoublingCosts, RingCosts
+from undertow.cost import Costs, HalvingDoublingCosts, Link, RingCosts
 from undertow.plan import ParamSpec, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
