@@ -115,3 +115,31 @@ def cells(model: str) -> Iterator[Cell]:
         for num_ranks in TESTED_RANKS:
             predicted_ms = per_tensor_ms(costs_of(network, num_ranks, model, hop_s=hop_s), num_ranks)
             yield Cell(network=network, num_ranks=num_ranks, measured_ms=measured[num_ranks], predicted_ms=predicted_ms)
+
+
+def table() -> str:
+    """Measured and predicted rows, as Markdown."""
+    lines = ["| network | GPUs | measured | predicted | error | with a ring's latency | error |", "|---|---|---|---|---|---|---|"]
+    for tree, ring in zip(cells("tree"), cells("ring"), strict=True):
+        lines.append(
+            f"| {tree.network} | {tree.num_ranks} | {tree.measured_ms:.1f} | {tree.predicted_ms:.1f} | {tree.error:+.1%} "
+            f"| {ring.predicted_ms:.1f} | {ring.error:+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def calibration_table() -> str:
+    """What the calibrating rows say of the networks, as Markdown."""
+    lines = [
+        "| network | latency of one hop, us | of one all-reduce at 8 / 16 / 32, us | Gb/s at 8 / 16 / 32 |",
+        "|---|---|---|---|",
+    ]
+    all_ranks = (CALIBRATED_RANKS, *TESTED_RANKS)
+    for network in FUSED_MS:
+        hop_s = hop_s_of(network, "tree")
+        costs = [costs_of(network, num_ranks, "tree", hop_s=hop_s) for num_ranks in all_ranks]
+        latencies = " / ".join(f"{float(cost.collective_us('all_reduce', 0)):.0f}" for cost in costs)
+        links = [link_of(network, num_ranks, "tree", hop_s=hop_s) for num_ranks in all_ranks]
+        rates = " / ".join(f"{link.bytes_per_s * 8e-9:.1f}" for link in links)
+        lines.append(f"| {network} | {hop_s * 1e6:.1f} | {latencies} | {rates} |")
+    return "\n".join(lines) + "\n"
