@@ -46,7 +46,8 @@ def test_an_error_of_ours_is_text_on_stderr_and_exit_code_2(
     assert captured.out == ""
     assert captured.err == (
         "Error: there is no link 'fast'.\n"
-        '  Write a rate such as "1gbit", "2.5gbit" or "200mbit", or "none" for the bare loopback.\n'
+        '  Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as "100gbit,5us", or "none" for the '
+        "bare loopback.\n"
     )
 
 

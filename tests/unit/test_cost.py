@@ -54,6 +54,21 @@ def test_a_rate_names_an_ethernet_link(text: str, line_rate: float) -> None:
     assert not link_from_text(text).is_free
 
 
+@pytest.mark.parametrize(
+    ("text", "hop_s", "line_rate"),
+    [
+        ("100gbit,5us", 5e-6, 12.5e9),
+        ("1gbit,20ms", 20e-3, 125e6),
+        ("2.4tbit,1.5us", 1.5e-6, 300e9),
+        ("1gbit,0us", 0.0, 125e6),
+        ("1tbit", 100e-6, 125e9),
+    ],
+)
+def test_a_rate_may_have_a_latency_of_its_own(text: str, hop_s: float, line_rate: float) -> None:
+    link = link_from_text(text)
+    assert (link.name, link.hop_s, link.bytes_per_s) == (text, pytest.approx(hop_s), pytest.approx(line_rate * 0.956))
+
+
 def test_no_link_costs_nothing() -> None:
     link = link_from_text("none")
     assert link.is_free
@@ -65,12 +80,15 @@ def test_a_link_with_any_cost_is_not_free(link: Link) -> None:
     assert not link.is_free
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1", "gbit", "1 gbit", "1Gbit", "-1gbit", "1gbits", "1.gbit", "1tbit", "0gbit", "0.0mbit", "1gbit\n"]
-)
+NO_LINKS = ["", "1", "gbit", "1 gbit", "1Gbit", "-1gbit", "1gbits", "1.gbit", "1pbit", "0gbit", "0.0mbit", "1gbit\n"]
+NO_LATENCIES = ["1gbit,", "1gbit,5", "1gbit,5s", "1gbit, 5us", "1gbit,-5us", "1gbit,us", "5us", "0gbit,5us", "none,5us"]
+
+
+@pytest.mark.parametrize("text", [*NO_LINKS, *NO_LATENCIES])
 def test_a_text_that_names_no_link_is_refused(text: str) -> None:
     assert text_of(ConfigError, lambda: link_from_text(text)) == (
-        f'there is no link {text!r}.\n  Write a rate such as "1gbit", "2.5gbit" or "200mbit", or "none" for the bare loopback.'
+        f'there is no link {text!r}.\n  Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as '
+        '"100gbit,5us", or "none" for the bare loopback.'
     )
 
 

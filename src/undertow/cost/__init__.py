@@ -9,7 +9,7 @@ from undertow.cost.costs import (
     RingCosts,
     TransferredCosts,
 )
-from undertow.cost.curve import CostCurve, Line, curve_from_samples, line_through
+from undertow.cost.curve import CostCurve, curve_from_samples
 from undertow.cost.link import COLLECTIVES, Link, collective_seconds, link_from_text
 from undertow.cost.network import NODE_LINK, costs_for, link_from_curve
 
@@ -20,7 +20,6 @@ __all__ = [
     "Costs",
     "HalvingDoublingCosts",
     "HierarchicalCosts",
-    "Line",
     "Link",
     "MeasuredCosts",
     "PublishedNetwork",
@@ -30,7 +29,6 @@ __all__ = [
     "collective_seconds",
     "costs_for",
     "curve_from_samples",
-    "line_through",
     "link_from_curve",
     "link_from_text",
     "published_network",

@@ -11,6 +11,7 @@ The formulas are those of Thakur, Rabenseifner and Gropp, "Optimization of colle
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Protocol, final
 
@@ -46,7 +47,7 @@ class RingCosts:
     def __init__(self, link: Link, *, num_ranks: int, reduction_s_per_byte: float = 0.0) -> None:
         self._link = link
         self._num_ranks = _checked_num_ranks(num_ranks)
-        self._reduction_s_per_byte = reduction_s_per_byte
+        self._reduction_s_per_byte = _checked_reduction(reduction_s_per_byte)
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """See `Costs`; of any kind in COLLECTIVES."""
@@ -69,7 +70,7 @@ class HalvingDoublingCosts:
             )
         self._link = link
         self._num_ranks = num_ranks
-        self._reduction_s_per_byte = reduction_s_per_byte
+        self._reduction_s_per_byte = _checked_reduction(reduction_s_per_byte)
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """See `Costs`."""
@@ -164,6 +165,12 @@ def _checked_num_ranks(num_ranks: int) -> int:
     if num_ranks < 1:
         raise ConfigError(f"a collective is one of one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
     return num_ranks
+
+
+def _checked_reduction(s_per_byte: float) -> float:
+    if not 0 <= s_per_byte < math.inf:
+        raise ConfigError(f"to add a byte cannot take {s_per_byte} s.", remedy="Give seconds per byte, zero or more.")
+    return s_per_byte
 
 
 def _check_kind(kind: str, known: Iterable[str], what: str) -> None:

@@ -64,8 +64,10 @@ class CostCurve:
         # Sizes too close to show how costs grow: a smaller one is thought no cheaper, a larger one no faster per byte.
         latency, us_per_byte = first_time, last_time / last_size if last_size else 0.0
         if self.is_enough:
-            line = line_through(self.points)
-            latency, us_per_byte = min(line.latency_us, first_time), line.us_per_byte
+            # Where points do not lie on one line, those nearer to where it is needed know more.
+            ranks = range(1, len(self.points) + 1)
+            latency = min(line_through(self.points, weights=ranks[::-1]).latency_us, first_time)
+            us_per_byte = line_through(self.points, weights=ranks).us_per_byte
         points = self.points if first_size == 0 else ((0.0, latency), *self.points)
         sizes, times = np.array(points, dtype=np.float64).T
         object.__setattr__(self, "_sizes", sizes)
@@ -81,8 +83,9 @@ class CostCurve:
     def us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Microseconds of payloads of these bytes; not decreasing in them.
 
-        Between two points linear. Beyond the last one it goes on with the slope of `line_through` all points, below the
-        first one towards that line's latency; the last two points alone say too little.
+        Between two points linear. Beyond the last one it goes on with the slope of `line_through` all points, where larger
+        ones count more; below the first one towards the latency of that line where smaller ones do. Two points alone say too
+        little.
         """
         sizes = np.asarray(num_bytes, dtype=np.float64)
         beyond = np.maximum(sizes - self._sizes[-1], 0.0)
@@ -110,8 +113,8 @@ def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
     return CostCurve(points=tuple(zip(middles, _never_decreasing(times), strict=True)))
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> Line:
-    """The line with the least sum of |log(line / time)| over these points (bytes, microseconds).
+def line_through(points: Sequence[tuple[float, float]], *, weights: Sequence[int] | None = None) -> Line:
+    """The line with the least sum of weight * |log(line / time)| over these points (bytes, microseconds) of different sizes.
 
     Ratios count, so that small sizes decide on the latency and large ones on the bandwidth, and not their squares, so that
     outliers matter little. Lines through two points are tried, and such through one without a latency or without a slope.
@@ -121,8 +124,9 @@ def line_through(points: Sequence[tuple[float, float]]) -> Line:
     latencies, slopes = _candidates(sizes[chosen], times[chosen])
     # A line without a latency is zero at zero bytes, infinitely far from any time: such a line loses.
     with np.errstate(divide="ignore"):
-        distances = np.abs(np.log((latencies[:, None] + slopes[:, None] * sizes) / times)).sum(axis=1)
-    best = int(distances.argmin())
+        distances = np.abs(np.log((latencies[:, None] + slopes[:, None] * sizes) / times))
+    sums = np.average(distances, axis=1, weights=weights)
+    best = int(sums.argmin())
     return Line(latency_us=float(latencies[best]), us_per_byte=float(slopes[best]))
 
 

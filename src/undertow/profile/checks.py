@@ -27,6 +27,7 @@ def checked_integer(value: Any, field: str, *, lowest: int) -> int:
     """A whole number that is not less than `lowest`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise ConfigError(
-            f"{field} must be a whole number, {lowest} or more, got {brief(value)}.", remedy="Write it without a decimal point."
+            f"{field} must be a whole number, {lowest} or more, got {brief(value)}.",
+            remedy=f"Write a number such as {lowest}, without a decimal point or quotes.",
         )
     return value

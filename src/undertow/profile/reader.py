@@ -19,9 +19,9 @@ from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
 _TEXTS = ("name", "link", "strategy")
 _TIMES = ("forward_us", "backward_us", "update_us", "step_us")
-_FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "buckets")
+FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "buckets")
 _PARAM_REQUIRED = ("name", "ready_us")
-_PARAM_FIELDS = (*_PARAM_REQUIRED, "shape", "bytes", "dtype", "device", "sparse")
+PARAM_FIELDS = (*_PARAM_REQUIRED, "shape", "bytes", "dtype", "device", "sparse")
 _REMEDY = "docs/profiles.md has the format and an example."
 
 
@@ -52,7 +52,7 @@ def profile_from_json(text: str, where: str) -> Profile:
 
 
 def _profile(data: Any) -> Profile:
-    fields = _checked_object(data, "", _FIELDS, _REQUIRED)
+    fields = _checked_object(data, "", FIELDS, _REQUIRED)
     if fields[FORMAT_FIELD] != FORMAT or isinstance(fields[FORMAT_FIELD], bool):
         raise ConfigError(f"{FORMAT_FIELD} must be {FORMAT}, got {brief(fields[FORMAT_FIELD])}.", remedy=_REMEDY)
     rows = _checked_list(fields["params"], "params")
@@ -71,7 +71,7 @@ def _profile(data: Any) -> Profile:
 
 
 def _param(row: Any, path: str) -> tuple[ParamSpec, float]:
-    fields = _checked_object(row, path, _PARAM_FIELDS, _PARAM_REQUIRED)
+    fields = _checked_object(row, path, PARAM_FIELDS, _PARAM_REQUIRED)
     dtype = fields.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
         raise _wrong(f"{path}.dtype", f"one of {', '.join(ITEMSIZES)}", dtype, remedy=_suggestion(dtype, ITEMSIZES))

@@ -1,0 +1,182 @@
+"""Networks by name, and links that explain what was measured."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from support.errors import text_of
+from undertow.cost import (
+    CostCurve,
+    Costs,
+    HalvingDoublingCosts,
+    HierarchicalCosts,
+    RingCosts,
+    catalogue_names,
+    costs_for,
+    link_from_curve,
+    link_from_text,
+    published_network,
+)
+from undertow.errors import ConfigError
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+SIZES = [0.0, 1.0, 1e4, 1e8]
+MIB = 1024 * 1024
+FAST = link_from_text("100gbit,5us")
+
+
+def same(one: Costs, other: Costs) -> bool:
+    return all(np.array_equal(one.collective_us(kind, SIZES), other.collective_us(kind, SIZES)) for kind in KINDS)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 6, 12])
+def test_a_link_means_a_ring(num_ranks: int) -> None:
+    assert same(costs_for("100gbit,5us", num_ranks=num_ranks), RingCosts(FAST, num_ranks=num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
+def test_a_link_between_a_power_of_two_of_ranks_means_halving_and_doubling(num_ranks: int) -> None:
+    assert same(costs_for("100gbit,5us", num_ranks=num_ranks), HalvingDoublingCosts(FAST, num_ranks=num_ranks))
+
+
+def test_no_link_costs_nothing() -> None:
+    assert costs_for("none", num_ranks=6).collective_us("all_reduce", SIZES).tolist() == [0, 0, 0, 0]
+
+
+def test_ranks_per_node_mean_two_levels() -> None:
+    inside = HalvingDoublingCosts(link_from_text("900gbit,2us"), num_ranks=8)
+    expected = HierarchicalCosts(inside=inside, across=RingCosts(FAST, num_ranks=3), per_node=8)
+    assert same(costs_for("100gbit,5us", num_ranks=24, per_node=8, inside="900gbit,2us"), expected)
+
+
+def test_ranks_of_a_node_have_nvlink_if_nothing_else_is_said() -> None:
+    said = costs_for("100gbit", num_ranks=16, per_node=8, inside="2400gbit,3us")
+    assert same(costs_for("100gbit", num_ranks=16, per_node=8), said)
+
+
+def test_one_rank_per_node_means_the_network_alone() -> None:
+    assert same(costs_for("100gbit,5us", num_ranks=6, per_node=1), RingCosts(FAST, num_ranks=6))
+
+
+def test_a_node_may_be_a_published_one() -> None:
+    costs = costs_for("400gbit,5us", num_ranks=64, per_node=8, inside="8xH200-nvlink4")
+    across = HalvingDoublingCosts(link_from_text("400gbit,5us"), num_ranks=8).collective_us("all_reduce", 32 * MIB)
+    # 256 MiB took 1077 us inside the node; an eighth of it goes across.
+    assert float(costs.collective_us("all_reduce", 256 * MIB)) == pytest.approx(1077 + float(across), rel=1e-12)
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1])
+def test_a_network_without_ranks_is_refused(num_ranks: int) -> None:
+    assert text_of(ConfigError, lambda: costs_for("1gbit", num_ranks=num_ranks)) == (
+        f"a network has one rank or more, got {num_ranks}.\n  Give a positive number of ranks."
+    )
+
+
+@pytest.mark.parametrize("per_node", [0, -8, 5, 16])
+def test_ranks_that_do_not_fill_their_nodes_are_refused(per_node: int) -> None:
+    assert text_of(ConfigError, lambda: costs_for("1gbit", num_ranks=8, per_node=per_node)) == (
+        f"8 ranks cannot be on nodes of {per_node} ranks each.\n  Give a number of ranks per node that divides 8."
+    )
+
+
+@pytest.mark.parametrize("text", ["0gbit", "fast", "0gbit,5us"])
+def test_a_text_that_names_no_network_is_refused_as_a_link(text: str) -> None:
+    expected = text_of(ConfigError, lambda: link_from_text(text))
+    assert text_of(ConfigError, lambda: costs_for(text, num_ranks=8)) == expected
+    assert text_of(ConfigError, lambda: costs_for("1gbit", num_ranks=8, per_node=4, inside=text)) == expected
+
+
+@pytest.mark.parametrize("text", ["8xH200-nvlink", "8xh200-nvlink4", "8xH200"])
+def test_a_name_that_is_almost_one_is_recognised(text: str) -> None:
+    assert text_of(ConfigError, lambda: costs_for(text, num_ranks=8)) == (
+        f"there is no published network {text!r}.\n  Did you mean '8xH200-nvlink4'?"
+    )
+
+
+def test_a_published_network_is_of_its_own_number_of_ranks() -> None:
+    assert text_of(ConfigError, lambda: costs_for("8xH200-nvlink4", num_ranks=16)) == (
+        "8xH200-nvlink4 was measured over 8 ranks and says nothing about 16.\n"
+        '  Name a link such as "100gbit,5us" for other numbers of ranks.'
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "quarter_mib_us", "sixteen_mib_us", "largest_us"),
+    [
+        ("8xA100-nvlink3", 8, 61, 277, 2421),
+        ("8xH200-nvlink4", 8, 39, 134, 1077),
+        ("8xB200-nvlink5", 8, 48, 115, 727),
+        ("4x8xB200-efa", 32, 378, 505, 2270),  # 382 us, and then 378 at 1 MiB
+    ],
+)
+def test_published_times(name: str, num_ranks: int, quarter_mib_us: int, sixteen_mib_us: int, largest_us: int) -> None:
+    costs = costs_for(name, num_ranks=num_ranks)
+    times = costs.collective_us("all_reduce", [MIB / 4, 16 * MIB, 256 * MIB])
+    assert times.tolist() == [quarter_mib_us, sixteen_mib_us, largest_us]
+
+
+@pytest.mark.parametrize("name", catalogue_names())
+def test_a_published_curve_is_enough_to_plan_from(name: str) -> None:
+    network = published_network(name)
+    assert (network.name, network.all_reduce.is_enough) == (name, True)
+
+
+@pytest.mark.parametrize("name", catalogue_names())
+@pytest.mark.parametrize("num_known", [6, 7, 8])
+def test_the_largest_published_sizes_are_foreseen_from_the_smaller_ones(name: str, num_known: int) -> None:
+    points = published_network(name).all_reduce.points
+    sizes, times = np.array(points[num_known:]).T
+    # Real curves bend: 1.34 was found, and 1.60 for the line through the last two known points.
+    assert CostCurve(points=points[:num_known]).us(sizes) == pytest.approx(times, rel=0.35)
+
+
+def test_a_name_unlike_any_lists_them_all() -> None:
+    assert text_of(ConfigError, lambda: published_network("token ring")) == (
+        "there is no published network 'token ring'.\n"
+        "  Known networks: 8xA100-nvlink3, 8xH200-nvlink4, 8xB200-nvlink5, 4x8xB200-efa."
+    )
+
+
+def curve_of(costs: Costs, kind: str, *, slow: int | None = None) -> CostCurve:
+    sizes = [2**k for k in range(12, 28)]
+    times = costs.collective_us(kind, sizes) * [10 if i == slow else 1 for i in range(16)]
+    return CostCurve(points=tuple(zip(sizes, times.tolist(), strict=True)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("slow", [None, 3, 15])
+def test_the_link_of_a_ring_is_found_from_its_curve(kind: str, slow: int | None) -> None:
+    link = link_from_curve(curve_of(RingCosts(FAST, num_ranks=5), kind, slow=slow), kind, num_ranks=5, name="found")
+    # The latency is what is left of a time when bytes are taken off: of 1e-16 three digits or four are lost, of 1e-6 allowed.
+    assert (link.name, link.hop_s, link.bytes_per_s) == ("found", pytest.approx(5e-6), pytest.approx(FAST.bytes_per_s))
+
+
+def test_what_two_ranks_measured_says_what_64_take() -> None:
+    link = link_from_curve(curve_of(RingCosts(FAST, num_ranks=2), "all_reduce"), "all_reduce", num_ranks=2, name="found")
+    found, expected = (RingCosts(known, num_ranks=64).collective_us("all_reduce", SIZES) for known in (link, FAST))
+    assert found == pytest.approx(expected)
+
+
+def test_a_curve_that_does_not_grow_is_a_latency_alone() -> None:
+    curve = CostCurve(points=((1000, 60), (2000, 60), (4000, 60)))
+    link = link_from_curve(curve, "all_reduce", num_ranks=4, name="flat")
+    assert (link.hop_s, link.bytes_per_s) == (pytest.approx(10e-6), math.inf)
+
+
+@pytest.mark.parametrize(
+    ("points", "num_ranks", "reason"),
+    [
+        (((1000, 60), (2000, 70)), 1, "num_ranks=1"),
+        (((1000, 60),), 2, "its sizes lie too close together"),
+        (((1000, 60), (1100, 70)), 2, "its sizes lie too close together"),
+    ],
+)
+def test_a_curve_that_cannot_tell_a_link_is_refused(points: tuple[tuple[int, int], ...], num_ranks: int, reason: str) -> None:
+    curve = CostCurve(points=points)
+    assert text_of(ConfigError, lambda: link_from_curve(curve, "all_gather", num_ranks=num_ranks, name="x")) == (
+        f"no link can be made of the curve of all_gather: {reason}.\n"
+        "  Measure between two ranks or more, and sizes of which one is half as large again as another."
+    )
