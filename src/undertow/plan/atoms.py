@@ -32,7 +32,7 @@ class Atoms:
     num_bytes: Floats  # [num_kinds, num_cuts] before the cut
     num_pieces: Ints  # [num_kinds, num_cuts] before the cut
     last: Ints  # [num_kinds, num_cuts] the last piece before the cut; -1 where there is none
-    ready_us: Floats  # [num_kinds, num_cuts] when that piece may leave
+    ready_us: Floats  # [num_kinds, num_cuts] when that piece and all before it of its kind have come
     used_us: Floats  # [num_kinds, num_cuts] earliest use between the cut and the one before it; infinity if none
     kinds: Ints  # [num_pieces] kind of each piece
 
@@ -49,14 +49,14 @@ def atoms_of(
     index_of_kind: dict[tuple[str, str, bool], int] = {}
     kinds = np.array([index_of_kind.setdefault(spec.kind, len(index_of_kind)) for spec in specs], dtype=np.int64)
     sizes = np.array([piece.numel * spec.itemsize for piece, spec in zip(pieces, specs, strict=True)], dtype=np.float64)
-    ready = np.maximum.accumulate(np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64))
+    ready = np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64)
     used = np.array([timing.used_us[piece.param] for piece in pieces] if timing.used_us else [], dtype=np.float64)
-    cuts = _cuts(sizes, ready, used, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
+    cuts = _cuts(sizes, np.maximum.accumulate(ready), used, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
 
     is_of = kinds == np.arange(len(index_of_kind))[:, None]
     last = _before(np.maximum.accumulate(np.where(is_of, np.arange(len(pieces)), -1), axis=1), cuts, first=-1)
-    ready_at = np.where(last < 0, 0.0, ready[last])
-    ready_at[kinds[-1], -1] = max(ready[-1], timing.backward_end_us)
+    ready_at = _before(np.maximum.accumulate(np.where(is_of, ready, 0.0), axis=1), cuts, first=0.0)
+    ready_at[kinds[-1], -1] = max(ready_at[kinds[-1], -1], timing.backward_end_us)
     use = np.where(is_of, used, math.inf) if len(used) else np.full(is_of.shape, math.inf)
     no_use = np.full((len(index_of_kind), 1), math.inf)
     return Atoms(
@@ -76,9 +76,7 @@ def whole_pieces(params: Sequence[ParamSpec], order: Sequence[int]) -> list[Piec
     return [piece_of(param, params) for param in order]
 
 
-def small_pieces(
-    params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks: int, max_bucket_bytes: float
-) -> list[Piece]:
+def small_pieces(params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks: int, max_bucket_bytes: float) -> list[Piece]:
     """Large parameters in even pieces that begin at multiples of 16 bytes and of the number of ranks.
 
     A piece is no larger than a bucket may be, nor than a share of all bytes so small that it hardly matters whether it
@@ -111,9 +109,7 @@ def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float
         return [piece]
     num_shares = -(-num_units // max(1, int(most_bytes // (unit * spec.itemsize))))
     share = unit * -(-num_units // num_shares)
-    return [
-        Piece(param=piece.param, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)
-    ]
+    return [Piece(param=piece.param, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)]
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
