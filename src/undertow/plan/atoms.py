@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,10 @@ from undertow.plan.spec import ParamSpec
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_Number = TypeVar("_Number", np.float64, np.int64)
+
+_FINEST = 16.0  # cells that are tried first, per atom; finer ones would save less than the slack of a plan
+_COARSER = 0.8  # as many cells are tried next
 _MOST_PIECES = 64  # of all parameters together, but for those that the cap on buckets asks for
 
 
@@ -42,7 +48,13 @@ class Atoms:
 
 
 def atoms_of(
-    params: Sequence[ParamSpec], pieces: Sequence[Piece], timing: StepTiming, *, max_atoms: int, max_bucket_bytes: float
+    params: Sequence[ParamSpec],
+    pieces: Sequence[Piece],
+    timing: StepTiming,
+    *,
+    max_atoms: int,
+    has_shards: bool = False,
+    max_bucket_bytes: float = math.inf,
 ) -> Atoms:
     """At most `max_atoms` of them, but for those that `max_bucket_bytes` asks for; each piece is one where that is possible."""
     specs = [params[piece.param] for piece in pieces]
@@ -50,7 +62,7 @@ def atoms_of(
     kinds = np.array([index_of_kind.setdefault(spec.kind, len(index_of_kind)) for spec in specs], dtype=np.int64)
     sizes = np.array([piece.numel * spec.itemsize for piece, spec in zip(pieces, specs, strict=True)], dtype=np.float64)
     ready = np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64)
-    used = np.array([timing.used_us[piece.param] for piece in pieces] if timing.used_us else [], dtype=np.float64)
+    used = np.array([timing.used_us[piece.param] for piece in pieces] if has_shards else [], dtype=np.float64)
     cuts = _cuts(sizes, np.maximum.accumulate(ready), used, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
 
     is_of = kinds == np.arange(len(index_of_kind))[:, None]
@@ -63,7 +75,7 @@ def atoms_of(
         pieces=pieces,
         cuts=cuts,
         num_bytes=_before(np.cumsum(np.where(is_of, sizes, 0.0), axis=1), cuts, first=0.0),
-        num_pieces=_before(np.cumsum(is_of, axis=1), cuts, first=0),
+        num_pieces=_before(np.cumsum(is_of, axis=1, dtype=np.int64), cuts, first=0),
         last=last,
         ready_us=ready_at,
         used_us=np.hstack([no_use, np.minimum.reduceat(use, cuts[:-1], axis=1)]),
@@ -92,7 +104,7 @@ def small_pieces(params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks
 def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) -> tuple[tuple[Member, ...], ...]:
     """The buckets of the windows between `chosen` cuts, in the order in which they leave."""
     groups: list[tuple[Member, ...]] = []
-    for begin, end in zip(chosen[:-1], chosen[1:], strict=True):
+    for begin, end in pairwise(chosen):
         of_kind: dict[int, list[Piece]] = {}
         inside = range(int(atoms.cuts[begin]), int(atoms.cuts[end]))
         for at in reversed(inside):  # kinds in the order of their last pieces, the latest first
@@ -123,7 +135,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return joined
 
 
-def _before(values: NDArray[np.generic], cuts: Ints, *, first: float) -> NDArray[np.generic]:
+def _before(values: NDArray[_Number], cuts: Ints, *, first: float) -> NDArray[_Number]:
     """The last value before each cut, `first` at the first one."""
     return np.hstack([np.full((len(values), 1), first, dtype=values.dtype), values[:, cuts[1:] - 1]])
 
@@ -140,7 +152,7 @@ def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_buc
         is_large = sizes > max_bucket_bytes / 2
         forced = is_large[1:] | is_large[:-1] | (np.diff(ends // (max_bucket_bytes / 2)) > 0)
     signals = [signal for signal in (ready, ends, used) if len(signal)]
-    num_cells = 16.0 * max_atoms
+    num_cells = _FINEST * max_atoms
     is_cut = np.ones(len(sizes) - 1, dtype=bool)
     while np.count_nonzero(is_cut) >= max_atoms and num_cells >= 1:
         is_cut = np.zeros(len(sizes) - 1, dtype=bool)
@@ -148,9 +160,6 @@ def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_buc
             is_cut |= np.diff(_cell(signal, int(num_cells))) != 0
         num_cells *= _COARSER
     return np.concatenate([[0], np.flatnonzero(is_cut | forced) + 1, [len(sizes)]]).astype(np.int64)
-
-
-_COARSER = 0.8
 
 
 def _cell(signal: Floats, num_cells: int) -> Floats:

@@ -61,16 +61,20 @@ class _Lane:
 
     def after(self, us: Floats, begin: Ints, end: Ints) -> Floats:
         """When prefixes up to `begin` are through with one more window."""
-        return np.maximum(np.maximum(us + self._time[end, begin], self._earliest[end, begin]), self._floor[end])
+        through: Floats = np.maximum(us + self._time[end, begin], self._earliest[end, begin])
+        np.maximum(through, self._floor[end], out=through)
+        return through
 
     def at_least(self, us: Floats, cut: Ints) -> Floats:
         """No continuation of such prefixes ends below this."""
-        return np.maximum(us + self._rest_time[cut], self._rest_earliest[cut])
+        least: Floats = np.maximum(us + self._rest_time[cut], self._rest_earliest[cut])
+        return least
 
 
 def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> tuple[list[int], float]:
     """Cuts of the fewest windows whose period is within `slack` of the best one, and that one's period in microseconds."""
     reduction, gather = _Lane(reductions), _Lane(gathers)
+    last = reduction.num_cuts - 1
     start = _Prefixes(
         cut=np.zeros(1, dtype=np.int64),
         reduced_us=np.array([reduction.start_us]),
@@ -80,15 +84,14 @@ def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> 
     layers, kept, found = [start], start, [(math.inf, 0)]
     while len(layers[-1].cut):
         longer, period = _prolonged(layers[-1], reduction, gather)
-        is_whole = longer.cut == len(reductions.time_us) - 1
-        done = np.where(is_whole, period, math.inf)
+        done = np.where(longer.cut == last, period, math.inf)
         at = int(np.argmin(done))
         found.append(min(found[-1], (float(done[at]), int(longer.parent[at]))))
-        layer, kept = _unbeaten(longer.take(~is_whole & (period < found[-1][0])), kept)
+        layer, kept = _unbeaten(longer.take((longer.cut < last) & (period < found[-1][0])), kept)
         layers.append(layer)
     best = found[-1][0]
     num_windows = next(num for num, (period_us, _) in enumerate(found) if period_us <= best * slack)
-    cuts, parent = [len(reductions.time_us) - 1], found[num_windows][1]
+    cuts, parent = [last], found[num_windows][1]
     for layer in reversed(layers[:num_windows]):
         cuts.append(int(layer.cut[parent]))
         parent = int(layer.parent[parent])
