@@ -33,15 +33,10 @@ class StepTiming:
     used_us: Sequence[float] = ()  # by parameter: first read in forward, since forward began; for shards only
 
     def __post_init__(self) -> None:
-        times = {"ready_us": self.ready_us, "backward_end_us": (self.backward_end_us,), "used_us": self.used_us}
-        for name, values in times.items():
-            for param, value in enumerate(values):
-                if not (math.isfinite(value) and value >= 0):
-                    raise ConfigError(
-                        f"a time of a step must be finite and not negative, got {name}={value}.",
-                        where=f"{name} of parameter {param}" if len(values) > 1 else name,
-                        remedy="Count from when the step began; a gradient that never comes is ready at the end of backward.",
-                    )
+        _check_us("backward_end_us", self.backward_end_us)
+        for name, times in (("ready_us", self.ready_us), ("used_us", self.used_us)):
+            for param, time in enumerate(times):
+                _check_us(f"{name} of parameter {param}", time)
 
 
 def check_timing(params: Sequence[ParamSpec], timing: StepTiming, *, has_shards: bool) -> None:
@@ -86,3 +81,12 @@ def _through_us(starts: Iterable[float], times: Iterable[float]) -> float:
     for start, time in zip(starts, times, strict=True):
         through = max(through, start) + time
     return through
+
+
+def _check_us(name: str, time_us: float) -> None:
+    if not 0 <= time_us < math.inf:  # NaN is not between them either
+        raise ConfigError(
+            f"a time of a step must be finite and not negative, got {time_us}.",
+            where=name,
+            remedy="Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends.",
+        )
