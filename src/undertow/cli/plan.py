@@ -35,7 +35,7 @@ class PlanRequest:
     bucket_cap_mb: float | None
     has_overlap: bool
     is_accumulation: bool
-    network: NetworkOptions = NetworkOptions()
+    network: NetworkOptions
 
     def __post_init__(self) -> None:
         if self.num_ranks is not None and self.num_ranks < 1:
@@ -101,7 +101,7 @@ def _show_plan_of_profile(request: PlanRequest, profile: Profile, strategy: Stra
         console = Console()
         console.print()
         print_outcomes([what_if.outcome("as above", plan)], console)
-        console.print(f"Network: {escape(what_if.network.source)}", highlight=False)
+        console.print(f"Network: {escape(what_if.network.source)}", highlight=False, soft_wrap=True)
 
 
 def _schedule(plan: Plan, strategy: Strategy, request: PlanRequest) -> Schedule:

@@ -62,8 +62,9 @@ def show_simulation(request: SimulateRequest) -> None:
         f"{escape(profile.name or request.file.name)}, {question.strategy.name}: {len(profile.params)} parameters, "
         f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
         highlight=False,
+        soft_wrap=True,
     )
-    console.print(f"Network: {escape(what_if.network.source)}", highlight=False)
+    console.print(f"Network: {escape(what_if.network.source)}", highlight=False, soft_wrap=True)
     request.out.mkdir(parents=True, exist_ok=True)
     if request.sweep is None:
         outcomes = what_if.outcomes()

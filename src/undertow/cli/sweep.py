@@ -13,7 +13,7 @@ from undertow.report.comparison import Point, Sweep
 __all__ = ["SWEEPS", "sweep_named"]
 
 _RATE_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
-_BUCKET_MIBS = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 32, 64, 128, 256, 512, 1024)
+_BUCKET_MIBS = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100, 200, 400, 800, 1600)
 _RATE = re.compile(r"(?P<rate>[\d.]+)(?P<unit>\w+)(?P<latency>.*)")  # of what link_from_text reads
 
 
@@ -32,7 +32,7 @@ def _sweep_ranks(question: Question, num_ranks: int) -> Sweep:
     counts = [size for size in candidates if min(2, num_ranks) <= size <= num_ranks]
     counts = sorted(size for size in counts if size <= per_node or size % per_node == 0)
     points = [Point(value=size, label=str(size), outcomes=question.at(size).outcomes()) for size in counts]
-    return Sweep(axis="ranks", points=tuple(points))
+    return Sweep(axis="data-parallel size", unit="ranks", points=tuple(points))
 
 
 def _sweep_bandwidth(question: Question, num_ranks: int) -> Sweep:
@@ -48,7 +48,7 @@ def _sweep_bandwidth(question: Question, num_ranks: int) -> Sweep:
         Point(value=rate, label=label, outcomes=question.at(num_ranks, link=link).outcomes())
         for rate, label, link in zip(rates, labels, links, strict=True)
     ]
-    return Sweep(axis=f"{match['unit']}/s of every link", points=tuple(points))
+    return Sweep(axis="rate of every link", unit=f"{match['unit']}/s", points=tuple(points))
 
 
 def _sweep_bucket(question: Question, num_ranks: int) -> Sweep:
@@ -61,7 +61,7 @@ def _sweep_bucket(question: Question, num_ranks: int) -> Sweep:
     for size in sizes:
         fixed = what_if.outcome("fixed size", what_if.plan_of_size(caps_of(size)))
         points.append(Point(value=size, label=f"{size:g}", outcomes=(others[PER_PARAMETER], fixed, others[OPTIMAL])))
-    return Sweep(axis="largest bucket, MiB", points=tuple(points))
+    return Sweep(axis="largest bucket", unit="MiB", points=tuple(points))
 
 
 def _refused(what: str, remedy: str) -> ConfigError:

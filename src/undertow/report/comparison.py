@@ -53,7 +53,8 @@ class Point:
 class Sweep:
     """What is varied, and what comes out; every point has the same methods in the same order."""
 
-    axis: str  # what is varied, with its unit
+    axis: str  # what is varied
+    unit: str
     points: tuple[Point, ...]
 
     @property
@@ -79,7 +80,7 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
             *([_ms(outcome.late_rank_us)] if has_late_ranks else []),
             "-" if outcome.overlap is None else f"{outcome.overlap:.0%}",
             f"{outcome.step_us / outcome.limit_us:.3f}" if outcome.limit_us > 0 else "-",
-            f"{outcome.efficiency:.0%}",
+            f"{outcome.efficiency:.1%}",
             style="bold" if outcome.step_us == best_us else None,
         )
     console.print(table)
@@ -88,11 +89,11 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 def print_sweep(sweep: Sweep, console: Console) -> None:
     """A line per point: milliseconds of a step, and scaling efficiency, of every method."""
     table = Table(caption="milliseconds per step, scaling efficiency", caption_justify="left")
-    table.add_column(sweep.axis, justify="right")
+    table.add_column(f"{sweep.axis}, {sweep.unit}", justify="right")
     for method in sweep.methods:
         table.add_column(method, justify="right")
     for point in sweep.points:
-        table.add_row(point.label, *(f"{_ms(outcome.step_us)}  {outcome.efficiency:4.0%}" for outcome in point.outcomes))
+        table.add_row(point.label, *(f"{_ms(outcome.step_us)}  {outcome.efficiency:6.1%}" for outcome in point.outcomes))
     console.print(table)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,7 @@ def save_curves(sweep: Sweep, path: str | Path) -> None:
     _draw(steps, sweep, lambda outcome: outcome.step_us / 1e3)
     _draw(efficiencies, sweep, lambda outcome: 100 * outcome.efficiency)
     _dress_times(steps, sweep)
-    efficiencies.set_ylim(0, 105)
-    efficiencies.set_ylabel("scaling efficiency, % (step without communication / step)", fontsize=9.5, color=_INK)
+    efficiencies.set_ylabel("scaling efficiency, %", fontsize=9.5, color=_INK)
     figure.suptitle(_takeaway(sweep), x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
     handles, labels = steps.get_legend_handles_labels()
     figure.legend(
@@ -70,7 +69,7 @@ def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> Non
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [point.label for point in sweep.points])
     axes.minorticks_off()
-    axes.set_xlabel(sweep.axis, fontsize=9.5, color=_INK)
+    axes.set_xlabel(f"{sweep.axis}, {sweep.unit}", fontsize=9.5, color=_INK)
     axes.tick_params(labelsize=9, colors=_INK)
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -88,16 +87,18 @@ def _dress_times(axes: Axes, sweep: Sweep) -> None:
     if largest_ms > _LOG_RATIO * compute_ms:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    else:
-        axes.set_ylim(0, largest_ms * 1.05)
     axes.set_ylabel("ms per step", fontsize=9.5, color=_INK)
 
 
 def _takeaway(sweep: Sweep) -> str:
-    last = sweep.points[-1]
-    outcome: Outcome = last.outcomes[-1]
-    slowest: Sequence[Outcome] = sorted(last.outcomes, key=lambda outcome: outcome.step_us)
+    """How the last method does at both ends, and where it gains most."""
+    first, last = sweep.points[0].outcomes[-1], sweep.points[-1].outcomes[-1]
+    gain, other, label = max(
+        (outcome.step_us / point.outcomes[-1].step_us, outcome.method, point.label)
+        for point in sweep.points
+        for outcome in point.outcomes
+    )
     return (
-        f"{outcome.method}: {outcome.efficiency:.0%} efficiency at {last.label} {sweep.axis}, "
-        f"{slowest[-1].step_us / outcome.step_us:.1f}x the speed of {slowest[-1].method}"
+        f"{last.method}: {first.efficiency:.0%} to {last.efficiency:.0%} efficiency, "
+        f"up to {gain:.2f}x the speed of {other} (at {label} {sweep.unit})"
     )
