@@ -98,7 +98,8 @@ def _takeaway(sweep: Sweep) -> str:
         for point in sweep.points
         for outcome in point.outcomes
     )
+    ends = dict.fromkeys(f"{outcome.efficiency:.0%}" for outcome in (first, last))
     return (
-        f"{last.method}: {first.efficiency:.0%} to {last.efficiency:.0%} efficiency, "
+        f"{last.method}: {' to '.join(ends)} efficiency, "
         f"up to {gain:.2f}x the speed of {other} (at {label} {sweep.unit})"
     )
