@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import host_overhead, memory, overlap_limit, recording, start_up
+from benchmarks import host_overhead, memory, overlap_limit, recording, simulator, start_up
 from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell, row_where
 
 
@@ -62,5 +62,11 @@ PARTS = (
         title="Start-up: 150 parameters, 20 MB, 2 ranks, no link emulated",
         measure=start_up.measure,
         judge=start_up.judge,
+    ),
+    Part(
+        name="simulator",
+        title="Simulator: a step of 100 layers on 16,384 ranks of different speed, ZeRO-1, with contention",
+        measure=simulator.measure,
+        judge=simulator.judge,
     ),
 )

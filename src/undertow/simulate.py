@@ -94,7 +94,7 @@ class _Clocks:
     def compute(self, us: float) -> None:
         """Every rank computes what takes a mean rank so long while the lane is idle."""
         alone_us = self._slowness * us
-        if self._contention == 0:
+        if self._contention == 0 or us == 0:
             self.now_us = self.now_us + alone_us
             return
         earliest_us = float(self.now_us.min())

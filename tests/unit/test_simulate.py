@@ -2,16 +2,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from support.errors import text_of
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Piece, Plan, plan_from_groups
+from undertow.plan.finish import StepTiming, finish_us
 from undertow.profile import Profile
 from undertow.schedule import DDP, STRATEGIES, ZERO1, Strategy, lower_data_parallel
 from undertow.simulate import Conditions, simulate
@@ -230,6 +232,24 @@ def test_reductions_end_as_the_planner_reckons(step: tuple[Profile, Plan], cost:
         ready_us = max(ready_us, *(profile.ready_us[param] for param in bucket.params), profile.backward_us * is_last)
         finish_us = max(finish_us, ready_us) + cost[0] + cost[1] * bucket.wire_bytes
     assert record.buckets[-1].done_us - record.forwards[0][1] == pytest.approx(finish_us, abs=ROUNDING_US)
+
+
+@settings(deadline=None)
+@given(steps(), TIMES, TIMES, st.sampled_from([DDP, ZERO1]))
+def test_a_step_takes_what_the_planner_has_minimised(
+    step: tuple[Profile, Plan], reduction_us: float, gather_us: float, strategy: Strategy
+) -> None:
+    # Costs of any size are the same: the planner leaves out padding and trailers. Buckets in ready order, as it makes them.
+    profile, given_plan = step
+    cuts = [0, *accumulate(len(bucket.params) for bucket in given_plan.buckets)]
+    plan = plan_from_groups(profile.params, [profile.order[i:j] for i, j in pairwise(cuts)], num_ranks=given_plan.num_ranks)
+    assume(all(bucket.shard_numel for bucket in plan.buckets))  # what holds nothing is not gathered
+    costs = lines((reduction_us, 0), (gather_us, 0))
+    timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us, used_us=profile.used_us)
+    planned_us = finish_us(profile.params, plan.groups, timing, costs, has_shards=strategy.gather is not None)
+    record = simulate(profile, plan, strategy, costs)
+    expected_us = profile.update_us + profile.forward_us + planned_us
+    assert record.step_us == pytest.approx(expected_us, abs=ROUNDING_US)
 
 
 @settings(deadline=None)

@@ -172,7 +172,7 @@ def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
         (
             [],
             "nothing says what communication over 4 ranks costs.\n  the profile 'small' has no costs\n"
-            '  Give the network, such as --link "100gbit,5us".',
+            '  Give the network, such as --ranks 64 --link "100gbit,5us".',
         ),
         (
             ["--ranks", "0"],

@@ -154,7 +154,7 @@ def plan(  # noqa: PLR0913  # one for each option
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
 def simulate(  # noqa: PLR0913  # one for each option
-    profile: Annotated[Path, typer.Argument(help="What was measured of a model.", show_default=False)],
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What was measured of a model.", show_default=False)],
     ranks: Annotated[int | None, typer.Option(help="Ranks; without it those of the profile.", show_default=False)] = None,
     link: _Link = None,
     per_node: _PerNode = None,

@@ -54,7 +54,7 @@ class NetworkOptions:
             raise ConfigError(
                 f"nothing says what communication over {num_ranks} ranks costs.",
                 where=f"the profile {profile.name!r} has no costs",
-                remedy='Give the network, such as --link "100gbit,5us".',
+                remedy='Give the network, such as --ranks 64 --link "100gbit,5us".',
             )
         link = link_from_curve(profile.curves[kind], kind, num_ranks=profile.num_ranks, name="measured")
         found = f"{link.bytes_per_s * 8e-9:.3g} Gb/s and {link.hop_s * 1e6:.3g} us a message"

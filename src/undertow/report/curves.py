@@ -99,7 +99,4 @@ def _takeaway(sweep: Sweep) -> str:
         for outcome in point.outcomes
     )
     ends = dict.fromkeys(f"{outcome.efficiency:.0%}" for outcome in (first, last))
-    return (
-        f"{last.method}: {' to '.join(ends)} efficiency, "
-        f"up to {gain:.2f}x the speed of {other} (at {label} {sweep.unit})"
-    )
+    return f"{last.method}: {' to '.join(ends)} efficiency, up to {gain:.2f}x the speed of {other} (at {label} {sweep.unit})"
