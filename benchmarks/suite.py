@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import host_overhead, memory, overlap_limit, recording, simulator, start_up
+from benchmarks import host_overhead, memory, overlap_limit, planner, recording, simulator, start_up
 from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell, row_where
 
 
@@ -50,6 +50,12 @@ PARTS = (
         title="Overlap against its limit: 24 timed layers, 48 MB, emulated 1 Gb/s link",
         measure=overlap_limit.measure,
         judge=overlap_limit.judge,
+    ),
+    Part(
+        name="planner",
+        title="Planning buckets: a measured-like curve, at most 512 atoms, 256 with shards",
+        measure=planner.measure,
+        judge=planner.judge,
     ),
     Part(
         name="recording",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.plan.finish import StepTiming
-from undertow.plan.layout import Member, Piece, member_of, piece_of, unit_numel
+from undertow.plan.layout import Member, Piece, piece_of, unit_numel
 from undertow.plan.spec import ParamSpec
 
 Floats = NDArray[np.float64]
@@ -105,12 +105,12 @@ def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) 
     """The buckets of the windows between `chosen` cuts, in the order in which they leave."""
     groups: list[tuple[Member, ...]] = []
     for begin, end in pairwise(chosen):
-        of_kind: dict[int, list[Piece]] = {}
-        inside = range(int(atoms.cuts[begin]), int(atoms.cuts[end]))
-        for at in reversed(inside):  # kinds in the order of their last pieces, the latest first
-            of_kind.setdefault(int(atoms.kinds[at]), []).append(atoms.pieces[at])
-        for pieces in reversed(of_kind.values()):
-            groups.append(tuple(member_of(piece, params) for piece in _joined(pieces[::-1])))
+        inside = atoms.pieces[atoms.cuts[begin] : atoms.cuts[end]]
+        kinds = atoms.kinds[atoms.cuts[begin] : atoms.cuts[end]]
+        for kind in np.argsort(atoms.last[:, end], kind="stable"):
+            pieces = [inside[at] for at in np.flatnonzero(kinds == kind)]
+            if pieces:
+                groups.append(tuple(_members(pieces, params)))
     return tuple(groups)
 
 
@@ -124,15 +124,17 @@ def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float
     return [Piece(param=piece.param, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)]
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _members(pieces: Sequence[Piece], params: Sequence[ParamSpec]) -> Iterator[Member]:
     """Pieces of one parameter that follow each other become one."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        if joined and joined[-1].param == piece.param:
-            joined[-1] = Piece(param=piece.param, first=joined[-1].first, stop=piece.stop)
-        else:
-            joined.append(piece)
-    return joined
+    at = 0
+    while at < len(pieces):
+        first, stop = pieces[at], pieces[at].stop
+        at += 1
+        while at < len(pieces) and pieces[at].param == first.param:
+            stop = pieces[at].stop
+            at += 1
+        is_whole = first.first == 0 and stop == params[first.param].slot_numel
+        yield first.param if is_whole else Piece(param=first.param, first=first.first, stop=stop)
 
 
 def _before(values: NDArray[_Number], cuts: Ints, *, first: float) -> NDArray[_Number]:
