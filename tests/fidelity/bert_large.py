@@ -7,8 +7,9 @@ the model; the others are predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from fidelity.solve import solve
 from undertow.cost import Costs, HalvingDoublingCosts, Link, RingCosts
@@ -51,6 +52,7 @@ class Cell:
         return self.predicted_ms / self.measured_ms - 1
 
 
+@cache
 def profile() -> Profile:
     """391 tensors, 335 M parameters; a block's gradients become ready evenly within its share of backward."""
     embeddings = [30_522 * _WIDTH, 512 * _WIDTH, 2 * _WIDTH, _WIDTH, _WIDTH]
@@ -98,6 +100,7 @@ def costs_of(network: str, num_ranks: int, model: str, *, hop_s: float) -> Costs
     return MODELS[model](link_of(network, num_ranks, model, hop_s=hop_s), num_ranks)
 
 
+@cache
 def hop_s_of(network: str, model: str) -> float:
     """The latency that explains the 8-GPU row of one message per tensor."""
     measured_ms = PER_TENSOR_MS[network][CALIBRATED_RANKS]
@@ -108,13 +111,20 @@ def hop_s_of(network: str, model: str) -> float:
     return solve(step_ms, measured_ms, low=0.0, high=1e-3)
 
 
-def cells(model: str) -> Iterator[Cell]:
+@cache
+def cells(model: str) -> tuple[Cell, ...]:
     """The predictions of the rows that nothing was calibrated on."""
-    for network, measured in PER_TENSOR_MS.items():
-        hop_s = hop_s_of(network, model)
-        for num_ranks in TESTED_RANKS:
-            predicted_ms = per_tensor_ms(costs_of(network, num_ranks, model, hop_s=hop_s), num_ranks)
-            yield Cell(network=network, num_ranks=num_ranks, measured_ms=measured[num_ranks], predicted_ms=predicted_ms)
+    return tuple(_cell(network, num_ranks, model) for network in PER_TENSOR_MS for num_ranks in TESTED_RANKS)
+
+
+def _cell(network: str, num_ranks: int, model: str) -> Cell:
+    costs = costs_of(network, num_ranks, model, hop_s=hop_s_of(network, model))
+    return Cell(
+        network=network,
+        num_ranks=num_ranks,
+        measured_ms=PER_TENSOR_MS[network][num_ranks],
+        predicted_ms=per_tensor_ms(costs, num_ranks),
+    )
 
 
 def table() -> str:

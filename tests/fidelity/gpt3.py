@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,6 +41,7 @@ class TrainCosts:
         return self.bucket_us * np.asarray(num_bytes, dtype=np.float64) / BUCKET_BYTES
 
 
+@cache
 def profile(*, backward_s: float = BACKWARD_S) -> Profile:
     """Uniform layers of four matrices; each gradient is ready when its share of the layer's backward is over."""
     square = _WIDTH * _WIDTH
@@ -67,6 +69,7 @@ def given_costs() -> TrainCosts:
     return TrainCosts(bucket_us=1e6 * COMMUNICATION_S * BUCKET_BYTES / num_bytes())
 
 
+@cache
 def step_s(costs: TrainCosts | None = None, conditions: Conditions | None = None, *, backward_s: float = BACKWARD_S) -> float:
     """Of a step that sends every gradient as soon as it is ready."""
     gpt = profile(backward_s=backward_s)

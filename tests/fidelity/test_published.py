@@ -20,7 +20,7 @@ def resnet() -> Profile:
 
 
 def test_bert_large_is_predicted_within_a_tenth() -> None:
-    cells = list(bert_large.cells("tree"))
+    cells = bert_large.cells("tree")
     assert len(cells) == 6
     assert max(abs(cell.error) for cell in cells) <= 0.1
 
@@ -36,6 +36,12 @@ def test_bandwidths_reproduce_the_rows_that_they_come_from(network: str, num_ran
 def test_the_page_has_the_predictions_of_bert_large() -> None:
     assert bert_large.table() in PAGE
     assert bert_large.calibration_table() in PAGE
+
+
+def test_the_page_has_the_worst_errors_in_its_text() -> None:
+    worst = {model: 100 * max(abs(cell.error) for cell in bert_large.cells(model)) for model in bert_large.MODELS}
+    assert f"worst of the six is {worst['tree']:.1f} % off" in PAGE
+    assert f"misses by up to {worst['ring']:.1f} %" in PAGE
 
 
 def test_the_page_has_what_the_inputs_of_gpt3_imply() -> None:

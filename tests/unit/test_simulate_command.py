@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -229,6 +232,20 @@ def test_help_names_every_option_and_an_example(monkeypatch: pytest.MonkeyPatch,
     assert call("simulate", "--help", monkeypatch=monkeypatch) == 0
     text = capsys.readouterr().out
     assert [name for name in (*names, "Exit code", "Example: undertow simulate") if name not in text] == []
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_the_example_of_the_help_runs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert call(command, "--help", monkeypatch=monkeypatch) == 0
+    example = re.search(rf"Example: undertow ({command} .*)", capsys.readouterr().out)
+    assert example is not None
+    arguments = shlex.split(example[1])
+    shutil.copytree(EXAMPLE.parent, tmp_path / "examples" / "profiles")
+    monkeypatch.chdir(tmp_path)  # where the picture goes
+    assert call(*arguments, monkeypatch=monkeypatch) == 0
 
 
 def test_simulating_does_not_import_torch(small: str, tmp_path: Path) -> None:

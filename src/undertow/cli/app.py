@@ -162,7 +162,9 @@ def simulate(  # noqa: PLR0913  # one for each option
     strategy: Annotated[
         str | None, typer.Option(help='"ddp", "zero1" or "zero2"; without it that of the profile.', show_default=False)
     ] = None,
-    skew: Annotated[float, typer.Option(help="Standard deviation of computing times between ranks; 0.05 is 5 %.")] = 0.0,
+    skew: Annotated[
+        float, typer.Option(help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank is shown.")
+    ] = 0.0,
     contention: Annotated[float, typer.Option(help="Share of its speed that computing loses while the network works.")] = 0.0,
     sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),

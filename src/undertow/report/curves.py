@@ -79,14 +79,16 @@ def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> Non
 
 def _dress_times(axes: Axes, sweep: Sweep) -> None:
     """Beside the curves, the step that does not communicate; a scale on which all curves can be read."""
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     compute_ms = sweep.points[0].outcomes[0].compute_us / 1e3
     axes.axhline(compute_ms, color=_FAINT_INK, linewidth=1, linestyle=":", label="computing only")
     largest_ms = max(outcome.step_us for point in sweep.points for outcome in point.outcomes) / 1e3
     if largest_ms > _LOG_RATIO * compute_ms:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel("ms per step", fontsize=9.5, color=_INK)
 
 
