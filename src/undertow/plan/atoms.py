@@ -108,7 +108,7 @@ def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) 
         inside = atoms.pieces[atoms.cuts[begin] : atoms.cuts[end]]
         kinds = atoms.kinds[atoms.cuts[begin] : atoms.cuts[end]]
         for kind in np.argsort(atoms.last[:, end], kind="stable"):
-            pieces = [inside[at] for at in np.flatnonzero(kinds == kind)]
+            pieces = [inside[at] for at in np.flatnonzero(kinds == kind).tolist()]
             if pieces:
                 groups.append(tuple(_members(pieces, params)))
     return tuple(groups)

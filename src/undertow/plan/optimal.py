@@ -74,6 +74,12 @@ def optimal_groups(  # noqa: PLR0913  # what is planned, what it is planned for,
     max_atoms = _MAX_ATOMS_WITH_SHARDS if has_shards else _MAX_ATOMS
     atoms = atoms_of(params, pieces, timing, max_atoms=max_atoms, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
     chosen, best = _chosen_cuts(atoms, costs, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
+    if not math.isfinite(best):
+        raise ConfigError(
+            f"no plan is ever through: a collective costs {best}.",
+            where=f"costs of {'reduce_scatter and all_gather' if has_shards else 'all_reduce'}",
+            remedy="Give finite costs for all sizes up to those of all gradients together.",
+        )
     groups = groups_of(atoms, params, chosen)
     finish = finish_us(params, groups, timing, costs, has_shards=has_shards)
     best = min(best, finish)
