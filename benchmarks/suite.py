@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import host_overhead, memory, overlap_limit, recording, start_up, tuning
+from benchmarks import host_overhead, memory, overlap_limit, planner, recording, simulator, start_up, tuning
 from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell, row_where
 
 
@@ -52,6 +52,12 @@ PARTS = (
         judge=overlap_limit.judge,
     ),
     Part(
+        name="planner",
+        title="Planning buckets: a measured-like curve, at most 512 atoms, 256 with shards",
+        measure=planner.measure,
+        judge=planner.judge,
+    ),
+    Part(
         name="recording",
         title="Cost of recording: 150 parameters, CPU time of the training thread",
         measure=recording.measure,
@@ -68,5 +74,11 @@ PARTS = (
         title="Cost of tuning: 24 timed layers, 48 MB, emulated 1 Gb/s link, the first 100 steps",
         measure=tuning.measure,
         judge=tuning.judge,
+    ),
+    Part(
+        name="simulator",
+        title="Simulator: a step of 100 layers on 16,384 ranks of different speed, ZeRO-1, with contention",
+        measure=simulator.measure,
+        judge=simulator.judge,
     ),
 )

@@ -1,3 +1,276 @@
 """A step without running it: the runtime's schedule and tracker, driven by a clock and a cost model."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.cost import Costs
+from undertow.errors import ConfigError
+from undertow.plan import Plan
+from undertow.profile import Profile
+from undertow.schedule import Op, OpKind, Schedule, Strategy, Tracker, lower_data_parallel, verify
+from undertow.trace import BucketRecord, StepRecord
+from undertow.trace.record import Interval
+
+__all__ = ["Conditions", "simulate"]
+
+_Times = NDArray[np.float64]  # by rank; one entry where all ranks are equal
+
+_MAX_SKEW = 0.2  # the fastest of a million ranks lies 4.9 deviations below the mean: it must still take some time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a step runs under beyond its costs. Raises ConfigError for what cannot be.
+
+    overlap: False sends every bucket after backward, and waits for gathers before the forward.
+    skew: standard deviation of the ranks' computing times relative to their mean, which is the profile's; 0 to 0.2. Ranks
+        are the quantiles of a normal distribution.
+    contention: share of its speed that computation loses while the lane is busy; 0 to below 1.
+    launch_us: computing time that it takes a rank to launch one collective.
+    rank: whose record is made. Ranks are sorted: 0 is the fastest, which shows all waiting, for the wire and for the others.
+    """
+
+    overlap: bool = True
+    skew: float = 0.0
+    contention: float = 0.0
+    launch_us: float = 0.0
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.skew <= _MAX_SKEW:
+            raise _impossible(
+                f"skew must be 0 to {_MAX_SKEW}, got {self.skew}.", remedy="0.05 is a standard deviation of 5 % between ranks."
+            )
+        if not 0 <= self.contention < 1:
+            raise _impossible(
+                f"contention must be 0 or more and below 1, got {self.contention}.",
+                remedy="0.1 slows computation by 10 % while the network works.",
+            )
+        if not 0 <= self.launch_us < float("inf"):
+            raise _impossible(f"launch_us must be 0 or more, got {self.launch_us}.", remedy="Give microseconds per collective.")
+        if self.rank < 0:
+            raise _impossible(f"there is no rank {self.rank}.", remedy="Ranks count from 0, the fastest.")
+
+
+def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
+    """One step of steady training, on as many ranks as `plan` is for; without `conditions`, those of `Conditions()`.
+
+    Ops are ordered and released by the code that does so in training. A collective starts when every rank has launched it
+    and the lane is free; parameters are first read when `profile.used_us` says. The update takes what it took in the
+    profile. Raises ConfigError for the plan of another model and for a rank that the plan does not have.
+    """
+    conditions = Conditions() if conditions is None else conditions
+    if plan.params != profile.params:
+        raise ConfigError(
+            "the plan is for other parameters than the profile.",
+            where=f"the plan has {len(plan.params)} parameters, the profile {len(profile.params)}",
+            remedy="Make the plan from the parameters of this profile.",
+        )
+    if conditions.rank >= plan.num_ranks:
+        raise _impossible(f"there is no rank {conditions.rank}.", remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.")
+    return _Step(profile, plan, strategy, costs, conditions).run()
+
+
+def _impossible(what: str, *, remedy: str) -> ConfigError:
+    return ConfigError(what, where="conditions of a simulated step", remedy=remedy)
+
+
+class _Clocks:
+    """Where every rank is in its step, and the lane: it carries one collective at a time and slows all computation."""
+
+    def __init__(self, slowness: _Times, *, contention: float) -> None:
+        self.now_us = np.zeros_like(slowness)
+        self._slowness = slowness
+        self._contention = contention
+        self._free_us = 0.0  # the lane is, from then on
+        self._busy: list[Interval] = []  # those of the lane that some rank is not past
+
+    def compute(self, us: float) -> None:
+        """Every rank computes what takes a mean rank so long while the lane is idle."""
+        alone_us = self._slowness * us
+        if self._contention == 0 or us == 0:
+            self.now_us = self.now_us + alone_us
+            return
+        earliest_us = float(self.now_us.min())
+        self._busy = [interval for interval in self._busy if interval[1] > earliest_us]
+        times_us = np.asarray([0.0, *(time for interval in self._busy for time in interval)])
+        lost_us = self._contention * np.cumsum([0.0, *(part for start, stop in self._busy for part in (0.0, stop - start))])
+        # By a time has been computed what that time has, less a share of the lane's busy time before it.
+        computed_us = self.now_us - np.interp(self.now_us, times_us, lost_us) + alone_us
+        self.now_us = computed_us + np.interp(computed_us, times_us - lost_us, lost_us)
+
+    def wait(self, until_us: float) -> None:
+        self.now_us = np.maximum(self.now_us, until_us)
+
+    def send(self, us: float) -> float:
+        """All ranks launch a collective that takes so long. Returns when it is through."""
+        start_us = max(self._free_us, float(self.now_us.max()))
+        self._free_us = start_us + us
+        self._busy += [(start_us, self._free_us)] if us > 0 else []
+        return self._free_us
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    """A bucket on its way, as the recorded rank sees it."""
+
+    op: Op
+    num_bytes: int
+    ready_us: float
+    launched_us: float
+    done_us: float
+    waited: Interval = (0.0, 0.0)
+
+    def record(self, *, begin_us: float) -> BucketRecord:
+        """With times since then."""
+        return BucketRecord(
+            bucket=self.op.bucket or 0,
+            num_bytes=self.num_bytes,
+            kind=self.op.kind,
+            ready_us=self.ready_us - begin_us,
+            launched_us=self.launched_us - begin_us,
+            done_us=self.done_us - begin_us,
+            waited=(self.waited[0] - begin_us, self.waited[1] - begin_us),
+        )
+
+
+class _Step:
+    """Issues the ops of a step, from where the last bucket of the step before was through, at 0, to where its own is."""
+
+    def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
+        self._profile = profile
+        self._plan = plan
+        self._conditions = conditions
+        self._uses = _uses(profile, plan)
+        self._schedule = _schedule(plan, strategy, [bucket for bucket, _ in self._uses], has_overlap=conditions.overlap)
+        self._num_bytes = _num_bytes(plan, strategy)
+        self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
+        self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
+        self._ready_us: dict[int, float] = {}
+        self._reductions: dict[int, _Sent] = {}
+        self._gathers: dict[int, _Sent] = {}
+
+    def run(self) -> StepRecord:
+        """The step as the recorder of one rank would have seen it."""
+        tracker = Tracker(self._schedule, [bucket.params for bucket in self._plan.buckets], num_params=len(self._plan.params))
+        begin_us = self._update()
+        self._forward()
+        forward_stop_us = self._now_us
+        self._backward(tracker)
+        left_us, busy_us = self._now_us, np.broadcast_to(self._clocks.now_us, self._plan.num_ranks)
+        self._issue(tracker.join())
+        return StepRecord(
+            step=0,
+            rank=self._conditions.rank,
+            # Ranks begin their forwards at different times, but all of them are through with the last bucket at once.
+            step_us=self._now_us,
+            forwards=((0.0, forward_stop_us - begin_us),),
+            backwards=((forward_stop_us - begin_us, left_us - begin_us),),
+            buckets=tuple(sent.record(begin_us=begin_us) for sent in self._reductions.values()),
+            busy_ms=tuple((busy_us / 1e3).tolist()),
+            gathers=tuple(sent.record(begin_us=begin_us) for sent in self._gathers.values()),
+        )
+
+    @property
+    def _now_us(self) -> float:
+        """Of the recorded rank."""
+        now_us = self._clocks.now_us
+        return float(now_us[min(self._conditions.rank, len(now_us) - 1)])
+
+    def _update(self) -> float:
+        """The optimizer steps and what it has updated leaves. Returns when the forward begins."""
+        self._clocks.compute(self._profile.update_us)
+        for op in self._schedule.ops:
+            if op.kind is OpKind.ALL_GATHER and self._num_bytes[op.kind][op.bucket or 0]:
+                self._ready_us[op.bucket or 0] = self._now_us
+                self._gathers[op.bucket or 0] = self._send(op)
+        begin_us = self._now_us
+        if not self._conditions.overlap:
+            for sent in self._gathers.values():
+                self._wait(sent)
+        return begin_us
+
+    def _forward(self) -> None:
+        computed_us = 0.0
+        for bucket, used_us in self._uses:
+            sent = self._gathers.get(bucket)
+            if sent is not None and self._conditions.overlap:
+                self._clocks.compute(used_us - computed_us)
+                computed_us = used_us
+                self._wait(sent)
+        self._clocks.compute(self._profile.forward_us - computed_us)
+
+    def _backward(self, tracker: Tracker) -> None:
+        """Gradients arrive one after another, until the last bucket has left."""
+        profile, computed_us = self._profile, 0.0
+        for param in profile.order:
+            ops = tracker.arrive(param)
+            if ops:
+                ready_us = min(profile.ready_us[param], profile.backward_us)
+                self._clocks.compute(ready_us - computed_us)
+                computed_us = ready_us
+                self._issue(ops)
+        self._clocks.compute(profile.backward_us - computed_us)
+        self._issue(tracker.end_backward())
+
+    def _issue(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            bucket = op.bucket or 0
+            if op.kind is OpKind.PACK:
+                self._ready_us[bucket] = self._now_us
+            elif op.kind is OpKind.BIND:
+                self._wait(self._reductions[bucket])
+            else:
+                self._reductions[bucket] = self._send(op)
+
+    def _send(self, op: Op) -> _Sent:
+        bucket, launched_us = op.bucket or 0, self._now_us
+        self._clocks.compute(self._conditions.launch_us)
+        return _Sent(
+            op=op,
+            num_bytes=self._num_bytes[op.kind][bucket],
+            ready_us=self._ready_us[bucket],
+            launched_us=launched_us,
+            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket])),
+        )
+
+    def _wait(self, sent: _Sent) -> None:
+        start_us = self._now_us
+        self._clocks.wait(sent.done_us)
+        sent.waited = (start_us, self._now_us)
+
+
+def _slowness(num_ranks: int, skew: float) -> _Times:
+    """How long each rank computes, relative to their mean."""
+    if skew == 0:
+        return np.ones(1)
+    of_ranks = NormalDist(mu=1.0, sigma=skew)
+    return np.asarray([of_ranks.inv_cdf((rank + 0.5) / num_ranks) for rank in range(num_ranks)])
+
+
+def _uses(profile: Profile, plan: Plan) -> list[tuple[int, float]]:
+    """Every bucket, and when the forward first reads a parameter of it, in that order."""
+    used_us = profile.used_us
+    first_us = [min((used_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
+    # Of those read at once the one that is reduced last comes first: its layer is the earlier one.
+    return sorted(enumerate(first_us), key=lambda use: (use[1], -use[0]))
+
+
+def _schedule(plan: Plan, strategy: Strategy, gather_order: Sequence[int], *, has_overlap: bool) -> Schedule:
+    num_buckets = len(plan.buckets)
+    schedule = lower_data_parallel(num_buckets, strategy, overlap=has_overlap, gather_order=gather_order)
+    return verify(schedule, strategy, num_buckets=num_buckets)
+
+
+def _num_bytes(plan: Plan, strategy: Strategy) -> Mapping[OpKind, Sequence[int]]:
+    """What each bucket hands to each kind of collective."""
+    num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
+    if strategy.gather is not None:
+        num_bytes[strategy.gather] = [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]
+    return num_bytes

@@ -17,6 +17,8 @@ PURE = [
     "undertow.plan",
     "undertow.schedule",
     "undertow.trace",
+    "undertow.profile",
+    "undertow.simulate",
     "undertow.report",
 ]
 

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
 import undertow
+from support.command import call
 from support.project import ROOT
 from undertow import demo
 from undertow.cli import main
@@ -14,16 +14,6 @@ from undertow.demo import DemoSettings
 from undertow.plan import Plan, plan_from_groups
 from undertow.plan.table import source_from_file
 from undertow.schedule import schedule_from_text
-
-
-def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of the command with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["undertow", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
 
 
 def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

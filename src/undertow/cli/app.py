@@ -11,13 +11,31 @@ from rich.console import Console
 from rich.markup import escape
 
 from undertow import __version__
+from undertow.cli.network import NetworkOptions
 from undertow.cli.plan import PlanRequest, show_plan
+from undertow.cli.simulate import SimulateRequest, show_simulation
+from undertow.cost import NODE_LINK
 from undertow.errors import UndertowError
 from undertow.plan.table import ITEMSIZES
+from undertow.simulate import Conditions
 
 __all__ = ["app", "run"]
 
 _CANNOT_WORK = 2
+
+_Link = Annotated[
+    str | None,
+    typer.Option(
+        help='Network of every rank: "100gbit", with a latency "100gbit,5us", or a published one such as "8xH200-nvlink4"; '
+        "without it, the measured costs of the profile.",
+        show_default=False,
+    ),
+]
+_PerNode = Annotated[int | None, typer.Option(help="Ranks per node; without it, each on its own.", show_default=False)]
+_NodeLink = Annotated[
+    str | None,
+    typer.Option(help=f"Network inside a node, like --link; with --per-node {NODE_LINK} by default.", show_default=False),
+]
 
 app = typer.Typer(
     name="undertow",
@@ -83,24 +101,34 @@ def demo(  # noqa: PLR0913  # one for each option
 
 @app.command(
     help="Show the buckets of a model and the schedule of one step, without running anything.\n\n"
-    "FILE is JSON: a plan that save_plan() has written, whose buckets are taken as they are, or a table of parameters in "
-    "the order in which the model registers them, written by hand:\n\n"
+    "FILE is JSON: a profile, whose best buckets are shown with what a step of them takes; a plan that save_plan() has "
+    "written, whose buckets are taken as they are; or a table of parameters in the order in which the model registers them, "
+    "written by hand:\n\n"
     '{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}\n\n'
     f"with dtypes of so many bytes: {', '.join(f'{dtype} {itemsize}' for dtype, itemsize in ITEMSIZES.items())}. "
     "Without FILE: the model of `undertow demo`.\n\n"
+    'Example: undertow plan examples/profiles/gpt2.json --ranks 64 --link "100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or FILE cannot work."
 )
-def plan(
-    file: Annotated[Path | None, typer.Argument(help="A saved plan or a table of parameters.", show_default=False)] = None,
+def plan(  # noqa: PLR0913  # one for each option
+    file: Annotated[
+        Path | None, typer.Argument(help="A profile, a saved plan or a table of parameters.", show_default=False)
+    ] = None,
     strategy: Annotated[str, typer.Option(help='What is sharded: "ddp", "zero1" or "zero2".')] = "ddp",
     ranks: Annotated[
-        int | None, typer.Option(help="Ranks to lay it out for; without it those of the saved plan, else 2.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Ranks to lay it out for; without it those of the profile or the saved plan, else 2.", show_default=False
+        ),
     ] = None,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Largest bucket in MiB; without it, saved or planned ones.", show_default=False)
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Reduce while backward goes on, or all at its end.")] = True,
     accumulation: Annotated[bool, typer.Option("--accumulation", help="Show a backward that only accumulates.")] = False,
+    link: _Link = None,
+    per_node: _PerNode = None,
+    node_link: _NodeLink = None,
 ) -> None:
     """Turns options into a request; the words for users stand above."""
     request = PlanRequest(
@@ -110,5 +138,45 @@ def plan(
         bucket_cap_mb=bucket_cap_mb,
         has_overlap=overlap,
         is_accumulation=accumulation,
+        network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
     )
     show_plan(request)
+
+
+@app.command(
+    help="Predict the step of a model on a network, without running anything.\n\n"
+    "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md). Simulates a step that sends "
+    "one message per parameter, buckets of fixed size (25 MiB behind a first one of 1 MiB, as torch's DistributedDataParallel "
+    "has them, and 40 MB), and the optimal buckets for this network. Prints what each step takes, what of its communication is "
+    "exposed, how it compares with the shortest possible step, and the scaling efficiency, the share of the step that computing "
+    "alone takes. Draws timelines in OUT/simulate.png, or with --sweep curves in OUT/simulate-SWEEP.png.\n\n"
+    'Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "100gbit,5us" --sweep ranks\n\n'
+    "Exit code 0: shown. 2: an option or PROFILE cannot work."
+)
+def simulate(  # noqa: PLR0913  # one for each option
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What was measured of a model.", show_default=False)],
+    ranks: Annotated[int | None, typer.Option(help="Ranks; without it those of the profile.", show_default=False)] = None,
+    link: _Link = None,
+    per_node: _PerNode = None,
+    node_link: _NodeLink = None,
+    strategy: Annotated[
+        str | None, typer.Option(help='"ddp", "zero1" or "zero2"; without it that of the profile.', show_default=False)
+    ] = None,
+    skew: Annotated[
+        float, typer.Option(help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank is shown.")
+    ] = 0.0,
+    contention: Annotated[float, typer.Option(help="Share of its speed that computing loses while the network works.")] = 0.0,
+    sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
+    out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
+) -> None:
+    """Turns options into a request; the words for users stand above."""
+    request = SimulateRequest(
+        file=profile,
+        strategy=strategy,
+        num_ranks=ranks,
+        network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
+        conditions=Conditions(skew=skew, contention=contention),
+        sweep=sweep,
+        out=out,
+    )
+    show_simulation(request)

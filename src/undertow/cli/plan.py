@@ -6,11 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.markup import escape
+
+from undertow.cli.network import NetworkOptions
+from undertow.cli.what_if import Question
+from undertow.config import SyncConfig
 from undertow.errors import ConfigError
-from undertow.plan import ParamSpec, Plan
+from undertow.plan import ParamSpec, Plan, plan_in_order
 from undertow.plan.table import plan_from_source, source_from_file
+from undertow.profile import Profile, profile_from_file
+from undertow.profile.profile import FORMAT_FIELD
+from undertow.report.comparison import print_outcomes
 from undertow.report.plan import print_plan
 from undertow.schedule import Schedule, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
+from undertow.simulate import Conditions
 
 __all__ = ["PlanRequest", "show_plan"]
 
@@ -25,6 +35,7 @@ class PlanRequest:
     bucket_cap_mb: float | None
     has_overlap: bool
     is_accumulation: bool
+    network: NetworkOptions
 
     def __post_init__(self) -> None:
         if self.num_ranks is not None and self.num_ranks < 1:
@@ -42,8 +53,17 @@ class PlanRequest:
 
 
 def show_plan(request: PlanRequest) -> None:
-    """Prints the buckets and the schedule that are asked for."""
+    """Prints the buckets and the schedule that are asked for, and of a profile what a step takes."""
     strategy = strategy_named(request.strategy)
+    if request.file is not None and _is_profile(request.file):
+        _show_plan_of_profile(request, profile_from_file(request.file), strategy)
+        return
+    if request.network.link is not None:
+        raise ConfigError(
+            "--link says what a step takes, which needs a profile.",
+            where=f"{request.file or 'the model of undertow demo'} has no times",
+            remedy="Give a profile that save_profile() has written, or leave --link out.",
+        )
     source = _demo_parameters() if request.file is None else source_from_file(request.file)
     plan = plan_from_source(
         source,
@@ -52,6 +72,36 @@ def show_plan(request: PlanRequest) -> None:
         splits=strategy.gather is not None,
     )
     print_plan(plan, strategy, _schedule(plan, strategy, request))
+
+
+def _is_profile(path: Path) -> bool:
+    """Also of a broken file: who reads profiles then says what is wrong."""
+    try:
+        return f'"{FORMAT_FIELD}"' in path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _show_plan_of_profile(request: PlanRequest, profile: Profile, strategy: Strategy) -> None:
+    num_ranks = profile.num_ranks if request.num_ranks is None else request.num_ranks
+    question = Question(
+        profile=profile,
+        strategy=strategy,
+        options=request.network,
+        conditions=Conditions(overlap=request.has_overlap),
+    )
+    what_if = question.at(num_ranks)
+    if request.bucket_cap_mb is None:
+        plan = what_if.optimal_plan
+    else:
+        config = SyncConfig(bucket_cap_mb=request.bucket_cap_mb)
+        plan = plan_in_order(profile.params, profile.order, config, num_ranks=num_ranks, splits=strategy.gather is not None)
+    print_plan(plan, strategy, _schedule(plan, strategy, request))
+    if not request.is_accumulation:
+        console = Console()
+        console.print()
+        print_outcomes([what_if.outcome("as above", plan)], console)
+        console.print(f"Network: {escape(what_if.network.source)}", highlight=False, soft_wrap=True)
 
 
 def _schedule(plan: Plan, strategy: Strategy, request: PlanRequest) -> Schedule:

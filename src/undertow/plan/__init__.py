@@ -1,8 +1,10 @@
 """Buckets, decided before a gradient exists."""
 
 from undertow.plan.choose import first_plan, plan_in_order
+from undertow.plan.finish import StepTiming, finish_us
 from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces
 from undertow.plan.layout import Member, Piece, Slot, Trailer, ranks_differ, signature_bits
+from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.order import largest_first, observed, reverse_registration
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
 from undertow.plan.spec import ParamSpec
@@ -10,18 +12,22 @@ from undertow.plan.spec import ParamSpec
 __all__ = [
     "Bucket",
     "Member",
+    "Optimum",
     "ParamSpec",
     "Piece",
     "Plan",
     "SizeCaps",
     "Slot",
+    "StepTiming",
     "Trailer",
     "default_caps",
+    "finish_us",
     "first_plan",
     "group_by_size",
     "group_in_pieces",
     "largest_first",
     "observed",
+    "optimal_groups",
     "plan_from_groups",
     "plan_in_order",
     "ranks_differ",

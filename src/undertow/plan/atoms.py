@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from undertow.plan.finish import StepTiming
-from undertow.plan.layout import Member, Piece, member_of, piece_of, unit_numel
+from undertow.plan.layout import Member, Piece, piece_of, unit_numel
 from undertow.plan.spec import ParamSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_Number = TypeVar("_Number", np.float64, np.int64)
+
+_FINEST = 16.0  # cells that are tried first, per atom; finer ones would save less than the slack of a plan
+_COARSER = 0.8  # as many cells are tried next
 _MOST_PIECES = 64  # of all parameters together, but for those that the cap on buckets asks for
 
 
@@ -32,7 +38,7 @@ class Atoms:
     num_bytes: Floats  # [num_kinds, num_cuts] before the cut
     num_pieces: Ints  # [num_kinds, num_cuts] before the cut
     last: Ints  # [num_kinds, num_cuts] the last piece before the cut; -1 where there is none
-    ready_us: Floats  # [num_kinds, num_cuts] when that piece may leave
+    ready_us: Floats  # [num_kinds, num_cuts] when that piece and all before it of its kind have come
     used_us: Floats  # [num_kinds, num_cuts] earliest use between the cut and the one before it; infinity if none
     kinds: Ints  # [num_pieces] kind of each piece
 
@@ -42,28 +48,34 @@ class Atoms:
 
 
 def atoms_of(
-    params: Sequence[ParamSpec], pieces: Sequence[Piece], timing: StepTiming, *, max_atoms: int, max_bucket_bytes: float
+    params: Sequence[ParamSpec],
+    pieces: Sequence[Piece],
+    timing: StepTiming,
+    *,
+    max_atoms: int,
+    has_shards: bool = False,
+    max_bucket_bytes: float = math.inf,
 ) -> Atoms:
     """At most `max_atoms` of them, but for those that `max_bucket_bytes` asks for; each piece is one where that is possible."""
     specs = [params[piece.param] for piece in pieces]
     index_of_kind: dict[tuple[str, str, bool], int] = {}
     kinds = np.array([index_of_kind.setdefault(spec.kind, len(index_of_kind)) for spec in specs], dtype=np.int64)
     sizes = np.array([piece.numel * spec.itemsize for piece, spec in zip(pieces, specs, strict=True)], dtype=np.float64)
-    ready = np.maximum.accumulate(np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64))
-    used = np.array([timing.used_us[piece.param] for piece in pieces] if timing.used_us else [], dtype=np.float64)
-    cuts = _cuts(sizes, ready, used, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
+    ready = np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64)
+    used = np.array([timing.used_us[piece.param] for piece in pieces] if has_shards else [], dtype=np.float64)
+    cuts = _cuts(sizes, np.maximum.accumulate(ready), used, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
 
     is_of = kinds == np.arange(len(index_of_kind))[:, None]
     last = _before(np.maximum.accumulate(np.where(is_of, np.arange(len(pieces)), -1), axis=1), cuts, first=-1)
-    ready_at = np.where(last < 0, 0.0, ready[last])
-    ready_at[kinds[-1], -1] = max(ready[-1], timing.backward_end_us)
+    ready_at = _before(np.maximum.accumulate(np.where(is_of, ready, 0.0), axis=1), cuts, first=0.0)
+    ready_at[kinds[-1], -1] = max(ready_at[kinds[-1], -1], timing.backward_end_us)
     use = np.where(is_of, used, math.inf) if len(used) else np.full(is_of.shape, math.inf)
     no_use = np.full((len(index_of_kind), 1), math.inf)
     return Atoms(
         pieces=pieces,
         cuts=cuts,
         num_bytes=_before(np.cumsum(np.where(is_of, sizes, 0.0), axis=1), cuts, first=0.0),
-        num_pieces=_before(np.cumsum(is_of, axis=1), cuts, first=0),
+        num_pieces=_before(np.cumsum(is_of, axis=1, dtype=np.int64), cuts, first=0),
         last=last,
         ready_us=ready_at,
         used_us=np.hstack([no_use, np.minimum.reduceat(use, cuts[:-1], axis=1)]),
@@ -92,13 +104,13 @@ def small_pieces(params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks
 def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) -> tuple[tuple[Member, ...], ...]:
     """The buckets of the windows between `chosen` cuts, in the order in which they leave."""
     groups: list[tuple[Member, ...]] = []
-    for begin, end in zip(chosen[:-1], chosen[1:], strict=True):
-        of_kind: dict[int, list[Piece]] = {}
-        inside = range(int(atoms.cuts[begin]), int(atoms.cuts[end]))
-        for at in reversed(inside):  # kinds in the order of their last pieces, the latest first
-            of_kind.setdefault(int(atoms.kinds[at]), []).append(atoms.pieces[at])
-        for pieces in reversed(of_kind.values()):
-            groups.append(tuple(member_of(piece, params) for piece in _joined(pieces[::-1])))
+    for begin, end in pairwise(chosen):
+        inside = atoms.pieces[atoms.cuts[begin] : atoms.cuts[end]]
+        kinds = atoms.kinds[atoms.cuts[begin] : atoms.cuts[end]]
+        for kind in np.argsort(atoms.last[:, end], kind="stable"):
+            pieces = [inside[at] for at in np.flatnonzero(kinds == kind).tolist()]
+            if pieces:
+                groups.append(tuple(_members(pieces, params)))
     return tuple(groups)
 
 
@@ -112,18 +124,20 @@ def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float
     return [Piece(param=piece.param, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)]
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _members(pieces: Sequence[Piece], params: Sequence[ParamSpec]) -> Iterator[Member]:
     """Pieces of one parameter that follow each other become one."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        if joined and joined[-1].param == piece.param:
-            joined[-1] = Piece(param=piece.param, first=joined[-1].first, stop=piece.stop)
-        else:
-            joined.append(piece)
-    return joined
+    at = 0
+    while at < len(pieces):
+        first, stop = pieces[at], pieces[at].stop
+        at += 1
+        while at < len(pieces) and pieces[at].param == first.param:
+            stop = pieces[at].stop
+            at += 1
+        is_whole = first.first == 0 and stop == params[first.param].slot_numel
+        yield first.param if is_whole else Piece(param=first.param, first=first.first, stop=stop)
 
 
-def _before(values: NDArray[np.generic], cuts: Ints, *, first: float) -> NDArray[np.generic]:
+def _before(values: NDArray[_Number], cuts: Ints, *, first: float) -> NDArray[_Number]:
     """The last value before each cut, `first` at the first one."""
     return np.hstack([np.full((len(values), 1), first, dtype=values.dtype), values[:, cuts[1:] - 1]])
 
@@ -140,7 +154,7 @@ def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_buc
         is_large = sizes > max_bucket_bytes / 2
         forced = is_large[1:] | is_large[:-1] | (np.diff(ends // (max_bucket_bytes / 2)) > 0)
     signals = [signal for signal in (ready, ends, used) if len(signal)]
-    num_cells = 16.0 * max_atoms
+    num_cells = _FINEST * max_atoms
     is_cut = np.ones(len(sizes) - 1, dtype=bool)
     while np.count_nonzero(is_cut) >= max_atoms and num_cells >= 1:
         is_cut = np.zeros(len(sizes) - 1, dtype=bool)
@@ -148,9 +162,6 @@ def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_buc
             is_cut |= np.diff(_cell(signal, int(num_cells))) != 0
         num_cells *= _COARSER
     return np.concatenate([[0], np.flatnonzero(is_cut | forced) + 1, [len(sizes)]]).astype(np.int64)
-
-
-_COARSER = 0.8
 
 
 def _cell(signal: Floats, num_cells: int) -> Floats:

@@ -63,4 +63,5 @@ def _cheapest_us(costs: Costs, kind: str, num_bytes: ArrayLike) -> Floats:
     at = np.searchsorted(sizes, wanted)
     full = np.maximum(wanted, 1.0)
     rate = np.minimum(times[at] / full, rates[np.maximum(at - 1, 0)])
-    return np.maximum(times[0], np.where(wanted > 0, wanted * rate, 0.0))
+    cheapest: Floats = np.maximum(times[0], np.where(wanted > 0, wanted * rate, 0.0))
+    return cheapest

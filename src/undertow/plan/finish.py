@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from undertow.cost.costs import Costs
 from undertow.errors import ConfigError
-from undertow.plan.layout import Member, piece_of
+from undertow.plan.layout import Member, Piece
 from undertow.plan.spec import ParamSpec
 
 
@@ -33,15 +33,10 @@ class StepTiming:
     used_us: Sequence[float] = ()  # by parameter: first read in forward, since forward began; for shards only
 
     def __post_init__(self) -> None:
-        times = {"ready_us": self.ready_us, "backward_end_us": (self.backward_end_us,), "used_us": self.used_us}
-        for name, values in times.items():
-            for param, value in enumerate(values):
-                if not (math.isfinite(value) and value >= 0):
-                    raise ConfigError(
-                        f"a time of a step must be finite and not negative, got {name}={value}.",
-                        where=f"{name} of parameter {param}" if len(values) > 1 else name,
-                        remedy="Count from when the step began; a gradient that never comes is ready at the end of backward.",
-                    )
+        _check_us("backward_end_us", self.backward_end_us)
+        for name, times in (("ready_us", self.ready_us), ("used_us", self.used_us)):
+            for param, time in enumerate(times):
+                _check_us(f"{name} of parameter {param}", time)
 
 
 def check_timing(params: Sequence[ParamSpec], timing: StepTiming, *, has_shards: bool) -> None:
@@ -69,16 +64,24 @@ def finish_us(
     longer of backward and reductions. Bytes are those of gradients, without padding and trailers.
     """
     check_timing(params, timing, has_shards=has_shards)
-    filled = [[piece_of(member, params) for member in group] for group in groups if group] or [[]]
-    sizes = [sum(piece.numel * params[piece.param].itemsize for piece in group) for group in filled]
-    ready = [max((timing.ready_us[piece.param] for piece in group), default=0.0) for group in filled]
+    filled = [group for group in groups if group] or [()]
+    sizes = [sum(_num_bytes(member, params) for member in group) for group in filled]
+    ready = [max((timing.ready_us[_param(member)] for member in group), default=0.0) for group in filled]
     ready[-1] = max(ready[-1], timing.backward_end_us)
     if not has_shards:
         return _through_us(ready, costs.collective_us("all_reduce", sizes).tolist())
     reduced = _through_us(ready, costs.collective_us("reduce_scatter", sizes).tolist())
     unused = max(timing.used_us, default=0.0)
-    needed = [-min((timing.used_us[piece.param] for piece in group), default=unused) for group in filled]
+    needed = [-min((timing.used_us[_param(member)] for member in group), default=unused) for group in filled]
     return max(0.0, _through_us(needed, costs.collective_us("all_gather", sizes).tolist())) + reduced
+
+
+def _param(member: Member) -> int:
+    return member.param if isinstance(member, Piece) else member
+
+
+def _num_bytes(member: Member, params: Sequence[ParamSpec]) -> int:
+    return member.numel * params[member.param].itemsize if isinstance(member, Piece) else params[member].num_bytes
 
 
 def _through_us(starts: Iterable[float], times: Iterable[float]) -> float:
@@ -86,3 +89,12 @@ def _through_us(starts: Iterable[float], times: Iterable[float]) -> float:
     for start, time in zip(starts, times, strict=True):
         through = max(through, start) + time
     return through
+
+
+def _check_us(name: str, time_us: float) -> None:
+    if not 0 <= time_us < math.inf:  # NaN is not between them either
+        raise ConfigError(
+            f"a time of a step must be finite and not negative, got {time_us}.",
+            where=name,
+            remedy="Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends.",
+        )

@@ -72,22 +72,26 @@ def optimal_groups(  # noqa: PLR0913  # what is planned, what it is planned for,
     else:
         pieces = whole_pieces(params, order)
     max_atoms = _MAX_ATOMS_WITH_SHARDS if has_shards else _MAX_ATOMS
-    atoms = atoms_of(params, pieces, timing, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
-    chosen, best = _chosen_cuts(atoms, costs, timing, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
+    atoms = atoms_of(params, pieces, timing, max_atoms=max_atoms, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
+    chosen, best = _chosen_cuts(atoms, costs, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
+    if not math.isfinite(best):
+        raise ConfigError(
+            f"no plan is ever through: a collective costs {best}.",
+            where=f"costs of {'reduce_scatter and all_gather' if has_shards else 'all_reduce'}",
+            remedy="Give finite costs for all sizes up to those of all gradients together.",
+        )
     groups = groups_of(atoms, params, chosen)
     finish = finish_us(params, groups, timing, costs, has_shards=has_shards)
     best = min(best, finish)
     return Optimum(groups=groups, finish_us=finish, best_us=best, limit_us=min(limit, best))
 
 
-def _chosen_cuts(
-    atoms: Atoms, costs: Costs, timing: StepTiming, *, has_shards: bool, max_bucket_bytes: float
-) -> tuple[list[int], float]:
+def _chosen_cuts(atoms: Atoms, costs: Costs, *, has_shards: bool, max_bucket_bytes: float) -> tuple[list[int], float]:
     """Cuts of the plan, and the finish of the best one."""
     if not has_shards:
         windows = reduction_windows(atoms, costs, "all_reduce", max_bucket_bytes=max_bucket_bytes)
         best = _best_us(windows)
-        return _fewest_cuts(windows, best * SLACK), best
+        return _fewest_cuts(windows, enough_us=best * SLACK), best
     reductions = reduction_windows(atoms, costs, "reduce_scatter", max_bucket_bytes=max_bucket_bytes)
     gathers = gather_windows(atoms, costs, max_bucket_bytes=max_bucket_bytes)
     return best_with_shards(reductions, gathers, slack=SLACK)
@@ -101,7 +105,7 @@ def _best_us(windows: Windows) -> float:
     return float(through[-1])
 
 
-def _fewest_cuts(windows: Windows, enough_us: float) -> list[int]:
+def _fewest_cuts(windows: Windows, *, enough_us: float) -> list[int]:
     """Cuts of the fewest windows that are through by `enough_us`, and of those of the first to be through."""
     through = np.full(len(windows.time_us), math.inf)
     through[0] = 0.0

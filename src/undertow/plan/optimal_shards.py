@@ -44,14 +44,14 @@ class _Prefixes:
 class _Lane:
     """One of the two lanes: how windows prolong it, and what the rest of a plan costs it at the least."""
 
-    def __init__(self, windows: Windows, *, start_us: float) -> None:
+    def __init__(self, windows: Windows) -> None:
         self.num_cuts = len(windows.time_us)
         self._time = windows.time_us
         self._earliest = windows.earliest_us
         # The lane may as well be free later, where no next window would start before that.
         idle = np.where(np.isfinite(self._time), self._earliest - np.where(np.isfinite(self._time), self._time, 0.0), math.inf)
         self._floor = np.append(idle.min(axis=0)[:-1], -math.inf)
-        self.start_us = max(start_us, float(self._floor[0]))
+        self.start_us = float(self._floor[0])
         self._rest_time, self._rest_earliest = np.zeros(self.num_cuts), np.full(self.num_cuts, -math.inf)
         for begin in range(self.num_cuts - 2, -1, -1):
             ends = slice(begin + 1, None)
@@ -61,17 +61,20 @@ class _Lane:
 
     def after(self, us: Floats, begin: Ints, end: Ints) -> Floats:
         """When prefixes up to `begin` are through with one more window."""
-        return np.maximum(np.maximum(us + self._time[end, begin], self._earliest[end, begin]), self._floor[end])
+        through: Floats = np.maximum(us + self._time[end, begin], self._earliest[end, begin])
+        np.maximum(through, self._floor[end], out=through)
+        return through
 
     def at_least(self, us: Floats, cut: Ints) -> Floats:
         """No continuation of such prefixes ends below this."""
-        return np.maximum(us + self._rest_time[cut], self._rest_earliest[cut])
+        least: Floats = np.maximum(us + self._rest_time[cut], self._rest_earliest[cut])
+        return least
 
 
 def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> tuple[list[int], float]:
     """Cuts of the fewest windows whose period is within `slack` of the best one, and that one's period in microseconds."""
-    first_us = float(-gathers.time_us[np.isfinite(gathers.time_us)].max())
-    reduction, gather = _Lane(reductions, start_us=0.0), _Lane(gathers, start_us=first_us)
+    reduction, gather = _Lane(reductions), _Lane(gathers)
+    last = reduction.num_cuts - 1
     start = _Prefixes(
         cut=np.zeros(1, dtype=np.int64),
         reduced_us=np.array([reduction.start_us]),
@@ -81,14 +84,14 @@ def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> 
     layers, kept, found = [start], start, [(math.inf, 0)]
     while len(layers[-1].cut):
         longer, period = _prolonged(layers[-1], reduction, gather)
-        is_whole = longer.cut == len(reductions.time_us) - 1
-        at = int(np.argmin(np.where(is_whole, period, math.inf)))
-        found.append(min(found[-1], (float(period[at]), int(longer.parent[at]))) if is_whole.any() else found[-1])
-        layer, kept = _unbeaten(longer.take(~is_whole & (period < found[-1][0])), kept)
+        done = np.where(longer.cut == last, period, math.inf)
+        at = int(np.argmin(done))
+        found.append(min(found[-1], (float(done[at]), int(longer.parent[at]))))
+        layer, kept = _unbeaten(longer.take((longer.cut < last) & (period < found[-1][0])), kept)
         layers.append(layer)
     best = found[-1][0]
     num_windows = next(num for num, (period_us, _) in enumerate(found) if period_us <= best * slack)
-    cuts, parent = [len(reductions.time_us) - 1], found[num_windows][1]
+    cuts, parent = [last], found[num_windows][1]
     for layer in reversed(layers[:num_windows]):
         cuts.append(int(layer.cut[parent]))
         parent = int(layer.parent[parent])

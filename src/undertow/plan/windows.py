@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost.costs import Costs
-from undertow.plan.atoms import Atoms, Floats
+from undertow.plan.atoms import Atoms, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class _Parts:
 
     num_bytes: Floats  # [num_kinds, num_cuts, num_cuts] kind, end, begin
     is_there: NDArray[np.bool_]  # the same shape
-    by_last: NDArray[np.int64]  # [num_kinds, num_cuts] kinds by their last piece, the latest first
+    by_last: Ints  # [num_kinds, num_cuts] kinds by their last piece, the latest first
     is_barred: NDArray[np.bool_]  # [num_cuts, num_cuts]
 
 

@@ -38,6 +38,7 @@ _FAINT_INK = "#777777"
 _COMPUTE_HEIGHT = 0.40
 _NETWORK_HEIGHT = 0.26
 _INCHES_PER_WAY = 0.82
+_WORTH_A_DIGIT = 1.2  # a gain below it would be 1.0 or 1.1
 _VISIBLE = 5e-4  # of the axis: what is narrower would show as its white edges only
 
 
@@ -143,7 +144,9 @@ def _takeaway(traces: Mapping[str, Trace]) -> str:
     if len(traces) == 1:
         return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {_step_ms(trace):.0f} ms are spent waiting"
     first_name, first = next(iter(traces.items()))
-    return f"{name}: {hidden}, {_step_ms(first) / _step_ms(trace):.1f}x the speed of {first_name}"
+    gain = _step_ms(first) / _step_ms(trace)
+    digits = 1 if gain >= _WORTH_A_DIGIT else 2
+    return f"{name}: {hidden}, {gain:.{digits}f}x the speed of {first_name}"
 
 
 def _name(event: Event) -> str:

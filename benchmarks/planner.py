@@ -1,0 +1,104 @@
+"""How long planning takes: 10,000 parameters in at most 512 atoms, a measured-like curve, and the same with shards."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from benchmarks.figure import Figure, Relation, Row, Target, Tell, row_where
+from undertow.plan import Optimum, ParamSpec, StepTiming, optimal_groups
+
+_NUM_RANKS = 8
+_BACKWARD_US, _FORWARD_US = 40_000.0, 20_000.0
+_WHOLE, _SHARDS = "data-parallel", "shards"
+_NUMELS = (64, 256, 4096, 65_536, 300_000)
+
+# An all-reduce on 8 A100s: stas00/ml-engineering, network chapter. (bytes, microseconds); the ends continue the last pieces.
+_KIB = 1024
+_POINTS = (
+    (0, 58),
+    (256 * _KIB, 61),
+    (1024 * _KIB, 102),
+    (4096 * _KIB, 102),
+    (8192 * _KIB, 134),
+    (16384 * _KIB, 277),
+    (32768 * _KIB, 424),
+    (65536 * _KIB, 685),
+    (131072 * _KIB, 1328),
+    (262144 * _KIB, 2421),
+    (8388608 * _KIB, 77_472),
+)
+
+
+class MeasuredCosts:
+    """The measured all-reduce; a reduce-scatter and an all-gather take half of it."""
+
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        """See `Costs`."""
+        sizes, times = zip(*_POINTS, strict=True)
+        whole = np.interp(np.asarray(num_bytes, dtype=np.float64), sizes, times)
+        return whole if kind == "all_reduce" else 0.5 * whole
+
+
+def model_of(num_params: int) -> tuple[list[ParamSpec], StepTiming]:
+    """Parameters of mixed sizes that come one after another, and are used in the reverse of that order."""
+    rng = random.Random(0)
+    numels = rng.choices(_NUMELS, k=num_params)
+    params = [ParamSpec(name=f"p{i}", shape=(numel,), dtype="float32", itemsize=4) for i, numel in enumerate(numels)]
+    ready = sorted(rng.uniform(0, _BACKWARD_US) for _ in range(num_params))
+    used = sorted((rng.uniform(0, _FORWARD_US) for _ in range(num_params)), reverse=True)
+    return params, StepTiming(ready_us=ready, backward_end_us=_BACKWARD_US, used_us=used)
+
+
+def measure(is_quick: bool, tell: Tell) -> list[Row]:
+    """A row per form and number of parameters: CPU time, the median of some runs."""
+    num_repetitions = 3 if is_quick else 15
+    rows = []
+    for form, num_params in ((_WHOLE, 512), (_WHOLE, 10_000), (_SHARDS, 512), (_SHARDS, 10_000)):
+        tell(f"{form}, {num_params} parameters")
+        params, timing = model_of(num_params)
+
+        def plan(
+            params: Sequence[ParamSpec] = params, timing: StepTiming = timing, has_shards: bool = form == _SHARDS
+        ) -> Optimum:
+            order = range(len(params))
+            return optimal_groups(params, order, timing, MeasuredCosts(), num_ranks=_NUM_RANKS, has_shards=has_shards)
+
+        optimum, times_ms = plan(), [_milliseconds(plan) for _ in range(num_repetitions)]
+        rows.append(
+            {
+                "form": form,
+                "num_params": num_params,
+                "planning_ms": median(times_ms),
+                "longest_ms": max(times_ms),
+                "num_buckets": len(optimum.groups),
+                "achieved_to_limit": optimum.finish_us / optimum.limit_us,
+            }
+        )
+    return rows
+
+
+def judge(rows: Sequence[Row]) -> list[Figure]:
+    target = Target(relation=Relation.BELOW, bound=200.0)
+    return [
+        Figure(
+            name=f"planning, {form}, {num_params:,} parameters",
+            measured=row_where(rows, form=form, num_params=num_params)["planning_ms"],
+            unit="ms",
+            num_decimals=0,
+            target=target if (form, num_params) == (_WHOLE, 10_000) else None,
+        )
+        for form in (_WHOLE, _SHARDS)
+        for num_params in (512, 10_000)
+    ]
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    start = time.process_time()  # one thread, which does nothing but compute: on an idle machine that is the time it takes
+    call()
+    return (time.process_time() - start) * 1e3

@@ -1,0 +1,76 @@
+"""What communication costs, from the options of a command line and from a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from undertow.cost import NODE_LINK, Costs, RingCosts, costs_for, link_from_curve
+from undertow.errors import ConfigError
+from undertow.profile import Profile
+
+__all__ = ["Network", "NetworkOptions"]
+
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # of which a curve may say what the link is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Costs over a number of ranks, and in words where they come from."""
+
+    costs: Costs
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkOptions:
+    """The options that describe a network. Raises ConfigError for those that do nothing."""
+
+    link: str | None = None
+    per_node: int | None = None
+    node_link: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.link is None and (self.per_node is not None or self.node_link is not None):
+            raise _unused("--per-node and --node-link" if self.per_node and self.node_link else self._given, "--link")
+        if self.node_link is not None and self.per_node is None:
+            raise _unused("--node-link", "--per-node")
+
+    @property
+    def are_given(self) -> bool:
+        return self.link is not None
+
+    @property
+    def _given(self) -> str:
+        return "--node-link" if self.per_node is None else "--per-node"
+
+    def network(self, profile: Profile, *, num_ranks: int) -> Network:
+        """The network of the options; without a link that of the profile, or one like it over other ranks."""
+        if self.link is not None:
+            return self._named(self.link, num_ranks=num_ranks)
+        if num_ranks == profile.num_ranks and profile.curves:
+            return Network(costs=profile.costs(), source=f"as measured over {num_ranks} ranks")
+        kind = next((kind for kind in _KINDS if kind in profile.curves), None)
+        if kind is None:
+            raise ConfigError(
+                f"nothing says what communication over {num_ranks} ranks costs.",
+                where=f"the profile {profile.name!r} has no costs",
+                remedy='Give the network, such as --ranks 64 --link "100gbit,5us".',
+            )
+        link = link_from_curve(profile.curves[kind], kind, num_ranks=profile.num_ranks, name="measured")
+        found = f"{link.bytes_per_s * 8e-9:.3g} Gb/s and {link.hop_s * 1e6:.3g} us a message"
+        return Network(
+            costs=RingCosts(link, num_ranks=num_ranks),
+            source=f"a ring over {num_ranks} ranks, each with the link that explains what {profile.num_ranks} measured: {found}",
+        )
+
+    def _named(self, link: str, *, num_ranks: int) -> Network:
+        if self.per_node is None:
+            return Network(costs=costs_for(link, num_ranks=num_ranks), source=f"{link}, {num_ranks} ranks")
+        # Fewer ranks than a node has are on one.
+        per_node, inside = min(self.per_node, num_ranks), self.node_link or NODE_LINK
+        costs = costs_for(link, num_ranks=num_ranks, per_node=per_node, inside=inside)
+        return Network(costs=costs, source=f"{link} between nodes of {per_node} ranks, {inside} inside; {num_ranks} ranks")
+
+
+def _unused(option: str, needed: str) -> ConfigError:
+    return ConfigError(f"{option} says nothing without {needed}.", where="the network", remedy=f"Give {needed} too.")

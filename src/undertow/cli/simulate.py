@@ -1,0 +1,79 @@
+"""What `undertow simulate` does; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from undertow.cli.network import NetworkOptions
+from undertow.cli.sweep import sweep_named
+from undertow.cli.what_if import FIXED, OPTIMAL, Question
+from undertow.errors import ConfigError
+from undertow.profile import profile_from_file
+from undertow.report.comparison import print_outcomes, print_sweep
+from undertow.report.curves import save_curves
+from undertow.report.timeline import require_matplotlib, save_timeline
+from undertow.schedule import strategy_named
+from undertow.simulate import Conditions
+
+__all__ = ["SimulateRequest", "show_simulation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateRequest:
+    """The options of the command. Raises ConfigError for what cannot be."""
+
+    file: Path
+    strategy: str | None
+    num_ranks: int | None
+    network: NetworkOptions
+    conditions: Conditions
+    sweep: str | None
+    out: Path
+
+    def __post_init__(self) -> None:
+        if self.num_ranks is not None and self.num_ranks < 1:
+            raise ConfigError(
+                f"a step has one rank or more, got --ranks {self.num_ranks}.",
+                where="undertow simulate",
+                remedy="Give one or more, or leave it out.",
+            )
+        if self.sweep is not None:
+            sweep_named(self.sweep)
+
+
+def show_simulation(request: SimulateRequest) -> None:
+    """Prints what is asked for as a table and draws it."""
+    require_matplotlib()
+    profile = profile_from_file(request.file)
+    num_ranks = profile.num_ranks if request.num_ranks is None else request.num_ranks
+    question = Question(
+        profile=profile,
+        strategy=strategy_named(profile.strategy if request.strategy is None else request.strategy),
+        options=request.network,
+        conditions=request.conditions,
+    )
+    console = Console()
+    what_if = question.at(num_ranks)
+    console.print(
+        f"{escape(profile.name or request.file.name)}, {question.strategy.name}: {len(profile.params)} parameters, "
+        f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"Network: {escape(what_if.network.source)}", highlight=False, soft_wrap=True)
+    request.out.mkdir(parents=True, exist_ok=True)
+    if request.sweep is None:
+        outcomes = what_if.outcomes()
+        print_outcomes(outcomes, console)
+        path = request.out / "simulate.png"
+        save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
+    else:
+        sweep = sweep_named(request.sweep)(question, num_ranks)
+        print_sweep(sweep, console)
+        path = request.out / f"simulate-{request.sweep}.png"
+        save_curves(sweep, path)
+    console.print(f"Picture: {escape(str(path))}", highlight=False, soft_wrap=True)

@@ -1,0 +1,101 @@
+"""Ways to group gradients, side by side: what a step of each takes, as tables in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from undertow.trace import Trace, overlap_of
+
+__all__ = ["Outcome", "Point", "Sweep", "print_outcomes", "print_sweep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A simulated step under one way to group gradients; microseconds."""
+
+    method: str
+    num_buckets: int
+    trace: Trace
+    step_us: float
+    compute_us: float  # of a step that does not communicate
+    limit_us: float  # no grouping has a shorter step
+    late_rank_us: float = 0.0  # of what the step waits, for slower ranks and not for the network
+
+    @property
+    def exposed_us(self) -> float:
+        return overlap_of(self.trace).exposed_us
+
+    @property
+    def overlap(self) -> float | None:
+        """Hidden share of the communication; None where there is none."""
+        return overlap_of(self.trace).fraction
+
+    @property
+    def efficiency(self) -> float:
+        """Of scaling: the share of the step that a step without communication takes."""
+        return self.compute_us / self.step_us if self.step_us > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Outcomes of all methods at one value of what is varied."""
+
+    value: float
+    label: str
+    outcomes: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What is varied, and what comes out; every point has the same methods in the same order."""
+
+    axis: str  # what is varied
+    unit: str
+    points: tuple[Point, ...]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(outcome.method for outcome in self.points[0].outcomes)
+
+
+def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
+    """A line per method."""
+    table = Table()
+    has_late_ranks = any(outcome.late_rank_us > 0 for outcome in outcomes)
+    late = ("of it a late rank",) if has_late_ranks else ()
+    table.add_column("gradients sent")
+    for name in ("buckets", "step, ms", "exposed, ms", *late, "hidden", "achieved / limit", "efficiency"):
+        table.add_column(name, justify="right")
+    best_us = min(outcome.step_us for outcome in outcomes)
+    for outcome in outcomes:
+        table.add_row(
+            outcome.method,
+            str(outcome.num_buckets),
+            _ms(outcome.step_us),
+            _ms(outcome.exposed_us),
+            *([_ms(outcome.late_rank_us)] if has_late_ranks else []),
+            "-" if outcome.overlap is None else f"{outcome.overlap:.0%}",
+            f"{outcome.step_us / outcome.limit_us:.3f}" if outcome.limit_us > 0 else "-",
+            f"{outcome.efficiency:.1%}",
+            style="bold" if outcome.step_us == best_us else None,
+        )
+    console.print(table)
+
+
+def print_sweep(sweep: Sweep, console: Console) -> None:
+    """A line per point: milliseconds of a step, and scaling efficiency, of every method."""
+    table = Table(caption="milliseconds per step, scaling efficiency", caption_justify="left")
+    table.add_column(f"{sweep.axis}, {sweep.unit}", justify="right")
+    for method in sweep.methods:
+        table.add_column(method, justify="right")
+    for point in sweep.points:
+        table.add_row(point.label, *(f"{_ms(outcome.step_us)}  {outcome.efficiency:6.1%}" for outcome in point.outcomes))
+    console.print(table)
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.1f}"

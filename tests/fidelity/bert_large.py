@@ -1,0 +1,155 @@
+"""BERT-Large on 8, 16 and 32 V100s over three networks, measured by others, and what the simulator makes of it.
+
+Source: github.com/HKBU-HPML/ddl-benchmarks, results of 2020-05-29: PyTorch 1.4, batch 8 per GPU, 4 GPUs per node, milliseconds
+per iteration. Of the measured rows only those of one fused message and the 8-GPU row of one message per tensor calibrate
+the model; the others are predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from fidelity.solve import solve
+from undertow.cost import Costs, HalvingDoublingCosts, Link, RingCosts
+from undertow.plan import ParamSpec, plan_from_groups
+from undertow.profile import Profile
+from undertow.schedule import DDP
+from undertow.simulate import Conditions, simulate
+
+ONE_GPU_MS = 163.3
+FUSED_MS: Mapping[str, Mapping[int, float]] = {  # one message, after backward
+    "10 GbE": {8: 2209.9, 16: 2357.3, 32: 2435.8},
+    "100 Gb/s InfiniBand": {8: 645.3, 16: 667.9, 32: 682.3},
+    "100 GbE": {8: 1147.0, 16: 1238.6, 32: 1369.0},
+}
+PER_TENSOR_MS: Mapping[str, Mapping[int, float]] = {  # one message per tensor, under backward
+    "10 GbE": {8: 2202.3, 16: 2396.1, 32: 2510.8},
+    "100 Gb/s InfiniBand": {8: 629.4, 16: 690.3, 32: 753.3},
+    "100 GbE": {8: 1167.5, 16: 1293.2, 32: 1464.7},
+}
+CALIBRATED_RANKS, TESTED_RANKS = 8, (16, 32)
+MODELS: Mapping[str, Callable[[Link, int], Costs]] = {
+    "tree": lambda link, num_ranks: HalvingDoublingCosts(link, num_ranks=num_ranks),
+    "ring": lambda link, num_ranks: RingCosts(link, num_ranks=num_ranks),
+}
+_BACKWARD_SHARE = 2 / 3  # of an iteration: assumed, backward computes two gradients for each product of the forward
+_WIDTH, _NUM_BLOCKS = 1024, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One predicted figure beside the measured one."""
+
+    network: str
+    num_ranks: int
+    measured_ms: float
+    predicted_ms: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
+
+
+@cache
+def profile() -> Profile:
+    """391 tensors, 335 M parameters; a block's gradients become ready evenly within its share of backward."""
+    embeddings = [30_522 * _WIDTH, 512 * _WIDTH, 2 * _WIDTH, _WIDTH, _WIDTH]
+    square = _WIDTH * _WIDTH
+    attention = [square, _WIDTH] * 4 + [_WIDTH, _WIDTH]
+    feed_forward = [4 * square, 4 * _WIDTH, 4 * square, _WIDTH, _WIDTH, _WIDTH]
+    numels = embeddings + (attention + feed_forward) * _NUM_BLOCKS + [square, _WIDTH]
+    # Blocks are the work; embeddings and the pooler come with the first and the last one.
+    num_in_blocks = len(attention + feed_forward) * _NUM_BLOCKS
+    places = [min(max(index - len(embeddings), 0), num_in_blocks) for index in range(len(numels))]
+    backward_us = ONE_GPU_MS * 1e3 * _BACKWARD_SHARE
+    return Profile(
+        params=tuple(ParamSpec(name=f"p{i}", shape=(numel,), dtype="float32", itemsize=4) for i, numel in enumerate(numels)),
+        ready_us=tuple(backward_us * (1 - place / num_in_blocks) for place in places),
+        forward_us=ONE_GPU_MS * 1e3 - backward_us,
+        backward_us=backward_us,
+        name="BERT-Large",
+    )
+
+
+def fused_ms(costs: Costs, num_ranks: int) -> float:
+    bert = profile()
+    plan = plan_from_groups(bert.params, [bert.order], num_ranks=num_ranks)
+    return simulate(bert, plan, DDP, costs, Conditions(overlap=False)).step_us / 1e3
+
+
+def per_tensor_ms(costs: Costs, num_ranks: int) -> float:
+    bert = profile()
+    plan = plan_from_groups(bert.params, [[param] for param in bert.order], num_ranks=num_ranks)
+    return simulate(bert, plan, DDP, costs).step_us / 1e3
+
+
+def link_of(network: str, num_ranks: int, model: str, *, hop_s: float) -> Link:
+    """With the bandwidth that explains the fused row at this latency."""
+    make = MODELS[model]
+    one_byte_per_s = Link(name=network, hop_s=0.0, bytes_per_s=1.0)
+    num_bytes = sum(spec.num_bytes for spec in profile().params)
+    share = float(make(one_byte_per_s, num_ranks).collective_us("all_reduce", 1)) / 1e6
+    latency_us = float(make(Link(name=network, hop_s=hop_s, bytes_per_s=1.0), num_ranks).collective_us("all_reduce", 0))
+    wire_s = (FUSED_MS[network][num_ranks] - ONE_GPU_MS) / 1e3 - latency_us / 1e6
+    return Link(name=network, hop_s=hop_s, bytes_per_s=share * num_bytes / wire_s)
+
+
+def costs_of(network: str, num_ranks: int, model: str, *, hop_s: float) -> Costs:
+    return MODELS[model](link_of(network, num_ranks, model, hop_s=hop_s), num_ranks)
+
+
+@cache
+def hop_s_of(network: str, model: str) -> float:
+    """The latency that explains the 8-GPU row of one message per tensor."""
+    measured_ms = PER_TENSOR_MS[network][CALIBRATED_RANKS]
+
+    def step_ms(hop_s: float) -> float:
+        return per_tensor_ms(costs_of(network, CALIBRATED_RANKS, model, hop_s=hop_s), CALIBRATED_RANKS)
+
+    return solve(step_ms, measured_ms, low=0.0, high=1e-3)
+
+
+@cache
+def cells(model: str) -> tuple[Cell, ...]:
+    """The predictions of the rows that nothing was calibrated on."""
+    return tuple(_cell(network, num_ranks, model) for network in PER_TENSOR_MS for num_ranks in TESTED_RANKS)
+
+
+def _cell(network: str, num_ranks: int, model: str) -> Cell:
+    costs = costs_of(network, num_ranks, model, hop_s=hop_s_of(network, model))
+    return Cell(
+        network=network,
+        num_ranks=num_ranks,
+        measured_ms=PER_TENSOR_MS[network][num_ranks],
+        predicted_ms=per_tensor_ms(costs, num_ranks),
+    )
+
+
+def table() -> str:
+    """Measured and predicted rows, as Markdown."""
+    lines = ["| network | GPUs | measured | predicted | error | with a ring's latency | error |", "|---|---|---|---|---|---|---|"]
+    for tree, ring in zip(cells("tree"), cells("ring"), strict=True):
+        lines.append(
+            f"| {tree.network} | {tree.num_ranks} | {tree.measured_ms:.1f} | {tree.predicted_ms:.1f} | {tree.error:+.1%} "
+            f"| {ring.predicted_ms:.1f} | {ring.error:+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def calibration_table() -> str:
+    """What the calibrating rows say of the networks, as Markdown."""
+    lines = [
+        "| network | latency of one hop, us | of one all-reduce at 8 / 16 / 32, us | Gb/s at 8 / 16 / 32 |",
+        "|---|---|---|---|",
+    ]
+    all_ranks = (CALIBRATED_RANKS, *TESTED_RANKS)
+    for network in FUSED_MS:
+        hop_s = hop_s_of(network, "tree")
+        costs = [costs_of(network, num_ranks, "tree", hop_s=hop_s) for num_ranks in all_ranks]
+        latencies = " / ".join(f"{float(cost.collective_us('all_reduce', 0)):.0f}" for cost in costs)
+        links = [link_of(network, num_ranks, "tree", hop_s=hop_s) for num_ranks in all_ranks]
+        rates = " / ".join(f"{link.bytes_per_s * 8e-9:.1f}" for link in links)
+        lines.append(f"| {network} | {hop_s * 1e6:.1f} | {latencies} | {rates} |")
+    return "\n".join(lines) + "\n"

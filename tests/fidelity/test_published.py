@@ -1,0 +1,95 @@
+"""Steps that others have measured, or described, against what the simulator makes of them; docs/fidelity.md has the figures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fidelity import bert_large, gpt3, resnet50
+from support.project import ROOT
+from support.published_data import published_file
+from undertow.profile import Profile
+
+PAGE = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def resnet() -> Profile:
+    return resnet50.profile_from_log(published_file("resnet50.bk.log"))
+
+
+def test_bert_large_is_predicted_within_a_tenth() -> None:
+    cells = bert_large.cells("tree")
+    assert len(cells) == 6
+    assert max(abs(cell.error) for cell in cells) <= 0.1
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16, 32])
+@pytest.mark.parametrize("network", bert_large.FUSED_MS)
+def test_bandwidths_reproduce_the_rows_that_they_come_from(network: str, num_ranks: int) -> None:
+    costs = bert_large.costs_of(network, num_ranks, "tree", hop_s=40e-6)
+    # The bucket's trailer and its padding are not in the calibration: some kilobytes of 1.34 GB.
+    assert bert_large.fused_ms(costs, num_ranks) == pytest.approx(bert_large.FUSED_MS[network][num_ranks], rel=1e-5)
+
+
+def test_the_page_has_the_predictions_of_bert_large() -> None:
+    assert bert_large.table() in PAGE
+    assert bert_large.calibration_table() in PAGE
+
+
+def test_the_page_has_the_worst_errors_in_its_text() -> None:
+    worst = {model: 100 * max(abs(cell.error) for cell in bert_large.cells(model)) for model in bert_large.MODELS}
+    assert f"worst of the six is {worst['tree']:.1f} % off" in PAGE
+    assert f"misses by up to {worst['ring']:.1f} %" in PAGE
+
+
+def test_the_page_has_what_the_inputs_of_gpt3_imply() -> None:
+    assert gpt3.inputs_table() in PAGE
+    assert gpt3.claim_table() in PAGE
+
+
+def test_the_page_has_the_figures_of_gpt3_in_its_text() -> None:
+    exposed_s, planned_s = gpt3.exposed_s(), gpt3.planned_exposed_s()
+    shortest, *_, longest = (gpt3.compute_s(backward_s=backward_s) for backward_s in gpt3.BACKWARDS_S)
+    claimed_s = [gpt3.num_buckets() * milliseconds / 1e3 for milliseconds in gpt3.CLAIMED_BUCKETS_MS]
+    for text in (
+        f"hides {1 - exposed_s / gpt3.COMMUNICATION_S:.1%}",
+        f"the last matrix, {exposed_s * 1e3:.1f} ms,",
+        f"are {claimed_s[0]:.0f} to {claimed_s[1]:.0f} s for {gpt3.num_buckets():,} buckets",
+        f"in all are {gpt3.given_costs().bucket_us:.0f} us per bucket",
+        f"needs {gpt3.needed_compute_s(speedup=1.3):.1f} s of computing",
+        f"there are {shortest:.1f} to {longest:.1f} s",
+        f"exposes {planned_s * 1e3:.0f} ms (hides {1 - planned_s / gpt3.COMMUNICATION_S:.1%})",
+    ):
+        assert text in PAGE
+
+
+def test_buckets_are_those_of_torch(resnet: Profile) -> None:
+    # Sizes count, not contents: memory that is never touched.
+    tensors = [torch.empty(resnet.params[param].numel) for param in resnet.order]
+    groups, _ = dist._compute_bucket_assignment_by_size(tensors, list(resnet50.TORCH_CAPS_BYTES))
+    assert [[resnet.order[index] for index in group] for group in groups] == resnet50.torch_groups(resnet)
+
+
+def test_the_page_has_the_comparison_on_resnet50(resnet: Profile) -> None:
+    assert resnet50.table(resnet) in PAGE
+
+
+def test_no_plan_exposes_less_than_the_best_one(resnet: Profile) -> None:
+    for link in resnet50.NETWORKS.values():
+        found = resnet50.compare(resnet, link)
+        assert found.best_ms <= found.planned_ms < found.torch_ms
+
+
+def test_the_page_has_the_figures_of_resnet50_in_its_text(resnet: Profile) -> None:
+    ratios = {name: resnet50.compare(resnet, link).ratio for name, link in resnet50.NETWORKS.items()}
+    fast = [ratio for name, ratio in ratios.items() if not name.startswith("10 GbE")]
+    slow = [ratio - 1 for name, ratio in ratios.items() if name.startswith("10 GbE")]
+    last_bytes = sum(resnet.params[param].num_bytes for param in resnet50.torch_groups(resnet)[-1])
+    for text in (
+        f"here {last_bytes / 1e6:.1f} MB",
+        f"exposes {min(fast):.0f} to {max(fast):.0f} times as much",
+        f"expose {100 * min(slow):.0f} to {100 * max(slow):.0f} % more",
+    ):
+        assert text in PAGE

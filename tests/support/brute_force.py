@@ -1,0 +1,114 @@
+"""Every grouping of a few parameters, timed one event after another: what the planner is compared with."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from undertow.plan import ParamSpec, Piece, StepTiming
+
+Group = list[Piece]
+Times = list[float]
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True)
+class TableCosts:
+    """A cost in microseconds for every number of bytes, by kind of collective."""
+
+    tables: dict[str, list[float]]
+
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        return np.asarray(self.tables[kind])[np.asarray(num_bytes, dtype=np.float64).astype(np.int64)]
+
+    def of(self, kind: str, num_bytes: int) -> float:
+        return self.tables[kind][num_bytes]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to plan."""
+
+    params: list[ParamSpec]
+    order: list[int]
+    timing: StepTiming
+    costs: TableCosts
+    max_bucket_bytes: float = math.inf
+    has_shards: bool = False
+    pieces: list[Piece] = field(default_factory=list)  # of the parameters in order
+
+    def finish_us(self, groups: Sequence[Group]) -> float:
+        sizes = [sum(piece.numel for piece in group) for group in groups]
+        through, last = 0.0, len(groups) - 1
+        for at, group in enumerate(groups):
+            ready = max(self.timing.ready_us[piece.param] for piece in group)
+            ready = max(ready, self.timing.backward_end_us) if at == last else ready
+            through = max(through, ready) + self.costs.of("reduce_scatter" if self.has_shards else "all_reduce", sizes[at])
+        return through + self._stall_us(groups, sizes) if self.has_shards else through
+
+    def _stall_us(self, groups: Sequence[Group], sizes: Sequence[int]) -> float:
+        """Gathers from the last bucket to the first; a forward that reads its parameters one by one and waits for each."""
+        clock, there = 0.0, dict.fromkeys(self.order, 0.0)
+        for group, size in zip(reversed(groups), reversed(sizes), strict=True):
+            clock += self.costs.of("all_gather", size)
+            there.update({piece.param: max(clock, there[piece.param]) for piece in group})
+        stall = 0.0
+        for param in sorted(self.order, key=lambda param: self.timing.used_us[param]):
+            stall = max(stall, there[param] - self.timing.used_us[param])
+        return stall
+
+    def groupings(self) -> Iterator[tuple[int, list[Group]]]:
+        """Every way to cut the pieces into windows that keep to the cap: how many windows, and their buckets."""
+        places = range(1, len(self.pieces))
+        for chosen in product((False, True), repeat=len(places)):
+            cuts = [0, *(place for place, is_cut in zip(places, chosen, strict=True) if is_cut), len(self.pieces)]
+            groups = [group for first, stop in pairwise(cuts) for group in self._window(first, stop)]
+            if all(len(group) == 1 or sum(piece.numel for piece in group) <= self.max_bucket_bytes for group in groups):
+                yield len(cuts) - 1, groups
+
+    def _window(self, first: int, stop: int) -> list[Group]:
+        kinds = [self.params[piece.param].kind for piece in self.pieces[first:stop]]
+        by_last = sorted(set(kinds), key=lambda kind: len(kinds) - kinds[::-1].index(kind))
+        return [[piece for piece in self.pieces[first:stop] if self.params[piece.param].kind == kind] for kind in by_last]
+
+    def best_by_windows(self) -> dict[int, float]:
+        """The earliest finish for every number of windows."""
+        best: dict[int, float] = {}
+        for num_windows, groups in self.groupings():
+            best[num_windows] = min(best.get(num_windows, math.inf), self.finish_us(groups))
+        return best
+
+
+def table_costs(rng: random.Random, total_bytes: int, shape: str) -> TableCosts:
+    """Random costs of all collectives, of one shape: "affine", "concave", "steps", "monotone" or "wild"."""
+    return TableCosts({kind: _table(rng, range(total_bytes + 2), shape) for kind in _KINDS})
+
+
+def times_us(rng: random.Random, num: int) -> Times:
+    """Times with many ties, or without any."""
+    return [float(rng.randrange(8)) for _ in range(num)] if rng.random() < 0.5 else [rng.uniform(0, 30) for _ in range(num)]
+
+
+def _table(rng: random.Random, sizes: range, shape: str) -> list[float]:
+    launch, slope, step = rng.uniform(0, 5), rng.uniform(0, 1), rng.choice([3, 5, 8])
+    match shape:
+        case "affine":
+            return [launch + slope * size for size in sizes]
+        case "concave":
+            return [launch + 3 * slope * math.sqrt(size) for size in sizes]
+        case "steps":
+            return [launch + 3 * slope * (size // step) for size in sizes]
+        case "monotone":
+            return np.cumsum([rng.choice([0, 0, 1, 3]) * rng.random() for _ in sizes]).tolist()
+        case _:
+            return [float(rng.randrange(5)) if rng.random() < 0.5 else rng.uniform(0, 10) for _ in sizes]
+
+
+SHAPES = ("affine", "concave", "steps", "monotone", "wild")
+NOT_DECREASING = SHAPES[:-1]
