@@ -1,6 +1,7 @@
 """python -m benchmarks: measures, writes out/bench.jsonl and out/bench.md, and prints every figure beside its target.
 
 python -m benchmarks matrix ...: workloads x ranks x links x systems; --help says more. `make bench` runs both.
+python -m benchmarks fidelity: the simulator beside what the matrix has measured.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from benchmarks import fidelity
 from benchmarks.figure import Part
 from benchmarks.machine import machine
 from benchmarks.matrix import run as matrix
@@ -25,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["matrix"]:
         return matrix.main(arguments[1:])
+    if arguments[:1] == ["fidelity"]:
+        return fidelity.main(arguments[1:])
     asked = _parser().parse_args(arguments)
     num_failed = _measure_parts(asked)
     if asked.only:

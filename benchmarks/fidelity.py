@@ -1,0 +1,141 @@
+"""python -m benchmarks fidelity: the simulator beside what the matrix has measured; reads OUT/matrix.jsonl and OUT/profiles.
+
+Run the matrix first, with our systems. Two tables:
+
+- every cell simulated from its own profile: its compute times, its curve of costs, its buckets;
+- every cell simulated from the profile of the same workload, ranks and system on *one* link: its compute times, and its costs
+  with the wire of that link taken out and that of the cell's put in. Of the cell's own run only the buckets are used.
+
+A cell's figure is that of the matrix: until gradients are averaged, or of a sharded system a whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from undertow.cost import Costs, RingCosts, TransferredCosts, link_from_text
+from undertow.plan import plan_from_groups
+from undertow.profile import Profile, profile_from_file
+from undertow.schedule import strategy_named
+from undertow.simulate import simulate
+
+BASE_LINK = "1gbit"
+OWN_BOUND, OTHER_BOUND = 0.05, 0.08
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A cell of the matrix, measured and simulated; milliseconds."""
+
+    cell: str
+    system: str
+    source: str  # of the costs and of the times of computation
+    measured_ms: float
+    predicted_ms: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints and writes the tables; 0, or 1 if an error is above its bound, 2 without a matrix."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fidelity", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), metavar="DIR", help="where the matrix has written (default: out)"
+    )
+    out: Path = parser.parse_args(arguments).out
+    console = Console()
+    try:
+        lines = (out / "matrix.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        console.print(f"{error}. Run the matrix first: python -m benchmarks matrix --out {out}", markup=False)
+        return 2
+    measured = [row for row in map(json.loads, lines) if row["type"] == "row" and not row.get("error")]
+    rows = [variant for row in measured for variant in _variants(row)]
+    own, other = list(own_predictions(rows, out)), list(other_predictions(rows, out))
+    tables = (("From its own profile", own, OWN_BOUND), (f"From the profile of {BASE_LINK}", other, OTHER_BOUND))
+    for title, predictions, bound in tables:
+        console.print(_table(title, predictions, bound))
+    (out / "fidelity.md").write_text("".join(_markdown(*table) for table in tables), encoding="utf-8")
+    console.print(f"Written: {out / 'fidelity.md'}", highlight=False)
+    return int(any(abs(it.error) > bound for _, predictions, bound in tables for it in predictions))
+
+
+def _variants(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each variant that was measured, not for the best one only."""
+    if not row.get("variants_ms"):
+        yield row
+        return
+    compared = "step_ms" if row["is_sharded"] else "backward_ms"
+    for variant, times in row["variants_ms"].items():
+        yield {**row, "variant": variant, compared: times}
+
+
+def own_predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Prediction]:
+    """Every cell from what was measured in it."""
+    for row in rows:
+        profile = _profile(row, out)
+        if profile is not None:
+            yield _prediction(row, profile, profile, profile.costs(), source="its own")
+
+
+def other_predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Prediction]:
+    """Every cell from what was measured on the base link."""
+    for row in rows:
+        here = _profile(row, out)
+        base = None if row["link"] == BASE_LINK else _profile({**row, "link": BASE_LINK}, out)
+        if here is None or base is None:
+            continue
+        was, wanted = (RingCosts(link_from_text(link), num_ranks=row["ranks"]) for link in (BASE_LINK, row["link"]))
+        costs = TransferredCosts(measured=base.costs(), was=was, wanted=wanted)
+        yield _prediction(row, base, here, costs, source=BASE_LINK)
+
+
+def _prediction(row: dict[str, Any], profile: Profile, planned: Profile, costs: Costs, *, source: str) -> Prediction:
+    assert planned.groups is not None  # measured under a plan
+    plan = plan_from_groups(planned.params, planned.groups, num_ranks=row["ranks"])
+    record = simulate(profile, plan, strategy_named(profile.strategy), costs)
+    until_averaged_us = max(bucket.waited[1] for bucket in record.buckets)
+    return Prediction(
+        cell=f"{row['workload']}, {row['ranks']} ranks, {row['link']} ({row['kind']})",
+        system=row["variant"] or row["system"],
+        source=source,
+        measured_ms=row["step_ms" if row["is_sharded"] else "backward_ms"]["median"],
+        predicted_ms=(record.step_us if row["is_sharded"] else until_averaged_us) / 1e3,
+    )
+
+
+def _profile(row: dict[str, Any], out: Path) -> Profile | None:
+    name = f"{row['workload']}-{row['ranks']}-{row['link']}-{row['kind']}-{row['variant'] or row['system']}.json"
+    path = out / "profiles" / name
+    return profile_from_file(path) if path.exists() else None
+
+
+def _table(title: str, predictions: Sequence[Prediction], bound: float) -> Table:
+    table = Table(title=f"{title}: errors of at most {bound:.0%}", title_justify="left")
+    for name in ("cell", "system"):
+        table.add_column(name)
+    for name in ("measured, ms", "simulated, ms", "error"):
+        table.add_column(name, justify="right")
+    for it in predictions:
+        style = "bold red" if abs(it.error) > bound else None
+        table.add_row(it.cell, it.system, f"{it.measured_ms:.1f}", f"{it.predicted_ms:.1f}", f"{it.error:+.1%}", style=style)
+    return table
+
+
+def _markdown(title: str, predictions: Sequence[Prediction], bound: float) -> str:
+    lines = [f"## {title}: errors of at most {bound:.0%}", ""]
+    lines += ["| cell | system | measured, ms | simulated, ms | error |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {it.cell} | {it.system} | {it.measured_ms:.1f} | {it.predicted_ms:.1f} | {it.error:+.1%} |" for it in predictions
+    ]
+    return "\n".join(lines) + "\n\n"
