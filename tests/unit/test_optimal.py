@@ -225,10 +225,11 @@ def test_atoms_of_several_parameters_fit_into_a_bucket() -> None:
     rng = random.Random(9)
     for _ in range(30):
         params = specs_of_sizes(*(rng.choice([0, 1, 10, 100]) for _ in range(60)))
+        cap = math.ceil(sum(each.num_bytes for each in params) / 3)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("undertow.plan.optimal._MAX_ATOMS", 4)
-            groups = plan(params, timing(*range(60)), Curve(5, 0.01), max_bucket_bytes=50).groups
-        assert all(len(group) == 1 or sum(params[i].num_bytes for i in group if isinstance(i, int)) <= 50 for group in groups)
+            patch.setattr("undertow.plan.optimal._MAX_ATOMS", 24)
+            groups = plan(params, timing(*[0] * 60), Curve(5, 0.01), max_bucket_bytes=cap).groups
+        assert all(sum(params[i].num_bytes for i in group if isinstance(i, int)) <= cap for group in groups)
 
 
 @pytest.mark.parametrize("power", [1, 3, 9])
@@ -241,6 +242,17 @@ def test_ten_thousand_parameters_are_planned_over_at_most_512_atoms_of_a_230th_o
     spreads = [ready[stop - 1] - ready[first] for first, stop in pairwise(atoms.cuts)]
     assert len(spreads) <= 512
     assert max(spreads) <= (ready[-1] - ready[0]) / 230
+
+
+def test_buckets_too_small_to_be_planned_are_refused() -> None:
+    params = specs_of_sizes(*[10] * 3000)
+    call = partial(plan, params, timing(*range(3000)), Curve(1, 1), max_bucket_bytes=11)
+    assert text_of(ConfigError, call) == (
+        "buckets of at most 11 bytes are too small to be planned.\n"
+        "  30000 bytes of gradients, in at most 1024 parts that no bucket may cut\n"
+        "  Allow buckets of 469 bytes."
+    )
+    assert len(call(max_bucket_bytes=469).groups) < 1024
 
 
 def test_costs_without_end_are_refused() -> None:
