@@ -77,7 +77,7 @@ PARTS = (
     ),
     Part(
         name="simulator",
-        title="Simulator: a step of 100 layers on 16,384 ranks of different speed, ZeRO-1, with contention",
+        title="Simulator: CPU time of a step, 100 layers on 16,384 ranks of different speed, ZeRO-1, with contention",
         measure=simulator.measure,
         judge=simulator.judge,
     ),

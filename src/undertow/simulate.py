@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -89,7 +90,8 @@ class _Clocks:
         self._slowness = slowness
         self._contention = contention
         self._free_us = 0.0  # the lane is, from then on
-        self._busy: list[Interval] = []  # those of the lane that some rank is not past
+        # What computing alone has lost to contention by these times, in between evenly.
+        self._times_us, self._lost_us = [0.0], [0.0]
 
     def compute(self, us: float) -> None:
         """Every rank computes what takes a mean rank so long while the lane is idle."""
@@ -97,11 +99,9 @@ class _Clocks:
         if self._contention == 0 or us == 0:
             self.now_us = self.now_us + alone_us
             return
-        earliest_us = float(self.now_us.min())
-        self._busy = [interval for interval in self._busy if interval[1] > earliest_us]
-        times_us = np.asarray([0.0, *(time for interval in self._busy for time in interval)])
-        lost_us = self._contention * np.cumsum([0.0, *(part for start, stop in self._busy for part in (0.0, stop - start))])
-        # By a time has been computed what that time has, less a share of the lane's busy time before it.
+        # No rank looks back: knots before the last one that all have passed are behind them.
+        first = bisect_right(self._times_us, float(self.now_us.min())) - 1
+        times_us, lost_us = np.asarray(self._times_us[first:]), np.asarray(self._lost_us[first:])
         computed_us = self.now_us - np.interp(self.now_us, times_us, lost_us) + alone_us
         self.now_us = computed_us + np.interp(computed_us, times_us - lost_us, lost_us)
 
@@ -112,7 +112,9 @@ class _Clocks:
         """All ranks launch a collective that takes so long. Returns when it is through."""
         start_us = max(self._free_us, float(self.now_us.max()))
         self._free_us = start_us + us
-        self._busy += [(start_us, self._free_us)] if us > 0 else []
+        if us > 0:
+            self._times_us += (start_us, self._free_us)
+            self._lost_us += (self._lost_us[-1], self._lost_us[-1] + self._contention * us)
         return self._free_us
 
 

@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from support.strategies import spec, specs_of_sizes
 from undertow.errors import ConfigError
 from undertow.plan import Optimum, ParamSpec, Piece, StepTiming, finish_us, optimal_groups, plan_from_groups
 from undertow.plan.atoms import atoms_of, whole_pieces
+from undertow.plan.certificate import limit_us
 from undertow.plan.optimal import SLACK
 
 # Sums of a few dozen times, in another order than the planner's: some units in the last place of 1e2.
@@ -96,21 +97,40 @@ def test_any_grouping_is_timed_by_the_same_model() -> None:
 def test_nothing_is_through_before_the_limit() -> None:
     rng = random.Random(5)
     for case in (random_case(rng, NOT_DECREASING) for _ in range(600)):
-        optimum = solve(case)
+        limit, optimum = limit_us(case.params, case.timing, case.costs, has_shards=False), solve(case)
+        assert limit <= optimum.best_us * (1 + 1e-12), case
         assert optimum.limit_us <= optimum.best_us <= optimum.finish_us <= SLACK * optimum.best_us * (1 + 1e-12), case
 
 
-def test_no_order_of_whole_parameters_in_any_groups_is_through_before_the_limit() -> None:
-    # Not only runs of neighbours: groups of any parameters, in the order of their ready times.
+def test_no_split_or_order_of_gradients_is_through_before_the_limit() -> None:
+    # One parameter, by 4 bytes at a time, with any bytes together, and the same behind another one that comes earlier.
     rng = random.Random(6)
     for _ in range(300):
-        case = random_case(rng, NOT_DECREASING)
-        if len({each.kind for each in case.params}) > 1:
-            continue
-        which = [rng.randrange(3) for _ in case.params]
+        sizes, whole = [rng.randrange(1, 12), rng.randrange(1, 12)], rng.choice([True, False])
+        params, when = specs_of_sizes(*sizes), timing(*sorted(times_us(rng, 2)))
+        costs = table_costs(rng, sum(sizes), rng.choice(NOT_DECREASING))
+        limit = limit_us(params, when, costs, has_shards=False)
+        for first, second in product(range(sizes[0] + 1), range(sizes[1] + 1)):
+            early = [Piece(param=0, first=0, stop=first)]
+            late = [Piece(param=0, first=first, stop=sizes[0]), Piece(param=1, first=0, stop=second)]
+            rest = [Piece(param=1, first=second, stop=sizes[1])]
+            groups = [early, late, rest] if whole else [early, late[:1], late[1:], rest]
+            filled = [[piece for piece in group if piece.numel] for group in groups]
+            assert limit <= finish_us(params, filled, when, costs) * (1 + 1e-12), (sizes, groups, when, costs)
+
+
+def test_whole_parameters_in_any_groups_are_not_through_before_the_limit() -> None:
+    # Not only runs of neighbours: groups of any parameters, in the order of their ready times.
+    rng = random.Random(7)
+    for _ in range(300):
+        num = rng.randrange(1, 7)
+        params, when = specs_of_sizes(*(rng.choice([0, 1, 2, 5, 9]) for _ in range(num))), timing(*times_us(rng, num))
+        costs = table_costs(rng, sum(each.num_bytes for each in params), rng.choice(NOT_DECREASING))
+        which = [rng.randrange(3) for _ in params]
         groups = [[i for i, group in enumerate(which) if group == wanted] for wanted in set(which)]
-        groups.sort(key=lambda group: max(case.timing.ready_us[i] for i in group))
-        assert solve(case).limit_us <= finish_us(case.params, groups, case.timing, case.costs) + 1e-10, case
+        groups.sort(key=lambda group: max(when.ready_us[i] for i in group))
+        limit = limit_us(params, when, costs, has_shards=False)
+        assert limit <= finish_us(params, groups, when, costs) * (1 + 1e-12), (params, when, costs)
 
 
 def test_the_limit_of_a_busy_link_is_met() -> None:
@@ -121,7 +141,7 @@ def test_the_limit_of_a_busy_link_is_met() -> None:
 
 
 def test_a_cost_that_decreases_raises_no_limit_above_the_optimum() -> None:
-    rng = random.Random(7)
+    rng = random.Random(12)
     for case in (random_case(rng, ("wild",)) for _ in range(300)):
         optimum = solve(case)
         assert optimum.limit_us <= optimum.best_us, case
@@ -225,10 +245,11 @@ def test_atoms_of_several_parameters_fit_into_a_bucket() -> None:
     rng = random.Random(9)
     for _ in range(30):
         params = specs_of_sizes(*(rng.choice([0, 1, 10, 100]) for _ in range(60)))
+        cap = math.ceil(sum(each.num_bytes for each in params) / 3)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("undertow.plan.optimal._MAX_ATOMS", 4)
-            groups = plan(params, timing(*range(60)), Curve(5, 0.01), max_bucket_bytes=50).groups
-        assert all(len(group) == 1 or sum(params[i].num_bytes for i in group if isinstance(i, int)) <= 50 for group in groups)
+            patch.setattr("undertow.plan.optimal._MAX_ATOMS", 24)
+            groups = plan(params, timing(*[0] * 60), Curve(5, 0.01), max_bucket_bytes=cap).groups
+        assert all(sum(params[i].num_bytes for i in group if isinstance(i, int)) <= cap for group in groups)
 
 
 @pytest.mark.parametrize("power", [1, 3, 9])
@@ -241,6 +262,17 @@ def test_ten_thousand_parameters_are_planned_over_at_most_512_atoms_of_a_230th_o
     spreads = [ready[stop - 1] - ready[first] for first, stop in pairwise(atoms.cuts)]
     assert len(spreads) <= 512
     assert max(spreads) <= (ready[-1] - ready[0]) / 230
+
+
+def test_buckets_too_small_to_be_planned_are_refused() -> None:
+    params = specs_of_sizes(*[10] * 3000)
+    call = partial(plan, params, timing(*range(3000)), Curve(1, 1), max_bucket_bytes=11)
+    assert text_of(ConfigError, call) == (
+        "buckets of at most 11 bytes are too small to be planned.\n"
+        "  30000 bytes of gradients, in at most 1024 parts that no bucket may cut\n"
+        "  Allow buckets of 469 bytes."
+    )
+    assert len(call(max_bucket_bytes=469).groups) < 1024
 
 
 def test_costs_without_end_are_refused() -> None:

@@ -16,6 +16,7 @@ from support.strategies import specs_of_sizes
 from undertow.errors import ConfigError
 from undertow.plan import Optimum, ParamSpec, Piece, StepTiming, finish_us, optimal_groups, plan_from_groups
 from undertow.plan.atoms import atoms_of, small_pieces, whole_pieces
+from undertow.plan.certificate import limit_us
 from undertow.plan.layout import unit_numel
 from undertow.plan.optimal import SLACK
 
@@ -105,7 +106,8 @@ def test_any_grouping_is_timed_by_the_same_model() -> None:
 
 def test_no_period_is_below_the_limit() -> None:
     for case in cases(5, 300, NOT_DECREASING):
-        optimum = solve(case)
+        limit, optimum = limit_us(case.params, case.timing, case.costs, has_shards=True), solve(case)
+        assert limit <= optimum.best_us * (1 + 1e-12), case
         assert optimum.limit_us <= optimum.best_us <= optimum.finish_us <= SLACK * optimum.best_us * (1 + 1e-12), case
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.errors import ConfigError
 from undertow.plan.finish import StepTiming
 from undertow.plan.layout import Member, Piece, piece_of, unit_numel
 from undertow.plan.spec import ParamSpec
@@ -56,7 +57,10 @@ def atoms_of(
     has_shards: bool = False,
     max_bucket_bytes: float = math.inf,
 ) -> Atoms:
-    """At most `max_atoms` of them, but for those that `max_bucket_bytes` asks for; each piece is one where that is possible."""
+    """At most `max_atoms` of them, each piece one where that is possible.
+
+    Up to twice as many where `max_bucket_bytes` asks for them; ConfigError if that is not enough.
+    """
     specs = [params[piece.param] for piece in pieces]
     index_of_kind: dict[tuple[str, str, bool], int] = {}
     kinds = np.array([index_of_kind.setdefault(spec.kind, len(index_of_kind)) for spec in specs], dtype=np.int64)
@@ -64,6 +68,13 @@ def atoms_of(
     ready = np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64)
     used = np.array([timing.used_us[piece.param] for piece in pieces] if has_shards else [], dtype=np.float64)
     cuts = _cuts(sizes, np.maximum.accumulate(ready), used, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
+
+    if len(cuts) - 1 > 2 * max_atoms:
+        raise ConfigError(
+            f"buckets of at most {max_bucket_bytes:.0f} bytes are too small to be planned.",
+            where=f"{sizes.sum():.0f} bytes of gradients, in at most {2 * max_atoms} parts that no bucket may cut",
+            remedy=f"Allow buckets of {math.ceil(8 * sizes.sum() / max_atoms)} bytes.",
+        )
 
     is_of = kinds == np.arange(len(index_of_kind))[:, None]
     last = _before(np.maximum.accumulate(np.where(is_of, np.arange(len(pieces)), -1), axis=1), cuts, first=-1)
