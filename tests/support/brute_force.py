@@ -20,12 +20,12 @@ _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class TableCosts:
-    """A cost in microseconds for every number of bytes, by kind of collective."""
+    """A cost in microseconds for every number of bytes, a part of a byte as a whole one, by kind of collective."""
 
     tables: dict[str, list[float]]
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        return np.asarray(self.tables[kind])[np.asarray(num_bytes, dtype=np.float64).astype(np.int64)]
+        return np.asarray(self.tables[kind])[np.ceil(np.asarray(num_bytes, dtype=np.float64)).astype(np.int64)]
 
     def of(self, kind: str, num_bytes: int) -> float:
         return self.tables[kind][num_bytes]

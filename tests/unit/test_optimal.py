@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from support.brute_force import NOT_DECREASING, SHAPES, Case, table_costs, times_us
+from support.brute_force import NOT_DECREASING, SHAPES, Case, TableCosts, table_costs, times_us
 from support.errors import text_of
 from support.strategies import spec, specs_of_sizes
 from undertow.errors import ConfigError
@@ -138,6 +138,15 @@ def test_the_limit_of_a_busy_link_is_met() -> None:
     optimum = plan(specs_of_sizes(10, 20), timing(3, 3), Curve(10, 2))
     assert (optimum.groups, optimum.finish_us) == (((0, 1),), 73.0)
     assert 0.997 * 73 <= optimum.limit_us <= 73
+
+
+def test_the_limit_of_a_cost_that_jumps_is_met_by_parts_below_the_jump() -> None:
+    # 10 for up to 10 bytes and 100 above: 40 bytes in four parts. The cells of sizes cost the limit less than 1 %.
+    costs = TableCosts({"all_reduce": [10.0] * 11 + [100.0] * 40})
+    optimum = optimal_groups(specs_of_sizes(10, 10, 10, 10), range(4), timing(0, 0, 0, 0), costs, num_ranks=2)
+    assert (optimum.finish_us, len(optimum.groups)) == (40.0, 4)
+    limit = limit_us(specs_of_sizes(10, 10, 10, 10), timing(0, 0, 0, 0), costs, has_shards=False)
+    assert 0.99 * 40 <= limit <= 40
 
 
 def test_a_cost_that_decreases_raises_no_limit_above_the_optimum() -> None:
