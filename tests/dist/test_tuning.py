@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from support.models import CASES, Case, mlp, noise
 from support.ranks import Ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
 from support.sharded import require_equal, trained, training
+from support.timed import Timed
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, SyncConfig
 from undertow.profile import profile_from_file
 from undertow.runtime.tuning import NUM_STEPS_MEASURED
@@ -244,32 +244,6 @@ def two_models() -> list[str]:
 def test_two_models_in_one_backward_do_not_wait_for_each_other(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(two_models)
     assert first == second
-
-
-class Timed(nn.Module):
-    """Layers whose gradients come some milliseconds apart, each with `numel` parameters."""
-
-    def __init__(self, *, numel: int, pause_s: float) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(numel) for _ in range(4))
-        self._pause_s = pause_s
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights:
-            x = _Pause.apply(x + weight.sum(), self._pause_s)
-        return x.sum()
-
-
-class _Pause(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pause_s: float) -> torch.Tensor:  # type: ignore[override]
-        ctx.pause_s = pause_s
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        time.sleep(ctx.pause_s)
-        return grad, None
 
 
 def measured_profile(folder: str, rank_factor: float) -> dict[str, Any]:
