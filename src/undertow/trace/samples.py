@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+_LEAST_US = 1e-3  # of a sample: nothing takes no time, whatever the clock says
+# An error in a time comes out at most so many times larger in what a collective costs, 1 / this.
+_LEAST_APART = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +29,9 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
     A backend may carry several at a time, a small one between the parts of a large one: then each takes longer than it
     would alone. So what counts is how long the link was busy without a pause. That time is divided among the collectives in
     it as latency + bytes / bandwidth would have it, with the two that explain all such times best.
+
+    Where every such time has about the same in it, the two cannot be told apart from it: then they are those that explain
+    best when each was through, one after the other.
     """
     spells = [spell for step in steps for spell in _spells(step)]
     if not spells:
@@ -36,8 +44,12 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
 class _Spell:
     """A time in which the link was busy without a pause, and what it carried."""
 
-    sizes: tuple[int, ...]
-    duration_us: float
+    sizes: tuple[int, ...]  # in the order in which they were through
+    turns_us: tuple[float, ...]  # of each, from when the one before it was through
+
+    @property
+    def duration_us(self) -> float:
+        return sum(self.turns_us)
 
 
 def _spells(transfers: Sequence[Transfer]) -> list[_Spell]:
@@ -54,25 +66,40 @@ def _spells(transfers: Sequence[Transfer]) -> list[_Spell]:
 
 
 def _spell(together: Sequence[Transfer]) -> _Spell:
-    duration_us = max(it.stop_us for it in together) - min(it.start_us for it in together)
-    return _Spell(sizes=tuple(it.num_bytes for it in together), duration_us=duration_us)
+    through = sorted(together, key=lambda it: it.stop_us)
+    begin_us = min(it.start_us for it in together)
+    turns_us = tuple(stop - start for start, stop in pairwise([begin_us, *(max(begin_us, it.stop_us) for it in through)]))
+    return _Spell(sizes=tuple(it.num_bytes for it in through), turns_us=turns_us)
 
 
 def _fit(spells: Sequence[_Spell]) -> tuple[float, float]:
     """Latency and microseconds per byte, neither below zero: least squares, and once more without the worst tenth."""
     counts = np.array([[len(spell.sizes), sum(spell.sizes)] for spell in spells], dtype=np.float64)
-    durations = np.array([spell.duration_us for spell in spells])
-    solution = _least_squares(counts, durations)
-    errors = np.abs(counts @ solution - durations)
-    is_usual = errors <= np.quantile(errors, 0.9)
-    latency_us, us_per_byte = _least_squares(counts[is_usual], durations[is_usual])
+    times = np.array([spell.duration_us for spell in spells])
+    scales = np.maximum(times, 1.0)  # errors count in relative terms: a short spell as much as a long one
+    if not _are_apart(counts / scales[:, None]):
+        counts = np.array([[1, size] for spell in spells for size in spell.sizes], dtype=np.float64)
+        times = np.array([turn for spell in spells for turn in spell.turns_us])
+        # Where two share the link one of them may be through right after the other: it must not count more for that.
+        scales = np.array([max(1.0, spell.duration_us / len(spell.sizes)) for spell in spells for _ in spell.sizes])
+    rows, wanted = counts / scales[:, None], times / scales
+    errors = np.abs(rows @ _least_squares(rows, wanted) - wanted)
+    # Of less than ten all: one left out may be the only one that tells bytes from latency.
+    is_usual = errors <= np.sort(errors)[len(errors) - 1 - len(errors) // 10]
+    latency_us, us_per_byte = _least_squares(rows[is_usual], wanted[is_usual])
     return float(latency_us), float(us_per_byte)
 
 
-def _least_squares(counts: NDArray[np.float64], durations: NDArray[np.float64]) -> NDArray[np.float64]:
-    """In relative terms: a short spell counts as much as a long one."""
-    weights = 1 / np.maximum(durations, 1.0)
-    rows, wanted = counts * weights[:, None], durations * weights
+def _are_apart(rows: NDArray[np.float64]) -> bool:
+    """Whether numbers of collectives and of bytes differ enough from row to row to tell what each of the two costs."""
+    lengths = np.linalg.norm(rows, axis=0)
+    if not lengths.all():
+        return True  # without any bytes there is nothing to tell apart
+    singular = np.linalg.svd(rows / lengths, compute_uv=False)
+    return len(singular) == 2 and bool(singular[1] >= _LEAST_APART * singular[0])
+
+
+def _least_squares(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
     solution = np.asarray(np.linalg.lstsq(rows, wanted, rcond=None)[0], dtype=np.float64)
     if (solution >= 0).all():
         return solution
@@ -86,4 +113,5 @@ def _divided(spell: _Spell, latency_us: float, us_per_byte: float) -> list[tuple
     shares = [latency_us + us_per_byte * size for size in spell.sizes]
     if sum(shares) == 0:  # nothing is known of the two: by the bytes
         shares = [size + 1.0 for size in map(float, spell.sizes)]
-    return [(float(size), spell.duration_us * share / sum(shares)) for size, share in zip(spell.sizes, shares, strict=True)]
+    us_per_share = spell.duration_us / sum(shares)
+    return [(float(size), max(_LEAST_US, us_per_share * share)) for size, share in zip(spell.sizes, shares, strict=True)]
