@@ -105,6 +105,15 @@ def test_latency_and_bandwidth_are_found_where_several_share_the_link(most: int)
     assert curve_from_samples(samples).us([0, 500_000]) == pytest.approx([LATENCY_US, cost_us(500_000)], rel=1e-6)
 
 
+@pytest.mark.parametrize("most", [2, 3])
+def test_the_bandwidth_is_nearly_found_where_several_share_the_link_and_every_step_is_the_same(most: int) -> None:
+    """At an end as many as `most` - 1 others are under way: on average half of each, of ten that were sent."""
+    launches = [(size, 40.0 * at) for at, size in enumerate(SIZES * 2)]
+    samples = cost_samples([shared(launches, most=most)] * 5)
+    whole_us = float(curve_from_samples(samples).us(sum(SIZES)))
+    assert whole_us == pytest.approx(cost_us(sum(SIZES)), rel=0.2 * (most - 1))
+
+
 def test_sharing_makes_each_collective_longer_but_no_sample() -> None:
     together = shared([(SIZES[1], 0.0), (SIZES[3], 0.0)], most=2)
     assert together[0].stop_us == pytest.approx(2 * cost_us(SIZES[1]))  # half of the link

@@ -30,8 +30,8 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
     would alone. So what counts is how long the link was busy without a pause. That time is divided among the collectives in
     it as latency + bytes / bandwidth would have it, with the two that explain all such times best.
 
-    Where every such time has about the same in it, the two cannot be told apart from it: then they are those that explain
-    best when each was through, one after the other.
+    Where every such time has about the same in it, the two cannot be told apart from it: then its beginnings, until each of
+    its collectives was through, count as well. They are less sure, for others may be under way.
     """
     spells = [spell for step in steps for spell in _spells(step)]
     if not spells:
@@ -45,11 +45,11 @@ class _Spell:
     """A time in which the link was busy without a pause, and what it carried."""
 
     sizes: tuple[int, ...]  # in the order in which they were through
-    turns_us: tuple[float, ...]  # of each, from when the one before it was through
+    through_us: tuple[float, ...]  # since the link became busy
 
     @property
     def duration_us(self) -> float:
-        return sum(self.turns_us)
+        return self.through_us[-1]
 
 
 def _spells(transfers: Sequence[Transfer]) -> list[_Spell]:
@@ -68,26 +68,30 @@ def _spells(transfers: Sequence[Transfer]) -> list[_Spell]:
 def _spell(together: Sequence[Transfer]) -> _Spell:
     through = sorted(together, key=lambda it: it.stop_us)
     begin_us = min(it.start_us for it in together)
-    turns_us = tuple(stop - start for start, stop in pairwise([begin_us, *(max(begin_us, it.stop_us) for it in through)]))
-    return _Spell(sizes=tuple(it.num_bytes for it in through), turns_us=turns_us)
+    return _Spell(
+        sizes=tuple(it.num_bytes for it in through), through_us=tuple(max(0.0, it.stop_us - begin_us) for it in through)
+    )
 
 
 def _fit(spells: Sequence[_Spell]) -> tuple[float, float]:
     """Latency and microseconds per byte, neither below zero: least squares, and once more without the worst tenth."""
     counts = np.array([[len(spell.sizes), sum(spell.sizes)] for spell in spells], dtype=np.float64)
     times = np.array([spell.duration_us for spell in spells])
-    scales = np.maximum(times, 1.0)  # errors count in relative terms: a short spell as much as a long one
-    if not _are_apart(counts / scales[:, None]):
-        counts = np.array([[1, size] for spell in spells for size in spell.sizes], dtype=np.float64)
-        times = np.array([turn for spell in spells for turn in spell.turns_us])
-        # Where two share the link one of them may be through right after the other: it must not count more for that.
-        scales = np.array([max(1.0, spell.duration_us / len(spell.sizes)) for spell in spells for _ in spell.sizes])
-    rows, wanted = counts / scales[:, None], times / scales
+    rows, wanted = _relative(counts, times)
+    if not _are_apart(rows):
+        every = [np.cumsum([[1, size] for size in spell.sizes], axis=0, dtype=np.float64) for spell in spells]
+        rows, wanted = _relative(np.concatenate(every), np.concatenate([spell.through_us for spell in spells]))
     errors = np.abs(rows @ _least_squares(rows, wanted) - wanted)
     # Of less than ten all: one left out may be the only one that tells bytes from latency.
     is_usual = errors <= np.sort(errors)[len(errors) - 1 - len(errors) // 10]
     latency_us, us_per_byte = _least_squares(rows[is_usual], wanted[is_usual])
     return float(latency_us), float(us_per_byte)
+
+
+def _relative(counts: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Equations of which each counts as much as another: a short time as much as a long one."""
+    scales = np.maximum(times, 1.0)
+    return counts / scales[:, None], times / scales
 
 
 def _are_apart(rows: NDArray[np.float64]) -> bool:
