@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -22,22 +22,33 @@ _WORTHWHILE = 0.005
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
 _NUM_WINDOWS = 4  # of which samples count
+_SAME_SIZE = 1.02
 _DRIFT = 1.25  # a network that is so much slower or faster than it was is another one
 NUM_STEPS_BETWEEN_LOOKS = 100
 
 _Groups = tuple[tuple[Member, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What a plan was measured to take."""
+    """What a plan was measured to take, in the last looks at it."""
 
-    synchronised_us: float
-    spread_us: float
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, float]] = deque(maxlen=_NUM_WINDOWS)
+
+    def add(self, measurement: Measurement) -> None:
+        self._looks.append((measurement.synchronised_us, measurement.spread_us))
+
+    @property
+    def synchronised_us(self) -> float:
+        return median(synchronised_us for synchronised_us, _ in self._looks)
+
+    @property
+    def spread_us(self) -> float:
+        return median(spread_us for _, spread_us in self._looks)
 
     def is_better_than(self, other: _Known) -> bool:
         """By more than steps differ from one another."""
-        margin_us = _WORTHWHILE * self.synchronised_us + max(self.spread_us, other.spread_us) / 2
+        margin_us = _WORTHWHILE * self.synchronised_us + max(self.spread_us, other.spread_us)
         return self.synchronised_us + margin_us < other.synchronised_us
 
 
@@ -51,8 +62,9 @@ class Tuner:
         self.measurement: Measurement | None = None  # the last one
         self._order = order
         self._windows: dict[str, deque[tuple[tuple[float, float], ...]]] = {}
+        self._is_new = False  # since the last decision
         self._known: dict[_Groups, _Known] = {}
-        self._was_slower: set[_Groups] = set()
+        self._num_moves = 0  # on this network
 
     @property
     def curves(self) -> dict[str, CostCurve]:
@@ -69,6 +81,7 @@ class Tuner:
                 self._forget_another_network(kind, samples)
                 self._windows.setdefault(kind, deque(maxlen=_NUM_WINDOWS)).append(samples)
         self.measurement = measurement
+        self._is_new = True
 
     def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
         """What was learned, as measured under `plan`; None before anything was."""
@@ -89,8 +102,9 @@ class Tuner:
         )
 
     def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
-        """What to do now that the present plan was measured."""
-        now = self.measurement
+        """What to do now that the present plan was measured; nothing, where it was not since the last decision."""
+        now = self.measurement if self._is_new else None
+        self._is_new = False
         if now is None or not self._knows_enough(has_shards=has_shards):
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
@@ -114,13 +128,15 @@ class Tuner:
         self, present: _Groups, best: _Groups, now: Measurement, *, gain_us: float, move_us: float
     ) -> tuple[Outcome, _Groups | None]:
         """What was measured goes before what is predicted."""
-        self._known[present] = known = _Known(synchronised_us=now.synchronised_us, spread_us=now.spread_us)
+        known = self._known.setdefault(present, _Known())
+        known.add(now)
         fastest = min(self._known, key=lambda groups: self._known[groups].synchronised_us)
         if self._known[fastest].is_better_than(known):
-            self._was_slower.add(present)
             return Outcome.BACK, fastest
-        is_worthwhile = gain_us > _WORTHWHILE * now.synchronised_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us
-        if is_worthwhile and best not in self._was_slower:
+        # Every move asks for more gain than the one before: what differs from look to look by chance ends soon.
+        least_us = _WORTHWHILE * 2**self._num_moves * now.synchronised_us
+        if best not in self._known and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
+            self._num_moves += 1
             return Outcome.MOVE, best
         return Outcome.KEEP, None
 
@@ -132,13 +148,18 @@ class Tuner:
     def _forget_another_network(self, kind: str, samples: Sequence[tuple[float, float]]) -> None:
         if kind not in self._windows:
             return
-        sizes, times_us = np.array(samples).T
-        expected_us = np.maximum(self.curves[kind].us(sizes), 1e-3)
-        ratio = float(np.median(times_us / expected_us))
+        curve = self.curves[kind]
+        (smallest, _), (largest, _) = curve.points[0], curve.points[-1]
+        # Of sizes that were never measured the curve may be wrong by as much, on the same network.
+        measured = [(size, time_us) for size, time_us in samples if smallest / _SAME_SIZE <= size <= largest * _SAME_SIZE]
+        if not measured:
+            return
+        sizes, times_us = np.array(measured).T
+        ratio = float(np.median(times_us / np.maximum(curve.us(sizes), 1e-3)))
         if not 1 / _DRIFT <= ratio <= _DRIFT:
             self._windows[kind].clear()
             self._known.clear()
-            self._was_slower.clear()
+            self._num_moves = 0
 
 
 def _rounded(time_us: float) -> float:
