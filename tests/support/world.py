@@ -122,9 +122,7 @@ class World:
         for bucket, launched in zip(plan.buckets, launches, strict=True):
             start = max(free, launched)
             free = start + self.cost(bucket.num_bytes) * self._wobble()
-            sent.append(
-                Transfer(num_bytes=bucket.num_bytes, start_us=launched if self.is_queued else start, stop_us=free)
-            )
+            sent.append(Transfer(num_bytes=bucket.num_bytes, start_us=launched if self.is_queued else start, stop_us=free))
         return sent, free
 
 

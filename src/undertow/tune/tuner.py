@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-import numpy as np
-
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
 from undertow.plan import Member, Plan
 from undertow.plan.finish import StepTiming, finish_us
@@ -22,8 +20,7 @@ _WORTHWHILE = 0.005
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
 _NUM_WINDOWS = 4  # of which samples count
-_SAME_SIZE = 1.02
-_DRIFT = 1.25  # a network that is so much slower or faster than it was is another one
+_DRIFT = 1.25  # a network, or a computation, that is so much slower or faster than it was is another one
 NUM_STEPS_BETWEEN_LOOKS = 100
 
 _Groups = tuple[tuple[Member, ...], ...]
@@ -64,7 +61,9 @@ class Tuner:
         self._windows: dict[str, deque[tuple[tuple[float, float], ...]]] = {}
         self._is_new = False  # since the last decision
         self._known: dict[_Groups, _Known] = {}
-        self._num_moves = 0  # on this network
+        self._num_moves = 0
+        self._promised_us = 0.0  # what the last move was to gain
+        self._overrated_us = 0.0  # by so much a promise was not kept
 
     @property
     def curves(self) -> dict[str, CostCurve]:
@@ -76,9 +75,9 @@ class Tuner:
 
     def learn(self, measurement: Measurement) -> None:
         """Takes a measurement of the present plan in."""
+        self._forget_what_has_changed(measurement)
         for kind, samples in measurement.samples.items():
             if samples:
-                self._forget_another_network(kind, samples)
                 self._windows.setdefault(kind, deque(maxlen=_NUM_WINDOWS)).append(samples)
         self.measurement = measurement
         self._is_new = True
@@ -132,11 +131,14 @@ class Tuner:
         known.add(now)
         fastest = min(self._known, key=lambda groups: self._known[groups].synchronised_us)
         if self._known[fastest].is_better_than(known):
+            loss_us = known.synchronised_us - self._known[fastest].synchronised_us
+            self._overrated_us = max(self._overrated_us, self._promised_us + loss_us)
+            self._promised_us = 0.0
             return Outcome.BACK, fastest
         # Every move asks for more gain than the one before: what differs from look to look by chance ends soon.
-        least_us = _WORTHWHILE * 2**self._num_moves * now.synchronised_us
+        least_us = max(_WORTHWHILE * 2**self._num_moves * now.synchronised_us, self._overrated_us)
         if best not in self._known and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
-            self._num_moves += 1
+            self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best
         return Outcome.KEEP, None
 
@@ -145,21 +147,29 @@ class Tuner:
         curves = self.curves
         return all(kind in curves and curves[kind].is_enough for kind in kinds)
 
-    def _forget_another_network(self, kind: str, samples: Sequence[tuple[float, float]]) -> None:
-        if kind not in self._windows:
+    def _forget_what_has_changed(self, now: Measurement) -> None:
+        before = self.measurement
+        # Under another plan other times say as much of the plan as of network and computation.
+        if before is None or _sizes(before) != _sizes(now):
             return
-        curve = self.curves[kind]
-        (smallest, _), (largest, _) = curve.points[0], curve.points[-1]
-        # Of sizes that were never measured the curve may be wrong by as much, on the same network.
-        measured = [(size, time_us) for size, time_us in samples if smallest / _SAME_SIZE <= size <= largest * _SAME_SIZE]
-        if not measured:
-            return
-        sizes, times_us = np.array(measured).T
-        ratio = float(np.median(times_us / np.maximum(curve.us(sizes), 1e-3)))
-        if not 1 / _DRIFT <= ratio <= _DRIFT:
+        drifted = [kind for kind in _sizes(now) if _has_drifted(_usual_us(before, kind), _usual_us(now, kind))]
+        for kind in drifted:
             self._windows[kind].clear()
+        if drifted or _has_drifted(before.forward_us + before.backward_us, now.forward_us + now.backward_us):
             self._known.clear()
-            self._num_moves = 0
+            self._num_moves, self._overrated_us = 0, 0.0
+
+
+def _sizes(measurement: Measurement) -> dict[str, set[float]]:
+    return {kind: {size for size, _ in samples} for kind, samples in measurement.samples.items() if samples}
+
+
+def _usual_us(measurement: Measurement, kind: str) -> float:
+    return median(time_us for _, time_us in measurement.samples[kind])
+
+
+def _has_drifted(before_us: float, now_us: float) -> bool:
+    return max(before_us, now_us) > _DRIFT * min(before_us, now_us)
 
 
 def _rounded(time_us: float) -> float:
