@@ -19,7 +19,7 @@ _WORTHWHILE = 0.005
 # A move of optimizer state has to be paid for by what so many steps gain.
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
-_NUM_WINDOWS = 4  # of which samples count
+_NUM_WINDOWS = 4  # of which samples count, and of each plan so many looks
 _DRIFT = 1.25  # a network, or a computation, that is so much slower or faster than it was is another one
 NUM_STEPS_BETWEEN_LOOKS = 100
 
