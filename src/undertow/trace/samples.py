@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+_LEAST_US = 1e-3  # of a sample: nothing takes no time, whatever the clock says
+# An error in a time comes out at most so many times larger in what a collective costs, 1 / this.
+_LEAST_APART = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
@@ -24,6 +28,9 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
     A backend may carry several at a time, a small one between the parts of a large one: then each takes longer than it
     would alone. So what counts is how long the link was busy without a pause. That time is divided among the collectives in
     it as latency + bytes / bandwidth would have it, with the two that explain all such times best.
+
+    Where every such time has about the same in it, the two cannot be told apart from it: then its beginnings, until each of
+    its collectives was through, count as well. They are less sure, for others may be under way.
     """
     spells = [spell for step in steps for spell in _spells(step)]
     if not spells:
@@ -36,8 +43,12 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
 class _Spell:
     """A time in which the link was busy without a pause, and what it carried."""
 
-    sizes: tuple[int, ...]
-    duration_us: float
+    sizes: tuple[int, ...]  # in the order in which they were through
+    through_us: tuple[float, ...]  # since the link became busy
+
+    @property
+    def duration_us(self) -> float:
+        return self.through_us[-1]
 
 
 def _spells(transfers: Sequence[Transfer]) -> list[_Spell]:
@@ -54,25 +65,44 @@ def _spells(transfers: Sequence[Transfer]) -> list[_Spell]:
 
 
 def _spell(together: Sequence[Transfer]) -> _Spell:
-    duration_us = max(it.stop_us for it in together) - min(it.start_us for it in together)
-    return _Spell(sizes=tuple(it.num_bytes for it in together), duration_us=duration_us)
+    through = sorted(together, key=lambda it: it.stop_us)
+    begin_us = min(it.start_us for it in together)
+    return _Spell(
+        sizes=tuple(it.num_bytes for it in through), through_us=tuple(max(0.0, it.stop_us - begin_us) for it in through)
+    )
 
 
 def _fit(spells: Sequence[_Spell]) -> tuple[float, float]:
     """Latency and microseconds per byte, neither below zero: least squares, and once more without the worst tenth."""
     counts = np.array([[len(spell.sizes), sum(spell.sizes)] for spell in spells], dtype=np.float64)
-    durations = np.array([spell.duration_us for spell in spells])
-    solution = _least_squares(counts, durations)
-    errors = np.abs(counts @ solution - durations)
-    is_usual = errors <= np.quantile(errors, 0.9)
-    latency_us, us_per_byte = _least_squares(counts[is_usual], durations[is_usual])
+    times = np.array([spell.duration_us for spell in spells])
+    rows, wanted = _relative(counts, times)
+    if not _are_apart(rows):
+        every = [np.cumsum([[1, size] for size in spell.sizes], axis=0, dtype=np.float64) for spell in spells]
+        rows, wanted = _relative(np.concatenate(every), np.concatenate([spell.through_us for spell in spells]))
+    errors = np.abs(rows @ _least_squares(rows, wanted) - wanted)
+    # Of less than ten all: one left out may be the only one that tells bytes from latency.
+    is_usual = errors <= np.sort(errors)[len(errors) - 1 - len(errors) // 10]
+    latency_us, us_per_byte = _least_squares(rows[is_usual], wanted[is_usual])
     return float(latency_us), float(us_per_byte)
 
 
-def _least_squares(counts: NDArray[np.float64], durations: NDArray[np.float64]) -> NDArray[np.float64]:
-    """In relative terms: a short spell counts as much as a long one."""
-    weights = 1 / np.maximum(durations, 1.0)
-    rows, wanted = counts * weights[:, None], durations * weights
+def _relative(counts: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Equations of which each counts as much as another: a short time as much as a long one."""
+    scales = np.maximum(times, 1.0)
+    return counts / scales[:, None], times / scales
+
+
+def _are_apart(rows: NDArray[np.float64]) -> bool:
+    """Whether numbers of collectives and of bytes differ enough from row to row to tell what each of the two costs."""
+    lengths = np.linalg.norm(rows, axis=0)
+    if not lengths.all():
+        return True  # without any bytes there is nothing to tell apart
+    singular = np.linalg.svd(rows / lengths, compute_uv=False)
+    return len(singular) == 2 and bool(singular[1] >= _LEAST_APART * singular[0])
+
+
+def _least_squares(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
     solution = np.asarray(np.linalg.lstsq(rows, wanted, rcond=None)[0], dtype=np.float64)
     if (solution >= 0).all():
         return solution
@@ -86,4 +116,5 @@ def _divided(spell: _Spell, latency_us: float, us_per_byte: float) -> list[tuple
     shares = [latency_us + us_per_byte * size for size in spell.sizes]
     if sum(shares) == 0:  # nothing is known of the two: by the bytes
         shares = [size + 1.0 for size in map(float, spell.sizes)]
-    return [(float(size), spell.duration_us * share / sum(shares)) for size, share in zip(spell.sizes, shares, strict=True)]
+    us_per_share = spell.duration_us / sum(shares)
+    return [(float(size), max(_LEAST_US, us_per_share * share)) for size, share in zip(spell.sizes, shares, strict=True)]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.errors import ConfigError
 from undertow.plan import Member, ParamSpec, Piece
 from undertow.plan.layout import member_of, piece_of
 
 _NUM_SINGLE = 6
-_PIECES = 1024  # more than any plan has of parameters that were cut
+# Planners cut a parameter into pieces that are no smaller than this, or all together into fewer than so many.
+_LEAST_PIECE_BYTES = 256 * 1024
+_MOST_SMALL_PIECES = 1024
 
 
 class Outcome(IntEnum):
@@ -41,7 +45,14 @@ class Decision:
             for bucket, group in enumerate(self.groups or ())
             for piece in (piece_of(member, params) for member in group)
         ]
-        numbers = np.zeros(_NUM_SINGLE + 4 * (len(params) + _PIECES))
+        most = _most_rows(params)
+        if len(rows) > most:
+            raise ConfigError(
+                f"a plan of {len(rows)} slots is too long to tell the other ranks of.",
+                where=f"{len(params)} parameters, at most {most} slots",
+                remedy="Cut parameters into fewer pieces.",
+            )
+        numbers = np.zeros(_NUM_SINGLE + 4 * most)
         single = (self.outcome, self.next_look, self.present_us, self.predicted_us, self.limit_us, len(rows))
         numbers[:_NUM_SINGLE] = single
         numbers[_NUM_SINGLE : _NUM_SINGLE + 4 * len(rows)] = np.asarray(rows, dtype=np.float64).reshape(-1)
@@ -54,6 +65,10 @@ class Decided:
 
     round: int  # from 0, of the rounds with these parameters
     decision: Decision
+
+
+def _most_rows(params: Sequence[ParamSpec]) -> int:
+    return len(params) + _MOST_SMALL_PIECES + sum(spec.num_bytes for spec in params) // _LEAST_PIECE_BYTES
 
 
 def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:

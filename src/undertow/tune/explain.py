@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from undertow.cost import MeasuredCosts
 from undertow.plan import Member, Plan
@@ -58,6 +59,9 @@ def explanation(
     needed = ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
     if profile is None or not profile.curves.keys() >= set(needed):
         return known
+    known = replace(known, network=tuple(_curve_text(profile, kind) for kind in needed))
+    if not all(profile.curves[kind].is_enough for kind in needed):
+        return known
     timing, costs = timing_of(profile), MeasuredCosts(profile.curves)
     best = optimal_groups(plan.params, profile.order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
 
@@ -69,14 +73,18 @@ def explanation(
         predicted_ms=predicted_us(plan.groups) * _MS,
         best_ms=best.finish_us * _MS,
         limit_ms=best.limit_us * _MS,
-        alternatives=tuple(_alternatives(plan.groups, predicted_us)),
-        network=tuple(_curve_text(profile, kind) for kind in needed),
+        alternatives=tuple(_alternatives(plan, predicted_us)),
     )
 
 
-def _alternatives(groups: _Groups, predicted_us: Callable[[_Groups], float]) -> Iterator[str]:
+def _alternatives(plan: Plan, predicted_us: Callable[[_Groups], float]) -> Iterator[str]:
+    groups, kinds = plan.groups, [(bucket.dtype, bucket.device, bucket.is_sparse) for bucket in plan.buckets]
     present_us = predicted_us(groups)
-    merged = [((*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :]), at) for at in _some(len(groups) - 1)]
+    alike = [at for at, (kind, following) in enumerate(pairwise(kinds)) if kind == following]
+    merged = [
+        ((*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :]), at)
+        for at in (alike[index] for index in _some(len(alike)))
+    ]
     if merged:
         later_us, at = min((predicted_us(other) - present_us, at) for other, at in merged)
         yield f"one bucket fewer, at best {at} and {at + 1} in one: {later_us * _MS:+.2f} ms"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from statistics import median
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
 from undertow.plan import Member, Plan
@@ -21,23 +19,33 @@ _WORTHWHILE = 0.005
 # A move of optimizer state has to be paid for by what so many steps gain.
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
-_NUM_WINDOWS = 4  # of which samples count
-_DRIFT = 1.25  # a network that is so much slower or faster than it was is another one
+_NUM_WINDOWS = 4  # of which samples count, and of each plan so many looks
+_DRIFT = 1.25  # a network, or a computation, that is so much slower or faster than it was is another one
 NUM_STEPS_BETWEEN_LOOKS = 100
 
 _Groups = tuple[tuple[Member, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What a plan was measured to take."""
+    """What a plan was measured to take, in the last looks at it."""
 
-    synchronised_us: float
-    spread_us: float
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, float]] = deque(maxlen=_NUM_WINDOWS)
+
+    def add(self, measurement: Measurement) -> None:
+        self._looks.append((measurement.synchronised_us, measurement.spread_us))
+
+    @property
+    def synchronised_us(self) -> float:
+        return median(synchronised_us for synchronised_us, _ in self._looks)
+
+    @property
+    def spread_us(self) -> float:
+        return median(spread_us for _, spread_us in self._looks)
 
     def is_better_than(self, other: _Known) -> bool:
         """By more than steps differ from one another."""
-        margin_us = _WORTHWHILE * self.synchronised_us + max(self.spread_us, other.spread_us) / 2
+        margin_us = _WORTHWHILE * self.synchronised_us + max(self.spread_us, other.spread_us)
         return self.synchronised_us + margin_us < other.synchronised_us
 
 
@@ -51,8 +59,11 @@ class Tuner:
         self.measurement: Measurement | None = None  # the last one
         self._order = order
         self._windows: dict[str, deque[tuple[tuple[float, float], ...]]] = {}
+        self._is_new = False  # since the last decision
         self._known: dict[_Groups, _Known] = {}
-        self._was_slower: set[_Groups] = set()
+        self._num_moves = 0
+        self._promised_us = 0.0  # what the last move was to gain
+        self._overrated_us = 0.0  # by so much a promise was not kept
 
     @property
     def curves(self) -> dict[str, CostCurve]:
@@ -64,11 +75,12 @@ class Tuner:
 
     def learn(self, measurement: Measurement) -> None:
         """Takes a measurement of the present plan in."""
+        self._forget_what_has_changed(measurement)
         for kind, samples in measurement.samples.items():
             if samples:
-                self._forget_another_network(kind, samples)
                 self._windows.setdefault(kind, deque(maxlen=_NUM_WINDOWS)).append(samples)
         self.measurement = measurement
+        self._is_new = True
 
     def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
         """What was learned, as measured under `plan`; None before anything was."""
@@ -89,8 +101,9 @@ class Tuner:
         )
 
     def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
-        """What to do now that the present plan was measured."""
-        now = self.measurement
+        """What to do now that the present plan was measured; nothing, where it was not since the last decision."""
+        now = self.measurement if self._is_new else None
+        self._is_new = False
         if now is None or not self._knows_enough(has_shards=has_shards):
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
@@ -114,13 +127,18 @@ class Tuner:
         self, present: _Groups, best: _Groups, now: Measurement, *, gain_us: float, move_us: float
     ) -> tuple[Outcome, _Groups | None]:
         """What was measured goes before what is predicted."""
-        self._known[present] = known = _Known(synchronised_us=now.synchronised_us, spread_us=now.spread_us)
+        known = self._known.setdefault(present, _Known())
+        known.add(now)
         fastest = min(self._known, key=lambda groups: self._known[groups].synchronised_us)
         if self._known[fastest].is_better_than(known):
-            self._was_slower.add(present)
+            loss_us = known.synchronised_us - self._known[fastest].synchronised_us
+            self._overrated_us = max(self._overrated_us, self._promised_us + loss_us)
+            self._promised_us = 0.0
             return Outcome.BACK, fastest
-        is_worthwhile = gain_us > _WORTHWHILE * now.synchronised_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us
-        if is_worthwhile and best not in self._was_slower:
+        # Every move asks for more gain than the one before: what differs from look to look by chance ends soon.
+        least_us = max(_WORTHWHILE * 2**self._num_moves * now.synchronised_us, self._overrated_us)
+        if best not in self._known and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
+            self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best
         return Outcome.KEEP, None
 
@@ -129,16 +147,29 @@ class Tuner:
         curves = self.curves
         return all(kind in curves and curves[kind].is_enough for kind in kinds)
 
-    def _forget_another_network(self, kind: str, samples: Sequence[tuple[float, float]]) -> None:
-        if kind not in self._windows:
+    def _forget_what_has_changed(self, now: Measurement) -> None:
+        before = self.measurement
+        # Under another plan other times say as much of the plan as of network and computation.
+        if before is None or _sizes(before) != _sizes(now):
             return
-        sizes, times_us = np.array(samples).T
-        expected_us = np.maximum(self.curves[kind].us(sizes), 1e-3)
-        ratio = float(np.median(times_us / expected_us))
-        if not 1 / _DRIFT <= ratio <= _DRIFT:
+        drifted = [kind for kind in _sizes(now) if _has_drifted(_usual_us(before, kind), _usual_us(now, kind))]
+        for kind in drifted:
             self._windows[kind].clear()
+        if drifted or _has_drifted(before.forward_us + before.backward_us, now.forward_us + now.backward_us):
             self._known.clear()
-            self._was_slower.clear()
+            self._num_moves, self._overrated_us = 0, 0.0
+
+
+def _sizes(measurement: Measurement) -> dict[str, set[float]]:
+    return {kind: {size for size, _ in samples} for kind, samples in measurement.samples.items() if samples}
+
+
+def _usual_us(measurement: Measurement, kind: str) -> float:
+    return median(time_us for _, time_us in measurement.samples[kind])
+
+
+def _has_drifted(before_us: float, now_us: float) -> bool:
+    return max(before_us, now_us) > _DRIFT * min(before_us, now_us)
 
 
 def _rounded(time_us: float) -> float:
