@@ -300,7 +300,7 @@ def test_a_rank_alone_has_a_profile_too(tmp_path: Path) -> None:
 
 def unscripted(strategy: str) -> list[str]:
     """With nothing but what is measured: it is looked, decided and explained."""
-    with training(Timed(numel=200_000, pause_s=0.001), strategy, "SGD") as (ddp, opt):
+    with training(Timed(numel=100_000, pause_s=0.001, num_layers=24), strategy, "SGD") as (ddp, opt):
         for _ in range(3 * ONE_LOOK):
             opt.zero_grad()
             ddp(torch.ones(1)).backward()
