@@ -16,7 +16,6 @@ from undertow.plan.finish import finish_us
 from undertow.profile import Profile
 from undertow.report.explain import print_explanation
 from undertow.tune import Decided, Decision, Explanation, Outcome, explanation
-from undertow.tune.tuner import timing_of
 
 # Gradients of 1 MB come at 1, 2, 3 and 4 ms of backward, the last registered first; forward takes 2 ms.
 PARAMS = tuple(spec(f"p{i}", 250_000) for i in range(4))
@@ -74,7 +73,7 @@ def test_alternatives_are_the_best_of_one_bucket_fewer_and_one_more() -> None:
     )
 
     def later_ms(*groups: Sequence[int]) -> float:
-        timing, costs = timing_of(measured), measured.costs()
+        timing, costs = measured.timing, measured.costs()
         times = [finish_us(PARAMS, each, timing, costs) for each in (groups, plan.groups)]
         return (times[0] - times[1]) / 1e3
 

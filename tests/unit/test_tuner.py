@@ -13,7 +13,7 @@ from undertow.cost import MeasuredCosts
 from undertow.plan import Plan
 from undertow.plan.finish import finish_us
 from undertow.tune import Decision, Outcome, Tuner
-from undertow.tune.tuner import NUM_STEPS_BETWEEN_LOOKS, timing_of
+from undertow.tune.tuner import NUM_STEPS_BETWEEN_LOOKS
 
 # 24 MB: backward takes 40 ms, all bytes at once 24 ms, 96 ms, 14 ms and 24 ms; 48 parameters one by one 10, 10, 96 and 14 more.
 NETWORKS = {
@@ -233,7 +233,7 @@ def test_a_profile_has_what_was_learned() -> None:
 def predicted_us(tuner: Tuner, plan: Plan) -> float:
     profile = tuner.profile(plan, strategy="zero1")
     assert profile is not None
-    return finish_us(plan.params, plan.groups, timing_of(profile), MeasuredCosts(profile.curves), has_shards=True)
+    return finish_us(plan.params, plan.groups, profile.timing, MeasuredCosts(profile.curves), has_shards=True)
 
 
 def test_shards_move_where_the_gain_pays_for_it() -> None:

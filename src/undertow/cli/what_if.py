@@ -8,7 +8,6 @@ from functools import cached_property
 
 from undertow.cli.network import Network, NetworkOptions
 from undertow.plan import Member, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
-from undertow.plan.finish import StepTiming
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.profile import Profile
 from undertow.report.comparison import Outcome
@@ -64,9 +63,13 @@ class WhatIf:
     @cached_property
     def optimum(self) -> Optimum:
         profile = self.profile
-        timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us, used_us=profile.used_us)
         return optimal_groups(
-            profile.params, profile.order, timing, self.network.costs, num_ranks=self.num_ranks, has_shards=self._has_shards
+            profile.params,
+            profile.order,
+            profile.timing,
+            self.network.costs,
+            num_ranks=self.num_ranks,
+            has_shards=self._has_shards,
         )
 
     @property
@@ -77,8 +80,7 @@ class WhatIf:
     @property
     def limit_us(self) -> float:
         """The shortest step of any grouping, on equal ranks without contention."""
-        reduced_us = max(self.profile.backward_us, self.optimum.limit_us)
-        return self.profile.update_us + self.profile.forward_us + reduced_us
+        return self.profile.update_us + max(self.profile.timing.backward_end_us, self.optimum.limit_us)
 
     @property
     def optimal_plan(self) -> Plan:

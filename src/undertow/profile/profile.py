@@ -10,7 +10,7 @@ from typing import Any
 
 from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts, link_from_text
 from undertow.errors import ConfigError
-from undertow.plan import Member, ParamSpec, Piece, plan_from_groups
+from undertow.plan import Member, ParamSpec, Piece, StepTiming, plan_from_groups
 from undertow.profile.checks import checked_integer, checked_us
 from undertow.schedule import strategy_named
 
@@ -89,6 +89,15 @@ class Profile:
     def order(self) -> tuple[int, ...]:
         """Indices of the parameters in the order in which they become ready; of equal times the later registered first."""
         return tuple(sorted(range(len(self.params)), key=lambda param: (self.ready_us[param], -param)))
+
+    @property
+    def timing(self) -> StepTiming:
+        """The times of a step as the planner wants them, since forward began."""
+        return StepTiming(
+            ready_us=[self.forward_us + min(ready_us, self.backward_us) for ready_us in self.ready_us],
+            backward_end_us=self.forward_us + self.backward_us,
+            used_us=self.used_us,
+        )
 
     def costs(self) -> MeasuredCosts:
         """What communication took where the profile was measured."""

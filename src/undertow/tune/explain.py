@@ -6,13 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from undertow.cost import MeasuredCosts
-from undertow.plan import Member, Plan
-from undertow.plan.finish import finish_us
-from undertow.plan.optimal import optimal_groups
+from undertow.plan import Member, Plan, finish_us, optimal_groups
 from undertow.profile import Profile
 from undertow.tune.decision import Decided, Decision, Outcome
-from undertow.tune.tuner import timing_of
 
 _MS = 1e-3  # of a microsecond
 _MAX_TRIED = 64  # of cuts and of merges, spread over the buckets: a plan has hundreds at most
@@ -62,7 +58,7 @@ def explanation(
     known = replace(known, network=tuple(_curve_text(profile, kind) for kind in needed))
     if not all(profile.curves[kind].is_enough for kind in needed):
         return known
-    timing, costs = timing_of(profile), MeasuredCosts(profile.curves)
+    timing, costs = profile.timing, profile.costs()
     best = optimal_groups(plan.params, profile.order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
 
     def predicted_us(groups: _Groups) -> float:

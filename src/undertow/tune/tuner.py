@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
-from undertow.plan import Member, Plan
-from undertow.plan.finish import StepTiming, finish_us
-from undertow.plan.optimal import optimal_groups
+from undertow.plan import Member, Plan, finish_us, optimal_groups
 from undertow.profile import Profile
 from undertow.tune.decision import Decision, Outcome
 from undertow.tune.measurement import Measurement
@@ -108,7 +106,7 @@ class Tuner:
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
         assert profile is not None  # there is a measurement
-        timing, costs = timing_of(profile), MeasuredCosts(profile.curves)
+        timing, costs = profile.timing, profile.costs()
         order = profile.order if self._order is None else self._order
         best = optimal_groups(plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
         present_us = finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
@@ -175,15 +173,6 @@ def _has_drifted(before_us: float, now_us: float) -> bool:
 def _rounded(time_us: float) -> float:
     """No clock is finer."""
     return round(time_us, 1)
-
-
-def timing_of(profile: Profile) -> StepTiming:
-    """The times of a profile as the planner wants them."""
-    return StepTiming(
-        ready_us=[profile.forward_us + ready for ready in profile.ready_us],
-        backward_end_us=profile.forward_us + profile.backward_us,
-        used_us=profile.used_us,
-    )
 
 
 def _move_us(plan: Plan, costs: MeasuredCosts) -> float:
