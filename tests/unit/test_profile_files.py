@@ -272,7 +272,8 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         (small(buckets=[[-1]]), f"buckets[0][0] must be of one of the 2 parameters, counted from zero, got -1.\n  {FORMAT}"),
         (
             small(buckets=[[1]]),
-            "buckets, the groups of a profile, do not fit the parameters.\n  a plan must hold each of its 2 parameters exactly once.\n"
+            "buckets, the groups of a profile, do not fit the parameters.\n"
+            "  a plan must hold each of its 2 parameters exactly once.\n"
             "  first difference: parameter 0 ('a') is in 0 slots\n  Make the plan from the parameters of this model.",
         ),
         (

@@ -146,14 +146,15 @@ def _groups(buckets: Any, num_params: int) -> tuple[tuple[Member, ...], ...]:
 
 
 def _member(member: Any, path: str, num_params: int) -> Member:
-    numbers = member if isinstance(member, list) and len(member) == 3 else [member]
+    numbers: list[Any] = member if isinstance(member, list) and len(member) == 3 else [member]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
         raise _wrong(path, "a parameter's index or [index, first element, end]", member)
     if numbers[0] not in range(num_params):
         raise _wrong(path, f"of one of the {num_params} parameters, counted from zero", member)
+    param: int = numbers[0]
     if len(numbers) == 1:
-        return numbers[0]
-    param, first, stop = numbers
+        return param
+    first, stop = numbers[1:]
     if not 0 <= first <= stop:
         raise _wrong(path, "a piece that begins at zero or later and does not end before it begins", member)
     return Piece(param=param, first=first, stop=stop)
