@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -11,6 +12,15 @@ from undertow.plan import Plan
 from undertow.runtime.executor import Executor, Reducer
 from undertow.runtime.recorder import Recorder
 from undertow.schedule import DDP, OpKind, Releases, lower_accumulation, lower_data_parallel, verify
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """A plan in force, as a value."""
+
+    plan: Plan
+    generation: int
+    has_shards: bool
 
 
 class Assembly:
@@ -37,6 +47,10 @@ class Assembly:
         accumulation = lower_accumulation(num_buckets, self.strategy)
         self._accumulating = Releases(verify(accumulation, self.strategy, num_buckets=num_buckets))
         self.gather_in()
+
+    @property
+    def present(self) -> Present:
+        return Present(plan=self.plan, generation=self.generation, has_shards=self.reducer.sharding is not None)
 
     @cached_property
     def executor(self) -> Executor:
