@@ -42,6 +42,7 @@ def measure_rank(rank: int, num_ranks: int) -> Row:
         untuned_s: list[float] = []
         num_buckets: list[int] = []
         x = torch.full((1,), rank + 1.0)
+        _warm_up(group, x)
         for step in range(NUM_STEPS):
             for wrapped, times in ((tuned, tuned_s), (untuned, untuned_s))[:: -1 if step % 2 else 1]:
                 dist.barrier()
@@ -64,6 +65,8 @@ def measure_rank(rank: int, num_ranks: int) -> Row:
         "settling_ms": round(settling_s * 1e3, 1),
         "last_50_tuned_ms": round(median(tuned_s[50:]) * 1e3, 1),
         "last_50_untuned_ms": round(median(untuned_s[50:]) * 1e3, 1),
+        "first_10_tuned_ms": [round(step_s * 1e3) for step_s in tuned_s[:10]],
+        "first_10_untuned_ms": [round(step_s * 1e3) for step_s in untuned_s[:10]],
         "decisions": list(decisions),
     }
 
@@ -71,6 +74,13 @@ def measure_rank(rank: int, num_ranks: int) -> Row:
 def _wrapped(group: dist.ProcessGroup, *, auto_tune: bool) -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(Replay(even_layers()), process_group=group, config=SyncConfig(auto_tune=auto_tune))
+
+
+def _warm_up(group: dist.ProcessGroup, x: torch.Tensor) -> None:
+    """The first model of a process pays for connections and imports, which the second one finds."""
+    first = _wrapped(group, auto_tune=False)
+    _step_s(first, x)
+    first.close()
 
 
 def _step_s(wrapped: DistributedDataParallel, x: torch.Tensor) -> float:
