@@ -316,7 +316,7 @@ def state_is_shared_out(strategy: str) -> list[int]:
             opt.zero_grad()
             case.loss(ddp, step).backward()
             opt.step()
-        states = opt._inner.state.values()  # type: ignore[attr-defined]
+        states = opt._inners[0].optimizer.state.values()  # type: ignore[attr-defined]
         mine = sum(value.numel() for state in states for value in state.values())
         return [mine, 2 * sum(param.numel() for param in ddp.parameters())]
 

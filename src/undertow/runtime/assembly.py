@@ -8,9 +8,11 @@ from functools import cached_property
 from torch import Tensor
 
 from undertow.plan import Plan
-from undertow.runtime.executor import Executor, Reducer
+from undertow.runtime.executor import Executor, Reducer, Round
 from undertow.runtime.recorder import Recorder
-from undertow.schedule import DDP, OpKind, Releases, lower_accumulation, lower_data_parallel, verify
+from undertow.schedule import DDP, OpKind, Releases, Schedule, lower_accumulation, lower_data_parallel, lower_eager, verify
+
+GathersBehind = tuple[tuple[int, ...], ...]
 
 
 class Assembly:
@@ -36,15 +38,22 @@ class Assembly:
         num_buckets = len(plan.buckets)
         accumulation = lower_accumulation(num_buckets, self.strategy)
         self._accumulating = Releases(verify(accumulation, self.strategy, num_buckets=num_buckets))
-        self.gather_in()
+        self._gathers_behind: GathersBehind | None = None
+        if reducer.sharding is not None and reducer.sharding.eager is not None:
+            self._follow(lower_eager(num_buckets, self.strategy))
+        else:
+            self.gather_in()
 
     @cached_property
     def executor(self) -> Executor:
         """Made when it is first asked for: a group of one rank never needs the buckets."""
         return Executor(self.plan, self.params, self.reducer.group, self._recorder, self.reducer)
 
-    def releases(self, *, is_accumulating: bool) -> Releases:
-        """The ops of one kind of round, none of which has happened."""
+    def releases(self, this_round: Round) -> Releases:
+        """The ops of a round of its kind, none of which has happened."""
+        # A micro-batch that is reduced to shards, and nothing more.
+        is_added_up = self.strategy.reduces_micro_batches and not this_round.is_last
+        is_accumulating = is_added_up or not this_round.is_synchronised
         releases = self._accumulating if is_accumulating else self._synchronising
         releases.reset()
         return releases
@@ -54,8 +63,16 @@ class Assembly:
         num_buckets = len(self.plan.buckets)
         if order is not None:  # one without parameters is needed nowhere
             order = tuple(dict.fromkeys((*order, *range(num_buckets))))
-        schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self._overlap, gather_order=order)
-        self._synchronising = Releases(verify(schedule, self.strategy, num_buckets=num_buckets))
+        self._follow(lower_data_parallel(num_buckets, self.strategy, overlap=self._overlap, gather_order=order))
+
+    def interleave(self, gathers_behind: GathersBehind | None) -> None:
+        """In eager form gathers buckets from now on behind the reductions that `lower_eager` takes; None: behind the last one."""
+        if self._gathers_behind != gathers_behind:
+            self._gathers_behind = gathers_behind
+            self._follow(lower_eager(len(self.plan.buckets), self.strategy, gathers_behind))
+
+    def _follow(self, schedule: Schedule) -> None:
+        self._synchronising = Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     def gather(self) -> None:

@@ -17,6 +17,7 @@ from undertow.runtime.assembly import Assembly
 from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
+from undertow.runtime.eager import EagerSteps
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.executor import Reducer, Round
 from undertow.runtime.group import Agreement, OwnGroup
@@ -179,6 +180,8 @@ class Formation:
 
         Where an optimizer steps on shards, they are laid out anew when it next does.
         """
+        if self._eager is not None:
+            self._eager.require_confirmed("a second synchronising backward runs")
         now, plan = self.assembly, self._observed_plan()
         if self.watch.tuning is not None and self.retiring is None:
             has_shards = now.reducer.sharding is not None
@@ -192,7 +195,22 @@ class Formation:
             self.assembly = self._assemble(self.watch.named_params, now.reducer, generation=now.generation + 1, plan=plan)
             self.watch.arrivals.regroup(params_of_bucket(plan))
 
-    def shard(self, strategy: Strategy, exchanges: Exchanges) -> Sharding:
+    @property
+    def _eager(self) -> EagerSteps | None:
+        sharding = self.assembly.reducer.sharding
+        return None if sharding is None else sharding.eager
+
+    def has_stepped(self) -> None:
+        """Every bucket of the round that ends was stepped in it."""
+        if self._eager is not None:
+            self._eager.is_due = True
+
+    @property
+    def is_layout_due(self) -> bool:
+        """Whether the optimizer's next step moves to another plan."""
+        return self._groups is not None
+
+    def shard(self, strategy: Strategy, exchanges: Exchanges, eager: EagerSteps | None = None) -> Sharding:
         """Lays out parameters and gradients as `strategy` has them, in rank 0's order if that has come, from now on.
 
         Where the parameters change, later rounds reduce whole gradients until it is called again. What it returns is the
@@ -213,11 +231,15 @@ class Formation:
             self.watch.order.close()
             self.watch.order = None
         sharding = Sharding(plan, now.params, strategy, exchanges, self._recorder)
+        sharding.eager = eager
         reducer = dataclasses.replace(now.reducer, sharding=sharding)
         self.assembly = self._assemble(self.watch.named_params, reducer, generation=now.generation + 1, plan=plan)
         if self.is_active:
             _ = self.assembly.executor
         sharding.take_over(held)
+        if eager is not None:
+            # A second part of a gradient would come too late there, also where it could still be added so far.
+            self.watch.arrivals.learn_repeats()
         self.watch.arrivals.regroup(params_of_bucket(plan))
         return sharding
 
@@ -249,7 +271,7 @@ class Formation:
             has_repeats=bool,
             has_changed=True,
         )
-        releases = old.releases(is_accumulating=False)
+        releases = old.releases(this_round)
         with gradients_aside([param for param in old.params if id(param) in staying]):
             old.executor.begin(this_round)
             old.executor.run(releases.end_backward())

@@ -185,6 +185,11 @@ class Recorder:
         mark = self._clock.mark()
         self._gathers[bucket] = _BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
 
+    def gather_leaves(self, bucket: int) -> None:
+        """Of one that was launched before its bucket was stepped; from another thread."""
+        if self._is_on:
+            self._gathers[bucket].launched = self._clock.mark()
+
     def gather_launched(self, bucket: int, handle: Handle) -> None:
         if self._is_on:
             self._clock.mark_done(handle, self._gathers[bucket].put_done)
