@@ -7,12 +7,10 @@ from functools import cached_property
 
 from torch import Tensor
 
-from undertow.plan import Plan
+from undertow.plan import GathersBehind, Plan
 from undertow.runtime.executor import Executor, Reducer, Round
 from undertow.runtime.recorder import Recorder
 from undertow.schedule import DDP, OpKind, Releases, Schedule, lower_accumulation, lower_data_parallel, lower_eager, verify
-
-GathersBehind = tuple[tuple[int, ...], ...]
 
 
 class Assembly:
@@ -39,7 +37,8 @@ class Assembly:
         accumulation = lower_accumulation(num_buckets, self.strategy)
         self._accumulating = Releases(verify(accumulation, self.strategy, num_buckets=num_buckets))
         self._gathers_behind: GathersBehind | None = None
-        if reducer.sharding is not None and reducer.sharding.eager is not None:
+        self.eager = None if reducer.sharding is None else reducer.sharding.eager
+        if self.eager is not None:
             self._follow(lower_eager(num_buckets, self.strategy))
         else:
             self.gather_in()
@@ -67,7 +66,7 @@ class Assembly:
 
     def interleave(self, gathers_behind: GathersBehind | None) -> None:
         """In eager form gathers buckets from now on behind the reductions that `lower_eager` takes; None: behind the last one."""
-        if self._gathers_behind != gathers_behind:
+        if self.eager is not None and self._gathers_behind != gathers_behind:
             self._gathers_behind = gathers_behind
             self._follow(lower_eager(len(self.plan.buckets), self.strategy, gathers_behind))
 

@@ -180,12 +180,14 @@ class Formation:
 
         Where an optimizer steps on shards, they are laid out anew when it next does.
         """
-        if self._eager is not None:
-            self._eager.require_confirmed("a second synchronising backward runs")
         now, plan = self.assembly, self._observed_plan()
-        if self.watch.tuning is not None and self.retiring is None:
-            has_shards = now.reducer.sharding is not None
-            groups = self.watch.tuning.round_begins(Present(plan=now.plan, generation=now.generation, has_shards=has_shards))
+        if now.eager is not None:
+            now.eager.require_confirmed("a second synchronising backward runs")
+        tuning, has_shards = self.watch.tuning, now.reducer.sharding is not None
+        if tuning is not None and self.retiring is None:
+            present = Present(plan=now.plan, generation=now.generation, has_shards=has_shards, is_eager=now.eager is not None)
+            groups = tuning.round_begins(present)
+            now.interleave(tuning.gathers_behind(now.plan))
             if has_shards:
                 self._groups = self._groups if groups is None else groups
             elif groups is not None:
@@ -195,15 +197,10 @@ class Formation:
             self.assembly = self._assemble(self.watch.named_params, now.reducer, generation=now.generation + 1, plan=plan)
             self.watch.arrivals.regroup(params_of_bucket(plan))
 
-    @property
-    def _eager(self) -> EagerSteps | None:
-        sharding = self.assembly.reducer.sharding
-        return None if sharding is None else sharding.eager
-
     def has_stepped(self) -> None:
         """Every bucket of the round that ends was stepped in it."""
-        if self._eager is not None:
-            self._eager.is_due = True
+        if self.assembly.eager is not None:
+            self.assembly.eager.is_due = True
 
     @property
     def is_layout_due(self) -> bool:
@@ -238,8 +235,7 @@ class Formation:
             _ = self.assembly.executor
         sharding.take_over(held)
         if eager is not None:
-            # A second part of a gradient would come too late there, also where it could still be added so far.
-            self.watch.arrivals.learn_repeats()
+            self.watch.arrivals.learn_repeats()  # a second part of a gradient will come too late there
         self.watch.arrivals.regroup(params_of_bucket(plan))
         return sharding
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.plan import Member, Plan
+from undertow.plan import GathersBehind, Member, Plan, plan_from_groups
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
 from undertow.schedule import Arrivals
@@ -30,6 +30,7 @@ class Present:
     plan: Plan
     generation: int
     has_shards: bool
+    is_eager: bool = False  # its buckets are stepped in backward
 
 
 class Tuning:
@@ -60,6 +61,8 @@ class Tuning:
         self._is_frozen = is_frozen
         self._present: Present | None = None
         self._num_rounds = 0
+        self._order: tuple[Groups, GathersBehind] | None = None  # of the plan with these groups
+        self._is_measuring = False
         self._looks: Iterator[Groups | None] | None = self._look_again_and_again()
 
     def round_begins(self, present: Present) -> Groups | None:
@@ -70,6 +73,13 @@ class Tuning:
         groups = next(self._looks, None)  # for ever, but for one that an error has ended
         self._num_rounds += 1
         return groups
+
+    def gathers_behind(self, plan: Plan) -> GathersBehind | None:
+        """The order for the round that has begun; None, all gathers behind the last reduction, also while we measure.
+
+        What either takes is seen only where they do not share the link.
+        """
+        return self._order[1] if self._order is not None and self._order[0] == plan.groups and not self._is_measuring else None
 
     def close(self) -> None:
         """Ends it; what was learned stays."""
@@ -84,7 +94,8 @@ class Tuning:
     def _look_again_and_again(self) -> Iterator[Groups | None]:
         num_steps = _NUM_STEPS_TO_SETTLE
         while True:
-            for _ in range(num_steps):
+            for num_left in reversed(range(num_steps)):
+                self._is_measuring = num_left == 0  # the gathers of this round lie under the first forward that counts
                 yield None
             self._arrivals.call_at_each(self._recorder.gradient_arrives)
             for _ in range(NUM_STEPS_MEASURED):
@@ -92,10 +103,13 @@ class Tuning:
             self._arrivals.call_at_each(None)
             num_steps = NUM_STEPS_BETWEEN_LOOKS
             measured = yield from self._measure()
-            if not self._may_move:
+            if not self._may_move and not measured.is_eager:
                 continue
             decision = yield from self._decide(measured)
+            self._is_measuring = False
             num_steps = decision.next_look
+            if decision.gathers_behind is not None:
+                self._order = (decision.groups or measured.plan.groups, decision.gathers_behind)
             if decision.groups is not None and self._now == measured:
                 yield decision.groups
 
@@ -117,15 +131,26 @@ class Tuning:
         """Rank 0 decides, and the others hear of it."""
         params = measured.plan.params
         decision = Decision(outcome=Outcome.FROZEN, next_look=NUM_STEPS_BETWEEN_LOOKS)
-        if self._group.rank == 0 and not self._is_frozen():
-            decision = self.tuner.decide(measured.plan, has_shards=measured.has_shards)
+        if self._group.rank == 0:
+            if self._may_move and not self._is_frozen():
+                decision = self.tuner.decide(measured.plan, has_shards=measured.has_shards)
+            decision = self._with_order(decision, measured)
         numbers: Tensor = torch.from_numpy(decision.to_array(params)).to(self._group.device)
         work = dist.broadcast(numbers, group=self._group.process_group, group_src=0, async_op=True)
         yield None
         _wait(work)
         decision = decision_from_array(numbers.cpu().numpy(), params)
-        self.history = [*self.history, Decided(round=self._num_rounds, decision=decision)][-_NUM_KEPT:]
+        if self._may_move:
+            self.history = [*self.history, Decided(round=self._num_rounds, decision=decision)][-_NUM_KEPT:]
         return decision
+
+    def _with_order(self, decision: Decision, measured: Present) -> Decision:
+        if not measured.is_eager:
+            return decision
+        plan = measured.plan
+        if decision.groups is not None:
+            plan = plan_from_groups(plan.params, decision.groups, num_ranks=plan.num_ranks)
+        return replace(decision, gathers_behind=self.tuner.gathers_behind(plan))
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -104,9 +104,11 @@ def _check_steps(schedule: Schedule, num_buckets: int) -> None:
         )
 
 
-def _steps_on(schedule: Schedule, bucket: int | None) -> list[Op]:
-    """The steps that update this bucket."""
-    return [op for op in schedule.ops if op.kind is OpKind.STEP and op.bucket in (None, bucket)]
+def _steps_on(schedule: Schedule) -> dict[int | None, list[Op]]:
+    """The steps that update each bucket."""
+    steps = [op for op in schedule.ops if op.kind is OpKind.STEP]
+    whole = [op for op in steps if op.bucket is None]
+    return defaultdict(lambda: whole, {op.bucket: [*whole, op] for op in steps if op.bucket is not None})
 
 
 def _check_reductions(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
@@ -117,8 +119,9 @@ def _check_reductions(schedule: Schedule, strategy: Strategy, num_buckets: int, 
             fills[op.bucket].append(op)
         elif op.kind is strategy.reduction:
             crossings[op.bucket].append(op)
+    steps_on = _steps_on(schedule)
     for bucket in dict.fromkeys((*range(num_buckets), *fills, *crossings)):
-        exists, steps = bucket in range(num_buckets), _steps_on(schedule, bucket)
+        exists, steps = bucket in range(num_buckets), steps_on[bucket]
         wanted = (int(exists), int(exists and (bool(steps) or strategy.reduces_micro_batches)))
         found = (len(fills[bucket]), len(crossings[bucket]))
         if found != wanted:
@@ -142,8 +145,9 @@ def _check_gathers(schedule: Schedule, strategy: Strategy, num_buckets: int, bef
     for op in schedule.ops:
         if op.kind is OpKind.ALL_GATHER:
             gathers[op.bucket].append(op)
+    steps_on = _steps_on(schedule)
     for bucket in dict.fromkeys((*range(num_buckets), *gathers)):
-        steps = _steps_on(schedule, bucket)
+        steps = steps_on[bucket]
         wanted = int(bucket in range(num_buckets) and bool(steps) and strategy.gather is not None)
         if len(gathers[bucket]) != wanted:
             raise ConfigError(

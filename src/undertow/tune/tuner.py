@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
-from undertow.plan import Member, Plan, finish_us, optimal_groups
+from undertow.plan import GathersBehind, Member, Plan, eager_order, finish_us, optimal_groups
 from undertow.profile import Profile
+from undertow.simulate import lane_times
 from undertow.tune.decision import Decision, Outcome
 from undertow.tune.measurement import Measurement
 
@@ -120,6 +122,14 @@ class Tuner:
             limit_us=best.limit_us,
             groups=groups,
         )
+
+    def gathers_behind(self, plan: Plan) -> GathersBehind | None:
+        """When its buckets are best gathered, where they are stepped in backward; None where too little is known."""
+        profile = self.profile(plan, strategy="zero1")
+        if profile is None or not self._knows_enough(has_shards=True):
+            return None
+        # What the update takes is in no measurement of a step whose buckets are stepped in backward: it is little.
+        return eager_order(lane_times(replace(profile, update_us=0.0), plan, profile.costs()))
 
     def _choose(
         self, present: _Groups, best: _Groups, now: Measurement, *, gain_us: float, move_us: float
