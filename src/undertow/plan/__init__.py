@@ -1,5 +1,6 @@
 """Buckets, decided before a gradient exists."""
 
+from undertow.plan.certificate import eager_limit_us
 from undertow.plan.choose import first_plan, plan_in_order
 from undertow.plan.finish import StepTiming, finish_us
 from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces
@@ -24,6 +25,7 @@ __all__ = [
     "StepTiming",
     "Trailer",
     "default_caps",
+    "eager_limit_us",
     "eager_order",
     "finish_us",
     "first_plan",

@@ -83,12 +83,16 @@ def lane_period_us(times: LaneTimes, gathers_behind: GathersBehind) -> float:
     return now_us + times.forward_us - computed_us
 
 
-def eager_order(times: LaneTimes) -> GathersBehind:
-    """The order of the shortest period that was found; where nothing is gained all gathers are behind the last reduction."""
+def eager_order(times: LaneTimes, *, is_quick: bool = False) -> GathersBehind:
+    """The order of the shortest period that was found; where nothing is gained all gathers are behind the last reduction.
+
+    `is_quick` does not try to improve it gather by gather.
+    """
     last = times.num_buckets - 1
     after_all: GathersBehind = (*((),) * last, tuple(_by_need(times, range(last + 1))))
     orders = [after_all, *(_in_gaps(times, patience) for patience in _PATIENCES)]
-    return _improved(times, min(orders, key=lambda order: lane_period_us(times, order)))
+    best = min(orders, key=lambda order: lane_period_us(times, order))
+    return best if is_quick else _improved(times, best)
 
 
 def _improved(times: LaneTimes, order: GathersBehind) -> GathersBehind:

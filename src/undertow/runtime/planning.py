@@ -74,4 +74,5 @@ def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Expl
         strategy=assembly.strategy.name,
         achieved_us=None if measurement is None else measurement.synchronised_us,
         history=history,
+        is_eager=assembly.eager is not None,
     )

@@ -133,7 +133,7 @@ class Tuning:
         decision = Decision(outcome=Outcome.FROZEN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         if self._group.rank == 0:
             if self._may_move and not self._is_frozen():
-                decision = self.tuner.decide(measured.plan, has_shards=measured.has_shards)
+                decision = self.tuner.decide(measured.plan, has_shards=measured.has_shards, is_eager=measured.is_eager)
             decision = self._with_order(decision, measured)
         numbers: Tensor = torch.from_numpy(decision.to_array(params)).to(self._group.device)
         work = dist.broadcast(numbers, group=self._group.process_group, group_src=0, async_op=True)

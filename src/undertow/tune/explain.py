@@ -9,6 +9,7 @@ from itertools import pairwise
 from undertow.plan import Member, Plan, finish_us, optimal_groups
 from undertow.profile import Profile
 from undertow.tune.decision import Decided, Decision, Outcome
+from undertow.tune.eager import best_eager_groups, eager_period_us
 
 _MS = 1e-3  # of a microsecond
 _MAX_TRIED = 64  # of cuts and of merges, spread over the buckets: a plan has hundreds at most
@@ -39,13 +40,23 @@ class Explanation:
         return f"{text}; {self.achieved_ms:.1f} ms, limit {self.limit_ms:.1f} ms"
 
 
-def explanation(
-    plan: Plan, profile: Profile | None, *, why: str, strategy: str, achieved_us: float | None, history: Sequence[Decided]
+def explanation(  # noqa: PLR0913  # the plan, what is known of it, and how it is run
+    plan: Plan,
+    profile: Profile | None,
+    *,
+    why: str,
+    strategy: str,
+    achieved_us: float | None,
+    history: Sequence[Decided],
+    is_eager: bool = False,
 ) -> Explanation:
-    """What is known of `plan`; `profile` is what was measured of its parameters, None where nothing was."""
+    """What is known of `plan`; `profile` is what was measured of its parameters, None where nothing was.
+
+    `is_eager`: its buckets are stepped in backward, and times are of the whole step.
+    """
     known = Explanation(
         num_ranks=plan.num_ranks,
-        strategy=strategy,
+        strategy=f"{strategy} eager" if is_eager else strategy,
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
         achieved_ms=None if achieved_us is None else achieved_us * _MS,
@@ -59,6 +70,12 @@ def explanation(
     if not all(profile.curves[kind].is_enough for kind in needed):
         return known
     timing, costs = profile.timing, profile.costs()
+    if is_eager:
+        best = best_eager_groups(profile, profile.order, num_ranks=plan.num_ranks)
+        present_us = eager_period_us(profile, plan, costs)
+        return replace(
+            known, predicted_ms=present_us * _MS, best_ms=min(present_us, best.best_us) * _MS, limit_ms=best.limit_us * _MS
+        )
     best = optimal_groups(plan.params, profile.order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
 
     def predicted_us(groups: _Groups) -> float:
