@@ -7,10 +7,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+READY_FOR_DOCS := $(VENV)/.ready-for-docs
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-peers lint format clean
+.PHONY: help demo test bench bench-peers lint format docs clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +38,9 @@ format: $(READY) ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: $(READY_FOR_DOCS) ## Build the documentation in out/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 clean: ## Remove outputs and caches; the virtual environment stays
 	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -55,4 +59,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) install --quiet $(TORCH)
 	@echo "Installing everything else ..."
 	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[dev,integrations]'
+	@touch $@
+
+$(READY_FOR_DOCS): $(READY)
+	@echo "Installing what builds the documentation ..."
+	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[docs]'
 	@touch $@

@@ -2,11 +2,12 @@
 
 Run the matrix first, with our systems. Two tables:
 
-- every cell simulated from its own profile: its compute times, its curve of costs, its buckets;
+- every cell simulated from its own profile: its compute times, its curve of costs, its buckets; beside the whole step as it was
+  measured in the steps of the profile;
 - every cell simulated from the profile of the same workload, ranks and system on *one* link: its compute times, and its costs
   with the wire of that link taken out and that of the cell's put in. Of the cell's own run only the buckets are used.
 
-A cell's figure is that of the matrix: until gradients are averaged, or of a sharded system a whole step.
+In the second table a cell's figure is that of the matrix: until gradients are averaged, or of a sharded system a whole step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from undertow.plan import plan_from_groups
 from undertow.profile import Profile, profile_from_file
 from undertow.schedule import strategy_named
 from undertow.simulate import simulate
+from undertow.trace import StepRecord
 
 BASE_LINK = "1gbit"
 OWN_BOUND, OTHER_BOUND = 0.05, 0.08
@@ -37,7 +39,6 @@ class Prediction:
 
     cell: str
     system: str
-    source: str  # of the costs and of the times of computation
     measured_ms: float
     predicted_ms: float
 
@@ -85,7 +86,10 @@ def own_predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Predi
     for row in rows:
         profile = _profile(row, out)
         if profile is not None:
-            yield _prediction(row, profile, profile, profile.costs(), source="its own")
+            it = _prediction(row, profile, profile, profile.costs())
+            if profile.step_us is not None:
+                record = _simulated(profile, profile, profile.costs(), num_ranks=row["ranks"])
+                yield replace(it, measured_ms=profile.step_us / 1e3, predicted_ms=record.step_us / 1e3)
 
 
 def other_predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Prediction]:
@@ -97,21 +101,24 @@ def other_predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Pre
             continue
         was, wanted = (RingCosts(link_from_text(link), num_ranks=row["ranks"]) for link in (BASE_LINK, row["link"]))
         costs = TransferredCosts(measured=base.costs(), was=was, wanted=wanted)
-        yield _prediction(row, base, here, costs, source=BASE_LINK)
+        yield _prediction(row, base, here, costs)
 
 
-def _prediction(row: dict[str, Any], profile: Profile, planned: Profile, costs: Costs, *, source: str) -> Prediction:
-    assert planned.groups is not None  # measured under a plan
-    plan = plan_from_groups(planned.params, planned.groups, num_ranks=row["ranks"])
-    record = simulate(profile, plan, strategy_named(profile.strategy), costs)
+def _prediction(row: dict[str, Any], profile: Profile, planned: Profile, costs: Costs) -> Prediction:
+    record = _simulated(profile, planned, costs, num_ranks=row["ranks"])
     until_averaged_us = max(bucket.waited[1] for bucket in record.buckets)
     return Prediction(
         cell=f"{row['workload']}, {row['ranks']} ranks, {row['link']} ({row['kind']})",
         system=row["variant"] or row["system"],
-        source=source,
         measured_ms=row["step_ms" if row["is_sharded"] else "backward_ms"]["median"],
         predicted_ms=(record.step_us if row["is_sharded"] else until_averaged_us) / 1e3,
     )
+
+
+def _simulated(profile: Profile, planned: Profile, costs: Costs, *, num_ranks: int) -> StepRecord:
+    assert planned.groups is not None  # measured under a plan
+    plan = plan_from_groups(planned.params, planned.groups, num_ranks=num_ranks)
+    return simulate(profile, plan, strategy_named(profile.strategy), costs)
 
 
 def _profile(row: dict[str, Any], out: Path) -> Profile | None:

@@ -23,7 +23,8 @@ from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.runtime import private
 from undertow.runtime.ignore import names_to_ignore, still_there
-from undertow.sync import Reduction, Sync
+from undertow.runtime.reduction import Reduction
+from undertow.sync import Sync
 from undertow.trace import StepReport, Trace
 from undertow.tune import Explanation
 from undertow.uneven import ShadowHook, UnevenInputs, announce_forward
@@ -220,6 +221,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def profile(self) -> Profile:
         """What was measured of the model and the network; never communicates."""
         return self.sync.profile()
+
+    def measure_network(self) -> None:
+        """Sends messages of many sizes, to know what those take; a collective call, between steps."""
+        self.sync.measure_network()
 
     def save_profile(self, path: str | Path) -> None:
         """Writes the profile as JSON, for `undertow plan` and `undertow simulate`."""

@@ -172,7 +172,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self) -> dict[str, Any]:
         """All of the state on every rank, as the state dict of a plain optimizer; a collective call."""
         nobodys = states_without_elements(self._stepped, self._state_of_nothing)
-        return self._packed(nobodys | self._full_states() | self._waiting)
+        waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
+        return self._packed(nobodys | self._full_states() | waiting)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict`, `full_state_dict` or a plain optimizer's `state_dict` gave, on every rank.
@@ -204,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         if getattr(self, "_sharding", None) is not None:
-            self._waiting = self._full_states() | self._waiting
+            self._waiting = self._full_states(is_moved=True) | self._waiting
             self._sharding, self._owned = None, []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -219,7 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         before, sharding = self._sharding, self._steps.begin()
         if sharding is not before:
             if before is not None:
-                self._waiting = self._full_states() | self._waiting
+                self._waiting = self._full_states(is_moved=True) | self._waiting
             self._take_over(sharding)
         return sharding
 
@@ -245,7 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     owned.target.copy_(master)
                 self._inners[self._place(owned)].optimizer.state[owned.target] = state
         arrived = [param for param in self._waiting if param in parts]
-        self._stepped.update(arrived)
+        self._stepped.update(param for param in arrived if self._waiting[param].keys() != {MASTER})
         for param in arrived:
             del self._waiting[param]
 
@@ -348,15 +349,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state = state_of_one_element(self._make, _hyper_parameters(group), like=like)
         return state if like.dtype == param.dtype else {**state, MASTER: like}
 
-    def _inner_state(self, owned: Owned) -> dict[str, Any]:
+    def _inner_state(self, owned: Owned, *, is_moved: bool = False) -> dict[str, Any]:
+        """A plain optimizer that keeps no state has no entry; what moves takes its wide values along in any case."""
         state = dict(self._inners[self._place(owned)].optimizer.state.get(owned.target, {}))
-        return state if owned.target is owned.values or not state else {**state, MASTER: owned.target}
+        has_master = owned.target is not owned.values and (is_moved or bool(state))
+        return {**state, MASTER: owned.target} if has_master else state
 
-    def _full_states(self) -> FullStates:
+    def _full_states(self, *, is_moved: bool = False) -> FullStates:
         """A collective call."""
         if self._sharding is None:
             return {}
-        mine = {each.part: self._inner_state(each) for each in self._owned}
+        mine = {each.part: self._inner_state(each, is_moved=is_moved) for each in self._owned}
         return full_states(self._sharding, mine)
 
     def _param_of(self, owned: Owned) -> Tensor:

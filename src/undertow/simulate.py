@@ -18,7 +18,7 @@ from undertow.schedule import Op, OpKind, Schedule, Strategy, Tracker, lower_dat
 from undertow.trace import BucketRecord, StepRecord
 from undertow.trace.record import Interval
 
-__all__ = ["Conditions", "lane_times", "simulate"]
+__all__ = ["Conditions", "simulate"]
 
 _Times = NDArray[np.float64]  # by rank; one entry where all ranks are equal
 

@@ -32,7 +32,9 @@ from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import Members
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
 from undertow.runtime.recorder import Recorder, clock_for
+from undertow.runtime.reduction import Reduction
 from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy
+from undertow.runtime.sweep import sweep
 from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 
@@ -392,6 +394,13 @@ class Sync:
             raise no_profile(self._config)
         return profile
 
+    def measure_network(self) -> None:
+        """Sends messages of many sizes, for plans and profiles that know what those take; a collective call between steps.
+
+        Not needed for training: what the run sends is measured anyway. PhaseError where nothing is measured.
+        """
+        sweep(self._engine, self._config)
+
     def save_profile(self, path: str | Path) -> None:
         """Writes the profile as JSON, for `undertow plan` and `undertow simulate`; see `profile`."""
         self.profile().save(path)
@@ -418,17 +427,6 @@ class Sync:
             self._let_go()
             for hook in self._forward_hooks:
                 hook.remove()
-
-
-class Reduction:
-    """Gradients on their way, from `Sync.reduce_gradients_async`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def wait(self) -> None:
-        """Returns when every `.grad` is the mean over ranks."""
-        self._engine.complete()
 
 
 def _is_outermost_forward() -> bool:

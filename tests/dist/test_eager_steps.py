@@ -372,30 +372,51 @@ def test_parameters_may_change(ranks: Ranks) -> None:
     ranks.run(parameters_change)
 
 
-def planned_and_moved() -> None:
-    """Rounds enough for a look; the plan that it finds is taken, with gathers and state."""
-    settings: dict[str, Any] = {"reduction": "ordered", "num_steps": 16}
+def planned() -> None:
+    """Rounds enough for a look."""
+    settings: dict[str, Any] = {"reduction": "ordered", "bucket_cap_mb": (1e-4, 1e-3), "num_steps": 16}
     expected = trained(TIED, "ddp", **settings)
     orders = []
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-        formation = ddp.sync._engine.formation
-        if step == 4:  # as if a look had found it
-            params = [param for bucket in ddp.plan.buckets for param in bucket.params]
-            formation._groups = tuple((param,) for param in dict.fromkeys(params))
         opt.zero_grad()
         TIED.loss(ddp, step).backward()
         opt.step()
-        orders.append(formation.watch.tuning._order)
-        if step > 4:
-            assert len(ddp.plan.buckets) > 10
+        orders.append(assembly_of(ddp)._gathers_behind)
 
     require_equal(expected, trained(TIED, "zero1", each=each, eager=True, **settings))
-    assert orders[-1] is not None  # rank 0 has planned the lane, and the others know
+    assert orders[0] is None  # behind the last reduction, while nothing is known
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, orders)
+    assert all(of_rank == orders for of_rank in found)
+    last = orders[-1]
+    assert last is not None
+    assert sorted(bucket for behind in last for bucket in behind) == list(range(len(last)))
 
 
-def test_a_look_plans_the_lane_and_moves_buckets(ranks: Ranks) -> None:
-    ranks.run(planned_and_moved)
+def test_rank_0_plans_the_lane_and_all_follow(ranks: Ranks) -> None:
+    ranks.run(planned)
+
+
+def moved() -> None:
+    """Another plan is taken, with gathers and state."""
+    settings: dict[str, Any] = {"reduction": "ordered", "num_steps": 8}
+    expected = trained(TIED, "ddp", **settings)
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        formation = ddp.sync._engine.formation
+        if step == 4:  # as if a look had found it
+            formation._groups = tuple((param,) for param in range(len(ddp.plan.params)))
+        opt.zero_grad()
+        TIED.loss(ddp, step).backward()
+        opt.step()
+        assert step < 4 or len(ddp.plan.buckets) == len(ddp.plan.params)
+
+    require_equal(expected, trained(TIED, "zero1", each=each, eager=True, **settings))
+
+
+def test_another_plan_is_taken_with_its_state(ranks: Ranks) -> None:
+    ranks.run(moved)
 
 
 def saved_after_every_step() -> None:

@@ -22,7 +22,7 @@ from undertow.profile import profile_from_file
 from undertow.runtime.tuning import NUM_STEPS_MEASURED
 from undertow.tune import Decision, Outcome, Tuner
 
-ONE_LOOK = NUM_STEPS_MEASURED + 4  # rounds: one to settle, those measured, one to compare, one to decide, one to move
+ONE_LOOK = NUM_STEPS_MEASURED + 4  # rounds until a plan that was decided on is taken
 MOVES = 5
 
 
@@ -340,3 +340,17 @@ def test_a_wrong_decision_is_refused_on_every_rank(two_ranks: Ranks) -> None:
 
 def test_tuning_is_on_by_default() -> None:
     assert SyncConfig().auto_tune
+
+
+def swept() -> list[float]:
+    with training(CASES["mlp"].model(), "ddp") as (ddp, _):
+        for step in range(ONE_LOOK):
+            CASES["mlp"].loss(ddp, step).backward()
+        ddp.measure_network()
+        CASES["mlp"].loss(ddp, ONE_LOOK).backward()
+        return [size for size, _ in ddp.profile().curves["all_reduce"].points]
+
+
+def test_a_sweep_over_sizes_is_in_the_profile_where_somebody_asks_for_it(ranks: Ranks) -> None:
+    answers = ranks.run(swept)
+    assert all({4096.0, 65536.0, float(64 * 2**20)} <= set(sizes) for sizes in answers)

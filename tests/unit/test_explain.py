@@ -15,7 +15,7 @@ from undertow.plan import ParamSpec, Plan, plan_from_groups
 from undertow.plan.finish import finish_us
 from undertow.profile import Profile
 from undertow.report.explain import print_explanation
-from undertow.tune import Decided, Decision, Explanation, Outcome, explanation
+from undertow.tune import Decided, Decision, Explanation, Measurement, Outcome, Tuner, explanation
 
 # Gradients of 1 MB come at 1, 2, 3 and 4 ms of backward, the last registered first; forward takes 2 ms.
 PARAMS = tuple(spec(f"p{i}", 250_000) for i in range(4))
@@ -39,9 +39,23 @@ def plan_of(*groups: Sequence[int], params: Sequence[ParamSpec] = PARAMS) -> Pla
     return plan_from_groups(params, groups, num_ranks=2)
 
 
-def explained(plan: Plan, measured: Profile | None, **changes: Any) -> Explanation:
-    known: dict[str, Any] = {"why": WHY, "strategy": "ddp", "achieved_us": None, "history": ()}
-    return explanation(plan, measured, **{**known, **changes})
+class Learned(Tuner):
+    """One that has learned this."""
+
+    def __init__(self, measured: Profile, achieved_us: float | None) -> None:
+        super().__init__()
+        self._measured = measured
+        if achieved_us is not None:
+            nothing = dict.fromkeys(("forward_us", "backward_us", "rest_us", "spread_us"), 0.0)
+            self.measurement = Measurement(synchronised_us=achieved_us, ready_us=(), samples={}, **nothing)
+
+    def profile(self, plan: Plan, *, strategy: str) -> Profile:
+        return self._measured
+
+
+def explained(plan: Plan, measured: Profile | None, *, achieved_us: float | None = None, **changes: Any) -> Explanation:
+    known: dict[str, Any] = {"why": WHY, "strategy": "ddp", "history": ()}
+    return explanation(plan, None if measured is None else Learned(measured, achieved_us), **{**known, **changes})
 
 
 def history(**outcomes: Decision) -> tuple[str, ...]:

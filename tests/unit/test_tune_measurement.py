@@ -154,8 +154,14 @@ def test_forward_is_without_its_waits_for_gathers() -> None:
     assert known([with_gathers()], [with_gathers()]).forward_us == 200.0 - 40.0
 
 
-def test_forward_never_takes_less_than_nothing() -> None:
-    assert known([with_gathers(waited_us=900.0)]).forward_us == 0.0
+def test_of_a_wait_that_began_before_the_forward_only_the_rest_is_the_forwards() -> None:
+    assert known([with_gathers(waited_us=900.0)]).forward_us == 200.0 - 110.0
+
+
+def test_waits_are_each_ranks_own() -> None:
+    """A rank that computes longer waits less: its time to compute counts, and nobody else's wait is taken out of it."""
+    slow = replace(with_gathers(), gathers=())
+    assert known([with_gathers()], [slow]).forward_us == 200.0
 
 
 def test_gathers_and_reductions_are_samples_of_two_kinds() -> None:

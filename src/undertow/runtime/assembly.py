@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -11,6 +12,16 @@ from undertow.plan import GathersBehind, Plan
 from undertow.runtime.executor import Executor, Reducer, Round
 from undertow.runtime.recorder import Recorder
 from undertow.schedule import DDP, OpKind, Releases, Schedule, lower_accumulation, lower_data_parallel, lower_eager, verify
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """A plan in force, as a value."""
+
+    plan: Plan
+    generation: int
+    has_shards: bool
+    is_eager: bool = False  # its buckets are stepped in backward
 
 
 class Assembly:
@@ -43,6 +54,11 @@ class Assembly:
         else:
             self.gather_in()
 
+    @property
+    def present(self) -> Present:
+        has_shards = self.reducer.sharding is not None
+        return Present(plan=self.plan, generation=self.generation, has_shards=has_shards, is_eager=self.eager is not None)
+
     @cached_property
     def executor(self) -> Executor:
         """Made when it is first asked for: a group of one rank never needs the buckets."""
@@ -73,6 +89,11 @@ class Assembly:
     def _follow(self, schedule: Schedule) -> None:
         self._synchronising = Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
+
+    def round_ended(self, this_round: Round) -> None:
+        """All ranks have found it sound."""
+        if self.eager is not None:
+            self.eager.is_due = this_round.steps
 
     def gather(self) -> None:
         """The optimizer has stepped, whether a round came before or not: every rank gets what the others have updated."""

@@ -325,6 +325,7 @@ class Engine:
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
             has_other_buffers=is_synchronised and formation.has_other_buffers,
+            is_read_at_once=formation.must_read_at_once,
             rescale=self.rescale,
         )
         # A hook that the user has put on since the forward may run after ours, once, on the first gradient.
@@ -442,8 +443,5 @@ class Engine:
         formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already
-        if this_round.steps:
-            formation.has_stepped()
-        if watch.order is not None:
-            watch.order.send()
+        formation.round_ended(this_round)
         self._in_backward.step()

@@ -46,6 +46,7 @@ class Round:
     has_failed: bool = False
     has_changed: bool = False  # the parameters are no longer those of the plan
     has_other_buffers: bool = False  # than those that were compared
+    is_read_at_once: bool = False  # on devices too: what its trailers say counts when it ends
     unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank
     readings: list[Reading] = field(default_factory=list)
     busy_ms: tuple[float, ...] = ()
@@ -110,6 +111,10 @@ class Executor:
         for op in ops:
             with _profiler_range(f"undertow.{op.label}"):
                 self._table[op.kind](self, op.bucket or 0)
+
+    def take_over_readings(self, before: Executor) -> None:
+        """Of the last rounds under another plan, whose trailers are still on their way to the host."""
+        self._snapshots += before._snapshots
 
     def has_result(self) -> bool:
         """Whether some `.grad` is still what `bind` has made it, or what somebody has made of that, but for zeros."""
@@ -258,7 +263,7 @@ class Executor:
     def _must_read_now(self, index: int, this_round: Round) -> bool:
         """On a device reading makes the host wait: only where this rank needs to know, and while habits are learned."""
         is_on_host = self._bindings[index].bucket.storage.device.type == "cpu"
-        wants_to_know = bool(this_round.unused[index]) or this_round.has_other_buffers
+        wants_to_know = bool(this_round.unused[index]) or this_round.has_other_buffers or this_round.is_read_at_once
         return is_on_host or wants_to_know or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
     def _reduce(self, index: int, values: Sequence[Tensor]) -> list[Handle]:

@@ -27,10 +27,10 @@ from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
 from undertow.runtime.placeholder import GradientPlaceholder
-from undertow.runtime.planning import measure
+from undertow.runtime.planning import follows_observed_order, measure, planned
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharding import Sharding
-from undertow.runtime.tuning import Groups, Present
+from undertow.runtime.tuning import Groups
 from undertow.runtime.watch import Watch, params_of_bucket
 from undertow.schedule import Strategy, strategy_named
 
@@ -42,6 +42,7 @@ class _InForce:
     assembly: Assembly
     watch: Watch
     retiring: Assembly | None
+    groups: Groups | None
 
 
 class Formation:
@@ -66,6 +67,7 @@ class Formation:
         on_backward: Callable[[Watch, int, int], object],
     ) -> None:
         self.retiring: Assembly | None = None
+        self._retiring_watch: Watch | None = None  # of what is retiring, until a round has begun
         self._before: _InForce | None = None  # a change that does not count yet
         self._members = members
         self._config = config
@@ -176,31 +178,46 @@ class Formation:
         self.watch.arrived_before |= arrived
 
     def adopt_plan(self) -> None:
-        """A round begins: re-plans in rank 0's order, or as it has planned, if that has come and is another plan.
+        """A round begins: re-plans in rank 0's order, or as it has planned, where that was sent and is another plan.
 
         Where an optimizer steps on shards, they are laid out anew when it next does.
         """
-        now, plan = self.assembly, self._observed_plan()
-        if now.eager is not None:
-            now.eager.require_confirmed("a second synchronising backward runs")
-        tuning, has_shards = self.watch.tuning, now.reducer.sharding is not None
-        if tuning is not None and self.retiring is None:
-            present = Present(plan=now.plan, generation=now.generation, has_shards=has_shards, is_eager=now.eager is not None)
-            groups = tuning.round_begins(present)
-            now.interleave(tuning.gathers_behind(now.plan))
-            if has_shards:
-                self._groups = self._groups if groups is None else groups
-            elif groups is not None:
-                plan = plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
-        if plan.fingerprint != now.plan.fingerprint:
-            # The old buckets' storage goes when the last `.grad` has moved into the new ones.
-            self.assembly = self._assemble(self.watch.named_params, now.reducer, generation=now.generation + 1, plan=plan)
-            self.watch.arrivals.regroup(params_of_bucket(plan))
+        if self.retiring is not None:
+            watch, self._retiring_watch = self._retiring_watch, None
+            if watch is not None:  # the other ranks, if their parameters have not changed, move on now
+                self.retiring = self._moved(self.retiring, planned(self.retiring, watch, self._config))
+            return
+        now = self.assembly
+        plan = planned(now, self.watch, self._config)
+        if now.reducer.sharding is not None:
+            self._groups = self._groups if plan is None else plan.groups
+            return
+        self.assembly = self._moved(now, plan)
+        if self.assembly is not now:
+            self.watch.arrivals.regroup(params_of_bucket(self.plan))
 
-    def has_stepped(self) -> None:
-        """Every bucket of the round that ends was stepped in it."""
-        if self.assembly.eager is not None:
-            self.assembly.eager.is_due = True
+    def _moved(self, now: Assembly, plan: Plan | None) -> Assembly:
+        if plan is None or plan.fingerprint == now.plan.fingerprint or now.reducer.sharding is not None:
+            return now
+        # The old buckets' storage goes when the last `.grad` has moved into the new ones.
+        moved = Assembly(
+            plan, now.params, now.reducer, self._recorder, generation=now.generation + 1, overlap=self._config.overlap
+        )
+        moved.executor.take_over_readings(now.executor)
+        return moved
+
+    def round_ended(self, this_round: Round) -> None:
+        """All ranks have found the round sound."""
+        self.assembly.round_ended(this_round)
+        if self.watch.order is not None:
+            self.watch.order.send()
+        if self.watch.tuning is not None:
+            self.watch.tuning.round_ends(self.assembly.present)
+
+    @property
+    def must_read_at_once(self) -> bool:
+        """Whether ranks communicate at the end of this round if it is sound: all must know that then."""
+        return self.watch.tuning is not None and self.watch.tuning.is_about_to_communicate
 
     @property
     def is_layout_due(self) -> bool:
@@ -339,17 +356,9 @@ class Formation:
             self._compare().require()
         raise changed_unlike(this_round, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)
 
-    def _observed_plan(self) -> Plan:
-        """The plan in rank 0's order, if that has come, else the present one."""
-        now, order = self.assembly.plan, self._observed_order()
-        return now if order is None else plan_in_order(now.params, order, self._config, num_ranks=now.num_ranks)
-
-    def _observed_order(self) -> Sequence[int] | None:
-        return None if self.watch.order is None or self.retiring is not None else self.watch.order.take()
-
     def _sharded_plan(self) -> Plan:
         """The same, with large parameters in pieces, or the pinned one."""
-        now, order = self.assembly.plan, self._observed_order()
+        now, order = self.assembly.plan, None if self.watch.order is None else self.watch.order.take()
         groups, self._groups = self._groups, None
         if groups is not None:
             return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
@@ -365,17 +374,18 @@ class Formation:
             self._go_back(self._before)
             if self._is_in_force(named_params):
                 return
+        before = _InForce(self.assembly, self.watch, self.retiring, self._groups)
         self._groups = None
-        before = _InForce(self.assembly, self.watch, self.retiring)
         if self.retiring is None and self.is_active:
-            self.retiring = self.assembly
+            self.retiring, self._retiring_watch = self.assembly, self.watch
         generation = (self.retiring or self.assembly).generation + 1
         try:
             reducer = dataclasses.replace(self.assembly.reducer, sharding=None)  # until an optimizer steps again
             self.assembly = self._assemble(named_params, reducer, generation=generation)
             self.watch = self._watch_over(named_params)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
-            self.assembly, self.retiring, self._has_looked = before.assembly, before.retiring, False
+            self.assembly, self.retiring, self._groups = before.assembly, before.retiring, before.groups
+            self._has_looked = False
             self._members.unsee()
             raise
         self._before = before
@@ -383,7 +393,7 @@ class Formation:
     def _go_back(self, before: _InForce) -> None:
         self.watch.close()
         self.assembly, self.watch, self.retiring = before.assembly, before.watch, before.retiring
-        self._before = None
+        self._groups, self._retiring_watch, self._before = before.groups, None, None
 
     def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]]) -> bool:
         is_same = [id(param) for _, param in named_params] == list(map(id, self.watch.params))
@@ -415,7 +425,7 @@ class Formation:
         if self.is_active:
             _ = self.assembly.executor  # what does not fit into memory fails here and not in the first backward
             watch.start()
-            if self._follows_observed_order():
+            if follows_observed_order(self.assembly, self._config):
                 watch.order = ObservedOrder(watch.params, self.group)
         measure(watch, self.assembly, self._config, self._recorder)
         return watch
@@ -437,10 +447,3 @@ class Formation:
                 )
         for engine in earlier.values():
             self.watch.arrived_before |= self.watch.indices(engine.pass_on())
-
-    def _follows_observed_order(self) -> bool:
-        # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every
-        # time. A hook may keep state for every bucket.
-        hook, config = self.assembly.reducer.hook, self._config
-        is_free = config.plan is None and hook is None and not torch.are_deterministic_algorithms_enabled()
-        return config.order == "observed" and is_free and self.group.num_ranks > 1 and bool(self.assembly.params)

@@ -6,6 +6,7 @@ import torch
 
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError
+from undertow.plan import Plan, plan_from_groups, plan_in_order
 from undertow.profile import Profile
 from undertow.runtime.alone import Alone
 from undertow.runtime.assembly import Assembly
@@ -13,7 +14,7 @@ from undertow.runtime.executor import Reducer
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.tuning import Tuning
 from undertow.runtime.watch import Watch
-from undertow.tune import Explanation, Tuner, explanation
+from undertow.tune import Explanation, Outcome, Tuner, explanation
 
 
 def measure(watch: Watch, assembly: Assembly, config: SyncConfig, recorder: Recorder) -> None:
@@ -33,6 +34,28 @@ def measure(watch: Watch, assembly: Assembly, config: SyncConfig, recorder: Reco
         may_move=not why_fixed(config, assembly.reducer),
         is_frozen=torch.are_deterministic_algorithms_enabled,
     )
+
+
+def planned(now: Assembly, watch: Watch, config: SyncConfig) -> Plan | None:
+    """The plan that was sent to all ranks for the round that begins: in rank 0's order, or what it has decided on."""
+    if now.eager is not None:
+        now.eager.require_confirmed("a second synchronising backward runs")
+    order = None if watch.order is None else watch.order.take()
+    groups = None if watch.tuning is None else watch.tuning.take(now.present)
+    if watch.tuning is not None:
+        now.interleave(watch.tuning.gathers_behind(now.plan))
+    if groups is not None:
+        return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
+    return None if order is None else plan_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
+
+
+def follows_observed_order(assembly: Assembly, config: SyncConfig) -> bool:
+    """Whether the plan takes over rank 0's order of arrival."""
+    # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every
+    # time. A hook may keep state for every bucket.
+    reducer = assembly.reducer
+    is_free = config.plan is None and reducer.hook is None and not torch.are_deterministic_algorithms_enabled()
+    return config.order == "observed" and is_free and reducer.group.num_ranks > 1 and bool(assembly.params)
 
 
 def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
@@ -63,16 +86,14 @@ def no_profile(config: SyncConfig) -> PhaseError:
 def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Explanation:
     """Why the plan in force is this one; communicates nothing."""
     history = () if watch.tuning is None else watch.tuning.history
-    measurement = None if watch.tuner is None else watch.tuner.measurement
     why = why_fixed(config, assembly.reducer)
-    if not why:
-        why = "planned from what was measured" if history else "made without measurements: the first look is not over"
-    return explanation(
-        assembly.plan,
-        measured_profile(watch, assembly),
-        why=why,
-        strategy=assembly.strategy.name,
-        achieved_us=None if measurement is None else measurement.synchronised_us,
-        history=history,
-        is_eager=assembly.eager is not None,
-    )
+    if not why and torch.are_deterministic_algorithms_enabled():
+        why = "torch.use_deterministic_algorithms: another plan rounds differently"
+    elif not why:
+        has_moved = any(decided.decision.groups is not None for decided in history)
+        is_decided = has_moved or any(decided.decision.outcome is Outcome.KEEP for decided in history)
+        why = (
+            "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
+        )
+    is_eager = assembly.eager is not None
+    return explanation(assembly.plan, watch.tuner, why=why, strategy=assembly.strategy.name, history=history, is_eager=is_eager)

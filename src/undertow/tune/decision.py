@@ -25,6 +25,9 @@ class Outcome(IntEnum):
     BACK = 2  # the plan before was faster
     UNKNOWN = 3  # too little was measured
     FROZEN = 4  # the plan may not change any more
+    OVERTAKEN = 5  # the plan has changed while this was decided
+    LEARN = 6  # buckets of other sizes, to find out what those cost
+    TOO_LARGE = 7  # all state would have to be on every rank for a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

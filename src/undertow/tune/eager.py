@@ -26,15 +26,17 @@ _NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
 _SLACK = 0.002
 
 
-def best_eager_groups(profile: Profile, order: Sequence[int], *, num_ranks: int) -> Optimum:
+def best_eager_groups(profile: Profile, order: Sequence[int], *, num_ranks: int, max_bytes: float) -> Optimum:
     """The shortest period among buckets of several sizes, and among them those that are best with a barrier.
 
     A parameter above the size is cut. What the update takes is in no measurement of such a step: it is little.
     """
     params, costs = profile.params, profile.costs()
     total = sum(spec.num_bytes for spec in params)
-    barrier = optimal_groups(params, order, profile.timing, costs, num_ranks=num_ranks, has_shards=True)
-    sizes = [max(1, total // num) for num in _NUM_SHARES]
+    barrier = optimal_groups(
+        params, order, profile.timing, costs, num_ranks=num_ranks, has_shards=True, max_bucket_bytes=max_bytes
+    )
+    sizes = [max(1, min(total // num, int(max_bytes))) for num in _NUM_SHARES]
     tried = [group_in_pieces(params, order, SizeCaps(cap_bytes=size), num_ranks=num_ranks) for size in sizes]
     plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in dict.fromkeys([barrier.groups, *tried])]
     periods = [(eager_period_us(profile, plan, costs, is_quick=True), len(plan.buckets), at) for at, plan in enumerate(plans)]

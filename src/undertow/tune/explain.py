@@ -10,6 +10,7 @@ from undertow.plan import Member, Plan, finish_us, optimal_groups
 from undertow.profile import Profile
 from undertow.tune.decision import Decided, Decision, Outcome
 from undertow.tune.eager import best_eager_groups, eager_period_us
+from undertow.tune.tuner import Tuner, max_bucket_bytes
 
 _MS = 1e-3  # of a microsecond
 _MAX_TRIED = 64  # of cuts and of merges, spread over the buckets: a plan has hundreds at most
@@ -40,26 +41,22 @@ class Explanation:
         return f"{text}; {self.achieved_ms:.1f} ms, limit {self.limit_ms:.1f} ms"
 
 
-def explanation(  # noqa: PLR0913  # the plan, what is known of it, and how it is run
-    plan: Plan,
-    profile: Profile | None,
-    *,
-    why: str,
-    strategy: str,
-    achieved_us: float | None,
-    history: Sequence[Decided],
-    is_eager: bool = False,
+def explanation(  # the plan, what is known of it, and how it is run
+    plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, history: Sequence[Decided], is_eager: bool = False
 ) -> Explanation:
-    """What is known of `plan`; `profile` is what was measured of its parameters, None where nothing was.
+    """What is known of `plan`; `tuner` is what has learned of its parameters, None where nothing does.
 
     `is_eager`: its buckets are stepped in backward, and times are of the whole step.
     """
+    profile = None if tuner is None else tuner.profile(plan, strategy=strategy)
+    measurement = None if tuner is None else tuner.measurement
+    order = None if tuner is None else tuner.order
     known = Explanation(
         num_ranks=plan.num_ranks,
         strategy=f"{strategy} eager" if is_eager else strategy,
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
-        achieved_ms=None if achieved_us is None else achieved_us * _MS,
+        achieved_ms=None if measurement is None else measurement.synchronised_us * _MS,
         decisions=tuple(_decision_text(decided) for decided in history),
     )
     has_shards = strategy != "ddp"
@@ -71,12 +68,22 @@ def explanation(  # noqa: PLR0913  # the plan, what is known of it, and how it i
         return known
     timing, costs = profile.timing, profile.costs()
     if is_eager:
-        best = best_eager_groups(profile, profile.order, num_ranks=plan.num_ranks)
+        best = best_eager_groups(
+            profile, profile.order if order is None else order, num_ranks=plan.num_ranks, max_bytes=max_bucket_bytes(plan)
+        )
         present_us = eager_period_us(profile, plan, costs)
         return replace(
             known, predicted_ms=present_us * _MS, best_ms=min(present_us, best.best_us) * _MS, limit_ms=best.limit_us * _MS
         )
-    best = optimal_groups(plan.params, profile.order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
+    best = optimal_groups(
+        plan.params,
+        profile.order if order is None else order,
+        timing,
+        costs,
+        num_ranks=plan.num_ranks,
+        has_shards=has_shards,
+        max_bucket_bytes=max_bucket_bytes(plan),
+    )
 
     def predicted_us(groups: _Groups) -> float:
         return finish_us(plan.params, groups, timing, costs, has_shards=has_shards)
@@ -137,5 +144,8 @@ _TEXTS: dict[Outcome, Callable[[Decision], str]] = {
     Outcome.MOVE: lambda it: f"moved to {len(it.groups or ())} buckets ({_numbers(it)})",
     Outcome.BACK: lambda it: f"went back to {len(it.groups or ())} buckets: they were measured to be faster",
     Outcome.UNKNOWN: lambda _: "kept: too little was measured to tell what buckets of other sizes cost",
+    Outcome.OVERTAKEN: lambda _: "not followed: the plan had changed meanwhile",
+    Outcome.LEARN: lambda it: f"moved to {len(it.groups or ())} buckets, to learn what other sizes cost",
+    Outcome.TOO_LARGE: lambda it: f"kept ({_numbers(it)}: for a move every rank would hold all of the optimizer's state)",
     Outcome.FROZEN: lambda _: "kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
 }

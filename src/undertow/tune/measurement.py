@@ -3,8 +3,10 @@
 Ranks send each other rows of numbers, one row for each step, and take the largest of all ranks. The row has times in
 microseconds since the end of the round before, which all ranks leave together:
 
-    begin | backward begins | backward ends | gather waits | rest | synchronised | ready ... | -reductions ... | -gathers ...
-                                                                                   by param    by bucket         by bucket
+    begin | backward begins | backward ends | rest | synchronised | ready ... | -reductions ... | -gathers ...
+                                                                    by param    by bucket         by bucket
+
+What a forward has waited for parameters is taken out of the times before and in backward, on each rank its own.
 
 A gradient is ready when the last rank has it: the largest. A collective took as long as it did on the rank that launched it
 last, the others have waited for that one: the shortest, which is the largest of the negatives. What a rank does not know is
@@ -23,8 +25,8 @@ from numpy.typing import NDArray
 from undertow.plan import Plan
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
-_BEGIN, _BACKWARD_BEGINS, _BACKWARD_ENDS, _GATHER_WAIT, _REST, _SYNCHRONISED = range(6)
-_NUM_SINGLE = 6
+_BEGIN, _BACKWARD_BEGINS, _BACKWARD_ENDS, _REST, _SYNCHRONISED = range(5)
+_NUM_SINGLE = 5
 _UNKNOWN = -np.inf
 
 
@@ -49,13 +51,13 @@ def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: in
         return rows
     for row, record in zip(rows, records, strict=True):
         begin, ready = record.idle_us, row[_NUM_SINGLE : _NUM_SINGLE + num_params]
+        computing = begin - sum(max(0.0, stop - max(0.0, start)) for start, stop in (gather.waited for gather in record.gathers))
         row[_BEGIN] = begin
-        row[_BACKWARD_BEGINS : _BACKWARD_ENDS + 1] = [begin + at for at in record.backwards[-1]]
-        row[_GATHER_WAIT] = sum(stop - start for start, stop in (gather.waited for gather in record.gathers))
+        row[_BACKWARD_BEGINS : _BACKWARD_ENDS + 1] = [computing + at for at in record.backwards[-1]]
         last_wait = max(bucket.waited[1] for bucket in record.buckets)
         row[_REST], row[_SYNCHRONISED] = record.step_us - last_wait, begin + last_wait
         for param, arrived_us in record.arrivals.items():
-            ready[param] = begin + arrived_us
+            ready[param] = computing + arrived_us
         for at, sent in chain(_places(record.buckets, first=0), _places(record.gathers, first=num_buckets)):
             row[_NUM_SINGLE + num_params + at] = sent.launched_us - sent.done_us
     return rows
@@ -69,7 +71,7 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     if not _is_complete(records, len(latest)) or not np.isfinite(latest[:, :_NUM_SINGLE]).all():
         return None
     num_params, num_buckets = len(plan.params), len(plan.buckets)
-    begins, backward_begins, backward_ends, gather_wait, rest, synchronised = latest[:, :_NUM_SINGLE].T
+    begins, backward_begins, backward_ends, rest, synchronised = latest[:, :_NUM_SINGLE].T
     ready = latest[:, _NUM_SINGLE : _NUM_SINGLE + num_params]
     # In most steps: a parameter that came once only is one that does not come.
     ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
@@ -78,7 +80,7 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     durations = -latest[:, _NUM_SINGLE + num_params :]
     return Measurement(
         ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).tolist()),
-        forward_us=max(0.0, float(np.median(backward_begins - begins - gather_wait))),
+        forward_us=max(0.0, float(np.median(backward_begins - begins))),
         backward_us=backward_us,
         rest_us=max(0.0, float(np.median(rest))),
         synchronised_us=float(median_us),

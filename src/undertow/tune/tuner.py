@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
@@ -20,11 +21,17 @@ _WORTHWHILE = 0.005
 # A move of optimizer state has to be paid for by what so many steps gain.
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
-_NUM_WINDOWS = 4  # of which samples count, and of each plan so many looks
+# For a move every rank holds gradients and state of all parameters for a moment: not where sharding is what makes them fit.
+_MOST_MOVED_BYTES = 256 * 2**20
+# Buckets are memory: one that is packed holds its gradients twice. Small ones may be as large as without a measurement.
+_LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
+_NUM_WINDOWS = 4  # of samples of the same sizes, and of looks at a plan, so many count
+_NUM_SIZES = 8  # sets of sizes that are remembered
 _DRIFT = 1.25  # a network, or a computation, that is so much slower or faster than it was is another one
 NUM_STEPS_BETWEEN_LOOKS = 100
 
 _Groups = tuple[tuple[Member, ...], ...]
+_Samples = tuple[tuple[float, float], ...]  # bytes, microseconds
 
 
 class _Known:
@@ -58,10 +65,12 @@ class Tuner:
 
     def __init__(self, order: Sequence[int] | None = None) -> None:
         self.measurement: Measurement | None = None  # the last one
-        self._order = order
-        self._windows: dict[str, deque[tuple[tuple[float, float], ...]]] = {}
+        self.order = order
+        # By kind, then by the sizes that were sent: a plan that stays must not crowd out what other sizes cost.
+        self._windows: dict[str, dict[frozenset[float], deque[_Samples]]] = {}
         self._is_new = False  # since the last decision
         self._known: dict[_Groups, _Known] = {}
+        self._has_varied = False
         self._num_moves = 0
         self._promised_us = 0.0  # what the last move was to gain
         self._overrated_us = 0.0  # by so much a promise was not kept
@@ -70,8 +79,8 @@ class Tuner:
     def curves(self) -> dict[str, CostCurve]:
         """What collectives cost, by kind."""
         return {
-            kind: curve_from_samples([sample for window in windows for sample in window])
-            for kind, windows in self._windows.items()
+            kind: curve_from_samples([sample for windows in of_sizes.values() for window in windows for sample in window])
+            for kind, of_sizes in self._windows.items()
         }
 
     def learn(self, measurement: Measurement) -> None:
@@ -79,9 +88,18 @@ class Tuner:
         self._forget_what_has_changed(measurement)
         for kind, samples in measurement.samples.items():
             if samples:
-                self._windows.setdefault(kind, deque(maxlen=_NUM_WINDOWS)).append(samples)
+                self.learn_costs(kind, samples)
         self.measurement = measurement
         self._is_new = True
+
+    def learn_costs(self, kind: str, samples: _Samples) -> None:
+        """Takes in what collectives of that kind took."""
+        of_sizes, sizes = self._windows.setdefault(kind, {}), frozenset(size for size, _ in samples)
+        windows = of_sizes.pop(sizes, deque(maxlen=_NUM_WINDOWS))
+        of_sizes[sizes] = windows  # the newest comes last
+        windows.append(samples)
+        for oldest in list(of_sizes)[:-_NUM_SIZES]:
+            del of_sizes[oldest]
 
     def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
         """What was learned, as measured under `plan`; None before anything was."""
@@ -108,14 +126,18 @@ class Tuner:
         """
         now = self.measurement if self._is_new else None
         self._is_new = False
-        if now is None or not self._knows_enough(has_shards=has_shards):
+        if now is None:
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
+        if not self._knows_enough(has_shards=has_shards):
+            return self._try_other_sizes(plan, has_shards=has_shards)
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
         assert profile is not None  # there is a measurement
         costs = profile.costs()
         best, present_us = self._best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
         move_us = _move_us(plan, costs) if has_shards else 0.0
         outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
+        if groups is not None and not _may_move(plan, has_shards=has_shards):
+            outcome, groups = Outcome.TOO_LARGE, None
         return Decision(
             outcome=outcome,
             next_look=1 if outcome is Outcome.MOVE else NUM_STEPS_BETWEEN_LOOKS,
@@ -127,11 +149,14 @@ class Tuner:
 
     def _best_and_present(self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool) -> tuple[Optimum, float]:
         """The best plan that is known, and what the present one takes by the same costs."""
-        order, costs = profile.order if self._order is None else self._order, profile.costs()
+        order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
+        most_bytes = max_bucket_bytes(plan)
         if is_eager:
-            return best_eager_groups(profile, order, num_ranks=plan.num_ranks), eager_period_us(profile, plan, costs)
-        timing = profile.timing
-        best = optimal_groups(plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards)
+            best = best_eager_groups(profile, order, num_ranks=plan.num_ranks, max_bytes=most_bytes)
+            return best, eager_period_us(profile, plan, costs)
+        best = optimal_groups(
+            plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
+        )
         return best, finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
 
     def gathers_behind(self, plan: Plan) -> GathersBehind | None:
@@ -142,6 +167,14 @@ class Tuner:
         # What the update takes is in no measurement of a step whose buckets are stepped in backward: it is little.
         return eager_order(lane_times(replace(profile, update_us=0.0), plan, profile.costs()))
 
+    def _try_other_sizes(self, plan: Plan, *, has_shards: bool) -> Decision:
+        """Once for a network: buckets of one size say nothing of what others would take."""
+        groups = None if self._has_varied or not _may_move(plan, has_shards=has_shards) else _varied(plan)
+        if groups is None:
+            return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
+        self._has_varied = True
+        return Decision(outcome=Outcome.LEARN, next_look=1, groups=groups)
+
     def _choose(
         self, present: _Groups, best: _Groups, now: Measurement, *, gain_us: float, move_us: float
     ) -> tuple[Outcome, _Groups | None]:
@@ -149,8 +182,8 @@ class Tuner:
         known = self._known.setdefault(present, _Known())
         known.add(now)
         fastest = min(self._known, key=lambda groups: self._known[groups].synchronised_us)
-        if self._known[fastest].is_better_than(known):
-            loss_us = known.synchronised_us - self._known[fastest].synchronised_us
+        loss_us = known.synchronised_us - self._known[fastest].synchronised_us
+        if self._known[fastest].is_better_than(known) and loss_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._overrated_us = max(self._overrated_us, self._promised_us + loss_us)
             self._promised_us = 0.0
             return Outcome.BACK, fastest
@@ -173,10 +206,10 @@ class Tuner:
             return
         drifted = [kind for kind in _sizes(now) if _has_drifted(_usual_us(before, kind), _usual_us(now, kind))]
         for kind in drifted:
-            self._windows[kind].clear()
+            del self._windows[kind]
         if drifted or _has_drifted(before.forward_us + before.backward_us, now.forward_us + now.backward_us):
             self._known.clear()
-            self._num_moves, self._overrated_us = 0, 0.0
+            self._num_moves, self._overrated_us, self._has_varied = 0, 0.0, False
 
 
 def _sizes(measurement: Measurement) -> dict[str, set[float]]:
@@ -196,7 +229,35 @@ def _rounded(time_us: float) -> float:
     return round(time_us, 1)
 
 
+def max_bucket_bytes(plan: Plan) -> float:
+    """No bucket of several parameters is planned larger."""
+    return max(_LEAST_CAP_BYTES, _num_bytes(plan) / _LARGEST_SHARE)
+
+
+def _varied(plan: Plan) -> _Groups | None:
+    """The plan with one bucket of another size: two in one, or one in two."""
+    groups, buckets = plan.groups, plan.buckets
+    for at, (bucket, following) in enumerate(pairwise(buckets)):
+        is_alike = (bucket.dtype, bucket.device, bucket.is_sparse) == (following.dtype, following.device, following.is_sparse)
+        # Pieces of one parameter would have to become one.
+        is_whole = plan.split_params.isdisjoint((*bucket.params, *following.params))
+        if is_alike and is_whole and bucket.num_bytes + following.num_bytes <= max_bucket_bytes(plan):
+            return (*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :])
+    for at, group in enumerate(groups):
+        if len(group) > 1:
+            third = max(1, len(group) // 3)
+            return (*groups[:at], group[:third], group[third:], *groups[at + 1 :])
+    return None
+
+
+def _may_move(plan: Plan, *, has_shards: bool) -> bool:
+    return not has_shards or _num_bytes(plan) <= _MOST_MOVED_BYTES
+
+
+def _num_bytes(plan: Plan) -> int:
+    return sum(bucket.num_bytes for bucket in plan.buckets)
+
+
 def _move_us(plan: Plan, costs: MeasuredCosts) -> float:
     """What it takes to bring gradients and optimizer state to where another plan has them."""
-    num_bytes = sum(bucket.num_bytes for bucket in plan.buckets)
-    return (1 + _NUM_STATES) * float(costs.collective_us("all_gather", num_bytes))
+    return (1 + _NUM_STATES) * float(costs.collective_us("all_gather", _num_bytes(plan)))
