@@ -124,7 +124,8 @@ class Checkpointed(nn.Module):
 
 def checkpointed(use_reentrant: bool) -> None:
     case = Case(lambda: Checkpointed(use_reentrant), lambda model, step: model(noise(5, 6, step=step)).square().mean())
-    expected = trained(case, "ddp", **ORDERED)
+    # In one bucket: a part of a gradient that comes behind its bucket is averaged by itself, and rounded so.
+    expected = trained(case, "ddp", auto_tune=False, **ORDERED)
     for plan in (SMALL, {}):
         require_equal(expected, trained(case, "zero1", eager=True, **ORDERED, **plan), what=str(plan))
 

@@ -244,6 +244,7 @@ class Formation:
         if self.watch.order is not None:
             self.watch.order.close()
             self.watch.order = None
+        self._recorder.forgets_gathers()
         sharding = Sharding(plan, now.params, strategy, exchanges, self._recorder)
         sharding.eager = eager
         reducer = dataclasses.replace(now.reducer, sharding=sharding)

@@ -159,6 +159,10 @@ class Recorder:
         """What has left so far in this step had nothing in it."""
         self._now.buckets.clear()
 
+    def forgets_gathers(self) -> None:
+        """Those that are on record were of another plan than the steps that come."""
+        self._gathers, self._are_gathers_seen = {}, False
+
     def ready(self, bucket: int, *, num_bytes: int, kind: str = "all_reduce") -> None:
         if self._is_on:
             self._now.buckets[bucket] = _BucketMarks(num_bytes, kind, ready=self._clock.mark())
