@@ -51,8 +51,8 @@ def updated_in_backward() -> None:
         require_equal(after, parameters(ddp))
 
 
-def test_parameters_are_updated_when_backward_returns_and_step_confirms(ranks: Ranks) -> None:
-    ranks.run(updated_in_backward)
+def test_parameters_are_updated_when_backward_returns_and_step_confirms(two_ranks: Ranks) -> None:
+    two_ranks.run(updated_in_backward)
 
 
 def steps_in_flight() -> None:
@@ -102,6 +102,14 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "a second backward": (
         "a second synchronising backward runs before step(), and an eager optimizer has updated the parameters",
         lambda ddp, _: ddp.module(noise(5, 6)).sum().backward(),
+    ),
+    "another optimizer": (
+        "another optimizer is made before step(), and an eager optimizer has updated the parameters in the backward before.",
+        lambda ddp, _: optimizer_for(ddp, "zero1", eager=True),
+    ),
+    "another group": (
+        "hyper-parameters have changed since the backward that has updated the parameters: number of groups: 1, now 2.",
+        lambda _, opt: (opt.param_groups.append(dict(opt.param_groups[0])), opt.step()),
     ),
     "other hyper-parameters": (
         "hyper-parameters have changed since the backward that has updated the parameters: lr of group 0: 0.01, now 1.0.\n"
@@ -331,30 +339,36 @@ def test_autograd_refuses_a_parameter_that_was_updated_too_early(two_ranks: Rank
 class Twice(nn.Module):
     """Reentrant checkpoints, of which the second one with the same layer is computed only when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, calls_layer: bool) -> None:
         super().__init__()
         self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.part = self.layer if calls_layer else self.computed
         self.runs_twice = False
+
+    def computed(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight, self.layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.other(x)
         if self.runs_twice:
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return checkpoint(self.layer, x, use_reentrant=True)
+            x = checkpoint(self.part, x, use_reentrant=True)
+        return checkpoint(self.part, x, use_reentrant=True)
 
 
-def unexpected_second_use() -> None:
+def unexpected_second_use(calls_layer: bool) -> None:
     torch.manual_seed(3)
-    with training(Twice(), "zero1", "SGD", eager=True, bucket_cap_mb=1e-4) as (ddp, opt):
+    with training(Twice(calls_layer=calls_layer), "zero1", "SGD", eager=True, bucket_cap_mb=1e-4) as (ddp, opt):
         one_step(ddp, opt, 0)
         one_step(ddp, opt, 1)
-        ddp.module.runs_twice = True
-        with pytest.raises(PhaseError, match="a forward inside backward reads parameters that this backward has updated"):
+        ddp.module.runs_twice = calls_layer or dist.get_rank() == 0
+        found = "a forward inside backward reads parameters that this backward has updated" if calls_layer else "arrived again after"
+        with pytest.raises(PhaseError, match=found):
             backward(ddp, opt, 2)
 
 
-def test_a_recomputation_with_updated_parameters_is_an_error(two_ranks: Ranks) -> None:
-    two_ranks.run(unexpected_second_use)
+@pytest.mark.parametrize("calls_layer", [True, False])
+def test_a_recomputation_with_updated_parameters_is_an_error_on_every_rank(two_ranks: Ranks, calls_layer: bool) -> None:
+    two_ranks.run(unexpected_second_use, calls_layer)
 
 
 def parameters_change() -> None:
@@ -395,8 +409,8 @@ def planned() -> None:
     assert sorted(bucket for behind in last for bucket in behind) == list(range(len(last)))
 
 
-def test_rank_0_plans_the_lane_and_all_follow(ranks: Ranks) -> None:
-    ranks.run(planned)
+def test_rank_0_plans_the_lane_and_all_follow(two_ranks: Ranks) -> None:
+    two_ranks.run(planned)
 
 
 def moved() -> None:
@@ -436,8 +450,8 @@ def _saved(ddp: DistributedDataParallel, opt: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_what_is_saved_after_a_step_is_whole(ranks: Ranks) -> None:
-    ranks.run(saved_after_every_step)
+def test_what_is_saved_after_a_step_is_whole(two_ranks: Ranks) -> None:
+    two_ranks.run(saved_after_every_step)
 
 
 def reduced_by_hand() -> None:
@@ -452,8 +466,8 @@ def reduced_by_hand() -> None:
     require_equal(expected, trained(MLP, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
 
 
-def test_gradients_reduced_after_backward_are_stepped_as_well(ranks: Ranks) -> None:
-    ranks.run(reduced_by_hand)
+def test_gradients_reduced_after_backward_are_stepped_as_well(two_ranks: Ranks) -> None:
+    two_ranks.run(reduced_by_hand)
 
 
 def schedules_hyper_parameters() -> None:

@@ -37,7 +37,8 @@ class EagerSteps:
         self._stepper: weakref.ref[BucketStepper] | None = None  # whose user holds it
 
     def hand_to(self, stepper: BucketStepper) -> None:
-        """From now on `stepper` steps."""
+        """From now on `stepper` steps. PhaseError where the one before has not confirmed a backward."""
+        self.require_confirmed("another optimizer is made")
         self._stepper = weakref.ref(stepper)
 
     def begin_round(self, sharding: Sharding) -> bool:

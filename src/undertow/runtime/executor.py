@@ -96,8 +96,8 @@ class Executor:
             self._sharding.gathers.being_stepped.clear()
             eager = self._sharding.eager
             this_round.is_eager = eager is not None
-            if eager is not None and this_round.is_synchronised and this_round.is_last and not this_round.has_changed:
-                this_round.steps = eager.begin_round(self._sharding)
+            if eager is not None and this_round.is_synchronised and not this_round.has_changed:
+                this_round.steps = eager.begin_round(self._sharding) and this_round.is_last
         self._num_rounds += this_round.is_synchronised
         self._signatures.clear()
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.is_there()]:

@@ -60,6 +60,8 @@ def owned_part(sharding: Sharding, part: ShardPart) -> Owned:
 
 def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
     """Which hyper-parameters differ, and in which group: "lr of group 0: 0.1, now 0.01"."""
+    if len(before) != len(now):
+        return [f"number of groups: {len(before)}, now {len(now)}"]
     return [
         f"{name} of group {group}: {then.get(name)}, now {present.get(name)}"
         for group, (then, present) in enumerate(zip(before, now, strict=True))
