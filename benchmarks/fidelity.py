@@ -2,8 +2,8 @@
 
 Run the matrix first, with our systems. Two tables:
 
-- every cell simulated from its own profile: its compute times, its curve of costs, its buckets; beside the whole step as it was
-  measured in the steps of the profile;
+- every cell simulated from its own profile: its compute times, its curve of costs, its buckets; beside the step as it was
+  measured in the steps of the profile, from its forward until all gradients were through;
 - every cell simulated from the profile of the same workload, ranks and system on *one* link: its compute times, and its costs
   with the wire of that link taken out and that of the cell's put in. Of the cell's own run only the buckets are used.
 
@@ -89,7 +89,9 @@ def own_predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Predi
             it = _prediction(row, profile, profile, profile.costs())
             if profile.step_us is not None:
                 record = _simulated(profile, profile, profile.costs(), num_ranks=row["ranks"])
-                yield replace(it, measured_ms=profile.step_us / 1e3, predicted_ms=record.step_us / 1e3)
+                # Without what lies between two steps: in the matrix that is the turns of all other systems.
+                measured_us, predicted_us = (step_us - profile.update_us for step_us in (profile.step_us, record.step_us))
+                yield replace(it, measured_ms=measured_us / 1e3, predicted_ms=predicted_us / 1e3)
 
 
 def other_predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Prediction]:

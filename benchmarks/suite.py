@@ -53,7 +53,7 @@ PARTS = (
     ),
     Part(
         name="planner",
-        title="Planning buckets: a measured-like curve, at most 512 atoms, 256 with shards",
+        title="Planning buckets: at most 512 atoms, 128 with shards",
         measure=planner.measure,
         judge=planner.judge,
     ),

@@ -1,8 +1,8 @@
 """What it costs to find the plan: the first hundred steps of training with tuning beside those without.
 
 Two copies of the timed layers take a step in turn, in the same processes and over the same emulated link, one of them with
-`auto_tune=False`. Tuning's own time is that of everything that it does when a round begins (comparing what ranks have
-measured, planning on rank 0, new buckets), and what the first step under a new plan takes longer than the ones after it.
+`auto_tune=False`. Tuning's own time is that of everything that it does between rounds (comparing what ranks have measured,
+planning on rank 0, new buckets), and what the first step under a new plan takes longer than the ones after it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure_rank(rank: int, num_ranks: int) -> Row:
         for step in range(NUM_STEPS):
             for wrapped, times in ((tuned, tuned_s), (untuned, untuned_s))[:: -1 if step % 2 else 1]:
                 dist.barrier()
-                with _timed_adoptions(adopting_s if wrapped is tuned else []):
+                with _timed(adopting_s if wrapped is tuned else []):
                     times.append(_step_s(wrapped, x))
             num_buckets.append(len(tuned.plan.buckets))
         decisions = tuned.explain(show=False).decisions
@@ -81,15 +81,21 @@ def _step_s(wrapped: DistributedDataParallel, x: torch.Tensor) -> float:
 
 
 @contextmanager
-def _timed_adoptions(times: list[float]) -> Iterator[None]:
-    adopt: Callable[[Formation], None] = Formation.adopt_plan
+def _timed(times: list[float]) -> Iterator[None]:
+    """What formations do at the begin and at the end of rounds, while inside."""
 
-    def timed(formation: Formation) -> None:
-        began_s = time.perf_counter()
-        adopt(formation)
-        times.append(time.perf_counter() - began_s)
+    def timed(act: Callable[[Formation], None]) -> Callable[[Formation], None]:
+        def act_and_note(formation: Formation) -> None:
+            began_s = time.perf_counter()
+            act(formation)
+            times.append(time.perf_counter() - began_s)
 
-    with mock.patch.object(Formation, "adopt_plan", timed):
+        return act_and_note
+
+    with (
+        mock.patch.object(Formation, "adopt_plan", timed(Formation.adopt_plan)),
+        mock.patch.object(Formation, "round_ended", timed(Formation.round_ended)),
+    ):
         yield
 
 

@@ -49,8 +49,9 @@ class SyncConfig:
         `auto_tune` off.
     auto_tune: the plan follows what the run itself measures: ready times of gradients, and what collectives take. Not where
         `bucket_cap_mb` or `plan` is given, with `overlap=False`, a communication hook, or `record="off"`, nor under
-        torch.use_deterministic_algorithms: with three ranks or more another plan rounds differently, unless `reduction` is
-        "ordered".
+        torch.use_deterministic_algorithms, whatever `reduction` is: with three ranks or more another plan rounds differently
+        (not with "ordered", whose plan is kept too). False keeps the plan and still measures, for reports and profiles: five
+        steps in a hundred, and one small all-reduce for each five; only `record="off"` ends that.
     overlap: False sends buckets after backward; the same bits for the same plan.
     reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
         (in rank order, in fp32 where gradients are narrower: the same bits under every plan and strategy).

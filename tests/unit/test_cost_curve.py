@@ -56,6 +56,23 @@ def test_beyond_the_last_point_the_slope_is_that_of_all_points() -> None:
     assert float(curve(*points).us(last_size + 1e6)) == pytest.approx(last_time + 1000, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "points",
+    [
+        ((1e6, 100), (2e6, 150)),
+        ((0, 50), (2e6, 150)),
+        ((1e6, 100), (1.4e6, 120), (2e6, 150)),  # three sizes, of which no three lie apart
+    ],
+)
+def test_beyond_the_last_of_two_sizes_costs_are_in_proportion_to_it(points: tuple[tuple[float, float], ...]) -> None:
+    assert CostCurve(points=points).us([2e6, 4e6, 1e9]) == pytest.approx([150, 300, 75_000], rel=1e-12)
+
+
+def test_beyond_the_last_of_three_sizes_that_lie_apart_their_slope_counts() -> None:
+    # On the line of 50 us and 50 us per 1e6 bytes.
+    assert float(curve((1e6, 100), (1.5e6, 125), (2.25e6, 162.5)).us(1e9)) == pytest.approx(50_050, rel=1e-12)
+
+
 def test_below_the_first_point_costs_go_towards_the_latency_of_all_points() -> None:
     measured = curve(*((size, affine(size)) for size in SIZES))
     assert measured.us([0, SIZES[0] / 2]) == pytest.approx([50, affine(SIZES[0] / 2)], rel=1e-9)

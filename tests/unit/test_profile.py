@@ -32,7 +32,7 @@ def test_a_parameter_is_used_in_forward_as_late_as_it_is_ready_early_in_backward
     assert profile().used_us == (0.0, 5.0, 15.0)
 
 
-def test_a_parameter_that_is_ready_behind_backward_is_used_at_once() -> None:
+def test_a_parameter_that_is_ready_behind_backward_by_rounding_is_used_at_once() -> None:
     assert profile(ready_us=(41.0, 30.0, 0.0)).used_us == (0.0, 5.0, 20.0)
 
 
@@ -87,6 +87,20 @@ def test_a_ready_time_that_is_none_is_refused_by_its_parameter(value: Any) -> No
     assert text_of(ConfigError, lambda: profile(ready_us=(40.0, value, 10.0))) == (
         f"ready_us[1] ('b') must be a number of microseconds, zero or more, got {value!r}.\n"
         "  A millisecond is 1000. NaN and infinity are no times."
+    )
+
+
+def test_no_gradient_is_ready_behind_the_end_of_backward() -> None:
+    assert text_of(ConfigError, lambda: profile(ready_us=(40.0, 41.5, 10.0))) == (
+        "ready_us[1] ('b') must not be behind the end of backward, got 41.5.\n  backward_us is 40.0\n"
+        "  Count from the beginning of backward; a gradient that never comes has backward_us."
+    )
+
+
+def test_no_two_parameters_have_the_same_name() -> None:
+    assert text_of(ConfigError, lambda: profile(params=tuple(spec(name, 10) for name in ("a", "b", "a")))) == (
+        "params[2].name must be another one than that of params[0], got 'a'.\n"
+        "  Name each parameter once; a tied one has one name and one gradient."
     )
 
 
@@ -146,4 +160,6 @@ def test_buckets_may_hold_parameters_and_pieces_of_them(groups: Any) -> None:
     ],
 )
 def test_buckets_that_do_not_hold_each_parameter_once_are_refused(groups: Any, reason: str) -> None:
-    assert text_of(ConfigError, lambda: profile(groups=groups)) == f"groups, the buckets, do not fit the parameters.\n  {reason}"
+    assert text_of(ConfigError, lambda: profile(groups=groups)) == (
+        f"buckets, the groups of a profile, do not fit the parameters.\n  {reason}"
+    )

@@ -22,6 +22,8 @@ from undertow.profile import Profile, profile_from_file, profile_from_json
 FORMAT = "docs/profiles.md has the format and an example."
 MICROSECONDS = "A millisecond is 1000. NaN and infinity are no times."
 POSITIVE, COUNT = (f"Write a number such as {number}, without a decimal point or quotes." for number in (1, 0))
+COUNTED = "At most 9223372036854775807 can be counted."
+HUGE = "100000000000000000...0000000000000000000"  # 10**400, shortened
 SHAPES = 'Write "shape": [64, 3, 7, 7], "shape": 9408 (elements) or "bytes": 37632.'
 FIELDS = "undertow_profile, forward_us, backward_us, params, name, link, strategy, update_us, step_us, num_ranks, costs, buckets"
 
@@ -120,19 +122,22 @@ names = st.text(max_size=8)
 def profiles(draw: st.DrawFn) -> Profile:
     dtypes = st.sampled_from(sorted(ITEMSIZES))
     shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-    rows = draw(st.lists(st.tuples(names, shapes, dtypes, names, st.booleans(), times), max_size=6))
+    backward_us = draw(times)
+    ready_times = st.floats(0, backward_us)
+    rows = st.tuples(names, shapes, dtypes, names, st.booleans(), ready_times)
+    drawn = draw(st.lists(rows, max_size=6, unique_by=lambda row: row[0]))
     params = tuple(
         ParamSpec(name=name, shape=shape, dtype=dtype, itemsize=ITEMSIZES[dtype], device=device, is_sparse=is_sparse)
-        for name, shape, dtype, device, is_sparse, _ in rows
+        for name, shape, dtype, device, is_sparse, _ in drawn
     )
     points = st.dictionaries(st.integers(0, 2**40), st.floats(1e-3, 1e9), min_size=1, max_size=5)
     curves = st.builds(lambda times_us: CostCurve(points=tuple(sorted(times_us.items()))), points)
     order = draw(st.permutations(range(len(params))))
     return Profile(
         params=params,
-        ready_us=tuple(row[-1] for row in rows),
+        ready_us=tuple(row[-1] for row in drawn),
         forward_us=draw(times),
-        backward_us=draw(times),
+        backward_us=backward_us,
         update_us=draw(times),
         name=draw(names),
         num_ranks=draw(st.integers(1, 10**6)),
@@ -267,18 +272,53 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         (small(buckets=[[-1]]), f"buckets[0][0] must be of one of the 2 parameters, counted from zero, got -1.\n  {FORMAT}"),
         (
             small(buckets=[[1]]),
-            "groups, the buckets, do not fit the parameters.\n  a plan must hold each of its 2 parameters exactly once.\n"
+            "buckets, the groups of a profile, do not fit the parameters.\n"
+            "  a plan must hold each of its 2 parameters exactly once.\n"
             "  first difference: parameter 0 ('a') is in 0 slots\n  Make the plan from the parameters of this model.",
         ),
         (
             small(buckets=[[0, [1, 4, 2]]]),
-            "the piece of parameter 1 is impossible: [4, 2).\n"
-            "  A piece begins at zero or later and does not end before it begins.",
+            "buckets[0][1] must be a piece that begins at zero or later and does not end before it begins, got [1, 4, 2].\n"
+            f"  {FORMAT}",
         ),
+        (
+            small(buckets=[[1], [0, 1]]),
+            f"buckets[1][1] must be of a parameter that buckets[0][0] does not hold, got 1.\n  {FORMAT}",
+        ),
+        (
+            param(ready_us=64),
+            "params[1].ready_us must not be behind the end of backward, got 64.\n  backward_us is 2.0\n"
+            "  Count from the beginning of backward; a gradient that never comes has backward_us.",
+        ),
+        (
+            param(name="a"),
+            "params[1].name must be another one than that of params[0], got 'a'.\n"
+            "  Name each parameter once; a tied one has one name and one gradient.",
+        ),
+        (param(shape=None, bytes=4 * 10**400), f"params[1].bytes is too large: {HUGE.replace('1', '4')}.\n  {COUNTED}"),
+        (param(shape=10**400), f"params[1].shape is too large: {HUGE}.\n  {COUNTED}"),
+        (param(shape=[10**400]), f"params[1].shape[0] is too large: {HUGE}.\n  {COUNTED}"),
+        (param(shape=[2**31, 2**31]), f"params[1].shape, in bytes, is too large: {2**64}.\n  {COUNTED}"),
+        (small(num_ranks=10**400), f"num_ranks is too large: {HUGE}.\n  {COUNTED}"),
     ],
 )
 def test_a_wrong_field_is_refused_by_its_name(data: Any, reason: str) -> None:
     assert refused(data) == reason
+
+
+@pytest.mark.parametrize(
+    ("one", "twice", "field"),
+    [
+        ('"forward_us": 1', '"forward_us": 1, "forward_us": 2', "forward_us"),
+        ('"name": "b"', '"name": "b", "name": "b"', "params[1].name"),
+        ('"params"', '"costs": {"all_reduce": [[1, 2]], "all_reduce": [[1, 3]]}, "params"', "costs.all_reduce"),
+    ],
+)
+def test_a_field_that_is_given_twice_is_refused(one: str, twice: str, field: str) -> None:
+    text = json.dumps(small()).replace(one, twice)
+    assert text_of(ConfigError, lambda: profile_from_json(text, "run.json")) == (
+        f"run.json is no profile.\n  {field} is given twice.\n  Leave one of the two out."
+    )
 
 
 def test_a_link_that_is_none_is_refused() -> None:

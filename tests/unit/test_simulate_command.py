@@ -16,7 +16,7 @@ from support.project import ROOT
 from undertow.cli.network import NetworkOptions
 from undertow.cli.sweep import sweep_named
 from undertow.cli.what_if import OPTIMAL, Question
-from undertow.cost import CostCurve
+from undertow.cost import CostCurve, RingCosts, TransferredCosts, link_from_text
 from undertow.plan import ParamSpec
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES, Strategy, schedule_from_text
@@ -47,6 +47,18 @@ Network: 8gbit,10us, 4 ranks
 ┏━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━┓
 ┃ gradients sent  ┃ buckets ┃ step, ms ┃ exposed, ms ┃ hidden ┃ achieved / limit ┃ efficiency ┃
 ┡━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━┩
+"""
+
+SWEEP_TABLE = """\
+By data-parallel size
+┏━━━━━━━┳━━━━━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━┓
+┃ ranks ┃ gradients sent  ┃ step, ms ┃ exposed, ms ┃ hidden ┃ efficiency ┃
+┡━━━━━━━╇━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━┩
+│     2 │ per parameter   │     65.6 │        19.6 │    51% │      70.2% │
+│       │ 25 MiB buckets  │     68.0 │        22.0 │    44% │      67.7% │
+│       │ 40 MB buckets   │     85.5 │        39.5 │     0% │      53.8% │
+│       │ optimal buckets │     65.6 │        19.6 │    51% │      70.2% │
+└───────┴─────────────────┴──────────┴─────────────┴────────┴────────────┘
 """
 
 
@@ -106,6 +118,92 @@ def test_a_sweep_is_printed_and_drawn(
     path = tmp_path / f"simulate-{sweep}.png"
     assert capsys.readouterr().out.endswith(f"Picture: {path}\n")
     assert path.read_bytes().startswith(PNG_HEAD)
+
+
+def test_a_sweep_says_of_every_method_what_is_exposed_and_hidden_in_80_columns(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ["--ranks", "2", "--link", "8gbit,10us", "--sweep", "ranks", "--out", str(tmp_path)]
+    assert call("simulate", small, *options, monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().out
+    table = printed[printed.index("By ") : printed.index("Picture")]
+    assert "".join(f"{line.rstrip()}\n" for line in table.splitlines()) == SWEEP_TABLE
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+@pytest.mark.parametrize("sweep", [[], ["--sweep", "ranks"]], ids=["a step", "a sweep"])
+def test_a_place_where_no_picture_can_be_is_refused(
+    out: str, sweep: list[str], small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    assert call("simulate", small, "--link", "1gbit", *sweep, "--out", str(tmp_path / out), monkeypatch=monkeypatch) == 2
+    reason = {"file": "File exists", "file/below": "Not a directory"}[out]
+    assert capsys.readouterr() == (
+        "",
+        f"Error: nothing can be written to '{tmp_path / out}': {reason}.\n  undertow simulate\n"
+        "  Give another directory for the pictures: --out DIR.\n",
+    )
+
+
+@pytest.mark.parametrize(("sweep", "name"), [([], "simulate.png"), (["--sweep", "ranks"], "simulate-ranks.png")])
+def test_a_picture_that_cannot_be_written_is_refused(
+    sweep: list[str], name: str, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    assert call("simulate", small, "--link", "1gbit", *sweep, "--out", str(tmp_path), monkeypatch=monkeypatch) == 2
+    assert capsys.readouterr().err.startswith(f"Error: nothing can be written to '{tmp_path / name}': Is a directory.\n")
+
+
+def test_a_link_goes_below_what_the_software_of_the_run_took() -> None:
+    profile = replace(MEASURED, link="8gbit,10us")
+    was, wanted = (RingCosts(link_from_text(link), num_ranks=4) for link in ("8gbit,10us", "100gbit,5us"))
+    sizes = [0.0, 1e6, 2.0**24, 1e8]
+    network = question(profile, link="100gbit,5us").at(4).network
+    expected = TransferredCosts(measured=profile.costs(), was=was, wanted=wanted).collective_us("all_reduce", sizes)
+    assert network.costs.collective_us("all_reduce", sizes).tolist() == expected.tolist()
+    assert network.source == "100gbit,5us, 4 ranks, and on top what collectives took on 8gbit,10us above the formula of a ring"
+
+
+def test_the_link_of_the_run_itself_takes_what_was_measured() -> None:
+    # Above a ring's 60 us and 1.57 ns per byte, and the more the larger the payload.
+    curve = CostCurve(points=((2.0**20, 3e3), (2.0**24, 3.6e4), (2.0**26, 1.5e5)))
+    profile = replace(SMALL, curves={"all_reduce": curve}, link="8gbit,10us")
+    sizes = [size for size, _ in curve.points]
+    # The points are on the grid at which the overhead is looked up: a rounding off.
+    assert question(profile, link="8gbit,10us").at(4).network.costs.collective_us("all_reduce", sizes) == pytest.approx(
+        [time_us for _, time_us in curve.points], rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "options", "num_ranks"),
+    [
+        (MEASURED, {"link": "1gbit"}, 4),  # the link of the run is not known
+        (replace(MEASURED, link="8gbit"), {"link": "1gbit"}, 8),
+        (replace(SMALL, link="8gbit"), {"link": "1gbit"}, 4),
+        (replace(MEASURED, link="8gbit", num_ranks=8), {"link": "8xH200-nvlink4"}, 8),
+        (replace(MEASURED, link="8gbit", num_ranks=16), {"link": "1gbit", "per_node": 8, "node_link": "8xH200-nvlink4"}, 16),
+    ],
+)
+def test_without_an_overhead_to_transfer_a_link_is_its_formula_or_its_curve(
+    profile: Profile, options: dict[str, object], num_ranks: int
+) -> None:
+    network = question(profile, **options).at(num_ranks).network
+    assert "on top" not in network.source
+    plain = question(SMALL, **options).at(num_ranks).network.costs
+    assert float(network.costs.collective_us("all_reduce", 1e6)) == float(plain.collective_us("all_reduce", 1e6))
+
+
+def test_a_sweep_over_ranks_has_one_formula_for_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(MEASURED, link="8gbit,10us").save(tmp_path / "run.json")
+    options = [str(tmp_path / "run.json"), "--link", "1gbit", "--out", str(tmp_path)]
+    assert call("simulate", *options, monkeypatch=monkeypatch) == 0
+    assert "on top" in capsys.readouterr().out
+    assert call("simulate", *options, "--sweep", "ranks", monkeypatch=monkeypatch) == 0
+    assert "on top" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -187,6 +285,10 @@ def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
         ),
         (
             ["--link", "none", "--sweep", "bandwidth"],
+            '--sweep bandwidth varies the rate of --link.\n  undertow simulate\n  Give a rate, such as --link "100gbit,5us".',
+        ),
+        (
+            ["--ranks", "8", "--link", "8xH200-nvlink4", "--sweep", "bandwidth"],
             '--sweep bandwidth varies the rate of --link.\n  undertow simulate\n  Give a rate, such as --link "100gbit,5us".',
         ),
         (["--per-node", "2"], "--per-node says nothing without --link.\n  the network\n  Give --link too."),
@@ -272,6 +374,15 @@ def test_the_plan_of_a_profile_is_the_optimal_one(
     step_us = what_if.outcome("", what_if.optimal_plan).step_us
     assert f"│ {step_us / 1e3:.1f} │".replace(" ", "") in printed.replace(" ", "")
     assert printed.endswith("Network: 10gbit,20us, 4 ranks\n")
+
+
+@pytest.mark.parametrize(("options", "strategy"), [([], "zero1"), (["--strategy", "ddp"], "ddp")])
+def test_without_a_strategy_a_profile_has_its_own(
+    options: list[str], strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(SMALL, strategy="zero1").save(tmp_path / "sharded.json")
+    assert call("plan", str(tmp_path / "sharded.json"), "--link", "10gbit", *options, monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out.startswith(f"{strategy}, ranks: 4, ")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)

@@ -27,7 +27,8 @@ _Link = Annotated[
     str | None,
     typer.Option(
         help='Network of every rank: "100gbit", with a latency "100gbit,5us", or a published one such as "8xH200-nvlink4"; '
-        "without it, the measured costs of the profile.",
+        "without it, the measured costs of the profile. Where those are of as many ranks, and the profile says on which link, "
+        "what they have above that link's formula is added to this one's.",
         show_default=False,
     ),
 ]
@@ -114,7 +115,12 @@ def plan(  # noqa: PLR0913  # one for each option
     file: Annotated[
         Path | None, typer.Argument(help="A profile, a saved plan or a table of parameters.", show_default=False)
     ] = None,
-    strategy: Annotated[str, typer.Option(help='What is sharded: "ddp", "zero1" or "zero2".')] = "ddp",
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help='What is sharded: "ddp", "zero1" or "zero2"; without it that of the profile, else "ddp".', show_default=False
+        ),
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(

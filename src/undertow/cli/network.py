@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from undertow.cost import NODE_LINK, Costs, RingCosts, costs_for, link_from_curve
+from undertow.cost import (
+    NODE_LINK,
+    Costs,
+    RingCosts,
+    TransferredCosts,
+    catalogue_names,
+    costs_for,
+    link_from_curve,
+    link_from_text,
+)
 from undertow.errors import ConfigError
 from undertow.profile import Profile
 
@@ -44,9 +53,13 @@ class NetworkOptions:
         return "--node-link" if self.per_node is None else "--per-node"
 
     def network(self, profile: Profile, *, num_ranks: int) -> Network:
-        """The network of the options; without a link that of the profile, or one like it over other ranks."""
+        """The network of the options; without a link that of the profile, or one like it over other ranks.
+
+        What the profile has measured above the formula of its own link is software, which stays on a link of the options;
+        but over other ranks nothing was measured, and a published curve has its own.
+        """
         if self.link is not None:
-            return self._named(self.link, num_ranks=num_ranks)
+            return self._on_link(self.link, profile, num_ranks=num_ranks)
         if num_ranks == profile.num_ranks and profile.curves:
             return Network(costs=profile.costs(), source=f"as measured over {num_ranks} ranks")
         kind = next((kind for kind in _KINDS if kind in profile.curves), None)
@@ -61,6 +74,21 @@ class NetworkOptions:
         return Network(
             costs=RingCosts(link, num_ranks=num_ranks),
             source=f"a ring over {num_ranks} ranks, each with the link that explains what {profile.num_ranks} measured: {found}",
+        )
+
+    def _on_link(self, link: str, profile: Profile, *, num_ranks: int) -> Network:
+        wanted = self._named(link, num_ranks=num_ranks)
+        is_published = not {link, self.node_link}.isdisjoint(catalogue_names())
+        is_measured = not profile.curves.keys().isdisjoint(_KINDS)
+        if profile.link is None or is_published or not is_measured or num_ranks != profile.num_ranks:
+            return wanted
+        return Network(
+            costs=TransferredCosts(
+                measured=profile.costs(),
+                was=RingCosts(link_from_text(profile.link), num_ranks=num_ranks),
+                wanted=wanted.costs if self.per_node else RingCosts(link_from_text(link), num_ranks=num_ranks),
+            ),
+            source=f"{wanted.source}, and on top what collectives took on {profile.link} above the formula of a ring",
         )
 
     def _named(self, link: str, *, num_ranks: int) -> Network:

@@ -30,7 +30,7 @@ class PlanRequest:
     """The options of the command. Raises ConfigError for what cannot go together."""
 
     file: Path | None
-    strategy: str
+    strategy: str | None  # that of a profile, else ddp
     num_ranks: int | None
     bucket_cap_mb: float | None
     has_overlap: bool
@@ -54,10 +54,12 @@ class PlanRequest:
 
 def show_plan(request: PlanRequest) -> None:
     """Prints the buckets and the schedule that are asked for, and of a profile what a step takes."""
-    strategy = strategy_named(request.strategy)
     if request.file is not None and _is_profile(request.file):
-        _show_plan_of_profile(request, profile_from_file(request.file), strategy)
+        profile = profile_from_file(request.file)
+        named = profile.strategy if request.strategy is None else request.strategy
+        _show_plan_of_profile(request, profile, strategy_named(named))
         return
+    strategy = strategy_named(request.strategy)
     if request.network.link is not None:
         raise ConfigError(
             "--link says what a step takes, which needs a profile.",

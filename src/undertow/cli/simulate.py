@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -10,16 +10,19 @@ from rich.markup import escape
 
 from undertow.cli.network import NetworkOptions
 from undertow.cli.sweep import sweep_named
-from undertow.cli.what_if import FIXED, OPTIMAL, Question
+from undertow.cli.what_if import FIXED, OPTIMAL, Question, WhatIf
 from undertow.errors import ConfigError
 from undertow.profile import profile_from_file
-from undertow.report.comparison import print_outcomes, print_sweep
+from undertow.report.comparison import Sweep, print_outcomes, print_sweep
 from undertow.report.curves import save_curves
+from undertow.report.directory import checked_writing, make_directory
 from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.schedule import strategy_named
 from undertow.simulate import Conditions
 
 __all__ = ["SimulateRequest", "show_simulation"]
+
+_WHERE = "undertow simulate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,7 @@ class SimulateRequest:
         if self.num_ranks is not None and self.num_ranks < 1:
             raise ConfigError(
                 f"a step has one rank or more, got --ranks {self.num_ranks}.",
-                where="undertow simulate",
+                where=_WHERE,
                 remedy="Give one or more, or leave it out.",
             )
         if self.sweep is not None:
@@ -49,6 +52,9 @@ def show_simulation(request: SimulateRequest) -> None:
     """Prints what is asked for as a table and draws it."""
     require_matplotlib()
     profile = profile_from_file(request.file)
+    if request.sweep == "ranks":
+        # One formula for every number of ranks: a curve would jump where the software of the run comes on top of it.
+        profile = replace(profile, link=None)
     num_ranks = profile.num_ranks if request.num_ranks is None else request.num_ranks
     question = Question(
         profile=profile,
@@ -58,6 +64,7 @@ def show_simulation(request: SimulateRequest) -> None:
     )
     console = Console()
     what_if = question.at(num_ranks)
+    make_directory(request.out, where=_WHERE)
     console.print(
         f"{escape(profile.name or request.file.name)}, {question.strategy.name}: {len(profile.params)} parameters, "
         f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
@@ -65,15 +72,23 @@ def show_simulation(request: SimulateRequest) -> None:
         soft_wrap=True,
     )
     console.print(f"Network: {escape(what_if.network.source)}", highlight=False, soft_wrap=True)
-    request.out.mkdir(parents=True, exist_ok=True)
     if request.sweep is None:
-        outcomes = what_if.outcomes()
-        print_outcomes(outcomes, console)
         path = request.out / "simulate.png"
-        save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
+        _show_step(what_if, path, console)
     else:
-        sweep = sweep_named(request.sweep)(question, num_ranks)
-        print_sweep(sweep, console)
         path = request.out / f"simulate-{request.sweep}.png"
-        save_curves(sweep, path)
+        _show_sweep(sweep_named(request.sweep)(question, num_ranks), path, console)
     console.print(f"Picture: {escape(str(path))}", highlight=False, soft_wrap=True)
+
+
+def _show_step(what_if: WhatIf, path: Path, console: Console) -> None:
+    outcomes = what_if.outcomes()
+    print_outcomes(outcomes, console)
+    with checked_writing(path, where=_WHERE):
+        save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
+
+
+def _show_sweep(sweep: Sweep, path: Path, console: Console) -> None:
+    print_sweep(sweep, console)
+    with checked_writing(path, where=_WHERE):
+        save_curves(sweep, path)

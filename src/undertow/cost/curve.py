@@ -19,6 +19,8 @@ _Floats = NDArray[np.float64]
 _SAME_SIZE = 1.02
 # A latency and a bandwidth cannot be told apart from sizes that are closer than this.
 _LEAST_RATIO = 1.5
+# Sizes so far apart that a slope may be believed beyond the last one: two always lie on a line, and nothing confirms it.
+_LEAST_SIZES = 3
 # Lines are tried through pairs of at most so many points: the work grows with the square.
 _MAX_FIT_POINTS = 48
 
@@ -61,13 +63,14 @@ class CostCurve:
     def _prepare(self) -> None:
         """What `us` interpolates: the points, and where the first is not of zero bytes, one of zero bytes before it."""
         (first_size, first_time), (last_size, last_time) = self.points[0], self.points[-1]
-        # Sizes too close to show how costs grow: a smaller one is thought no cheaper, a larger one no faster per byte.
+        # What sizes too few or too close do not show: a smaller one is thought no cheaper, a larger one no faster per byte.
         latency, us_per_byte = first_time, last_time / last_size if last_size else 0.0
         if self.is_enough:
             # Where points do not lie on one line, those nearer to where it is needed know more.
             ranks = range(1, len(self.points) + 1)
             latency = min(line_through(self.points, weights=ranks[::-1]).latency_us, first_time)
-            us_per_byte = line_through(self.points, weights=ranks).us_per_byte
+            if self._num_apart >= _LEAST_SIZES:
+                us_per_byte = line_through(self.points, weights=ranks).us_per_byte
         points = self.points if first_size == 0 else ((0.0, latency), *self.points)
         sizes, times = np.array(points, dtype=np.float64).T
         object.__setattr__(self, "_sizes", sizes)
@@ -80,12 +83,21 @@ class CostCurve:
         (first, _), (last, _) = self.points[0], self.points[-1]
         return last > 0 and last >= _LEAST_RATIO * first
 
+    @property
+    def _num_apart(self) -> int:
+        """The most sizes of which each is so much larger than the one before."""
+        num_apart, last = 0, -math.inf
+        for size, _ in self.points:
+            if size >= _LEAST_RATIO * last:
+                num_apart, last = num_apart + 1, size
+        return num_apart
+
     def us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Microseconds of payloads of these bytes; not decreasing in them.
 
         Between two points linear. Beyond the last one it goes on with the slope of `line_through` all points, where larger
-        ones count more; below the first one towards the latency of that line where smaller ones do. Two points alone say too
-        little.
+        ones count more, and with fewer than three sizes that lie apart in proportion to the last point; below the first one
+        towards the latency of that line where smaller ones count more.
         """
         sizes = np.asarray(num_bytes, dtype=np.float64)
         beyond = np.maximum(sizes - self._sizes[-1], 0.0)

@@ -17,7 +17,7 @@ from undertow.demo.results import ModelBuilt, StepDone, WayDone
 from undertow.demo.settings import DemoSettings, Way
 from undertow.demo.show import LiveProgress, comparison_table, print_introduction
 from undertow.demo.verdict import Verdict
-from undertow.errors import ConfigError
+from undertow.report.directory import make_directory
 from undertow.report.timeline import require_matplotlib, save_timeline
 
 __all__ = ["run_demo"]
@@ -35,7 +35,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     console = Console() if console is None else console
     corpus = load_corpus(settings.text)
     require_matplotlib()
-    _make_directory(settings.out)
+    make_directory(settings.out, where="undertow demo")
     print_introduction(console, settings, num_cores=os.cpu_count() or 1, load=os.getloadavg()[0])
     try:
         results = _train(settings, corpus, console)
@@ -107,16 +107,3 @@ def _save_profiles(settings: DemoSettings, results: Mapping[Way, Sequence[WayDon
         if way is Way.UNDERTOW:
             ask = f"undertow simulate {path} --ranks 64 --per-node 8 --link 100gbit"
             console.print(f"What other networks would make of it: {ask}", highlight=False, soft_wrap=True)
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"nothing can be written to '{path}': {error.strerror or type(error).__name__}.",
-            where="undertow demo",
-            remedy="Give another directory for the pictures: --out DIR.",
-        ) from error

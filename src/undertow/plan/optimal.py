@@ -32,7 +32,7 @@ from undertow.plan.windows import Windows, gather_windows, reduction_windows
 
 SLACK = 1.002  # how much later than the optimum a plan of fewer buckets may be through
 _MAX_ATOMS = 512
-_MAX_ATOMS_WITH_SHARDS = 256
+_MAX_ATOMS_WITH_SHARDS = 128  # docs/planning.md says what twice as many would gain, and how long they would take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

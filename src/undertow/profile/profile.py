@@ -11,7 +11,7 @@ from typing import Any
 from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts, link_from_text
 from undertow.errors import ConfigError
 from undertow.plan import Member, ParamSpec, Piece, StepTiming, plan_from_groups
-from undertow.profile.checks import checked_integer, checked_us
+from undertow.profile.checks import checked_integer, checked_ready_us, checked_us
 from undertow.schedule import strategy_named
 
 FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the version of what follows
@@ -40,6 +40,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         self._check_times()
+        self._check_names()
         checked_integer(self.num_ranks, "num_ranks", lowest=1)
         unknown = sorted(self.curves.keys() - COLLECTIVES.keys())
         if unknown:
@@ -63,7 +64,17 @@ class Profile:
                 remedy="Give a ready time for each parameter, in the order of registration.",
             )
         for index, (spec, time) in enumerate(zip(self.params, self.ready_us, strict=True)):
-            checked_us(time, f"ready_us[{index}] ({spec.name!r})")
+            checked_ready_us(time, f"ready_us[{index}] ({spec.name!r})", backward_us=self.backward_us)
+
+    def _check_names(self) -> None:
+        first_of: dict[str, int] = {}
+        for index, spec in enumerate(self.params):
+            first = first_of.setdefault(spec.name, index)
+            if first != index:
+                raise ConfigError(
+                    f"params[{index}].name must be another one than that of params[{first}], got {spec.name!r}.",
+                    remedy="Name each parameter once; a tied one has one name and one gradient.",
+                )
 
     def _check_groups(self, groups: tuple[tuple[Member, ...], ...]) -> None:
         try:
@@ -71,7 +82,7 @@ class Profile:
         except (ConfigError, IndexError) as error:
             is_config = isinstance(error, ConfigError)
             reason = str(error) if is_config else f"they name one that is not among the {len(self.params)} parameters"
-            raise ConfigError("groups, the buckets, do not fit the parameters.", where=reason) from error
+            raise ConfigError("buckets, the groups of a profile, do not fit the parameters.", where=reason) from error
 
     @property
     def used_us(self) -> tuple[float, ...]:

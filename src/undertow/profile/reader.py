@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Collection
 from pathlib import Path
 from reprlib import repr as brief
@@ -13,7 +14,7 @@ from undertow.cost import COLLECTIVES, CostCurve
 from undertow.errors import ConfigError
 from undertow.plan import Member, ParamSpec, Piece
 from undertow.plan.table import ITEMSIZES
-from undertow.profile.checks import checked_integer, checked_us
+from undertow.profile.checks import MOST, checked_integer, checked_ready_us, checked_us, too_large
 from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile
 
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
@@ -23,6 +24,7 @@ FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "bu
 _PARAM_REQUIRED = ("name", "ready_us")
 PARAM_FIELDS = (*_PARAM_REQUIRED, "shape", "bytes", "dtype", "device", "sparse")
 _REMEDY = "docs/profiles.md has the format and an example."
+_GIVEN_TWICE = object()  # in place of the value of a field that an object has more than once
 
 
 def profile_from_file(path: str | Path) -> Profile:
@@ -39,7 +41,7 @@ def profile_from_file(path: str | Path) -> Profile:
 def profile_from_json(text: str, where: str) -> Profile:
     """The profile that `text` holds; ConfigError, naming `where` it comes from and the field or line, if it holds none."""
     try:
-        data: Any = json.loads(text)
+        data: Any = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise ConfigError(f"{where} is no JSON.", where=place, remedy=_REMEDY) from error
@@ -64,13 +66,19 @@ def _profile(data: Any) -> Profile:
         costs = _checked_object(fields["costs"], "costs", tuple(COLLECTIVES))
         given["curves"] = {kind: _curve(points, f"costs.{kind}") for kind, points in costs.items()}
     if "buckets" in fields:
-        groups = enumerate(_checked_list(fields["buckets"], "buckets"))
-        given["groups"] = tuple(_group(members, f"buckets[{index}]", len(rows)) for index, members in groups)
-    params = [_param(row, f"params[{index}]") for index, row in enumerate(rows)]
+        given["groups"] = _groups(fields["buckets"], len(rows))
+    params = [_param(row, f"params[{index}]", given["backward_us"]) for index, row in enumerate(rows)]
     return Profile(params=tuple(spec for spec, _ in params), ready_us=tuple(ready for _, ready in params), **given)
 
 
-def _param(row: Any, path: str) -> tuple[ParamSpec, float]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        fields[name] = _GIVEN_TWICE if name in fields else value
+    return fields
+
+
+def _param(row: Any, path: str, backward_us: float) -> tuple[ParamSpec, float]:
     fields = _checked_object(row, path, PARAM_FIELDS, _PARAM_REQUIRED)
     dtype = fields.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
@@ -86,7 +94,7 @@ def _param(row: Any, path: str) -> tuple[ParamSpec, float]:
         device=_checked_text(fields.get("device", "cpu"), f"{path}.device"),
         is_sparse=is_sparse,
     )
-    return spec, checked_us(fields["ready_us"], f"{path}.ready_us")
+    return spec, checked_ready_us(fields["ready_us"], f"{path}.ready_us", backward_us=backward_us)
 
 
 def _shape(fields: dict[str, Any], path: str, itemsize: int) -> tuple[int, ...]:
@@ -100,10 +108,14 @@ def _shape(fields: dict[str, Any], path: str, itemsize: int) -> tuple[int, ...]:
         if num_bytes % itemsize:
             raise _wrong(f"{path}.bytes", f"a multiple of the {itemsize} bytes of an element", num_bytes)
         return (num_bytes // itemsize,)
-    shape = fields["shape"]
-    if not isinstance(shape, list):
-        return (checked_integer(shape, f"{path}.shape", lowest=0),)
-    return tuple(checked_integer(size, f"{path}.shape[{dim}]", lowest=0) for dim, size in enumerate(shape))
+    given = fields["shape"]
+    if isinstance(given, list):
+        shape = tuple(checked_integer(size, f"{path}.shape[{dim}]", lowest=0) for dim, size in enumerate(given))
+    else:
+        shape = (checked_integer(given, f"{path}.shape", lowest=0),)
+    if math.prod(shape) * itemsize > MOST:
+        raise too_large(f"{path}.shape, in bytes,", math.prod(shape) * itemsize)
+    return shape
 
 
 def _curve(points: Any, path: str) -> CostCurve:
@@ -120,17 +132,32 @@ def _curve(points: Any, path: str) -> CostCurve:
         raise ConfigError(f"{path} is no cost curve.", where=str(error)) from error
 
 
-def _group(members: Any, path: str, num_params: int) -> tuple[Member, ...]:
-    return tuple(_member(member, f"{path}[{index}]", num_params) for index, member in enumerate(_checked_list(members, path)))
+def _groups(buckets: Any, num_params: int) -> tuple[tuple[Member, ...], ...]:
+    groups: list[tuple[Member, ...]] = []
+    path_of: dict[int, str] = {}  # of parameters that are in a bucket as a whole
+    for index, members in enumerate(_checked_list(buckets, "buckets")):
+        paths = [f"buckets[{index}][{position}]" for position, _ in enumerate(_checked_list(members, f"buckets[{index}]"))]
+        group = [_member(member, path, num_params) for member, path in zip(members, paths, strict=True)]
+        for member, path in zip(group, paths, strict=True):
+            if isinstance(member, int) and path_of.setdefault(member, path) != path:
+                raise _wrong(path, f"of a parameter that {path_of[member]} does not hold", member)
+        groups.append(tuple(group))
+    return tuple(groups)
 
 
 def _member(member: Any, path: str, num_params: int) -> Member:
-    numbers = member if isinstance(member, list) and len(member) == 3 else [member]
+    numbers: list[Any] = member if isinstance(member, list) and len(member) == 3 else [member]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
         raise _wrong(path, "a parameter's index or [index, first element, end]", member)
     if numbers[0] not in range(num_params):
         raise _wrong(path, f"of one of the {num_params} parameters, counted from zero", member)
-    return Piece(param=numbers[0], first=numbers[1], stop=numbers[2]) if len(numbers) == 3 else numbers[0]
+    param: int = numbers[0]
+    if len(numbers) == 1:
+        return param
+    first, stop = numbers[1:]
+    if not 0 <= first <= stop:
+        raise _wrong(path, "a piece that begins at zero or later and does not end before it begins", member)
+    return Piece(param=param, first=first, stop=stop)
 
 
 def _checked_object(data: Any, path: str, known: Collection[str], required: Collection[str] = ()) -> dict[str, Any]:
@@ -140,6 +167,8 @@ def _checked_object(data: Any, path: str, known: Collection[str], required: Coll
     for name in data:
         if name not in known:
             raise ConfigError(f"{prefix}{name} is unknown.", remedy=_suggestion(name, known))
+        if data[name] is _GIVEN_TWICE:
+            raise ConfigError(f"{prefix}{name} is given twice.", remedy="Leave one of the two out.")
     for name in required:
         if name not in data:
             raise ConfigError(f"{prefix}{name} is missing.", remedy=_REMEDY)

@@ -78,7 +78,7 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
             _ms(outcome.step_us),
             _ms(outcome.exposed_us),
             *([_ms(outcome.late_rank_us)] if has_late_ranks else []),
-            "-" if outcome.overlap is None else f"{outcome.overlap:.0%}",
+            _hidden(outcome),
             f"{outcome.step_us / outcome.limit_us:.3f}" if outcome.limit_us > 0 else "-",
             f"{outcome.efficiency:.1%}",
             style="bold" if outcome.step_us == best_us else None,
@@ -87,14 +87,28 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
-    """A line per point: milliseconds of a step, and scaling efficiency, of every method."""
-    table = Table(caption="milliseconds per step, scaling efficiency", caption_justify="left")
-    table.add_column(f"{sweep.axis}, {sweep.unit}", justify="right")
-    for method in sweep.methods:
-        table.add_column(method, justify="right")
+    """A block per point, in it a line per method; fits into 80 columns."""
+    table = Table(title=f"By {sweep.axis}", title_justify="left")
+    table.add_column(sweep.unit, justify="right")
+    table.add_column("gradients sent")
+    for name in ("step, ms", "exposed, ms", "hidden", "efficiency"):
+        table.add_column(name, justify="right")
     for point in sweep.points:
-        table.add_row(point.label, *(f"{_ms(outcome.step_us)}  {outcome.efficiency:6.1%}" for outcome in point.outcomes))
+        table.add_section()
+        for place, outcome in enumerate(point.outcomes):
+            table.add_row(
+                point.label if place == 0 else "",
+                outcome.method,
+                _ms(outcome.step_us),
+                _ms(outcome.exposed_us),
+                _hidden(outcome),
+                f"{outcome.efficiency:.1%}",
+            )
     console.print(table)
+
+
+def _hidden(outcome: Outcome) -> str:
+    return "-" if outcome.overlap is None else f"{outcome.overlap:.0%}"
 
 
 def _ms(us: float) -> str:
