@@ -57,8 +57,15 @@ def random_times(seed: int, num: int) -> LaneTimes:
 
 
 def test_gathers_fill_the_gaps_between_reductions() -> None:
-    # Gradients come every 20 us, reductions take 8, gathers 8: each gap has room for one.
-    assert eager_order(times_of(3, ready_us=20)) == ((0,), (1,), (2,))
+    # Gradients come every 20 us, reductions take 8, gathers 8: each gap has room for one. Forward takes 1 us a layer.
+    assert eager_order(times_of(3, ready_us=20, forward_us=1)) == ((0,), (1,), (2,))
+
+
+def test_a_gather_near_the_end_of_backward_must_gain_half_a_percent() -> None:
+    # Behind b1 there is room for b0, for which forward else waits 0.5 us: of 293 us that is too little.
+    times = LaneTimes(ready_us=[100, 290], reduce_us=[1, 1], step_us=[0, 0], gather_us=[1, 1], used_us=[0.5, 0], forward_us=1)
+    assert lane_period_us(times, ((0,), (1,))) < lane_period_us(times, ((), (1, 0)))
+    assert eager_order(times) == ((), (1, 0))
 
 
 def test_a_lane_without_gaps_gathers_behind_the_last_reduction_what_is_needed_first() -> None:
@@ -79,7 +86,7 @@ def test_the_order_is_near_the_best_of_all(num: int) -> None:
         times = random_times(seed, num)
         best_us = min(lane_period_us(times, order) for order in every_order(num))
         ratios.append(lane_period_us(times, eager_order(times)) / best_us)
-    # Of 900 random cases the worst was 6 % above the best, and all together 0.05 %.
+    # Of 900 random cases the worst was 6 % above the best, and all together 0.1 %, of which half a percent may be on purpose.
     assert max(ratios) < 1.07
     assert sum(ratios) / len(ratios) < 1.002
 

@@ -17,6 +17,9 @@ GathersBehind = tuple[tuple[int, ...], ...]  # by bucket: those that are gathere
 
 # Shares of a gather that may be left when the next gradient comes; 0 fills only gaps that are long enough.
 _PATIENCES = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Of the period, all that gathers near the end of backward may gain without being put there: one that is late keeps the last
+# reductions waiting, and everything waits for those.
+_SLACK = 0.005
 _MOST_TRIED = 1024  # orders that differ in one gather: some tens of milliseconds
 
 
@@ -92,7 +95,7 @@ def eager_order(times: LaneTimes, *, is_quick: bool = False) -> GathersBehind:
     after_all: GathersBehind = (*((),) * last, tuple(_by_need(times, range(last + 1))))
     orders = [after_all, *(_in_gaps(times, patience) for patience in _PATIENCES)]
     best = min(orders, key=lambda order: lane_period_us(times, order))
-    return best if is_quick else _improved(times, best)
+    return best if is_quick else _without_late_ones(times, _improved(times, best))
 
 
 def _improved(times: LaneTimes, order: GathersBehind) -> GathersBehind:
@@ -108,6 +111,17 @@ def _improved(times: LaneTimes, order: GathersBehind) -> GathersBehind:
         if num_tried > _MOST_TRIED:
             break
     return best
+
+
+def _without_late_ones(times: LaneTimes, order: GathersBehind) -> GathersBehind:
+    """Gathers under backward, those nearest to its end first, go behind the last reduction as long as that costs little."""
+    last, most_us = times.num_buckets - 1, lane_period_us(times, order) * (1 + _SLACK)
+    for bucket in [bucket for behind in reversed(order[:last]) for bucket in reversed(behind)]:
+        moved = _moved(times, order, bucket, last)
+        if lane_period_us(times, moved) > most_us:
+            return order
+        order = moved
+    return order
 
 
 def _moved(times: LaneTimes, order: GathersBehind, bucket: int, at: int) -> GathersBehind:
