@@ -38,6 +38,7 @@ class SystemSpec:
     environment: str = MAIN
     is_averaged: bool = True
     is_sharded: bool = False  # its update communicates: the whole step is compared, not the backward
+    is_eager: bool = False  # nothing waits for a barrier: the limit is that with the next forward
     num_settling: int = 0  # steps before the turns in which it finds its plan
     steps_per_turn: int = 1  # at least 4 if communication is carried over into the next step
     note: str = ""  # what would be unfair to conclude
@@ -93,6 +94,16 @@ SYSTEMS = {
                 steps_per_turn=4,
             )
             for stage in (1, 2)
+        ),
+        SystemSpec(
+            name="ours-eager",
+            title="Undertow, sharded optimizer, eager",
+            module=f"{_MODULES}.ours_sharded",
+            variants={"": {"strategy": "zero1", "eager": True}},
+            is_sharded=True,
+            is_eager=True,
+            num_settling=NUM_SETTLING,
+            steps_per_turn=4,
         ),
         SystemSpec(name="torch-ddp", title="torch DDP, default", module=f"{_MODULES}.torch_ddp"),
         SystemSpec(

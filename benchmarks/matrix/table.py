@@ -98,7 +98,9 @@ def _cells_of(row: Row) -> list[str]:
 
 
 def _limit(row: Row) -> str:
-    return f"{row['barrier_limit_ms']:.0f} (step)" if row["is_sharded"] else f"{row['limit_ms']:.0f}"
+    if not row["is_sharded"]:
+        return f"{row['limit_ms']:.0f}"
+    return f"{row['step_limit_ms' if row.get('is_eager') else 'barrier_limit_ms']:.0f} (step)"  # older files have no such key
 
 
 def _errors(rows: Sequence[Row]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.elementwise import MakeOptimizer, require_elementwise, state_of_one_element
-from undertow.errors import ConfigError, NonFiniteGradient, WrongType
+from undertow.errors import ConfigError, NonFiniteGradient, PhaseError, WrongType
 from undertow.optim_state import (
     MASTER,
     FullStates,
@@ -28,26 +27,12 @@ from undertow.optim_state import (
 )
 from undertow.runtime import private
 from undertow.runtime.exchange import wide_dtype
+from undertow.runtime.inner import InnerOptimizer, Owned, changed_settings, owned_part
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.shards import ShardPart
 from undertow.sync import Sync
 
 _ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Owned:
-    """What this rank updates of one parameter."""
-
-    part: ShardPart
-    values: Tensor  # [part.numel] in place, of the parameter's dtype
-    target: Tensor  # what the inner optimizer updates: `values`, or an fp32 copy of them where they are of 16 bits
-
-    def follow_values(self) -> None:
-        """The copy follows what somebody else has written into the parameter, such as `load_state_dict`."""
-        if self.target is not self.values:
-            is_written = self.values != self.target.to(self.values.dtype)
-            self.target.copy_(torch.where(is_written, self.values.to(self.target.dtype), self.target))
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -57,6 +42,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `defaults` are `cls`'s. Making one is a collective call. From its first step on gradients are reduced to shards, and what
     every rank has updated is gathered under the next forward: wait with `target.wait()` before you read parameters elsewhere.
     Parameters of 16 bits are updated in fp32. Raises ConfigError for an optimizer that is not elementwise.
+
+    `eager`: from the second step on parameters are updated bucket by bucket while backward goes on, with the hyper-parameters
+    of its begin, and `step()` confirms that. What needs all gradients before the update raises: clipping, a GradScaler, closures.
     """
 
     def __init__(
@@ -68,47 +56,69 @@ class ShardedOptimizer(torch.optim.Optimizer):
         eager: bool = False,
         **defaults: Any,
     ) -> None:
-        sync = _checked(cls, getattr(target, "sync", target), eager=eager)
+        sync = _checked(cls, getattr(target, "sync", target))
         self._cls = cls
         make: Any = cls  # whose constructor is another one than that of its base
         # Not the groups alone: some settings are read by a constructor only.
         self._make: MakeOptimizer = partial(make, **defaults)
         self._sync = sync
         whole = self._make([param for _, param in sync.named_parameters()] if params is None else params)
-        self._inner: torch.optim.Optimizer | None = None
+        self._is_eager = eager
+        self._inners: dict[int, InnerOptimizer] = {}  # by bucket in eager form, else one for all
+        self._used: list[dict[str, Any]] = []  # hyper-parameters of the updates in the last backward, by group
         self._sharding: Sharding | None = None
-        self._owned: list[_Owned] = []
+        self._owned: list[Owned] = []
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
         self._waiting: FullStates = {}  # states of parameters that are not among our parts, or not yet
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
             require_elementwise(cls, self._make, _hyper_parameters(group), device=sync.device)
-        self._steps = sync.shard(self, _described(cls, self.param_groups))
+        self._steps = sync.shard(self, _described(cls, self.param_groups), is_eager=eager)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shards; a collective call. `closure` is called once, before the update."""
         loss = None
         if closure is not None:
+            self._require_barrier("step(closure)", "the closure's backward would update parameters before step() is through")
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
-        sharding = self._begin()
-        inner = self._up_to_date_inner()
-        for owned in self._owned:
-            grad = sharding.gradient(owned.part)
-            owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
-            owned.follow_values()
-        inner.step()
-        for owned in self._owned:
-            owned.target.grad = None
-            if owned.target is not owned.values:
-                owned.values.copy_(owned.target)
-        self._stepped.update(param for param in self._params() if param.grad is not None)
-        self._steps.end()
+        if self._steps.is_stepped:
+            self._confirm()
+        else:
+            sharding, settings = self._begin(), self._settings()
+            for inner in self._inners.values():
+                inner.step(settings, sharding.gradient)
+            self._stepped.update(param for param in self._params() if param.grad is not None)
+            self._steps.end()
         if private.has_step_post_hooks(self):  # which may read parameters
             self._steps.wait()
         return loss
+
+    def begin_updates(self, sharding: Sharding) -> bool:
+        """A round begins: whether buckets are updated in it, with hyper-parameters as they are now. Called by the runtime."""
+        if not self._is_eager or sharding is not self._sharding:
+            return False
+        self._used = self._settings()
+        return True
+
+    @torch.no_grad()
+    def update(self, bucket: int) -> None:
+        """Updates this rank's parts of a bucket that is reduced. Called by the runtime, from a thread of its own."""
+        sharding = self._sharding
+        assert sharding is not None  # begin_updates has said that it is there
+        if bucket in self._inners:
+            self._inners[bucket].step(self._used, sharding.settled_gradient)
+        ours = set(map(id, self._params()))
+        settled = ((sharding.params[index], grad) for index, grad in sharding.settled(bucket).items())
+        self._stepped.update(param for param, grad in settled if grad is not None and id(param) in ours)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch's GradScaler, and by nobody else, when it is about to step."""
+        self._require_barrier("GradScaler", "it looks for infinite gradients when parameters are updated already")
+        return False
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -118,6 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` is accepted.
         """
+        self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ConfigError(
@@ -217,14 +228,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """From now on these are our parts; states that wait for some of them come into their places."""
         self._sharding = sharding
         parts = self.owned_parts()
-        self._owned, groups = [], []
-        for group in self.param_groups:
-            mine = [_owned(sharding, part) for param in group["params"] for part in parts.get(param, ())]
-            self._owned += mine
-            groups.append({**_hyper_parameters(group), "params": [each.target for each in mine]})
-        if not self._owned:
-            groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch wants a parameter
-        self._inner = self._make(groups)
+        by_group = [
+            [owned_part(sharding, part) for param in group["params"] for part in parts.get(param, ())]
+            for group in self.param_groups
+        ]
+        self._owned = [owned for of_group in by_group for owned in of_group]
+        self._inners = {
+            at: self._inner_over([[it for it in of_group if self._place(it) == at] for of_group in by_group], sharding)
+            for at in (dict.fromkeys(map(self._place, self._owned)) or (0,))
+        }
         for owned in self._owned:
             param = sharding.params[owned.part.param]
             if param in self._waiting:
@@ -232,18 +244,52 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 master = state.pop(MASTER, None)
                 if master is not None and owned.target is not owned.values:
                     owned.target.copy_(master)
-                self._inner.state[owned.target] = state
+                self._inners[self._place(owned)].optimizer.state[owned.target] = state
         arrived = [param for param in self._waiting if param in parts]
         self._stepped.update(param for param in arrived if self._waiting[param].keys() != {MASTER})
         for param in arrived:
             del self._waiting[param]
 
-    def _up_to_date_inner(self) -> torch.optim.Optimizer:
-        """With the hyper-parameters that schedulers and users have set on our groups."""
-        assert self._inner is not None  # _begin has made it
-        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_hyper_parameters(ours))
-        return self._inner
+    def _place(self, owned: Owned) -> int:
+        """Of its inner optimizer."""
+        return owned.part.bucket if self._is_eager else 0
+
+    def _inner_over(self, by_group: Sequence[Sequence[Owned]], sharding: Sharding) -> InnerOptimizer:
+        groups: list[dict[str, Any]] = [
+            {**_hyper_parameters(group), "params": [each.target for each in mine]}
+            for group, mine in zip(self.param_groups, by_group, strict=True)
+        ]
+        if not any(by_group):
+            groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch wants a parameter
+        return InnerOptimizer([owned for mine in by_group for owned in mine], self._make(groups))
+
+    def _confirm(self) -> None:
+        """Parameters were updated in backward: PhaseError where that is not what step() was to do."""
+        changed = changed_settings(self._used, self._settings())
+        if changed:
+            raise PhaseError(
+                f"hyper-parameters have changed since the backward that has updated the parameters: {'; '.join(changed)}.",
+                where="ShardedOptimizer.step, eager=True",
+                remedy="Change them between step() and the next backward, as schedulers do, or leave eager=True out.",
+            )
+        if self._steps.confirm():
+            self._begin()
+
+    def _require_barrier(self, what: str, why: str) -> None:
+        """PhaseError in eager form."""
+        if self._is_eager:
+            raise PhaseError(
+                f"{what} does not go with eager=True: {why}.",
+                where="ShardedOptimizer",
+                remedy="Leave eager=True out: gathers lie under the next forward, and updates between them and backward.",
+            )
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Hyper-parameters that schedulers and users have set on our groups, by group; no tensor is shared."""
+        return [
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in _hyper_parameters(group).items()}
+            for group in self.param_groups
+        ]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -269,7 +315,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _states(self) -> FullStates:
         """What is known here of every parameter's state."""
-        owned: dict[int, list[_Owned]] = {}
+        owned: dict[int, list[Owned]] = {}
         for each in self._owned:
             owned.setdefault(id(self._param_of(each)), []).append(each)
         empty: dict[Any, ParamState] = {}  # of the parameters of which nothing is here, by what tells them apart
@@ -281,7 +327,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
         return states | self._waiting
 
-    def _state_of(self, param: Tensor, owned: Sequence[_Owned], empty: ParamState) -> ParamState:
+    def _state_of(self, param: Tensor, owned: Sequence[Owned], empty: ParamState) -> ParamState:
         """Scalars where this rank owns a part, and parts of tensors; `empty` is filled where it does not."""
         states = [self._inner_state(each) for each in owned]
         if not owned:
@@ -303,10 +349,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state = state_of_one_element(self._make, _hyper_parameters(group), like=like)
         return state if like.dtype == param.dtype else {**state, MASTER: like}
 
-    def _inner_state(self, owned: _Owned, *, is_moved: bool = False) -> dict[str, Any]:
+    def _inner_state(self, owned: Owned, *, is_moved: bool = False) -> dict[str, Any]:
         """A plain optimizer that keeps no state has no entry; what moves takes its wide values along in any case."""
-        assert self._inner is not None
-        state = dict(self._inner.state.get(owned.target, {}))
+        state = dict(self._inners[self._place(owned)].optimizer.state.get(owned.target, {}))
         has_master = owned.target is not owned.values and (is_moved or bool(state))
         return {**state, MASTER: owned.target} if has_master else state
 
@@ -317,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine = {each.part: self._inner_state(each, is_moved=is_moved) for each in self._owned}
         return full_states(self._sharding, mine)
 
-    def _param_of(self, owned: _Owned) -> Tensor:
+    def _param_of(self, owned: Owned) -> Tensor:
         assert self._sharding is not None
         return self._sharding.params[owned.part.param]
 
@@ -336,7 +381,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
 
-def _checked(cls: object, sync: object, *, eager: bool) -> Sync:
+def _checked(cls: object, sync: object) -> Sync:
     if not isinstance(sync, Sync):
         raise WrongType(
             f"target must be what attach() or DistributedDataParallel returned, got {type(sync).__name__}.",
@@ -349,17 +394,7 @@ def _checked(cls: object, sync: object, *, eager: bool) -> Sync:
             where="ShardedOptimizer",
             remedy="Pass the class, such as torch.optim.AdamW, and its settings by name.",
         )
-    if eager:
-        raise ConfigError(
-            "eager=True is not built yet.", where="ShardedOptimizer", remedy="Leave it out: gathers lie under the next forward."
-        )
     return sync
-
-
-def _owned(sharding: Sharding, part: ShardPart) -> _Owned:
-    values = sharding.values(part)
-    is_narrow = wide_dtype(values.dtype) != values.dtype
-    return _Owned(part, values, values.to(wide_dtype(values.dtype)) if is_narrow else values)
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:

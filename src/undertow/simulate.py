@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from undertow.cost import Costs
 from undertow.errors import ConfigError
-from undertow.plan import Plan
+from undertow.plan import GathersBehind, LaneTimes, Plan, eager_order
 from undertow.profile import Profile
-from undertow.schedule import Op, OpKind, Schedule, Strategy, Tracker, lower_data_parallel, verify
+from undertow.schedule import Op, OpKind, Schedule, Strategy, Tracker, lower_data_parallel, lower_eager, verify
 from undertow.trace import BucketRecord, StepRecord
 from undertow.trace.record import Interval
 
@@ -34,6 +34,8 @@ class Conditions:
         are the quantiles of a normal distribution.
     contention: share of its speed that computation loses while the lane is busy; 0 to below 1.
     launch_us: computing time that it takes a rank to launch one collective.
+    eager: buckets are stepped and gathered while backward goes on; only where the optimizer is in shards, and with overlap.
+    gathers_behind: in that form, the gathers behind each bucket's reduction; None: as `eager_order` chooses them.
     rank: whose record is made. Ranks are sorted: 0 is the fastest, which shows all waiting, for the wire and for the others.
     """
 
@@ -41,6 +43,8 @@ class Conditions:
     skew: float = 0.0
     contention: float = 0.0
     launch_us: float = 0.0
+    eager: bool = False
+    gathers_behind: GathersBehind | None = None
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -55,6 +59,10 @@ class Conditions:
             )
         if not 0 <= self.launch_us < float("inf"):
             raise _impossible(f"launch_us must be 0 or more, got {self.launch_us}.", remedy="Give microseconds per collective.")
+        if self.eager and not self.overlap:
+            raise _impossible(
+                "eager steps lie under backward, and overlap=False lets nothing lie there.", remedy="Leave one out."
+            )
         if self.rank < 0:
             raise _impossible(f"there is no rank {self.rank}.", remedy="Ranks count from 0, the fastest.")
 
@@ -75,7 +83,30 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         )
     if conditions.rank >= plan.num_ranks:
         raise _impossible(f"there is no rank {conditions.rank}.", remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.")
+    if conditions.eager:
+        if strategy.gather is None:
+            raise _impossible(f"there are no eager steps with strategy {strategy.name!r}.", remedy='Take "zero1" or "zero2".')
+        return _EagerStep(profile, plan, strategy, costs, conditions).run()
     return _Step(profile, plan, strategy, costs, conditions).run()
+
+
+def lane_times(profile: Profile, plan: Plan, costs: Costs) -> LaneTimes:
+    """What the planner of an eager step goes by: the times of each bucket of `plan`.
+
+    The update takes each bucket its share of that of the profile, by size.
+    """
+    uses = dict(_uses(profile, plan))
+    ready_us = [max((profile.ready_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
+    ready_us[-1] = profile.backward_us
+    num_bytes = [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]
+    return LaneTimes(
+        ready_us=np.maximum.accumulate(np.minimum(ready_us, profile.backward_us)).tolist(),
+        reduce_us=costs.collective_us("reduce_scatter", [bucket.wire_bytes for bucket in plan.buckets]).tolist(),
+        step_us=[profile.update_us * size / max(1, sum(num_bytes)) for size in num_bytes],
+        gather_us=np.where(num_bytes, costs.collective_us("all_gather", num_bytes), 0.0).tolist(),
+        used_us=[uses[bucket.index] for bucket in plan.buckets],
+        forward_us=profile.forward_us,
+    )
 
 
 def _impossible(what: str, *, remedy: str) -> ConfigError:
@@ -108,9 +139,9 @@ class _Clocks:
     def wait(self, until_us: float) -> None:
         self.now_us = np.maximum(self.now_us, until_us)
 
-    def send(self, us: float) -> float:
+    def send(self, us: float, *, not_before_us: float = 0.0) -> float:
         """All ranks launch a collective that takes so long. Returns when it is through."""
-        start_us = max(self._free_us, float(self.now_us.max()))
+        start_us = max(self._free_us, float(self.now_us.max()), not_before_us)
         self._free_us = start_us + us
         if us > 0:
             self._times_us += (start_us, self._free_us)
@@ -150,7 +181,7 @@ class _Step:
         self._plan = plan
         self._conditions = conditions
         self._uses = _uses(profile, plan)
-        self._schedule = _schedule(plan, strategy, [bucket for bucket, _ in self._uses], has_overlap=conditions.overlap)
+        self._schedule = self._lowered(strategy, costs)
         self._num_bytes = _num_bytes(plan, strategy)
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
         self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
@@ -179,11 +210,20 @@ class _Step:
             gathers=tuple(sent.record(begin_us=begin_us) for sent in self._gathers.values()),
         )
 
+    def _lowered(self, strategy: Strategy, _costs: Costs) -> Schedule:
+        num_buckets, order = len(self._plan.buckets), [bucket for bucket, _ in self._uses]
+        schedule = lower_data_parallel(num_buckets, strategy, overlap=self._conditions.overlap, gather_order=order)
+        return verify(schedule, strategy, num_buckets=num_buckets)
+
     @property
     def _now_us(self) -> float:
         """Of the recorded rank."""
-        now_us = self._clocks.now_us
-        return float(now_us[min(self._conditions.rank, len(now_us) - 1)])
+        return float(self._clocks.now_us[self._place])
+
+    @property
+    def _place(self) -> int:
+        """Of the recorded rank among the times of all."""
+        return min(self._conditions.rank, len(self._clocks.now_us) - 1)
 
     def _update(self) -> float:
         """The optimizer steps and what it has updated leaves. Returns when the forward begins."""
@@ -231,7 +271,7 @@ class _Step:
             else:
                 self._reductions[bucket] = self._send(op)
 
-    def _send(self, op: Op) -> _Sent:
+    def _send(self, op: Op, *, not_before_us: float = 0.0) -> _Sent:
         bucket, launched_us = op.bucket or 0, self._now_us
         self._clocks.compute(self._conditions.launch_us)
         return _Sent(
@@ -239,13 +279,77 @@ class _Step:
             num_bytes=self._num_bytes[op.kind][bucket],
             ready_us=self._ready_us[bucket],
             launched_us=launched_us,
-            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket])),
+            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket]), not_before_us=not_before_us),
         )
 
     def _wait(self, sent: _Sent) -> None:
         start_us = self._now_us
         self._clocks.wait(sent.done_us)
         sent.waited = (start_us, self._now_us)
+
+
+class _EagerStep(_Step):
+    """A step whose buckets are stepped and gathered in backward, behind another one like it, whose gathers it waits for."""
+
+    def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
+        super().__init__(profile, plan, strategy, costs, conditions)
+        self._step_us = lane_times(profile, plan, costs).step_us
+        self._stepped_us: dict[int, float] = {}
+        self._updated_us = 0.0  # the last update is through
+
+    def run(self) -> StepRecord:
+        """The step as the recorder of one rank would have seen it."""
+        params_of_bucket = [bucket.params for bucket in self._plan.buckets]
+        tracker = Tracker(self._schedule, params_of_bucket, num_params=len(self._plan.params))
+        self._round(tracker)
+        tracker.reset()
+        begin_us = self._now_us
+        busy_from_us, before = self._clocks.now_us, self._gathers
+        self._forward()
+        forward_stop_us = self._now_us
+        self._gathers, self._reductions = {}, {}
+        left_us = self._round(tracker)
+        num_ranks = self._plan.num_ranks
+        return StepRecord(
+            step=0,
+            rank=self._conditions.rank,
+            step_us=self._now_us - begin_us,
+            forwards=((0.0, forward_stop_us - begin_us),),
+            backwards=((forward_stop_us - begin_us, float(left_us[self._place]) - begin_us),),
+            buckets=tuple(sent.record(begin_us=begin_us) for sent in self._reductions.values()),
+            busy_ms=tuple((np.broadcast_to(left_us - busy_from_us, num_ranks) / 1e3).tolist()),
+            gathers=tuple(sent.record(begin_us=begin_us) for sent in before.values()),
+        )
+
+    def _lowered(self, strategy: Strategy, costs: Costs) -> Schedule:
+        behind = self._conditions.gathers_behind
+        behind = eager_order(lane_times(self._profile, self._plan, costs)) if behind is None else behind
+        num_buckets = len(self._plan.buckets)
+        return verify(lower_eager(num_buckets, strategy, behind), strategy, num_buckets=num_buckets)
+
+    def _round(self, tracker: Tracker) -> _Times:
+        """Backward until every bucket is stepped. Returns when the ranks were through with computing."""
+        self._backward(tracker)
+        left_us = self._clocks.now_us
+        self._issue(tracker.join())
+        return left_us
+
+    def _issue(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            bucket = op.bucket or 0
+            if op.kind is OpKind.STEP:
+                begin_us = max(self._reductions[bucket].done_us, self._updated_us)
+                self._stepped_us[bucket] = self._updated_us = begin_us + self._step_us[bucket]
+            elif op.kind is OpKind.ALL_GATHER:
+                self._ready_us[bucket] = self._stepped_us[bucket]
+                if self._num_bytes[op.kind][bucket]:
+                    self._gathers[bucket] = self._send(op, not_before_us=self._stepped_us[bucket])
+            elif op.kind is OpKind.BIND:
+                start_us = self._now_us
+                self._clocks.wait(self._stepped_us[bucket])
+                self._reductions[bucket].waited = (start_us, self._now_us)
+            else:
+                super()._issue((op,))
 
 
 def _slowness(num_ranks: int, skew: float) -> _Times:
@@ -262,12 +366,6 @@ def _uses(profile: Profile, plan: Plan) -> list[tuple[int, float]]:
     first_us = [min((used_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
     # Of those read at once the one that is reduced last comes first: its layer is the earlier one.
     return sorted(enumerate(first_us), key=lambda use: (use[1], -use[0]))
-
-
-def _schedule(plan: Plan, strategy: Strategy, gather_order: Sequence[int], *, has_overlap: bool) -> Schedule:
-    num_buckets = len(plan.buckets)
-    schedule = lower_data_parallel(num_buckets, strategy, overlap=has_overlap, gather_order=gather_order)
-    return verify(schedule, strategy, num_buckets=num_buckets)
 
 
 def _num_bytes(plan: Plan, strategy: Strategy) -> Mapping[OpKind, Sequence[int]]:

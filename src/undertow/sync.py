@@ -223,7 +223,7 @@ class Sync:
         if self._steps is not None:
             self._steps.wait()
 
-    def shard(self, stepper: Optimizer, settings: dict[str, Any]) -> ShardedSteps:
+    def shard(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool = False) -> ShardedSteps:
         """From its first step on, only `stepper` updates the parameters, each rank a shard of them; the newest one counts.
 
         A collective call. ConfigError where the settings do not go with shards, PlanMismatch on every rank where ranks give
@@ -231,9 +231,10 @@ class Sync:
         """
         if self._steps is None:
             self._engine.open()
-            self._steps = ShardedSteps(self._module, self._engine.formation, self._config, is_compiled=self._is_compiled)
+            how = {"is_compiled": self._is_compiled, "is_eager": is_eager}
+            self._steps = ShardedSteps(self._module, self._engine.formation, self._config, **how)
             self._attached.callback(self._steps.close)
-        self._steps.hand_to(stepper, settings)
+        self._steps.hand_to(stepper, settings, is_eager=is_eager)
         return self._steps
 
     def require_stepper(self, optimizer: Optimizer) -> None:

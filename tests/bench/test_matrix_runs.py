@@ -19,19 +19,19 @@ def bad(how: str) -> SystemSpec:
 
 
 def test_every_system_of_the_main_environment_trains_right_over_the_emulated_link(measure: Measure) -> None:
-    ours = ("ours", "ours-ordered", "ours-zero1", "ours-zero2")
+    ours = ("ours", "ours-ordered", "ours-zero1", "ours-zero2", "ours-eager")
     names = ("bare", "per-parameter", *ours, "torch-ddp", "torch-ddp-best", "torch-zero", "fsdp2")
     rows = measure(*names, kind="emulated", link="none")
     assert {name: row["error"] for name, row in rows.items()} == dict.fromkeys(names)
     # 2 turns were asked for; the sweep shows the best of its variants.
     # Of four steps a turn two count.
-    assert {row["num_steps"] for name, row in rows.items() if not name.startswith("ours-zero")} == {2}
+    assert {row["num_steps"] for name, row in rows.items() if not name.startswith(("ours-zero", "ours-eager"))} == {2}
     assert rows["torch-ddp-best"]["variant"] is not None
     assert rows["ours"]["sent_mb"] is None  # ranks share the interface: nobody's bytes can be told
     assert rows["per-parameter"]["collectives"] == 48
     # Half of the momentum of 480,000 elements; torch's gives whole parameters away.
     whole = rows["per-parameter"]["state_mb"]
-    for name in ("ours-zero1", "ours-zero2"):
+    for name in ("ours-zero1", "ours-zero2", "ours-eager"):
         assert rows[name]["state_mb"] == pytest.approx(whole / 2, rel=0.02), name
 
 

@@ -316,7 +316,7 @@ def state_is_shared_out(strategy: str) -> list[int]:
             opt.zero_grad()
             case.loss(ddp, step).backward()
             opt.step()
-        states = opt._inner.state.values()  # type: ignore[attr-defined]
+        states = opt._inners[0].optimizer.state.values()  # type: ignore[attr-defined]
         mine = sum(value.numel() for state in states for value in state.values())
         return [mine, 2 * sum(param.numel() for param in ddp.parameters())]
 
@@ -507,7 +507,6 @@ def mistakes() -> None:
         (ConfigError, "LBFGS cannot be sharded: it takes scalar products", lambda: ShardedOptimizer(torch.optim.LBFGS, ddp)),
         (ConfigError, "Adafactor cannot be sharded: it keeps one", lambda: ShardedOptimizer(torch.optim.Adafactor, ddp)),
         (ConfigError, "Coupled cannot be sharded: it updates parts", lambda: ShardedOptimizer(Coupled, ddp, lr=0.1)),
-        (ConfigError, "eager=True is not built yet", lambda: ShardedOptimizer(torch.optim.SGD, ddp, eager=True, lr=0.1)),
         (WrongType, "target must be what attach", lambda: ShardedOptimizer(torch.optim.SGD, nn.Linear(1, 1), lr=0.1)),
         (WrongType, "cls must be a class of optimizers", lambda: ShardedOptimizer("SGD", ddp, lr=0.1)),  # type: ignore[arg-type]
         (

@@ -33,19 +33,21 @@ OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def training(
-    model: nn.Module, strategy: str = "zero1", optimizer: str = "AdamW", **settings: Any
+    model: nn.Module, strategy: str = "zero1", optimizer: str = "AdamW", *, eager: bool = False, **settings: Any
 ) -> Iterator[tuple[DistributedDataParallel, torch.optim.Optimizer]]:
     """The wrapped model with an optimizer that goes with the strategy."""
     ddp = DistributedDataParallel(model, config=SyncConfig(strategy=strategy, **settings))
     try:
-        yield ddp, optimizer_for(ddp, strategy, optimizer)
+        yield ddp, optimizer_for(ddp, strategy, optimizer, eager=eager)
     finally:
         ddp.close()
 
 
-def optimizer_for(ddp: DistributedDataParallel, strategy: str, name: str = "AdamW") -> torch.optim.Optimizer:
+def optimizer_for(
+    ddp: DistributedDataParallel, strategy: str, name: str = "AdamW", *, eager: bool = False
+) -> torch.optim.Optimizer:
     cls, settings = OPTIMIZERS[name]
-    return cls(ddp.parameters(), **settings) if strategy == "ddp" else ShardedOptimizer(cls, ddp, **settings)
+    return cls(ddp.parameters(), **settings) if strategy == "ddp" else ShardedOptimizer(cls, ddp, eager=eager, **settings)
 
 
 def trained(

@@ -191,3 +191,18 @@ def test_the_trace_holds_the_lanes_of_the_step() -> None:
         ("all_reduce", 0, 8000),
         ("all_reduce", 1, 4000),
     ]
+
+
+def test_a_step_with_gathers_has_a_limit_of_its_own() -> None:
+    # Computing takes 100 - 20 - 5 ms. The link carries b1 (20 both ways: 20 + 15 to gather), behind its gradient at 60 - 5; the
+    # forward reads b1 at 0: 55 + 35 = 90. With b0 (20 + 5), ready at 30 - 5 and read at 12 - 5: 25 + 60 - 7 = 78.
+    report = summarize([with_gathers(make_record())], make_plan(), rank=0)
+    assert report.step_limit_ms == 90.0
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=120))
+    assert "limit of the step" in out.getvalue()
+    assert "achieved / limit 1.111" in out.getvalue()
+
+
+def test_a_step_without_gathers_has_no_other_limit() -> None:
+    assert summarize([make_record()], make_plan(), rank=0).step_limit_ms == 0.0

@@ -1,6 +1,6 @@
 """Undertow's ShardedOptimizer: gradients are reduce-scattered under backward, parameters gathered under the next forward.
 
-Options are those of its config.
+Options are those of its config, and `eager` of the optimizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class OursSharded(Ours):
 
 
 def build(setting: Setting) -> System:
-    wrapped = DistributedDataParallel(setting.model, process_group=setting.group, config=SyncConfig(**setting.options))
+    options = {name: value for name, value in setting.options.items() if name != "eager"}
+    wrapped = DistributedDataParallel(setting.model, process_group=setting.group, config=SyncConfig(**options))
     system = OursSharded(wrapped, setting.model)
-    system.optimizer = ShardedOptimizer(torch.optim.SGD, wrapped, lr=LEARNING_RATE, momentum=MOMENTUM)
+    is_eager = bool(setting.options.get("eager"))
+    system.optimizer = ShardedOptimizer(torch.optim.SGD, wrapped, eager=is_eager, lr=LEARNING_RATE, momentum=MOMENTUM)
     return system

@@ -1,8 +1,10 @@
 """Buckets, decided before a gradient exists."""
 
+from undertow.plan.certificate import eager_limit_us
 from undertow.plan.choose import first_plan, plan_in_order
 from undertow.plan.finish import StepTiming, finish_us
 from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces
+from undertow.plan.lane import GathersBehind, LaneTimes, eager_order, lane_period_us
 from undertow.plan.layout import Member, Piece, Slot, Trailer, ranks_differ, signature_bits
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.order import largest_first, observed, reverse_registration
@@ -11,6 +13,8 @@ from undertow.plan.spec import ParamSpec
 
 __all__ = [
     "Bucket",
+    "GathersBehind",
+    "LaneTimes",
     "Member",
     "Optimum",
     "ParamSpec",
@@ -21,10 +25,13 @@ __all__ = [
     "StepTiming",
     "Trailer",
     "default_caps",
+    "eager_limit_us",
+    "eager_order",
     "finish_us",
     "first_plan",
     "group_by_size",
     "group_in_pieces",
+    "lane_period_us",
     "largest_first",
     "observed",
     "optimal_groups",

@@ -34,6 +34,25 @@ def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, h
     return max(0.0, _latest_us(params, np.asarray(timing.used_us), costs, "all_gather")) + reduced
 
 
+def eager_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs) -> float:
+    """No period of steps is shorter whose buckets are stepped and gathered as soon as they are reduced; microseconds.
+
+        limit = max(compute, cost of all, max over i of  r_i + C*(S_i) - last use in S_i)
+
+    S_i as in `limit_us`, C* the cheapest way to reduce and to gather so many bytes; what has become ready at r_i or later is
+    through, both ways, before the next forward reads the last of it. Updates are taken to cost nothing.
+    """
+    order = sorted(range(len(params)), key=lambda param: -timing.ready_us[param])
+    limit, last_use, sizes = timing.backward_end_us, 0.0, np.cumsum([params[param].num_bytes for param in order])
+    if not order:
+        return limit
+    cost = _cheapest_us(costs, "reduce_scatter", sizes) + _cheapest_us(costs, "all_gather", sizes)
+    for param, cost_us in zip(order, cost.tolist(), strict=True):
+        last_use = max(last_use, timing.used_us[param])
+        limit = max(limit, timing.ready_us[param] + cost_us - last_use)
+    return max(limit, float(cost[-1]))
+
+
 def _latest_us(params: Sequence[ParamSpec], key_us: Floats, costs: Costs, kind: str) -> float:
     """Maximum over i of C*(bytes of all whose key is at most that of i), less the key of i."""
     if not params:

@@ -54,7 +54,14 @@ def _step_rows(report: StepReport) -> list[tuple[str, float, str]]:
         ("    a late rank", report.late_rank_ms, slowest),
         ("synchronised after", report.synchronised_ms, achieved),
         ("  limit", report.limit_ms, "for these buckets and ready times"),
+        *_step_limit_rows(report),
     ]
+
+
+def _step_limit_rows(report: StepReport) -> list[tuple[str, float, str]]:
+    if report.step_limit_ms == 0:
+        return []
+    return [("limit of the step", report.step_limit_ms, f"achieved / limit {report.step_ms / report.step_limit_ms:.3f}")]
 
 
 def _gather_rows(report: StepReport) -> list[tuple[str, float, str]]:

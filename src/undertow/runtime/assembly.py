@@ -8,10 +8,10 @@ from functools import cached_property
 
 from torch import Tensor
 
-from undertow.plan import Plan
-from undertow.runtime.executor import Executor, Reducer
+from undertow.plan import GathersBehind, Plan
+from undertow.runtime.executor import Executor, Reducer, Round
 from undertow.runtime.recorder import Recorder
-from undertow.schedule import DDP, OpKind, Releases, lower_accumulation, lower_data_parallel, verify
+from undertow.schedule import DDP, OpKind, Releases, Schedule, lower_accumulation, lower_data_parallel, lower_eager, verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class Present:
     plan: Plan
     generation: int
     has_shards: bool
+    is_eager: bool = False  # its buckets are stepped in backward
 
 
 class Assembly:
@@ -46,19 +47,28 @@ class Assembly:
         num_buckets = len(plan.buckets)
         accumulation = lower_accumulation(num_buckets, self.strategy)
         self._accumulating = Releases(verify(accumulation, self.strategy, num_buckets=num_buckets))
-        self.gather_in()
+        self._gathers_behind: GathersBehind | None = None
+        self.eager = None if reducer.sharding is None else reducer.sharding.eager
+        if self.eager is not None:
+            self._follow(lower_eager(num_buckets, self.strategy))
+        else:
+            self.gather_in()
 
     @property
     def present(self) -> Present:
-        return Present(plan=self.plan, generation=self.generation, has_shards=self.reducer.sharding is not None)
+        has_shards = self.reducer.sharding is not None
+        return Present(plan=self.plan, generation=self.generation, has_shards=has_shards, is_eager=self.eager is not None)
 
     @cached_property
     def executor(self) -> Executor:
         """Made when it is first asked for: a group of one rank never needs the buckets."""
         return Executor(self.plan, self.params, self.reducer.group, self._recorder, self.reducer)
 
-    def releases(self, *, is_accumulating: bool) -> Releases:
-        """The ops of one kind of round, none of which has happened."""
+    def releases(self, this_round: Round) -> Releases:
+        """The ops of a round of its kind, none of which has happened."""
+        # A micro-batch that is reduced to shards, and nothing more.
+        is_added_up = self.strategy.reduces_micro_batches and not this_round.is_last
+        is_accumulating = is_added_up or not this_round.is_synchronised
         releases = self._accumulating if is_accumulating else self._synchronising
         releases.reset()
         return releases
@@ -68,9 +78,22 @@ class Assembly:
         num_buckets = len(self.plan.buckets)
         if order is not None:  # one without parameters is needed nowhere
             order = tuple(dict.fromkeys((*order, *range(num_buckets))))
-        schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self._overlap, gather_order=order)
-        self._synchronising = Releases(verify(schedule, self.strategy, num_buckets=num_buckets))
+        self._follow(lower_data_parallel(num_buckets, self.strategy, overlap=self._overlap, gather_order=order))
+
+    def interleave(self, gathers_behind: GathersBehind | None) -> None:
+        """In eager form gathers buckets from now on behind the reductions that `lower_eager` takes; None: behind the last one."""
+        if self.eager is not None and self._gathers_behind != gathers_behind:
+            self._gathers_behind = gathers_behind
+            self._follow(lower_eager(len(self.plan.buckets), self.strategy, gathers_behind))
+
+    def _follow(self, schedule: Schedule) -> None:
+        self._synchronising = Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
+
+    def round_ended(self, this_round: Round) -> None:
+        """All ranks have found it sound."""
+        if self.eager is not None:
+            self.eager.is_due = this_round.steps
 
     def gather(self) -> None:
         """The optimizer has stepped, whether a round came before or not: every rank gets what the others have updated."""

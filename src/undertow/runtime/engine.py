@@ -321,6 +321,7 @@ class Engine:
             generation=assembly.generation,
             mode=None if is_shadow else self._progress.mode,
             is_synchronised=is_synchronised,
+            is_last=not self.is_accumulating,
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
             has_other_buffers=is_synchronised and formation.has_other_buffers,
@@ -329,7 +330,7 @@ class Engine:
         )
         # A hook that the user has put on since the forward may run after ours, once, on the first gradient.
         holds_back = formation.retiring is not None or formation.watch.run_last()
-        self._open = _OpenRound(this_round, assembly.releases(is_accumulating=not is_synchronised), holds_back=holds_back)
+        self._open = _OpenRound(this_round, assembly.releases(this_round), holds_back=holds_back)
         assembly.executor.begin(this_round)
         self._recorder.backward_begins(generation=assembly.generation)
 
@@ -442,5 +443,5 @@ class Engine:
         formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already
-        formation.round_ended()
+        formation.round_ended(this_round)
         self._in_backward.step()

@@ -44,10 +44,11 @@ class Exchanges(Protocol):
         """Starts to replace `tensor` by its mean over ranks, added up in rank order. [any number of elements]"""
         ...
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Handle:
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
         """Starts to fill `flat`, of which this rank has its part, with every other rank's, and calls `then` at the end.
 
-        flat: [number of ranks * part]. `number` tells gathers that are under way from each other.
+        flat: [number of ranks * part]. `number` tells gathers that are under way from each other. `first` is called before
+        anything of `flat` is sent, and may wait for it.
         """
         ...
 
@@ -91,8 +92,16 @@ class PostedExchanges:
         exchange = Exchange()
         return self._start(exchange, partial(self._post_mean, tensor, exchange, self._next_tag()), self._adding)
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Exchange:
-        return self._start(Exchange(), partial(self._post_all_gather, flat, then, _GATHER_TAG + number), self._gathering)
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Exchange:
+        def post() -> _Posted:
+            first()
+            return self._post_all_gather(flat, then, _GATHER_TAG + number)
+
+        return self._start(Exchange(), post, self._gathering)
+
+    def after_reductions(self, work: Callable[[], object]) -> Exchange:
+        """Starts `work` where all reductions that were started so far are complete or have failed; one at a time."""
+        return self._start(Exchange(), lambda: _Posted((), work), self._adding)
 
     def close(self) -> None:
         self._posting.shutdown(wait=False)

@@ -38,8 +38,11 @@ class Round:
     not_arrived: Callable[[int], Sequence[int]]  # bucket -> positions without a new gradient on this rank
     has_repeats: Callable[[], bool]  # whether some parameter arrived more often than expected
     rebinds: Callable[[int], Collection[int]] | None = None  # bucket -> positions that take over others' values; None: all
+    is_last: bool = True  # of the step, which adds up no more gradients
     mode: int | None = 0  # must be the same on every rank; None on one that goes by the others
     rescale: float = 1.0  # of the mean over all ranks, where some of them have run out of data
+    steps: bool = False  # buckets are stepped in it as soon as they are reduced
+    is_eager: bool = False  # after a failure or a change a bucket tells so by its signature, and is not stepped
     has_failed: bool = False
     has_changed: bool = False  # the parameters are no longer those of the plan
     has_other_buffers: bool = False  # than those that were compared
@@ -67,9 +70,11 @@ class Executor:
             for bucket, binding in zip(plan.buckets, self._bindings, strict=True)
         ]
         self._handles: dict[int, list[Handle]] = {}
+        self._steps: dict[int, Handle] = {}  # of buckets that are stepped in backward
+        self._unsound: set[int] = set()  # buckets that were packed without gradients, after a failure or a change
         self._packed: set[int] = set()  # in a round that does not communicate
         self._late: dict[int, tuple[Sequence[Tensor], list[Handle]]] = {}
-        self._signatures: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._signatures: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
         self._snapshots: list[Snapshot] = []
         self._num_rounds = 0
         self._round: Round | None = None
@@ -79,6 +84,7 @@ class Executor:
             OpKind.PACK: Executor._pack,
             OpKind.ALL_REDUCE: Executor._all_reduce,
             OpKind.REDUCE_SCATTER: Executor._reduce_scatter,
+            OpKind.STEP: Executor._step,
             OpKind.BIND: Executor._bind,
             OpKind.ALL_GATHER: Executor._all_gather,
         }
@@ -87,6 +93,11 @@ class Executor:
         self._round = this_round
         if self._sharding is not None:
             self._sharding.begin_round()
+            self._sharding.gathers.being_stepped.clear()
+            eager = self._sharding.eager
+            this_round.is_eager = eager is not None
+            if eager is not None and this_round.is_synchronised and not this_round.has_changed:
+                this_round.steps = eager.begin_round(self._sharding) and this_round.is_last
         self._num_rounds += this_round.is_synchronised
         self._signatures.clear()
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.is_there()]:
@@ -134,12 +145,14 @@ class Executor:
             return
         kind = OpKind.ALL_REDUCE if self._sharding is None else OpKind.REDUCE_SCATTER
         self._recorder.ready(index, num_bytes=self._buckets[index].wire_bytes, kind=kind)
+        if this_round.is_eager and (this_round.has_failed or this_round.has_changed):
+            self._unsound.add(index)
         unused = binding.take(this_round.not_arrived(index))
         this_round.unused[index] = unused
         is_last = index == len(self._bindings) - 1
         self._trailers[index].write(
             unused=unused,
-            signature=self._signature(binding.bucket.storage, this_round),
+            signature=self._signature(binding.bucket.storage, this_round, is_sound=index not in self._unsound),
             verdict=self._verdict(this_round) if is_last else None,
         )
 
@@ -166,9 +179,40 @@ class Executor:
         self._handles[index] = [handle]
         self._recorder.launched(index, handle)
 
+    def _step(self, index: int) -> None:
+        sharding, this_round = self._sharding, self._the_round
+        assert sharding is not None
+        eager = sharding.eager
+        assert eager is not None  # the schedule is its
+        is_sound = index not in self._unsound
+        self._unsound.discard(index)
+        if this_round.steps:
+            sharding.gathers.step_begins(index)
+        reduced = self._handles[index][0]
+
+        def step() -> None:
+            reduced.wait()  # it is over, and raises here if it has failed
+            is_alike = self._settle(index, this_round)
+            if this_round.steps and is_sound and is_alike:
+                eager.update(index)
+
+        self._steps[index] = eager.exchanges.after_reductions(step)
+        self._handles[index].append(self._steps[index])
+
+    def _settle(self, index: int, this_round: Round) -> bool:
+        """Reads the trailer of a bucket that is reduced. Returns whether all ranks have packed it in the same place."""
+        binding = self._bindings[index]
+        assert isinstance(binding, ShardedBinding)
+        num_readings = len(this_round.readings)
+        used = self._used_elsewhere(index, this_round)
+        binding.settle(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
+        return not any(reading.ranks_differ for reading in this_round.readings[num_readings:])
+
     def _all_gather(self, index: int) -> None:
         assert self._sharding is not None
-        self._sharding.gathers.launch(index)
+        # After a change what comes is of the old plan, whose parameters may have become others.
+        is_read = self._round is None or not self._round.has_changed
+        self._sharding.gathers.launch(index, step=self._steps.pop(index, None), is_read=is_read)
 
     @property
     def _the_round(self) -> Round:
@@ -186,9 +230,20 @@ class Executor:
         for handle in handles:
             handle.wait()
         self._recorder.wait_ends(index)
+        if self._sharding is not None:
+            self._bind_placeholders(self._sharding, index)
+            return
         _rescale(binding.values(), this_round)
         used = self._used_elsewhere(index, this_round)
         binding.give(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
+
+    def _bind_placeholders(self, sharding: Sharding, index: int) -> None:
+        binding = self._bindings[index]
+        assert isinstance(binding, ShardedBinding)
+        if binding.settled is None:
+            self._settle(index, self._the_round)
+        binding.give()
+        sharding.gathers.being_stepped.discard(index)
 
     def _used_elsewhere(self, index: int, this_round: Round) -> Collection[int]:
         """Reads the trailer: positions of parameters that are unused here and were used on another rank."""
@@ -222,11 +277,13 @@ class Executor:
             for value, params_of_value in zip(values, params, strict=True)
         ]
 
-    def _signature(self, like: Tensor, this_round: Round) -> Tensor:
-        kind = like.dtype, like.device
+    def _signature(self, like: Tensor, this_round: Round, *, is_sound: bool) -> Tensor:
+        kind = like.dtype, like.device, is_sound
         if kind not in self._signatures:
-            bits = signature_bits(step=this_round.number, generation=this_round.generation, mode=this_round.mode)
-            self._signatures[kind] = to_device(bits, *kind)
+            # Another step than everybody's has the others leave a bucket unstepped long before the verdict comes.
+            step = this_round.number if is_sound else ~this_round.number
+            bits = signature_bits(step=step, generation=this_round.generation, mode=this_round.mode)
+            self._signatures[kind] = to_device(bits, like.dtype, like.device)
         return self._signatures[kind]
 
     def _verdict(self, this_round: Round) -> Verdict:

@@ -17,6 +17,7 @@ from undertow.runtime.assembly import Assembly
 from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
+from undertow.runtime.eager import EagerSteps
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.executor import Reducer, Round
 from undertow.runtime.group import Agreement, OwnGroup
@@ -26,7 +27,7 @@ from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
 from undertow.runtime.placeholder import GradientPlaceholder
-from undertow.runtime.planning import measure, planned
+from undertow.runtime.planning import follows_observed_order, measure, planned
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.tuning import Groups
@@ -205,8 +206,9 @@ class Formation:
         moved.executor.take_over_readings(now.executor)
         return moved
 
-    def round_ended(self) -> None:
+    def round_ended(self, this_round: Round) -> None:
         """All ranks have found the round sound."""
+        self.assembly.round_ended(this_round)
         if self.watch.order is not None:
             self.watch.order.send()
         if self.watch.tuning is not None:
@@ -217,7 +219,12 @@ class Formation:
         """Whether ranks communicate at the end of this round if it is sound: all must know that then."""
         return self.watch.tuning is not None and self.watch.tuning.is_about_to_communicate
 
-    def shard(self, strategy: Strategy, exchanges: Exchanges) -> Sharding:
+    @property
+    def is_layout_due(self) -> bool:
+        """Whether the optimizer's next step moves to another plan."""
+        return self._groups is not None
+
+    def shard(self, strategy: Strategy, exchanges: Exchanges, eager: EagerSteps | None = None) -> Sharding:
         """Lays out parameters and gradients as `strategy` has them, in rank 0's order if that has come, from now on.
 
         Where the parameters change, later rounds reduce whole gradients until it is called again. What it returns is the
@@ -237,12 +244,16 @@ class Formation:
         if self.watch.order is not None:
             self.watch.order.close()
             self.watch.order = None
+        self._recorder.forgets_gathers()
         sharding = Sharding(plan, now.params, strategy, exchanges, self._recorder)
+        sharding.eager = eager
         reducer = dataclasses.replace(now.reducer, sharding=sharding)
         self.assembly = self._assemble(self.watch.named_params, reducer, generation=now.generation + 1, plan=plan)
         if self.is_active:
             _ = self.assembly.executor
         sharding.take_over(held)
+        if eager is not None:
+            self.watch.arrivals.learn_repeats()  # a second part of a gradient will come too late there
         self.watch.arrivals.regroup(params_of_bucket(plan))
         return sharding
 
@@ -274,7 +285,7 @@ class Formation:
             has_repeats=bool,
             has_changed=True,
         )
-        releases = old.releases(is_accumulating=False)
+        releases = old.releases(this_round)
         with gradients_aside([param for param in old.params if id(param) in staying]):
             old.executor.begin(this_round)
             old.executor.run(releases.end_backward())
@@ -415,7 +426,7 @@ class Formation:
         if self.is_active:
             _ = self.assembly.executor  # what does not fit into memory fails here and not in the first backward
             watch.start()
-            if self._follows_observed_order():
+            if follows_observed_order(self.assembly, self._config):
                 watch.order = ObservedOrder(watch.params, self.group)
         measure(watch, self.assembly, self._config, self._recorder)
         return watch
@@ -437,10 +448,3 @@ class Formation:
                 )
         for engine in earlier.values():
             self.watch.arrived_before |= self.watch.indices(engine.pass_on())
-
-    def _follows_observed_order(self) -> bool:
-        # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every
-        # time. A hook may keep state for every bucket.
-        hook, config = self.assembly.reducer.hook, self._config
-        is_free = config.plan is None and hook is None and not torch.are_deterministic_algorithms_enabled()
-        return config.order == "observed" and is_free and self.group.num_ranks > 1 and bool(self.assembly.params)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from undertow.errors import PhaseError
+from undertow.runtime import private
 from undertow.runtime.collectives import Handle
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.recorder import Recorder
@@ -11,24 +13,53 @@ from undertow.runtime.shards import FlatParams
 
 
 class Gathers:
-    """The gathers of a plan's buckets; who reads a parameter waits for its bucket first."""
+    """The gathers of a plan's buckets; who reads a parameter waits for its bucket first.
+
+    `being_stepped` are those whose parameters may change while backward goes on.
+    """
 
     def __init__(self, flats: Sequence[FlatParams], exchanges: Exchanges, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
+        self.being_stepped: set[int] = set()
         self._flats = flats
         self._exchanges = exchanges
         self._recorder = recorder
 
-    def launch(self, bucket: int) -> None:
-        """Sends this rank's shard of a bucket to all others, and receives theirs."""
+    def launch(self, bucket: int, *, step: Handle | None = None, is_read: bool = True) -> None:
+        """Sends this rank's shard of a bucket to all others, and receives theirs.
+
+        It leaves when the `step` that updates the shard is over. What comes is not for the parameters unless it `is_read`.
+        """
         params = self._flats[bucket]
         params.mark_written()
         if params.flat.numel() == 0:
             return
-        self._recorder.gather_launches(bucket, num_bytes=params.flat.numel() * params.flat.element_size())
-        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out)
+        num_bytes = params.flat.numel() * params.flat.element_size()
+        self._recorder.gather_launches(bucket, num_bytes=num_bytes)
+
+        def first() -> None:
+            if step is not None:
+                step.wait()
+                self._recorder.gather_leaves(bucket)
+
+        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
         self._recorder.gather_launched(bucket, handle)
         self.in_flight[bucket] = handle
+
+    def step_begins(self, bucket: int) -> None:
+        """This rank's shard is written from now on, while backward goes on in this thread."""
+        # Now, and not where it is written: what this thread has saved and not used yet must not be used any more.
+        self._flats[bucket].mark_written()
+        self.being_stepped.add(bucket)
+
+    def require_unstepped(self, buckets: Iterable[int]) -> None:
+        """PhaseError where parameters of these are read in the backward that has stepped them."""
+        if private.graph_task_id() != -1 and not self.being_stepped.isdisjoint(buckets):
+            raise PhaseError(
+                "a forward inside backward reads parameters that this backward has updated.",
+                where="ShardedOptimizer(..., eager=True), in a checkpointed part of the model",
+                remedy="Let every step use a parameter as often as the first one did, or leave eager=True out.",
+            )
 
     def wait(self, buckets: Iterable[int]) -> None:
         """Returns when the parameters of these are what the optimizer has made of them."""

@@ -73,7 +73,8 @@ class NativeExchanges:
         gathering = private.all_gather_async(padded, own, pg)
         return _NativeExchange([gathering], lambda: tensor.copy_(padded[: tensor.numel()]))
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> Handle:
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
+        first()
         own = flat.view(self.group.num_ranks, -1)[self.group.rank]
         return _NativeExchange([private.all_gather_async(flat, own, self.group.process_group)], then)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from undertow.errors import Desync, PeerFailed, PlanMismatch
+from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
 from undertow.runtime.executor import Round
 
 
@@ -16,7 +16,9 @@ def late_buckets(this_round: Round) -> list[int]:
 def require_sound(this_round: Round, *, rank: int) -> None:
     """Raises, on every rank, what some rank has reported."""
     where = f"synchronisation {this_round.number}, rank {rank}"
-    if any(reading.ranks_differ for reading in this_round.readings):
+    failed = _reported(reading.failed_ranks for reading in this_round.readings)
+    is_told = this_round.is_eager and (failed or _reported(reading.changed_ranks for reading in this_round.readings))
+    if any(reading.ranks_differ for reading in this_round.readings) and not is_told:
         raise Desync(
             "ranks are not in the same step.",
             where=where,
@@ -28,7 +30,13 @@ def require_sound(this_round: Round, *, rank: int) -> None:
             where=f"{where}, or the one before",
             remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
         )
-    failed = _reported(reading.failed_ranks for reading in this_round.readings)
+    if this_round.steps and late_buckets(this_round):
+        raise PhaseError(
+            "gradients arrived again after their parameters had been updated.",
+            where=where,
+            remedy="The step is incomplete on every rank. Let every step use a parameter as often as the first one did, "
+            "or leave eager=True out.",
+        )
     if failed and not this_round.has_failed:
         raise PeerFailed(
             f"backward failed on rank {', '.join(map(str, failed))}.",

@@ -146,6 +146,8 @@ class _Reads(TorchFunctionMode):
 
 
 def _wait_for(gathers: Gathers, buckets: Sequence[int]) -> None:
+    if gathers.being_stepped:
+        gathers.require_unstepped(buckets)
     if gathers.in_flight:
         gathers.wait(buckets)
 

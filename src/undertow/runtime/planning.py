@@ -38,11 +38,24 @@ def measure(watch: Watch, assembly: Assembly, config: SyncConfig, recorder: Reco
 
 def planned(now: Assembly, watch: Watch, config: SyncConfig) -> Plan | None:
     """The plan that was sent to all ranks for the round that begins: in rank 0's order, or what it has decided on."""
+    if now.eager is not None:
+        now.eager.require_confirmed("a second synchronising backward runs")
     order = None if watch.order is None else watch.order.take()
     groups = None if watch.tuning is None else watch.tuning.take(now.present)
+    if watch.tuning is not None:
+        now.interleave(watch.tuning.gathers_behind(now.plan))
     if groups is not None:
         return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
     return None if order is None else plan_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
+
+
+def follows_observed_order(assembly: Assembly, config: SyncConfig) -> bool:
+    """Whether the plan takes over rank 0's order of arrival."""
+    # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every
+    # time. A hook may keep state for every bucket.
+    reducer = assembly.reducer
+    is_free = config.plan is None and reducer.hook is None and not torch.are_deterministic_algorithms_enabled()
+    return config.order == "observed" and is_free and reducer.group.num_ranks > 1 and bool(assembly.params)
 
 
 def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
@@ -82,4 +95,5 @@ def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Expl
         why = (
             "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
         )
-    return explanation(assembly.plan, watch.tuner, why=why, strategy=assembly.strategy.name, history=history)
+    is_eager = assembly.eager is not None
+    return explanation(assembly.plan, watch.tuner, why=why, strategy=assembly.strategy.name, history=history, is_eager=is_eager)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -95,6 +95,9 @@ class _StepMarks:
     backwards: list[list[Mark]] = field(default_factory=list)
     buckets: dict[int, _BucketMarks] = field(default_factory=dict)
     gathers: dict[int, _BucketMarks] = field(default_factory=dict)
+    # Those on the same link meanwhile: of the step before, and the gathers of this one, which lie under the next.
+    reductions_before: dict[int, _BucketMarks] = field(default_factory=dict)
+    gathers_after: dict[int, _BucketMarks] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()
     is_synchronised: bool = False
     stop: Mark = None
@@ -156,6 +159,10 @@ class Recorder:
         """What has left so far in this step had nothing in it."""
         self._now.buckets.clear()
 
+    def forgets_gathers(self) -> None:
+        """Those that are on record were of another plan than the steps that come."""
+        self._gathers, self._are_gathers_seen = {}, False
+
     def ready(self, bucket: int, *, num_bytes: int, kind: str = "all_reduce") -> None:
         if self._is_on:
             self._now.buckets[bucket] = _BucketMarks(num_bytes, kind, ready=self._clock.mark())
@@ -182,8 +189,14 @@ class Recorder:
             return
         if self._are_gathers_seen:
             self._gathers, self._are_gathers_seen = {}, False
+        self._now.gathers_after = self._gathers
         mark = self._clock.mark()
         self._gathers[bucket] = _BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
+
+    def gather_leaves(self, bucket: int) -> None:
+        """Of one that was launched before its bucket was stepped; from another thread."""
+        if self._is_on:
+            self._gathers[bucket].launched = self._clock.mark()
 
     def gather_launched(self, bucket: int, handle: Handle) -> None:
         if self._is_on:
@@ -211,7 +224,10 @@ class Recorder:
 
     def _step_begins(self, mark: Mark) -> None:
         self._now.stop = mark
-        self._now = _StepMarks(step=self._now.step + 1, after=self._round_stop, gathers=self._gathers)
+        before = self._now
+        self._now = _StepMarks(
+            step=before.step + 1, after=self._round_stop, gathers=self._gathers, reductions_before=before.buckets
+        )
         self._are_gathers_seen = True
 
     @property
@@ -234,15 +250,17 @@ class Recorder:
         def us(mark: Mark) -> float:
             return self._clock.us_between(begin, mark)
 
+        buckets = [_bucket_record(bucket, row, us) for bucket, row in sorted(marks.buckets.items())]
+        # In the order in which they left; one that nobody has waited for is still on its way.
+        gathers = [_bucket_record(bucket, row, us) for bucket, row in marks.gathers.items() if row.wait_stop is not None]
         return StepRecord(
             step=marks.step,
             rank=self._rank,
             step_us=us(marks.last_mark() if marks.stop is None else marks.stop),
             forwards=tuple((us(start), us(stop)) for start, stop in marks.forwards if stop is not None),
             backwards=tuple((us(start), us(stop)) for start, stop in marks.backwards if stop is not None),
-            buckets=tuple(_bucket_record(bucket, row, us) for bucket, row in sorted(marks.buckets.items())),
-            # In the order in which they left; one that nobody has waited for is still on its way.
-            gathers=tuple(_bucket_record(bucket, row, us) for bucket, row in marks.gathers.items() if row.wait_stop is not None),
+            buckets=_behind(_done_us(marks.gathers_after, us), buckets),
+            gathers=_behind(_done_us(marks.reductions_before, us), gathers),
             busy_ms=marks.busy_ms,
             idle_us=0.0 if marks.after is None else self._clock.us_between(marks.after, begin),
             arrivals={param: us(mark) for param, mark in marks.arrivals.items()},
@@ -259,4 +277,15 @@ def _bucket_record(bucket: int, row: _BucketMarks, us: Callable[[Mark], float]) 
         # The backend's callback may come after the wait has ended.
         done_us=us(row.wait_stop if row.done is None else row.done),
         waited=(us(row.wait_start), us(row.wait_stop)),
+    )
+
+
+def _done_us(rows: Mapping[int, _BucketMarks], us: Callable[[Mark], float]) -> list[float]:
+    return [us(row.done) for row in rows.values() if row.done is not None]
+
+
+def _behind(done_us: Sequence[float], rows: Sequence[BucketRecord]) -> tuple[BucketRecord, ...]:
+    """What was launched while the link carried others, which were through before it, has left behind them."""
+    return tuple(
+        replace(row, launched_us=max([row.launched_us, *(done for done in done_us if done <= row.done_us)])) for row in rows
     )

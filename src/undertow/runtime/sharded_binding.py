@@ -54,23 +54,26 @@ class ShardedBinding:
         self._held: dict[int, GradientPlaceholder] = {}  # by position, what `.grad` was
         self._live: set[int] = set()  # positions of those that hold an earlier part, to which a new one is added
         self._unused: set[int] = set()
+        self.settled: list[Tensor | None] | None = None  # by position, what `.grad` will be
         self._placeholders = tuple(placeholders)
         for placeholder, part in zip(placeholders, parts, strict=True):
             placeholder.parts[bucket.index] = part.of_shard(self._shard)
 
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
-        self._held = {}
+        self._held, self._live, self.settled = {}, set(), None
         for position, split in self._splits.items():
-            held, grad = split.take()
+            held, grad, is_live = split.take()
             self._wholes[position] = grad
             self._pack_piece(position, grad)
             if held is not None:
                 self._held[position] = held
+            if is_live:
+                self._live.add(position)
         return self._take(not_arrived)
 
     def stow(self) -> None:
         """A gradient of which other buckets have pieces stays where it is until all of them take it."""
-        self._held = {}
+        self._held, self._live = {}, set()
         self._take()
 
     def _take(self, not_arrived: Collection[int] = ()) -> list[int]:
@@ -79,7 +82,8 @@ class ShardedBinding:
             if position not in self._splits and isinstance(grad, GradientPlaceholder):
                 self._held[position] = grad
                 param.grad, grad.added = grad.added, None
-        self._live = {position for position, held in self._held.items() if not held.is_cleared}
+                if not grad.is_cleared:
+                    self._live.add(position)
         self._dense.postponed = []
         unused = self._dense.take(not_arrived)
         self._unused = set(unused)
@@ -112,16 +116,25 @@ class ShardedBinding:
         return self.bucket.views_of(value)
 
     @torch.no_grad()
-    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+    def settle(self, used_elsewhere: Collection[int] = ()) -> None:
+        """Brings what was reduced to where it stays, and binds nothing; `give` does, in the thread in which autograd runs."""
         unused = {**self._dense.release(), **self._wholes}
         reduced, self._aside = self._aside, None
-        for position, param in enumerate(self.params):
+        self.settled = []
+        for position in range(len(self.params)):
             held = self._held.get(position)
             if position in used_elsewhere or position not in self._unused:
-                param.grad = self._placed(position, held, reduced)
+                self.settled.append(self._placed(position, held, reduced))
             else:
-                param.grad = unused[position] if held is None else held
+                self.settled.append(unused[position] if held is None else held)
         self._held, self._wholes = {}, {}
+
+    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+        if self.settled is None:
+            self.settle(used_elsewhere)
+        for param, grad in zip(self.params, self.settled or (), strict=True):
+            param.grad = grad
+        self.settled = None
 
     @torch.no_grad()
     def keep(self) -> None:

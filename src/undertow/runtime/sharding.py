@@ -13,6 +13,7 @@ from torch import Tensor
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
 from undertow.runtime.buckets import strides_of_gradient
+from undertow.runtime.eager import EagerSteps
 from undertow.runtime.exchange import Exchanges, wide_dtype
 from undertow.runtime.gathers import Gathers
 from undertow.runtime.placeholder import GradientPlaceholder
@@ -45,6 +46,7 @@ class Sharding:
             FlatParams(bucket, [params[index] for index in bucket.params], parts, num_ranks=group.num_ranks)
             for bucket, parts in zip(plan.buckets, self._parts, strict=True)
         ]
+        self.eager: EagerSteps | None = None  # where buckets are stepped in backward
         self._bindings: list[ShardedBinding] = []
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=group) for spec, param in zip(plan.params, params, strict=True)
@@ -100,7 +102,25 @@ class Sharding:
 
         PhaseError where a later backward has added something that is not synchronised.
         """
-        grad = self.params[part.param].grad
+        return self._gradient(part, self.params[part.param].grad)
+
+    def settled_gradient(self, part: ShardPart) -> Tensor | None:
+        """The same while `.grad` is not bound yet, of a bucket that is settled."""
+        return self._gradient(part, self.settled(part.bucket).get(part.param))
+
+    def settled(self, bucket: int) -> dict[int, Tensor | None]:
+        """What the `.grad` of each parameter of a settled bucket will be, by parameter."""
+        grads = self._bindings[bucket].settled or ()
+        return dict(zip(self.plan.buckets[bucket].params, grads, strict=True))
+
+    def require_synchronised(self) -> None:
+        """PhaseError where something was added to a gradient since it was reduced."""
+        for part in self.parts:
+            grad = self.params[part.param].grad
+            if isinstance(grad, GradientPlaceholder):
+                self._gradient(part, grad)
+
+    def _gradient(self, part: ShardPart, grad: Tensor | None) -> Tensor | None:
         if not isinstance(grad, GradientPlaceholder):  # a rank alone has all of it
             whole = None if grad is None else in_memory_order(grad, self.strides[part.param])
             return None if whole is None else whole[part.start : part.stop].to(wide_dtype(whole.dtype))

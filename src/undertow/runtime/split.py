@@ -16,6 +16,7 @@ class Taken(NamedTuple):
 
     held: GradientPlaceholder | None
     grad: Tensor | None
+    is_live: bool = False  # the placeholder holds an earlier part; later it may hold a new one
 
 
 class SplitParam:
@@ -60,7 +61,7 @@ class SplitParam:
         if not isinstance(grad, GradientPlaceholder):
             return Taken(None, grad)
         added, grad.added = grad.added, None
-        return Taken(grad, added)
+        return Taken(grad, added, is_live=not grad.is_cleared)
 
 
 def stand_in(slot: Slot, *, like: Tensor) -> Tensor:

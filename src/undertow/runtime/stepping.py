@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
+from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.formation import Formation
 from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.native_exchange import exchanges_over
@@ -25,7 +26,7 @@ class ShardedSteps:
     ConfigError where the settings do not go with shards.
     """
 
-    def __init__(self, module: nn.Module, formation: Formation, config: SyncConfig, *, is_compiled: bool) -> None:
+    def __init__(self, module: nn.Module, formation: Formation, config: SyncConfig, *, is_compiled: bool, is_eager: bool) -> None:
         self.strategy = strategy_named(config.strategy or ZERO1.name)
         if self.strategy.gather is None:
             raise ConfigError(
@@ -43,17 +44,32 @@ class ShardedSteps:
         if self._group.num_ranks > 1:
             self._group.open()
         self._exchanges = exchanges_over(self._group, in_order=config.reduction == "ordered")
+        self.is_eager = is_eager
+        try:
+            self.eager = eager_steps_over(self._exchanges, overlap=config.overlap) if is_eager else None
+        except ConfigError:
+            self._exchanges.close()
+            self._group.close()
+            raise
         self._stepper: weakref.ref[Optimizer] | None = None
         self._sharding: Sharding | None = None
         self._places: Places | None = None
         self._is_compiled = is_compiled
         self._is_closed = False
 
-    def hand_to(self, stepper: Optimizer, settings: dict[str, Any]) -> None:
+    def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool) -> None:
         """From now on only `stepper` may step. A collective call; PlanMismatch where ranks give different `settings`."""
+        if is_eager != self.is_eager:
+            raise ConfigError(
+                f"an optimizer of this model was made with eager={self.is_eager} before.",
+                where=f"ShardedOptimizer(..., eager={is_eager})",
+                remedy="Wrap the model anew, or make both alike.",
+            )
         if self._group.num_ranks > 1:
             Agreement(self._group, settings={**settings, **self._settings}, params=[], others=[]).require()
         self._stepper = weakref.ref(stepper)
+        if self.eager is not None:
+            self.eager.hand_to(cast(BucketStepper, stepper))
 
     def require_stepper(self, optimizer: Optimizer) -> None:
         """PhaseError for an optimizer that is not the one to update the parameters."""
@@ -73,7 +89,7 @@ class ShardedSteps:
                 remedy="Step before close(), or make a new wrapper and a new optimizer.",
             )
         self.wait()
-        sharding = self._formation.shard(self.strategy, self._exchanges)
+        sharding = self._formation.shard(self.strategy, self._exchanges, self.eager)
         if sharding is not self._sharding:
             self._sharding = sharding
             self._watch(sharding)
@@ -88,6 +104,22 @@ class ShardedSteps:
         if not self._overlap:
             self.wait()
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the last backward has updated the parameters, and `confirm` is due."""
+        return self.eager is not None and self.eager.is_due
+
+    def confirm(self) -> bool:
+        """The optimizer steps where `is_stepped`. Returns whether there is more to do: to `begin`, for a plan is to be taken.
+
+        PhaseError where gradients have been added to since.
+        """
+        assert self.eager is not None  # else nothing is stepped
+        if self._sharding is not None:
+            self._sharding.require_synchronised()
+        self.eager.is_due = False
+        return self._formation.is_layout_due
+
     def wait(self) -> None:
         """Returns when every parameter is what the optimizer has made of it."""
         self._formation.wait_for_parameters()
@@ -101,6 +133,8 @@ class ShardedSteps:
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
+        if is_training and self.eager is not None:
+            self.eager.require_confirmed("a training forward begins")
         if self._places is not None:
             self._places.root_begins(is_training=is_training and not is_compiled)
 
@@ -126,7 +160,8 @@ class ShardedSteps:
         if sharding.group.num_ranks == 1 or module is None:
             return
         # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
-        follow = self._formation.assembly.gather_in if self._exchanges.may_differ_in_order else _leave
+        is_free = self._exchanges.may_differ_in_order and sharding.eager is None  # else the lane's order is planned
+        follow = self._formation.assembly.gather_in if is_free else _leave
         self._places = Places(module, sharding.buckets_of(), sharding.gathers, on_order=follow, only_root=self._is_compiled)
 
 

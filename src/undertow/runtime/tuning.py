@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.plan import Member
+from undertow.plan import GathersBehind, Member, Plan, plan_from_groups
 from undertow.runtime.assembly import Present
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
@@ -52,8 +52,11 @@ class Tuning:
         self._may_move = may_move
         self._is_frozen = is_frozen
         self._num_rounds = 0
+        self._order: tuple[Groups, GathersBehind] | None = None  # of the plan with these groups
+        self._is_measuring = False
         self._now: Present | None = None
         self._sent: tuple[Present, Tensor, dist.Work | None] | None = None  # a decision on its way
+        self._next_look = NUM_STEPS_BETWEEN_LOOKS
         self._looks: Iterator[None] | None = self._look_again_and_again()
 
     def take(self, present: Present) -> Groups | None:
@@ -65,8 +68,12 @@ class Tuning:
         _wait(work)
         decision = decision_from_array(numbers.cpu().numpy(), decided_on.plan.params)
         if decision.groups is not None and decided_on != present:
-            decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None)
-        self.history = [*self.history, Decided(round=self._num_rounds, decision=decision)][-_NUM_KEPT:]
+            decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None, gathers_behind=None)
+        if decision.gathers_behind is not None:
+            self._order = (decision.groups or decided_on.plan.groups, decision.gathers_behind)
+        self._next_look = decision.next_look
+        if self._may_move:
+            self.history = [*self.history, Decided(round=self._num_rounds, decision=decision)][-_NUM_KEPT:]
         return decision.groups
 
     def round_ends(self, present: Present) -> None:
@@ -75,6 +82,13 @@ class Tuning:
         if self._looks is not None:
             self._now = present
             next(self._looks, None)  # for ever, but for one that an error has ended
+
+    def gathers_behind(self, plan: Plan) -> GathersBehind | None:
+        """The order for the round that has begun; None, all gathers behind the last reduction, also while we measure.
+
+        What either takes is seen only where they do not share the link.
+        """
+        return self._order[1] if self._order is not None and self._order[0] == plan.groups and not self._is_measuring else None
 
     def close(self) -> None:
         """Ends it; what was learned stays, and what was decided may be taken."""
@@ -85,7 +99,8 @@ class Tuning:
         """Goes on at the end of every sound round."""
         num_rounds = 0
         while True:
-            for _ in range(num_rounds):
+            for num_left in reversed(range(num_rounds)):
+                self._is_measuring = num_left == 0  # the gathers of the next round lie under the first forward that counts
                 yield
             self._arrivals.call_at_each(self._recorder.gradient_arrives)
             for _ in range(NUM_STEPS_MEASURED):
@@ -97,12 +112,13 @@ class Tuning:
             assert measured is not None  # a round has ended
             yield from self._learn(measured)
             num_rounds = NUM_STEPS_BETWEEN_LOOKS
-            if self._may_move:
+            if self._may_move or measured.is_eager:
                 self._decide(measured)
                 self.is_about_to_communicate = False
                 yield
-                num_rounds = self.history[-1].decision.next_look - 1
+                num_rounds = self._next_look - 1
             self.is_about_to_communicate = False
+            self._is_measuring = num_rounds == 0
 
     def _learn(self, measured: Present) -> Iterator[None]:
         """Brings the times of all ranks together, and learns from them in the next round."""
@@ -119,11 +135,21 @@ class Tuning:
     def _decide(self, measured: Present) -> None:
         """Rank 0 decides, and the others will hear of it."""
         decision = Decision(outcome=Outcome.FROZEN, next_look=NUM_STEPS_BETWEEN_LOOKS)
-        if self._group.rank == 0 and not self._is_frozen():
-            decision = self.tuner.decide(measured.plan, has_shards=measured.has_shards)
+        if self._group.rank == 0:
+            if self._may_move and not self._is_frozen():
+                decision = self.tuner.decide(measured.plan, has_shards=measured.has_shards, is_eager=measured.is_eager)
+            decision = self._with_order(decision, measured)
         numbers: Tensor = torch.from_numpy(decision.to_array(measured.plan.params)).to(self._group.device)
         work = dist.broadcast(numbers, group=self._group.process_group, group_src=0, async_op=True)
         self._sent = measured, numbers, work
+
+    def _with_order(self, decision: Decision, measured: Present) -> Decision:
+        if not measured.is_eager:
+            return decision
+        plan = measured.plan
+        if decision.groups is not None:
+            plan = plan_from_groups(plan.params, decision.groups, num_ranks=plan.num_ranks)
+        return replace(decision, gathers_behind=self.tuner.gathers_behind(plan))
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -1,7 +1,7 @@
 """The ops of one step: lowered from a plan, verified, printed, and released as gradients arrive."""
 
 from undertow.schedule.arrivals import Arrivals
-from undertow.schedule.lower import lower_accumulation, lower_data_parallel
+from undertow.schedule.lower import gathers_after_reductions, lower_accumulation, lower_data_parallel, lower_eager
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule, schedule_from_text
 from undertow.schedule.placement import DDP, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
 from undertow.schedule.tracker import Releases, Tracker
@@ -21,8 +21,10 @@ __all__ = [
     "Schedule",
     "Strategy",
     "Tracker",
+    "gathers_after_reductions",
     "lower_accumulation",
     "lower_data_parallel",
+    "lower_eager",
     "schedule_from_text",
     "strategy_named",
     "verify",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from undertow.schedule.op import COLLECTIVES, COMPUTE, Buffer, Op, OpKind, Schedule
+from undertow.errors import ConfigError
+from undertow.schedule.op import COLLECTIVES, COMPUTE, UPDATE, Buffer, Op, OpKind, Schedule
 from undertow.schedule.placement import DDP, Strategy
 
 _COMM = "comm.dp"
@@ -26,10 +27,49 @@ def lower_data_parallel(
         build.add(OpKind.USE, None, reads=("param",), after=(step,))
         return build.schedule
     order = tuple(reversed(range(num_buckets)) if gather_order is None else gather_order)
-    gathers = [build.add(strategy.gather, bucket, reads=("own",), writes=("param",), after=(step,)) for bucket in order]
+    gathers = [build.gather(bucket, after=step) for bucket in order]
     for bucket, gather in zip(order, gathers, strict=True):
         build.add(OpKind.USE, bucket, reads=("param",), after=(gather,))
     return build.schedule
+
+
+def lower_eager(num_buckets: int, strategy: Strategy, gathers_behind: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """Every bucket is stepped when it is reduced, and gathered then or later, while backward goes on.
+
+    Behind the reduction of bucket k the lane carries the gathers of `gathers_behind[k]`, in that order; behind the last one
+    those of all buckets, the last one first, if it is None. Backward reads a bucket's parameters until the bucket is full:
+    autograd adds up all of a parameter's uses before it hands over its gradient. ConfigError for a gather without its step.
+    """
+    behind = gathers_after_reductions(num_buckets) if gathers_behind is None else gathers_behind
+    build = _Builder(strategy, backward_reads=("param",))
+    fills: list[int] = []
+    steps: list[int] = []
+    gathers: dict[int, int] = {}
+    for bucket in range(num_buckets):
+        full = build.fill(bucket)
+        fills.append(full)
+        if bucket == num_buckets - 1:
+            full = end = build.add(OpKind.END, None, after=tuple(fills))
+        reduction = build.pack_and_reduce(bucket, after=full)
+        steps.append(build.step_of(bucket, after=reduction))
+        for gathered in behind[bucket]:
+            if gathered > bucket:
+                raise ConfigError(
+                    f"bucket {gathered} cannot be gathered before it is reduced.",
+                    where=f"the lane behind the reduction of bucket {bucket}",
+                    remedy="Put its gather behind its own reduction, or a later one.",
+                )
+            gathers[gathered] = build.gather(gathered, after=steps[gathered])
+    join = build.add(OpKind.JOIN, None, after=(end,))
+    build.binds(steps, join=join)
+    for bucket, gather in gathers.items():
+        build.add(OpKind.USE, bucket, reads=("param",), after=(gather,))
+    return build.schedule
+
+
+def gathers_after_reductions(num_buckets: int) -> tuple[tuple[int, ...], ...]:
+    """What `lower_eager` takes where nothing is known: all gathers behind the last reduction, in the order of the forward."""
+    return (*((),) * (num_buckets - 1), tuple(reversed(range(num_buckets))))
 
 
 def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
@@ -41,7 +81,7 @@ def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
         return build.schedule
     fills, binds = [], []
     for bucket in range(num_buckets):
-        fills.append(build.add(OpKind.FILL, bucket, writes=("grad",)))
+        fills.append(build.fill(bucket))
         pack = build.add(OpKind.PACK, bucket, reads=("grad",), writes=("grad",), after=(fills[-1],))
         binds.append(build.add(OpKind.BIND, bucket, reads=("grad",), after=(pack,)))
     end = build.add(OpKind.END, None, after=tuple(fills))
@@ -52,8 +92,9 @@ def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
 class _Builder:
     """Numbers ops as they are added."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, *, backward_reads: tuple[str, ...] = ()) -> None:
         self._ops: list[Op] = []
+        self._backward_reads = backward_reads
         self._reduction = strategy.reduction
         self._reduced = "grad" if strategy.reduction is OpKind.ALL_REDUCE else "shard"
 
@@ -70,9 +111,10 @@ class _Builder:
         writes: tuple[str, ...] = (),
         after: tuple[int, ...] = (),
     ) -> int:
+        is_eager = kind is OpKind.STEP and bucket is not None
         op = Op(
             id=len(self._ops),
-            lane=_COMM if kind in COLLECTIVES else COMPUTE,
+            lane=_COMM if kind in COLLECTIVES else UPDATE if is_eager else COMPUTE,
             kind=kind,
             bucket=bucket,
             reads=tuple(Buffer(name, bucket) for name in reads),
@@ -87,19 +129,22 @@ class _Builder:
         fills: list[int] = []
         reductions: list[int] = []
         for bucket in range(num_buckets):
-            fills.append(self.add(OpKind.FILL, bucket, writes=("grad",)))
+            fills.append(self.fill(bucket))
             if overlap and bucket < num_buckets - 1:
-                reductions.append(self._pack_and_reduce(bucket, after=fills[bucket]))
+                reductions.append(self.pack_and_reduce(bucket, after=fills[bucket]))
         end = self.add(OpKind.END, None, after=tuple(fills))
         for bucket in range(len(reductions), num_buckets):
-            reductions.append(self._pack_and_reduce(bucket, after=end))
+            reductions.append(self.pack_and_reduce(bucket, after=end))
         return reductions, self.add(OpKind.JOIN, None, after=(end,))
 
-    def binds(self, reductions: Sequence[int], *, join: int) -> tuple[int, ...]:
+    def fill(self, bucket: int) -> int:
+        """Autograd produces the bucket's gradients."""
+        return self.add(OpKind.FILL, bucket, reads=self._backward_reads, writes=("grad",))
+
+    def binds(self, reduced: Sequence[int], *, join: int) -> tuple[int, ...]:
         """The compute lane waits for every bucket."""
         return tuple(
-            self.add(OpKind.BIND, bucket, reads=(self._reduced,), after=(reduction, join))
-            for bucket, reduction in enumerate(reductions)
+            self.add(OpKind.BIND, bucket, reads=(self._reduced,), after=(last, join)) for bucket, last in enumerate(reduced)
         )
 
     def step(self, *, after: tuple[int, ...]) -> int:
@@ -107,6 +152,14 @@ class _Builder:
         owned = "param" if self._reduced == "grad" else "own"
         return self.add(OpKind.STEP, None, reads=(self._reduced,), writes=(owned,), after=after)
 
-    def _pack_and_reduce(self, bucket: int, *, after: int) -> int:
+    def step_of(self, bucket: int, *, after: int) -> int:
+        """It updates what this rank owns of one bucket."""
+        return self.add(OpKind.STEP, bucket, reads=(self._reduced,), writes=("own",), after=(after,))
+
+    def gather(self, bucket: int, *, after: int) -> int:
+        """Every rank gets what the others have updated of a bucket."""
+        return self.add(OpKind.ALL_GATHER, bucket, reads=("own",), writes=("param",), after=(after,))
+
+    def pack_and_reduce(self, bucket: int, *, after: int) -> int:
         pack = self.add(OpKind.PACK, bucket, reads=("grad",), writes=("grad",), after=(after,))
         return self.add(self._reduction, bucket, reads=("grad",), writes=(self._reduced,), after=(pack,))

@@ -10,6 +10,7 @@ from enum import StrEnum
 from undertow.errors import ConfigError
 
 COMPUTE = "compute"
+UPDATE = "update"  # where buckets are stepped while backward goes on, one at a time
 
 
 class OpKind(StrEnum):
@@ -22,11 +23,12 @@ class OpKind(StrEnum):
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"  # each rank gets its shard of the sum
     BIND = "bind"  # waits for the bucket; its gradients become views of it, or placeholders where only a shard is here
-    STEP = "step"  # the optimizer updates the parameters, or this rank's shards of them
+    STEP = "step"  # the optimizer updates the parameters, or this rank's shards of them; one bucket's in eager form
     ALL_GATHER = "all_gather"  # each rank gets every other one's shard of the parameters
     USE = "use"  # the next forward reads the parameters
 
 
+# On the compute lane; a step on the update lane is ours.
 EXTERNAL = frozenset({OpKind.FILL, OpKind.END, OpKind.JOIN, OpKind.STEP, OpKind.USE})
 REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
 COLLECTIVES = REDUCTIONS | {OpKind.ALL_GATHER}

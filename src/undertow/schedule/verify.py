@@ -18,13 +18,15 @@ def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) ->
     """Returns `schedule` if it is right, else raises ConfigError with the ops at fault.
 
     - backward ends once and is joined once, and the last collective, which carries the verdict, leaves after its end;
-    - every bucket's gradients are filled once and cross the mesh axis once, after they are filled and before the step;
-      where they come back as shards, every bucket's parameters cross once between the step and their use;
+    - the optimizer steps on all buckets at once, or once on each; an accumulation has no step;
+    - every bucket's gradients are filled once and cross the mesh axis once, after they are filled and before their step;
+      where they come back as shards, every bucket's parameters cross once between their step and their use;
     - collectives leave in the order of their ids, whatever order gradients arrive in (each comm lane is a queue);
     - no buffer is written by one op while another may touch it, in this step or in the next one.
     """
     before = _happens_before(schedule)
     _check_end(schedule, before)
+    _check_steps(schedule, num_buckets)
     _check_reductions(schedule, strategy, num_buckets, before)
     _check_gathers(schedule, strategy, num_buckets, before)
     _check_hazards(schedule, before)
@@ -91,6 +93,24 @@ def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
         )
 
 
+def _check_steps(schedule: Schedule, num_buckets: int) -> None:
+    stepped = [op.bucket for op in schedule.ops if op.kind is OpKind.STEP]
+    if stepped not in ([], [None]) and sorted(bucket for bucket in stepped if bucket is not None) != list(range(num_buckets)):
+        raise ConfigError(
+            "the steps do not update each parameter once.",
+            where=f"buckets that are stepped: {', '.join('all' if it is None else f'b{it}' for it in stepped)}; "
+            f"the plan has {num_buckets} buckets",
+            remedy="One step updates all buckets, or each bucket has one of its own.",
+        )
+
+
+def _steps_on(schedule: Schedule) -> dict[int | None, list[Op]]:
+    """The steps that update each bucket."""
+    steps = [op for op in schedule.ops if op.kind is OpKind.STEP]
+    whole = [op for op in steps if op.bucket is None]
+    return defaultdict(lambda: whole, {op.bucket: [*whole, op] for op in steps if op.bucket is not None})
+
+
 def _check_reductions(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
     fills: dict[int | None, list[Op]] = defaultdict(list)
     crossings: dict[int | None, list[Op]] = defaultdict(list)
@@ -99,9 +119,9 @@ def _check_reductions(schedule: Schedule, strategy: Strategy, num_buckets: int, 
             fills[op.bucket].append(op)
         elif op.kind is strategy.reduction:
             crossings[op.bucket].append(op)
-    steps = [op for op in schedule.ops if op.kind is OpKind.STEP]
+    steps_on = _steps_on(schedule)
     for bucket in dict.fromkeys((*range(num_buckets), *fills, *crossings)):
-        exists = bucket in range(num_buckets)
+        exists, steps = bucket in range(num_buckets), steps_on[bucket]
         wanted = (int(exists), int(exists and (bool(steps) or strategy.reduces_micro_batches)))
         found = (len(fills[bucket]), len(crossings[bucket]))
         if found != wanted:
@@ -121,12 +141,13 @@ def _check_reductions(schedule: Schedule, strategy: Strategy, num_buckets: int, 
 
 
 def _check_gathers(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
-    steps = [op for op in schedule.ops if op.kind is OpKind.STEP]
     gathers: dict[int | None, list[Op]] = defaultdict(list)
     for op in schedule.ops:
         if op.kind is OpKind.ALL_GATHER:
             gathers[op.bucket].append(op)
+    steps_on = _steps_on(schedule)
     for bucket in dict.fromkeys((*range(num_buckets), *gathers)):
+        steps = steps_on[bucket]
         wanted = int(bucket in range(num_buckets) and bool(steps) and strategy.gather is not None)
         if len(gathers[bucket]) != wanted:
             raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from undertow.trace.event import COMPUTE, Trace
+from undertow.trace.record import StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +53,26 @@ def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
         remaining += wire
         limit = max(limit, ready + remaining)
     return limit
+
+
+def step_limit_us(record: StepRecord) -> float:
+    """The shortest period of steps with these buckets, where gathers may lie under backward as well as under the next forward.
+
+    The largest of what the step computes, of what the link carries, and over all buckets of ready time + wire time, both
+    ways, of this bucket and all that follow - the time at which the forward reads the last of those. Ready times and reads
+    are counted without waits for parameters. 0 where no parameters are gathered.
+    """
+    if not record.gathers:
+        return 0.0
+    gather_us = {row.bucket: stop - start for row, (start, stop) in zip(record.gathers, record.gather_intervals(), strict=True)}
+    read_us, waited_us = {}, 0.0
+    for row in sorted(record.gathers, key=lambda row: row.waited):
+        read_us[row.bucket] = max(0.0, row.waited[0] - waited_us)
+        waited_us += row.waited[1] - row.waited[0]
+    exposed_us = waited_us + sum(row.waited[1] - row.waited[0] for row in record.buckets)
+    carried_us, last_read_us, limit = 0.0, 0.0, record.step_us - exposed_us
+    for row, (start, stop) in zip(reversed(record.buckets), reversed(record.wire_intervals()), strict=True):
+        carried_us += stop - start + gather_us.get(row.bucket, 0.0)
+        last_read_us = max(last_read_us, read_us.get(row.bucket, 0.0))
+        limit = max(limit, row.ready_us - waited_us + carried_us - last_read_us)
+    return max(limit, carried_us)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from undertow.plan import Plan
-from undertow.trace.overlap import limit_us, overlap_of, union_us
+from undertow.trace.overlap import limit_us, overlap_of, step_limit_us, union_us
 from undertow.trace.record import BucketRecord, Interval, StepRecord
 
 _MS = 1e-3  # of a microsecond
@@ -52,7 +52,9 @@ class StepReport:
     `communication_ms` is the time in which the link was in use, `exposed_ms` what the compute lane waited for it,
     `hidden_ms` the rest, `overlap` the hidden share (None: no communication). Of the exposed time `late_rank_ms` was
     spent waiting for a rank that was slower than this one, `wire_ms` for the network. `limit_ms` is the earliest time
-    at which the gradients of these buckets, ready when they were, could have been through the link; gathers are not in it.
+    at which the gradients of these buckets, ready when they were, could have been through the link; gathers are not in it:
+    `step_limit_ms` is the shortest step with these buckets where gathers may lie anywhere behind their own bucket's
+    reduction (0 where there are none).
     """
 
     num_steps: int
@@ -70,6 +72,7 @@ class StepReport:
     gather_exposed_ms: float
     synchronised_ms: float  # from the start of the step until the last bucket of gradients was through
     limit_ms: float
+    step_limit_ms: float
     slowest_rank: int | None
     busy_ms: tuple[float, ...]  # by rank
     buckets: tuple[BucketReport, ...]
@@ -138,6 +141,7 @@ class _Split:
     gather_exposed_ms: float
     synchronised_ms: float
     limit_ms: float
+    step_limit_ms: float
 
 
 def _split(record: StepRecord) -> _Split:
@@ -158,6 +162,7 @@ def _split(record: StepRecord) -> _Split:
         gather_exposed_ms=sum(_length_us(gather.waited) for gather in record.gathers) * _MS,
         synchronised_ms=max((bucket.done_us for bucket in record.buckets), default=0.0) * _MS,
         limit_ms=limit_us([bucket.ready_us for bucket in record.buckets], wires) * _MS,
+        step_limit_ms=step_limit_us(record) * _MS,
     )
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from undertow.plan import Member, Plan, finish_us, optimal_groups
 from undertow.profile import Profile
 from undertow.tune.decision import Decided, Decision, Outcome
+from undertow.tune.eager import best_eager_groups, eager_period_us
 from undertow.tune.tuner import Tuner, max_bucket_bytes
 
 _MS = 1e-3  # of a microsecond
@@ -40,14 +41,19 @@ class Explanation:
         return f"{text}; {self.achieved_ms:.1f} ms, limit {self.limit_ms:.1f} ms"
 
 
-def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, history: Sequence[Decided]) -> Explanation:
-    """What is known of `plan`; `tuner` is what has learned of its parameters, None where nothing does."""
+def explanation(  # the plan, what is known of it, and how it is run
+    plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, history: Sequence[Decided], is_eager: bool = False
+) -> Explanation:
+    """What is known of `plan`; `tuner` is what has learned of its parameters, None where nothing does.
+
+    `is_eager`: its buckets are stepped in backward, and times are of the whole step.
+    """
     profile = None if tuner is None else tuner.profile(plan, strategy=strategy)
     measurement = None if tuner is None else tuner.measurement
     order = None if tuner is None else tuner.order
     known = Explanation(
         num_ranks=plan.num_ranks,
-        strategy=strategy,
+        strategy=f"{strategy} eager" if is_eager else strategy,
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
         achieved_ms=None if measurement is None else measurement.synchronised_us * _MS,
@@ -61,6 +67,14 @@ def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, his
     if not all(profile.curves[kind].is_enough for kind in needed):
         return known
     timing, costs = profile.timing, profile.costs()
+    if is_eager:
+        best = best_eager_groups(
+            profile, profile.order if order is None else order, num_ranks=plan.num_ranks, max_bytes=max_bucket_bytes(plan)
+        )
+        present_us = eager_period_us(profile, plan, costs)
+        return replace(
+            known, predicted_ms=present_us * _MS, best_ms=min(present_us, best.best_us) * _MS, limit_ms=best.limit_us * _MS
+        )
     best = optimal_groups(
         plan.params,
         profile.order if order is None else order,

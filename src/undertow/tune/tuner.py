@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
-from undertow.plan import Member, Plan, finish_us, optimal_groups
+from undertow.plan import GathersBehind, Member, Optimum, Plan, eager_order, finish_us, optimal_groups
 from undertow.profile import Profile
+from undertow.simulate import lane_times
 from undertow.tune.decision import Decision, Outcome
+from undertow.tune.eager import best_eager_groups, eager_period_us
 from undertow.tune.measurement import Measurement
 
 # A plan that is predicted to gain less than this share of the time until gradients are through is not worth its new buckets.
@@ -116,8 +119,11 @@ class Tuner:
             step_us=_rounded(now.synchronised_us + now.rest_us),
         )
 
-    def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
-        """What to do now that the present plan was measured; nothing, where it was not since the last decision."""
+    def decide(self, plan: Plan, *, has_shards: bool, is_eager: bool = False) -> Decision:
+        """What to do now that the present plan was measured; nothing, where it was not since the last decision.
+
+        `is_eager`: its buckets are stepped in backward.
+        """
         now = self.measurement if self._is_new else None
         self._is_new = False
         if now is None:
@@ -126,17 +132,8 @@ class Tuner:
             return self._try_other_sizes(plan, has_shards=has_shards)
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
         assert profile is not None  # there is a measurement
-        timing, costs = profile.timing, profile.costs()
-        best = optimal_groups(
-            plan.params,
-            profile.order if self.order is None else self.order,
-            timing,
-            costs,
-            num_ranks=plan.num_ranks,
-            has_shards=has_shards,
-            max_bucket_bytes=max_bucket_bytes(plan),
-        )
-        present_us = finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
+        costs = profile.costs()
+        best, present_us = self._best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
         move_us = _move_us(plan, costs) if has_shards else 0.0
         outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
         if groups is not None and not _may_move(plan, has_shards=has_shards):
@@ -149,6 +146,26 @@ class Tuner:
             limit_us=best.limit_us,
             groups=groups,
         )
+
+    def _best_and_present(self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool) -> tuple[Optimum, float]:
+        """The best plan that is known, and what the present one takes by the same costs."""
+        order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
+        most_bytes = max_bucket_bytes(plan)
+        if is_eager:
+            best = best_eager_groups(profile, order, num_ranks=plan.num_ranks, max_bytes=most_bytes)
+            return best, eager_period_us(profile, plan, costs)
+        best = optimal_groups(
+            plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
+        )
+        return best, finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
+
+    def gathers_behind(self, plan: Plan) -> GathersBehind | None:
+        """When its buckets are best gathered, where they are stepped in backward; None where too little is known."""
+        profile = self.profile(plan, strategy="zero1")
+        if profile is None or not self._knows_enough(has_shards=True):
+            return None
+        # What the update takes is in no measurement of a step whose buckets are stepped in backward: it is little.
+        return eager_order(lane_times(replace(profile, update_us=0.0), plan, profile.costs()))
 
     def _try_other_sizes(self, plan: Plan, *, has_shards: bool) -> Decision:
         """Once for a network: buckets of one size say nothing of what others would take."""

@@ -1,0 +1,57 @@
+"""Buckets for steps whose buckets are stepped and gathered while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from undertow.cost import MeasuredCosts
+from undertow.plan import (
+    Optimum,
+    Plan,
+    SizeCaps,
+    eager_limit_us,
+    eager_order,
+    group_in_pieces,
+    lane_period_us,
+    optimal_groups,
+    plan_from_groups,
+)
+from undertow.profile import Profile
+from undertow.simulate import lane_times
+
+# Of all parameters' bytes one bucket may hold one of so many equal shares.
+_NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
+# A plan of more buckets, each of which takes the host some time, must be faster by this share of the step.
+_SLACK = 0.002
+
+
+def best_eager_groups(profile: Profile, order: Sequence[int], *, num_ranks: int, max_bytes: float) -> Optimum:
+    """The shortest period among buckets of several sizes, and among them those that are best with a barrier.
+
+    A parameter above the size is cut. What the update takes is in no measurement of such a step: it is little.
+    """
+    params, costs = profile.params, profile.costs()
+    total = sum(spec.num_bytes for spec in params)
+    barrier = optimal_groups(
+        params, order, profile.timing, costs, num_ranks=num_ranks, has_shards=True, max_bucket_bytes=max_bytes
+    )
+    sizes = [max(1, min(total // num, int(max_bytes))) for num in _NUM_SHARES]
+    tried = [group_in_pieces(params, order, SizeCaps(cap_bytes=size), num_ranks=num_ranks) for size in sizes]
+    plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in dict.fromkeys([barrier.groups, *tried])]
+    periods = [(eager_period_us(profile, plan, costs, is_quick=True), len(plan.buckets), at) for at, plan in enumerate(plans)]
+    least_us = min(periods)[0]
+    _, _, at = min((num, us, at) for us, num, at in periods if us <= least_us * (1 + _SLACK))
+    period_us = eager_period_us(profile, plans[at], costs)
+    return Optimum(
+        groups=plans[at].groups,
+        finish_us=period_us,
+        best_us=min(period_us, least_us),
+        limit_us=eager_limit_us(params, profile.timing, costs),
+    )
+
+
+def eager_period_us(profile: Profile, plan: Plan, costs: MeasuredCosts, *, is_quick: bool = False) -> float:
+    """Of a step with these buckets, in the order in which they are gathered."""
+    times = lane_times(replace(profile, update_us=0.0), plan, costs)
+    return lane_period_us(times, eager_order(times, is_quick=is_quick))

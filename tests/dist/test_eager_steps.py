@@ -1,0 +1,485 @@
+"""What surrounds a step in backward: what it refuses, gathers in flight, delays, failures, changes, re-plans."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from support.models import CASES, noise
+from support.ranks import Ranks
+from support.scripted import all_in_one, in_pieces, one_each, scripted
+from support.sharded import optimizer_for, parameters, require_equal, trained, training
+from undertow import ConfigError, DistributedDataParallel, PeerFailed, PhaseError, SyncConfig
+from undertow.schedule import OpKind
+
+MLP = CASES["mlp"]
+TIED = CASES["tied transformer"]
+SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
+ORDERED: dict[str, Any] = {"reduction": "ordered", **SMALL}
+
+
+def backward(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
+    opt.zero_grad()
+    MLP.loss(ddp, step).backward()
+
+
+def one_step(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
+    backward(ddp, opt, step)
+    opt.step()
+
+
+def assembly_of(ddp: DistributedDataParallel) -> Any:
+    return ddp.sync._engine.formation.assembly
+
+
+def updated_in_backward() -> None:
+    with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
+        one_step(ddp, opt, 0)
+        ddp.wait()
+        before = parameters(ddp)
+        backward(ddp, opt, 1)
+        after = parameters(ddp)
+        assert not any(torch.equal(before[name], after[name]) for name in before)
+        opt.step()
+        require_equal(after, parameters(ddp))
+
+
+def test_parameters_are_updated_when_backward_returns_and_step_confirms(two_ranks: Ranks) -> None:
+    two_ranks.run(updated_in_backward)
+
+
+def steps_in_flight() -> None:
+    with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
+        threads: list[str] = []
+        update = opt.update  # type: ignore[attr-defined]
+
+        def noted(bucket: int) -> None:
+            threads.append(threading.current_thread().name)
+            update(bucket)
+
+        opt.update = noted  # type: ignore[attr-defined]
+        one_step(ddp, opt, 0)
+        assert threads == []  # the first step is reduced as a whole
+        one_step(ddp, opt, 1)
+        assert len(threads) == len(ddp.plan.buckets) > 1
+        assert len(set(threads)) == 1
+        assert "undertow-adds" in threads[0]
+        assert len(assembly_of(ddp).reducer.sharding.gathers.in_flight) == len(ddp.plan.buckets)  # step() has not waited
+        ddp.eval()
+        with torch.no_grad():
+            ddp(noise(2, 6))
+        assert assembly_of(ddp).reducer.sharding.gathers.in_flight == {}
+
+
+def test_one_thread_updates_every_bucket_and_gathers_stay_in_flight(two_ranks: Ranks) -> None:
+    two_ranks.run(steps_in_flight)
+
+
+REFUSED: dict[str, tuple[str, Any]] = {
+    "clipping": (
+        "clip_grad_norm_ does not go with eager=True: the norm is known when parameters are updated already.\n"
+        "  ShardedOptimizer\n"
+        "  Leave eager=True out: gathers lie under the next forward, and updates between them and backward.",
+        lambda _, opt: opt.clip_grad_norm_(1.0),
+    ),
+    "a closure": (
+        "step(closure) does not go with eager=True: the closure's backward would update parameters before step() is through.",
+        lambda _, opt: opt.step(lambda: None),
+    ),
+    "a training forward": (
+        "a training forward begins before step(), and an eager optimizer has updated the parameters in the backward before.\n"
+        "  ShardedOptimizer(..., eager=True)\n"
+        "  Call step() after every synchronising backward, run the others of a step in accumulate(), or leave eager=True out.",
+        lambda ddp, _: MLP.loss(ddp, 2),
+    ),
+    "a second backward": (
+        "a second synchronising backward runs before step(), and an eager optimizer has updated the parameters",
+        lambda ddp, _: ddp.module(noise(5, 6)).sum().backward(),
+    ),
+    "another optimizer": (
+        "another optimizer is made before step(), and an eager optimizer has updated the parameters in the backward before.",
+        lambda ddp, _: optimizer_for(ddp, "zero1", eager=True),
+    ),
+    "another group": (
+        "hyper-parameters have changed since the backward that has updated the parameters: number of groups: 1, now 2.",
+        lambda _, opt: (opt.param_groups.append(dict(opt.param_groups[0])), opt.step()),
+    ),
+    "other hyper-parameters": (
+        "hyper-parameters have changed since the backward that has updated the parameters: lr of group 0: 0.01, now 1.0.\n"
+        "  ShardedOptimizer.step, eager=True\n"
+        "  Change them between step() and the next backward, as schedulers do, or leave eager=True out.",
+        lambda _, opt: (opt.param_groups[0].update(lr=1.0), opt.step()),
+    ),
+}
+
+
+def refused(what: str) -> None:
+    text, act = REFUSED[what]
+    with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
+        one_step(ddp, opt, 0)
+        backward(ddp, opt, 1)
+        with pytest.raises(PhaseError) as caught:
+            act(ddp, opt)
+        assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_right_raises_where_it_happens(two_ranks: Ranks, what: str) -> None:
+    two_ranks.run(refused, what)
+
+
+def unscaling() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
+        scaler.scale(MLP.loss(ddp, 0)).backward()
+        with pytest.raises(PhaseError, match="GradScaler does not go with eager=True: it looks for infinite gradients when parameters are updated"):
+            scaler.step(opt)  # the very first, before anything is updated
+
+
+def test_a_scaler_is_refused_before_the_first_update(two_ranks: Ranks) -> None:
+    two_ranks.run(unscaling)
+
+
+def made_impossibly() -> None:
+    with training(MLP.model(), eager=False) as (ddp, _):
+        with pytest.raises(ConfigError, match="an optimizer of this model was made with eager=False before"):
+            optimizer_for(ddp, "zero1", eager=True)
+    ddp = DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1", overlap=False))
+    with pytest.raises(ConfigError, match="eager=True steps under backward, and overlap=False lets nothing lie there"):
+        optimizer_for(ddp, "zero1", eager=True)
+    ddp.close()
+
+
+def test_it_is_refused_where_it_cannot_be_made(two_ranks: Ranks) -> None:
+    two_ranks.run(made_impossibly)
+
+
+def delayed(kind: OpKind, late_rank: int) -> None:
+    expected = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered")
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        if step == 1:
+            table = assembly_of(ddp).executor._table
+            act = table[kind]
+
+            def late(*args: Any) -> None:
+                if dist.get_rank() == late_rank:
+                    time.sleep(0.004)
+                act(*args)
+
+            table[kind] = late
+        opt.zero_grad()
+        TIED.loss(ddp, step).backward()
+        opt.step()
+
+    require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
+
+
+@pytest.mark.parametrize(
+    ("kind", "late_rank"),
+    [(OpKind.PACK, 0), (OpKind.REDUCE_SCATTER, 1), (OpKind.STEP, 0), (OpKind.BIND, 1), (OpKind.ALL_GATHER, 0)],
+)
+def test_a_delay_at_any_op_changes_nothing(two_ranks: Ranks, kind: OpKind, late_rank: int) -> None:
+    two_ranks.run(delayed, kind, late_rank)
+
+
+def delayed_in_threads(where: str) -> None:
+    expected = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered")
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        if step == 1:
+            owner = opt if where == "update" else assembly_of(ddp).reducer.sharding.exchanges
+            act = getattr(owner, where)
+
+            def late(*args: Any, **kwargs: Any) -> Any:
+                time.sleep(0.003 * (dist.get_rank() == 0))
+                return act(*args, **kwargs)
+
+            setattr(owner, where, late)
+        opt.zero_grad()
+        TIED.loss(ddp, step).backward()
+        opt.step()
+
+    require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
+
+
+@pytest.mark.parametrize("where", ["update", "_send", "_post_all_gather"])
+def test_nor_does_one_in_a_thread(two_ranks: Ranks, where: str) -> None:
+    two_ranks.run(delayed_in_threads, where)
+
+
+def interleaved() -> None:
+    """The lane carries gathers between the reductions of the same backward."""
+    expected = trained(TIED, "ddp", "SGD", num_steps=8, reduction="ordered")
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        if step >= 1:
+            last = len(ddp.plan.buckets) - 1
+            orders = [
+                tuple((bucket,) for bucket in range(last + 1)),
+                tuple((bucket - 1,) if bucket < last else (last, last - 1) for bucket in range(last + 1)),
+            ]
+            behind = orders[step % 2] if step % 2 == 0 else ((), *orders[1][1:])
+            assembly = assembly_of(ddp)
+            assembly.interleave(behind)
+            ddp.sync._engine.formation.watch.tuning._order = (ddp.plan.groups, behind)
+        opt.zero_grad()
+        TIED.loss(ddp, step).backward()
+        opt.step()
+
+    require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=8, each=each, eager=True, **ORDERED))
+
+
+def test_gathers_between_reductions_change_nothing(ranks: Ranks) -> None:
+    ranks.run(interleaved)
+
+
+def exception_in_an_update() -> None:
+    with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
+        one_step(ddp, opt, 0)
+        one_step(ddp, opt, 1)
+
+        def fail(bucket: int) -> None:
+            raise ZeroDivisionError(f"in bucket {bucket}")
+
+        opt.update = fail  # type: ignore[attr-defined]
+        with pytest.raises(ZeroDivisionError, match="in bucket 0"):
+            backward(ddp, opt, 2)
+        in_flight = assembly_of(ddp).reducer.sharding.gathers.in_flight
+        for handle in in_flight.values():  # what was not updated does not leave
+            with pytest.raises(ZeroDivisionError):
+                handle.wait()
+        in_flight.clear()
+
+
+def test_an_exception_in_an_update_comes_out_of_backward_as_itself(fresh_pair: Ranks) -> None:
+    fresh_pair.run(exception_in_an_update)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
+        raise ZeroDivisionError("in the middle of backward")
+
+
+class Fragile(nn.Module):
+    """Its backward fails behind the last layer where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(Fails.apply(hidden) if self.fails else hidden)
+
+
+def failure_in_backward(num_failing: int) -> None:
+    torch.manual_seed(3)
+    with training(Fragile(), "zero1", "SGD", eager=True, bucket_cap_mb=1e-4) as (ddp, opt):
+        for step in range(3):
+            one_step(ddp, opt, step)
+        before = parameters(ddp)
+        ddp.module.fails = dist.get_rank() < num_failing
+        error = ZeroDivisionError if ddp.module.fails else PeerFailed
+        with pytest.raises(error):
+            backward(ddp, opt, 3)
+        ddp.module.fails = False
+        one_step(ddp, opt, 4)  # and with it this rank ends the round that it has left open
+        after = parameters(ddp)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, after)
+        for other in gathered:
+            require_equal(after, other)  # whole, and the same on every rank
+        assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_ranks_agree_on_what_was_updated_when_backward_fails(two_ranks: Ranks, num_failing: int) -> None:
+    two_ranks.run(failure_in_backward, num_failing)
+
+
+def stale_tensors_raise() -> None:
+    """A use that autograd does not count delays no update, and must not be computed with what that has written."""
+
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = nn.functional.linear(self.first(x), self.last.weight.detach())
+            return self.last(hidden.tanh())
+
+    torch.manual_seed(3)
+    with training(Detached(), "zero1", "SGD", eager=True, bucket_cap_mb=1e-4) as (ddp, opt):
+        one_step(ddp, opt, 0)
+        opt.zero_grad()
+        loss = MLP.loss(ddp, 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_autograd_refuses_a_parameter_that_was_updated_too_early(two_ranks: Ranks) -> None:
+    two_ranks.run(stale_tensors_raise)
+
+
+class Twice(nn.Module):
+    """Reentrant checkpoints, of which the second one with the same layer is computed only when it is told to."""
+
+    def __init__(self, *, calls_layer: bool) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.part = self.layer if calls_layer else self.computed
+        self.runs_twice = False
+
+    def computed(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight, self.layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.other(x)
+        if self.runs_twice:
+            x = checkpoint(self.part, x, use_reentrant=True)
+        return checkpoint(self.part, x, use_reentrant=True)
+
+
+def unexpected_second_use(calls_layer: bool) -> None:
+    torch.manual_seed(3)
+    with training(Twice(calls_layer=calls_layer), "zero1", "SGD", eager=True, bucket_cap_mb=1e-4) as (ddp, opt):
+        one_step(ddp, opt, 0)
+        one_step(ddp, opt, 1)
+        ddp.module.runs_twice = calls_layer or dist.get_rank() == 0
+        found = "a forward inside backward reads parameters that this backward has updated" if calls_layer else "arrived again after"
+        with pytest.raises(PhaseError, match=found):
+            backward(ddp, opt, 2)
+
+
+@pytest.mark.parametrize("calls_layer", [True, False])
+def test_a_recomputation_with_updated_parameters_is_an_error_on_every_rank(two_ranks: Ranks, calls_layer: bool) -> None:
+    two_ranks.run(unexpected_second_use, calls_layer)
+
+
+def parameters_change() -> None:
+    """Frozen, and unfrozen again: rounds with whole gradients in between."""
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        if step in (3, 6):
+            ddp.module[0].weight.requires_grad_(step == 6)
+        one_step(ddp, opt, step)
+
+    expected = trained(MLP, "zero1", "SGD", num_steps=10, each=each, **ORDERED)
+    require_equal(expected, trained(MLP, "zero1", "SGD", num_steps=10, each=each, eager=True, **ORDERED))
+
+
+def test_parameters_may_change(ranks: Ranks) -> None:
+    ranks.run(parameters_change)
+
+
+def planned() -> None:
+    """Rounds enough for a look."""
+    settings: dict[str, Any] = {"reduction": "ordered", "bucket_cap_mb": (1e-4, 1e-3), "num_steps": 16}
+    expected = trained(TIED, "ddp", **settings)
+    orders = []
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        opt.zero_grad()
+        TIED.loss(ddp, step).backward()
+        opt.step()
+        orders.append(assembly_of(ddp)._gathers_behind)
+
+    require_equal(expected, trained(TIED, "zero1", each=each, eager=True, **settings))
+    assert orders[0] is None  # behind the last reduction, while nothing is known
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, orders)
+    assert all(of_rank == orders for of_rank in found)
+    last = orders[-1]
+    assert last is not None
+    assert sorted(bucket for behind in last for bucket in behind) == list(range(len(last)))
+
+
+def test_rank_0_plans_the_lane_and_all_follow(two_ranks: Ranks) -> None:
+    two_ranks.run(planned)
+
+
+def moved() -> None:
+    """Look after look another plan, taken with its state; in between rounds that are measured in another order."""
+    settings: dict[str, Any] = {"reduction": "ordered", "num_steps": 40}
+    expected = trained(TIED, "ddp", **settings)
+    with scripted(one_each, in_pieces, all_in_one) as seen:
+        require_equal(expected, trained(TIED, "zero1", eager=True, **settings))
+    if dist.get_rank() == 0:
+        assert len({plan.fingerprint for plan in seen}) >= 4
+
+
+def test_other_plans_are_taken_with_their_state(ranks: Ranks) -> None:
+    ranks.run(moved)
+
+
+def saved_after_every_step() -> None:
+    with training(TIED.model(), "zero1", **ORDERED) as (ddp, opt):
+        expected = _saved(ddp, opt)
+    with training(TIED.model(), "zero1", eager=True, **ORDERED) as (ddp, opt):
+        for mine, theirs in zip(_saved(ddp, opt), expected, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def _saved(ddp: DistributedDataParallel, opt: Any) -> list[dict[str, Tensor]]:
+    found = []
+    for step in range(4):
+        opt.zero_grad()
+        TIED.loss(ddp, step).backward()
+        opt.step()
+        state = opt.full_state_dict()["state"]
+        tensors = {f"{number} {key}": value.clone() for number, of_param in state.items() for key, value in of_param.items()}
+        found.append(tensors | {name: value.clone() for name, value in ddp.state_dict().items()})
+        if step == 2:
+            opt.load_state_dict(opt.full_state_dict())
+    return found
+
+
+def test_what_is_saved_after_a_step_is_whole(two_ranks: Ranks) -> None:
+    two_ranks.run(saved_after_every_step)
+
+
+def reduced_by_hand() -> None:
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        opt.zero_grad()
+        with ddp.no_sync():
+            MLP.loss(ddp, step).backward()
+        ddp.sync.reduce_gradients_async().wait()
+        opt.step()
+
+    expected = trained(MLP, "zero1", "SGD", num_steps=5, each=each, **ORDERED)
+    require_equal(expected, trained(MLP, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
+
+
+def test_gradients_reduced_after_backward_are_stepped_as_well(two_ranks: Ranks) -> None:
+    two_ranks.run(reduced_by_hand)
+
+
+def schedules_hyper_parameters() -> None:
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        if step == 0:
+            ddp.scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda number: 1 / (1 + number))
+        one_step(ddp, opt, step)
+        ddp.scheduler.step()
+
+    expected = trained(MLP, "ddp", "SGD", num_steps=5, each=each, **ORDERED)
+    require_equal(expected, trained(MLP, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
+
+
+def test_a_scheduler_between_steps_counts(two_ranks: Ranks) -> None:
+    two_ranks.run(schedules_hyper_parameters)
