@@ -82,15 +82,6 @@ def test_everything_of_fully_shard_has_a_row() -> None:
     assert named_in(table_rows(text, "method of `FSDPModule`")) == methods
 
 
-def eager_optimizer() -> object:
-    model = nn.Linear(2, 2)
-    sync = attach(model)
-    try:
-        return ShardedOptimizer(torch.optim.SGD, sync, eager=True, lr=0.1)
-    finally:
-        sync.close()
-
-
 def texts_of_what_is_not_built() -> dict[str, str]:
     """The error of every setting that the page calls not built yet, under its name there."""
     settings: dict[str, dict[str, object]] = {
@@ -102,7 +93,6 @@ def texts_of_what_is_not_built() -> dict[str, str]:
         'strategy="hybrid"': {"strategy": "hybrid"},
     }
     texts = {name: text_of(ConfigError, lambda given=given: SyncConfig(**given)) for name, given in settings.items()}
-    texts["eager=True"] = text_of(ConfigError, eager_optimizer)
     texts["mixed_precision"] = text_of(ConfigError, lambda: check_mixed_precision("bfloat16"))
     return texts
 
