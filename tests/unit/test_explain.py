@@ -156,7 +156,7 @@ def test_every_decision_is_told_with_its_reason() -> None:
         "round 113: kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
         "round 220: kept (predicted 9.20 ms, the best plan 7.40 ms: too little to gain, or tried before)",
         "round 327: moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)",
-        "round 434: went back to 1 buckets: they were measured to be faster",
+        "round 434: went back to 1 bucket: measured to be faster",
     )
 
 

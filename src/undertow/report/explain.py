@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from undertow.tune import Explanation
+from undertow.tune.explain import num_buckets_text
 
 __all__ = ["print_explanation"]
 
@@ -18,7 +19,7 @@ def print_explanation(explanation: Explanation, console: Console | None = None) 
 
 def _lines(it: Explanation) -> list[str]:
     sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
-    lines = [f"The plan: {len(it.bucket_mb)} buckets of {sizes} MB, {it.strategy}, {it.num_ranks} ranks", f"  {it.why}"]
+    lines = [f"The plan: {num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks", f"  {it.why}"]
     times = (
         ("achieved", it.achieved_ms),
         ("predicted", it.predicted_ms),

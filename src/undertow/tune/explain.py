@@ -35,7 +35,7 @@ class Explanation:
     decisions: tuple[str, ...] = ()  # oldest first
 
     def __str__(self) -> str:
-        text = f"{len(self.bucket_mb)} buckets, {self.strategy}, {self.num_ranks} ranks: {self.why}"
+        text = f"{num_buckets_text(len(self.bucket_mb))}, {self.strategy}, {self.num_ranks} ranks: {self.why}"
         if self.achieved_ms is None or self.limit_ms is None:
             return text
         return f"{text}; {self.achieved_ms:.1f} ms, limit {self.limit_ms:.1f} ms"
@@ -119,6 +119,11 @@ def _alternatives(plan: Plan, predicted_us: Callable[[_Groups], float]) -> Itera
         yield f"one bucket more, at best {at} in two: {later_us * _MS:+.2f} ms"
 
 
+def num_buckets_text(num_buckets: int) -> str:
+    """Of a number that may be one."""
+    return f"{num_buckets} bucket{'' if num_buckets == 1 else 's'}"
+
+
 def _some(count: int) -> range:
     return range(0, count, max(1, -(-count // _MAX_TRIED)))
 
@@ -141,11 +146,11 @@ def _numbers(decision: Decision) -> str:
 
 _TEXTS: dict[Outcome, Callable[[Decision], str]] = {
     Outcome.KEEP: lambda it: f"kept ({_numbers(it)}: too little to gain, or tried before)",
-    Outcome.MOVE: lambda it: f"moved to {len(it.groups or ())} buckets ({_numbers(it)})",
-    Outcome.BACK: lambda it: f"went back to {len(it.groups or ())} buckets: they were measured to be faster",
+    Outcome.MOVE: lambda it: f"moved to {num_buckets_text(len(it.groups or ()))} ({_numbers(it)})",
+    Outcome.BACK: lambda it: f"went back to {num_buckets_text(len(it.groups or ()))}: measured to be faster",
     Outcome.UNKNOWN: lambda _: "kept: too little was measured to tell what buckets of other sizes cost",
     Outcome.OVERTAKEN: lambda _: "not followed: the plan had changed meanwhile",
-    Outcome.LEARN: lambda it: f"moved to {len(it.groups or ())} buckets, to learn what other sizes cost",
+    Outcome.LEARN: lambda it: f"moved to {num_buckets_text(len(it.groups or ()))}, to learn what other sizes cost",
     Outcome.TOO_LARGE: lambda it: f"kept ({_numbers(it)}: for a move every rank would hold all of the optimizer's state)",
     Outcome.FROZEN: lambda _: "kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
 }
