@@ -5,7 +5,7 @@ from undertow.plan.choose import first_plan, plan_in_order
 from undertow.plan.finish import StepTiming, finish_us
 from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces
 from undertow.plan.lane import GathersBehind, LaneTimes, eager_order, lane_period_us
-from undertow.plan.layout import Member, Piece, Slot, Trailer, ranks_differ, signature_bits
+from undertow.plan.layout import Groups, Member, Piece, Slot, Trailer, ranks_differ, signature_bits
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.order import largest_first, observed, reverse_registration
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
@@ -14,6 +14,7 @@ from undertow.plan.spec import ParamSpec
 __all__ = [
     "Bucket",
     "GathersBehind",
+    "Groups",
     "LaneTimes",
     "Member",
     "Optimum",

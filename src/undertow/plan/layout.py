@@ -47,6 +47,7 @@ class Piece:
 
 
 Member = int | Piece  # of a group: the index of a parameter that is in it as a whole, or a piece of one
+Groups = tuple[tuple[Member, ...], ...]  # what each bucket of a plan holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

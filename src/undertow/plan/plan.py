@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from undertow.errors import ConfigError
-from undertow.plan.layout import Member, Piece, Slot, Trailer, member_of, padded_numel, piece_of, slots_of
+from undertow.plan.layout import Groups, Member, Piece, Slot, Trailer, member_of, padded_numel, piece_of, slots_of
 from undertow.plan.spec import ParamSpec
 
 _FORMAT = 1
@@ -50,6 +50,11 @@ class Bucket:
         return self.storage_numel * self.itemsize
 
     @property
+    def kind(self) -> tuple[str, str, bool]:
+        """That of its parameters."""
+        return self.dtype, self.device, self.is_sparse
+
+    @property
     def params(self) -> tuple[int, ...]:
         """The parameter of each slot, one that is here with a piece only included."""
         return tuple(slot.param for slot in self.slots)
@@ -78,7 +83,7 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
     @property
-    def groups(self) -> tuple[tuple[Member, ...], ...]:
+    def groups(self) -> Groups:
         """What `plan_from_groups` makes it of."""
         return tuple(tuple(member_of(slot.piece, self.params) for slot in bucket.slots) for bucket in self.buckets)
 
@@ -203,7 +208,7 @@ def _check_bucket(bucket: Bucket, params: Sequence[ParamSpec]) -> None:
     end = 0
     for slot in bucket.slots:
         spec = params[slot.param]
-        is_of_kind = spec.kind == (bucket.dtype, bucket.device, bucket.is_sparse)
+        is_of_kind = spec.kind == bucket.kind
         if slot.start < end or not is_of_kind:
             raise ConfigError(
                 f"parameter {spec.name!r} does not fit its slot [{slot.start}, {slot.stop}) of bucket {bucket.index}.",

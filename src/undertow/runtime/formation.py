@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
-from undertow.plan import Plan, first_plan, plan_from_groups, plan_in_order
+from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
@@ -30,7 +30,6 @@ from undertow.runtime.placeholder import GradientPlaceholder
 from undertow.runtime.planning import follows_observed_order, measure, planned
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharding import Sharding
-from undertow.runtime.tuning import Groups
 from undertow.runtime.watch import Watch, params_of_bucket
 from undertow.schedule import Strategy, strategy_named
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.plan import GathersBehind, Member, Plan, plan_from_groups
+from undertow.plan import GathersBehind, Groups, Plan, plan_from_groups
 from undertow.runtime.assembly import Present
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
@@ -19,8 +19,6 @@ from undertow.tune.tuner import NUM_STEPS_BETWEEN_LOOKS
 
 NUM_STEPS_MEASURED = 5
 _NUM_KEPT = 32
-
-Groups = tuple[tuple[Member, ...], ...]
 
 
 class Tuning:

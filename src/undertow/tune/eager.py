@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from undertow.cost import MeasuredCosts
 from undertow.plan import (
+    LaneTimes,
     Optimum,
     Plan,
     SizeCaps,
@@ -29,7 +30,7 @@ _SLACK = 0.002
 def best_eager_groups(profile: Profile, order: Sequence[int], *, num_ranks: int, max_bytes: float) -> Optimum:
     """The shortest period among buckets of several sizes, and among them those that are best with a barrier.
 
-    A parameter above the size is cut. What the update takes is in no measurement of such a step: it is little.
+    A parameter above the size is cut.
     """
     params, costs = profile.params, profile.costs()
     total = sum(spec.num_bytes for spec in params)
@@ -53,5 +54,10 @@ def best_eager_groups(profile: Profile, order: Sequence[int], *, num_ranks: int,
 
 def eager_period_us(profile: Profile, plan: Plan, costs: MeasuredCosts, *, is_quick: bool = False) -> float:
     """Of a step with these buckets, in the order in which they are gathered."""
-    times = lane_times(replace(profile, update_us=0.0), plan, costs)
+    times = times_of_lane(profile, plan, costs)
     return lane_period_us(times, eager_order(times, is_quick=is_quick))
+
+
+def times_of_lane(profile: Profile, plan: Plan, costs: MeasuredCosts) -> LaneTimes:
+    """Of a measured step. Where buckets are stepped in backward, no measurement has what the update takes: it is little."""
+    return lane_times(replace(profile, update_us=0.0), plan, costs)

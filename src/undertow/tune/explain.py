@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from undertow.plan import Member, Plan, finish_us, optimal_groups
+from undertow.plan import Groups, Plan, finish_us
 from undertow.profile import Profile
 from undertow.tune.decision import Decided, Decision, Outcome
-from undertow.tune.eager import best_eager_groups, eager_period_us
-from undertow.tune.tuner import Tuner, max_bucket_bytes
+from undertow.tune.tuner import Tuner, best_and_present, kinds_needed, knows_enough
 
 _MS = 1e-3  # of a microsecond
 _MAX_TRIED = 64  # of cuts and of merges, spread over the buckets: a plan has hundreds at most
-
-_Groups = tuple[tuple[Member, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,6 @@ def explanation(  # the plan, what is known of it, and how it is run
     """
     profile = None if tuner is None else tuner.profile(plan, strategy=strategy)
     measurement = None if tuner is None else tuner.measurement
-    order = None if tuner is None else tuner.order
     known = Explanation(
         num_ranks=plan.num_ranks,
         strategy=f"{strategy} eager" if is_eager else strategy,
@@ -60,47 +56,27 @@ def explanation(  # the plan, what is known of it, and how it is run
         decisions=tuple(_decision_text(decided) for decided in history),
     )
     has_shards = strategy != "ddp"
-    needed = ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
-    if profile is None or not profile.curves.keys() >= set(needed):
+    needed = kinds_needed(has_shards=has_shards)
+    if tuner is None or profile is None or not profile.curves.keys() >= set(needed):
         return known
     known = replace(known, network=tuple(_curve_text(profile, kind) for kind in needed))
-    if not all(profile.curves[kind].is_enough for kind in needed):
+    if not knows_enough(profile, has_shards=has_shards):
         return known
-    timing, costs = profile.timing, profile.costs()
+    best, present_us = best_and_present(profile, plan, tuner.order, has_shards=has_shards, is_eager=is_eager)
+    known = replace(known, predicted_ms=present_us * _MS, limit_ms=best.limit_us * _MS)
     if is_eager:
-        best = best_eager_groups(
-            profile, profile.order if order is None else order, num_ranks=plan.num_ranks, max_bytes=max_bucket_bytes(plan)
-        )
-        present_us = eager_period_us(profile, plan, costs)
-        return replace(
-            known, predicted_ms=present_us * _MS, best_ms=min(present_us, best.best_us) * _MS, limit_ms=best.limit_us * _MS
-        )
-    best = optimal_groups(
-        plan.params,
-        profile.order if order is None else order,
-        timing,
-        costs,
-        num_ranks=plan.num_ranks,
-        has_shards=has_shards,
-        max_bucket_bytes=max_bucket_bytes(plan),
-    )
+        return replace(known, best_ms=min(present_us, best.best_us) * _MS)
+    timing, costs = profile.timing, profile.costs()
 
-    def predicted_us(groups: _Groups) -> float:
+    def predicted_us(groups: Groups) -> float:
         return finish_us(plan.params, groups, timing, costs, has_shards=has_shards)
 
-    return replace(
-        known,
-        predicted_ms=predicted_us(plan.groups) * _MS,
-        best_ms=best.finish_us * _MS,
-        limit_ms=best.limit_us * _MS,
-        alternatives=tuple(_alternatives(plan, predicted_us)),
-    )
+    return replace(known, best_ms=best.finish_us * _MS, alternatives=tuple(_alternatives(plan, present_us, predicted_us)))
 
 
-def _alternatives(plan: Plan, predicted_us: Callable[[_Groups], float]) -> Iterator[str]:
-    groups, kinds = plan.groups, [(bucket.dtype, bucket.device, bucket.is_sparse) for bucket in plan.buckets]
-    present_us = predicted_us(groups)
-    alike = [at for at, (kind, following) in enumerate(pairwise(kinds)) if kind == following]
+def _alternatives(plan: Plan, present_us: float, predicted_us: Callable[[Groups], float]) -> Iterator[str]:
+    groups = plan.groups
+    alike = [at for at, (bucket, following) in enumerate(pairwise(plan.buckets)) if bucket.kind == following.kind]
     merged = [
         ((*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :]), at)
         for at in (alike[index] for index in _some(len(alike)))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
-from undertow.plan import GathersBehind, Member, Optimum, Plan, eager_order, finish_us, optimal_groups
+from undertow.plan import GathersBehind, Groups, Optimum, Plan, eager_order, finish_us, optimal_groups
 from undertow.profile import Profile
-from undertow.simulate import lane_times
 from undertow.tune.decision import Decision, Outcome
-from undertow.tune.eager import best_eager_groups, eager_period_us
+from undertow.tune.eager import best_eager_groups, eager_period_us, times_of_lane
 from undertow.tune.measurement import Measurement
 
 # A plan that is predicted to gain less than this share of the time until gradients are through is not worth its new buckets.
@@ -30,7 +28,6 @@ _NUM_SIZES = 8  # sets of sizes that are remembered
 _DRIFT = 1.25  # a network, or a computation, that is so much slower or faster than it was is another one
 NUM_STEPS_BETWEEN_LOOKS = 100
 
-_Groups = tuple[tuple[Member, ...], ...]
 _Samples = tuple[tuple[float, float], ...]  # bytes, microseconds
 
 
@@ -69,7 +66,7 @@ class Tuner:
         # By kind, then by the sizes that were sent: a plan that stays must not crowd out what other sizes cost.
         self._windows: dict[str, dict[frozenset[float], deque[_Samples]]] = {}
         self._is_new = False  # since the last decision
-        self._known: dict[_Groups, _Known] = {}
+        self._known: dict[Groups, _Known] = {}
         self._has_varied = False
         self._num_moves = 0
         self._promised_us = 0.0  # what the last move was to gain
@@ -128,13 +125,12 @@ class Tuner:
         self._is_new = False
         if now is None:
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
-        if not self._knows_enough(has_shards=has_shards):
-            return self._try_other_sizes(plan, has_shards=has_shards)
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
         assert profile is not None  # there is a measurement
-        costs = profile.costs()
-        best, present_us = self._best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
-        move_us = _move_us(plan, costs) if has_shards else 0.0
+        if not knows_enough(profile, has_shards=has_shards):
+            return self._try_other_sizes(plan, has_shards=has_shards)
+        best, present_us = best_and_present(profile, plan, self.order, has_shards=has_shards, is_eager=is_eager)
+        move_us = _move_us(plan, profile.costs()) if has_shards else 0.0
         outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
         if groups is not None and not _may_move(plan, has_shards=has_shards):
             outcome, groups = Outcome.TOO_LARGE, None
@@ -147,25 +143,12 @@ class Tuner:
             groups=groups,
         )
 
-    def _best_and_present(self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool) -> tuple[Optimum, float]:
-        """The best plan that is known, and what the present one takes by the same costs."""
-        order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
-        most_bytes = max_bucket_bytes(plan)
-        if is_eager:
-            best = best_eager_groups(profile, order, num_ranks=plan.num_ranks, max_bytes=most_bytes)
-            return best, eager_period_us(profile, plan, costs)
-        best = optimal_groups(
-            plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
-        )
-        return best, finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
-
     def gathers_behind(self, plan: Plan) -> GathersBehind | None:
         """When its buckets are best gathered, where they are stepped in backward; None where too little is known."""
         profile = self.profile(plan, strategy="zero1")
-        if profile is None or not self._knows_enough(has_shards=True):
+        if profile is None or not knows_enough(profile, has_shards=True):
             return None
-        # What the update takes is in no measurement of a step whose buckets are stepped in backward: it is little.
-        return eager_order(lane_times(replace(profile, update_us=0.0), plan, profile.costs()))
+        return eager_order(times_of_lane(profile, plan, profile.costs()))
 
     def _try_other_sizes(self, plan: Plan, *, has_shards: bool) -> Decision:
         """Once for a network: buckets of one size say nothing of what others would take."""
@@ -176,8 +159,8 @@ class Tuner:
         return Decision(outcome=Outcome.LEARN, next_look=1, groups=groups)
 
     def _choose(
-        self, present: _Groups, best: _Groups, now: Measurement, *, gain_us: float, move_us: float
-    ) -> tuple[Outcome, _Groups | None]:
+        self, present: Groups, best: Groups, now: Measurement, *, gain_us: float, move_us: float
+    ) -> tuple[Outcome, Groups | None]:
         """What was measured goes before what is predicted."""
         known = self._known.setdefault(present, _Known())
         known.add(now)
@@ -193,11 +176,6 @@ class Tuner:
             self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best
         return Outcome.KEEP, None
-
-    def _knows_enough(self, *, has_shards: bool) -> bool:
-        kinds = ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
-        curves = self.curves
-        return all(kind in curves and curves[kind].is_enough for kind in kinds)
 
     def _forget_what_has_changed(self, now: Measurement) -> None:
         before = self.measurement
@@ -229,19 +207,44 @@ def _rounded(time_us: float) -> float:
     return round(time_us, 1)
 
 
+def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:
+    """The collectives of a step."""
+    return ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
+
+
+def knows_enough(profile: Profile, *, has_shards: bool) -> bool:
+    """Whether what was measured tells what buckets of other sizes would take."""
+    curves = profile.curves
+    return all(kind in curves and curves[kind].is_enough for kind in kinds_needed(has_shards=has_shards))
+
+
+def best_and_present(
+    profile: Profile, plan: Plan, order: Sequence[int] | None, *, has_shards: bool, is_eager: bool
+) -> tuple[Optimum, float]:
+    """The best plan that is known, in ready order if not in `order`, and what the present one takes by the same costs."""
+    order, timing, costs = profile.order if order is None else order, profile.timing, profile.costs()
+    most_bytes = max_bucket_bytes(plan)
+    if is_eager:
+        best = best_eager_groups(profile, order, num_ranks=plan.num_ranks, max_bytes=most_bytes)
+        return best, eager_period_us(profile, plan, costs)
+    best = optimal_groups(
+        plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
+    )
+    return best, finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
+
+
 def max_bucket_bytes(plan: Plan) -> float:
     """No bucket of several parameters is planned larger."""
     return max(_LEAST_CAP_BYTES, _num_bytes(plan) / _LARGEST_SHARE)
 
 
-def _varied(plan: Plan) -> _Groups | None:
+def _varied(plan: Plan) -> Groups | None:
     """The plan with one bucket of another size: two in one, or one in two."""
     groups, buckets = plan.groups, plan.buckets
     for at, (bucket, following) in enumerate(pairwise(buckets)):
-        is_alike = (bucket.dtype, bucket.device, bucket.is_sparse) == (following.dtype, following.device, following.is_sparse)
         # Pieces of one parameter would have to become one.
         is_whole = plan.split_params.isdisjoint((*bucket.params, *following.params))
-        if is_alike and is_whole and bucket.num_bytes + following.num_bytes <= max_bucket_bytes(plan):
+        if bucket.kind == following.kind and is_whole and bucket.num_bytes + following.num_bytes <= max_bucket_bytes(plan):
             return (*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :])
     for at, group in enumerate(groups):
         if len(group) > 1:
