@@ -160,15 +160,11 @@ def test_what_stands_for_nothing_else_is_not_used_for_it() -> None:
     assert "measured: broadcast\n" in text_of(ConfigError, lambda: costs.collective_us("all_reduce", 1))
 
 
-class Above:
-    """A network that takes a fixed time longer than another."""
-
-    def __init__(self, costs: Costs, overhead_us: float) -> None:
-        self.costs = costs
-        self.overhead_us = overhead_us
-
-    def collective_us(self, kind: str, num_bytes: object) -> np.ndarray:
-        return self.costs.collective_us(kind, num_bytes) + self.overhead_us
+def above(costs: Costs, overhead_us: float) -> MeasuredCosts:
+    """A network that takes a fixed time longer than another, where it was measured."""
+    sizes = (1e3, 1e5, 1e7)
+    times = {kind: costs.collective_us(kind, sizes) + overhead_us for kind in KINDS}
+    return MeasuredCosts({kind: CostCurve(points=tuple(zip(sizes, of_kind, strict=True))) for kind, of_kind in times.items()})
 
 
 ONE, TEN = (RingCosts(link_from_text(text), num_ranks=4) for text in ("1gbit", "10gbit"))
@@ -176,22 +172,33 @@ ONE, TEN = (RingCosts(link_from_text(text), num_ranks=4) for text in ("1gbit", "
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_software_stays_when_the_network_changes(kind: str) -> None:
-    transferred = TransferredCosts(measured=Above(ONE, 70.0), was=ONE, wanted=TEN)
+    transferred = TransferredCosts(measured=above(ONE, 70.0), was=ONE, wanted=TEN)
     sizes = np.array([0.0, 5.0, 1e6, 123456789.0])
-    # Up to 2e13 us at the largest size it looks at, whose unit in the last place is 0.004 us.
-    assert transferred.collective_us(kind, sizes) == pytest.approx(TEN.collective_us(kind, sizes) + 70, abs=0.02)
+    # Floats of a dozen operations on times below 1e7 us: a thousand units in the last place.
+    assert transferred.collective_us(kind, sizes) == pytest.approx(TEN.collective_us(kind, sizes) + 70, abs=1e-6)
 
 
 def test_the_same_network_costs_what_was_measured() -> None:
     measured = MeasuredCosts({"all_reduce": CostCurve(points=((1e3, 700), (1e6, 20_000), (1e8, 2e6)))})
     transferred = TransferredCosts(measured=measured, was=ONE, wanted=ONE)
-    sizes = np.array([0.0, 1e3, 1e5, 1e6, 1e7, 1e8])
-    # Exact at sizes that are looked up, 19 % apart. A corner between two of them is cut by a quarter of that at most.
-    assert transferred.collective_us("all_reduce", sizes) == pytest.approx(measured.collective_us("all_reduce", sizes), rel=0.05)
+    sizes = np.array([1e3, 1e5, 1e6, 1e7, 1e8, 1e9])
+    assert transferred.collective_us("all_reduce", sizes) == pytest.approx(measured.collective_us("all_reduce", sizes), rel=1e-12)
+
+
+def test_what_two_noisy_sizes_say_of_none_is_not_taken_for_software() -> None:
+    """A line through them says 2 ms of no bytes, which the larger one did not take."""
+    sizes = (1e6, 2e6)
+    times = ONE.collective_us("all_reduce", sizes) + np.array([2000.0, -1000.0])
+    curve = CostCurve(points=tuple(zip(sizes, times, strict=True)))
+    transferred = TransferredCosts(measured=MeasuredCosts({"all_reduce": curve}), was=ONE, wanted=TEN)
+    assert (
+        transferred.collective_us("all_reduce", [0, *sizes, 4e6]).tolist()
+        == TEN.collective_us("all_reduce", [0, *sizes, 4e6]).tolist()
+    )
 
 
 def test_what_was_faster_than_its_formula_costs_what_the_new_formula_says() -> None:
-    transferred = TransferredCosts(measured=Above(ONE, -50.0), was=ONE, wanted=TEN)
+    transferred = TransferredCosts(measured=above(ONE, -50.0), was=ONE, wanted=TEN)
     assert us(transferred, "all_reduce", 1e6) == us(TEN, "all_reduce", 1e6)
 
 

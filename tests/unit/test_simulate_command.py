@@ -170,7 +170,7 @@ def test_the_link_of_the_run_itself_takes_what_was_measured() -> None:
     curve = CostCurve(points=((2.0**20, 3e3), (2.0**24, 3.6e4), (2.0**26, 1.5e5)))
     profile = replace(SMALL, curves={"all_reduce": curve}, link="8gbit,10us")
     sizes = [size for size, _ in curve.points]
-    # The points are on the grid at which the overhead is looked up: a rounding off.
+    # A rounding off.
     assert question(profile, link="8gbit,10us").at(4).network.costs.collective_us("all_reduce", sizes) == pytest.approx(
         [time_us for _, time_us in curve.points], rel=1e-12
     )

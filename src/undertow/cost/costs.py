@@ -18,7 +18,7 @@ from typing import Protocol, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.cost.curve import CostCurve
+from undertow.cost.curve import CostCurve, never_decreasing
 from undertow.cost.link import COLLECTIVES, Link
 from undertow.errors import ConfigError
 
@@ -120,37 +120,50 @@ class MeasuredCosts:
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """See `Costs`; ConfigError for a kind that nothing measured stands for."""
+        factor, curves = self._standing_for(kind)
+        return factor * sum((curve.us(num_bytes) for curve in curves), start=np.zeros(()))
+
+    def sizes(self, kind: str) -> NDArray[np.float64]:
+        """The payloads in bytes, increasing, at which what is said of `kind` was measured; raises as `collective_us`."""
+        _, curves = self._standing_for(kind)
+        return np.unique([size for curve in curves for size, _ in curve.points])
+
+    def _standing_for(self, kind: str) -> tuple[float, list[CostCurve]]:
+        """Curves whose sum, times the factor, is what `kind` costs."""
         for factor, kinds in ((1.0, (kind,)), *_STANDS_FOR.get(kind, ())):
             if self._curves.keys() >= set(kinds):
-                return factor * sum((self._curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(()))
+                return factor, [self._curves[measured] for measured in kinds]
         known = ", ".join(sorted(self._curves)) or "nothing"
         raise ConfigError(
             f"what {kind} costs was not measured.", where=f"measured: {known}", remedy="Measure it, or name a link."
         )
 
 
-# Sizes at which an overhead is looked up: none, and four to an octave up to 16 TiB.
-_GRID_BYTES = np.concatenate([[0.0], 2.0 ** np.arange(0, 44.25, 0.25)])
-
-
 @final
 class TransferredCosts:
     """What was `measured` on one network, on another: `wanted` in place of `was`, the formulas of both.
 
-    What the measured one took longer than its formula is software, and stays; it does not get less with size.
+    What the sizes that were measured took longer than their formula is software, and stays: evened out where a larger one
+    took less of it, that of the smallest for smaller ones, and beyond the largest more where the measured curve is steeper.
     """
 
-    def __init__(self, *, measured: Costs, was: Costs, wanted: Costs) -> None:
+    def __init__(self, *, measured: MeasuredCosts, was: Costs, wanted: Costs) -> None:
         self._measured = measured
         self._was = was
         self._wanted = wanted
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """See `Costs`."""
-        above = self._measured.collective_us(kind, _GRID_BYTES) - self._was.collective_us(kind, _GRID_BYTES)
-        overhead = np.maximum.accumulate(np.maximum(above, 0.0))
-        sizes = _sizes(num_bytes)
-        return np.interp(sizes, _GRID_BYTES, overhead) + self._wanted.collective_us(kind, sizes)
+        knots, sizes = self._measured.sizes(kind), _sizes(num_bytes)
+        last = knots[-1]
+        overhead = never_decreasing([[max(0.0, above)] for above in self._above(kind, knots).tolist()])
+        at_last, beyond = self._above(kind, [last, 2 * last + 1])
+        us_per_byte = max(0.0, beyond - at_last) / (last + 1)
+        overheads: _Floats = np.interp(sizes, knots, overhead) + us_per_byte * np.maximum(sizes - last, 0.0)
+        return overheads + self._wanted.collective_us(kind, sizes)
+
+    def _above(self, kind: str, num_bytes: ArrayLike) -> _Floats:
+        return self._measured.collective_us(kind, num_bytes) - self._was.collective_us(kind, num_bytes)
 
 
 def is_power_of_two(number: int) -> bool:
