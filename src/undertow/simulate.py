@@ -93,16 +93,21 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
 def lane_times(profile: Profile, plan: Plan, costs: Costs) -> LaneTimes:
     """What the planner of an eager step goes by: the times of each bucket of `plan`.
 
-    The update takes each bucket its share of that of the profile, by size.
+    What a reduction takes longer than a gather of as many bytes is adding up, which leaves the lane to others and comes
+    before the update. That takes each bucket its share of the profile's, by size.
     """
     uses = dict(_uses(profile, plan))
     ready_us = [max((profile.ready_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
     ready_us[-1] = profile.backward_us
-    num_bytes = [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]
+    num_bytes = np.array([bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets])
+    wire_bytes = [bucket.wire_bytes for bucket in plan.buckets]
+    reduce_us = costs.collective_us("reduce_scatter", wire_bytes)
+    lane_us = np.minimum(reduce_us, costs.collective_us("all_gather", wire_bytes))
+    update_us = profile.update_us * num_bytes / max(1, num_bytes.sum())
     return LaneTimes(
         ready_us=np.maximum.accumulate(np.minimum(ready_us, profile.backward_us)).tolist(),
-        reduce_us=costs.collective_us("reduce_scatter", [bucket.wire_bytes for bucket in plan.buckets]).tolist(),
-        step_us=[profile.update_us * size / max(1, sum(num_bytes)) for size in num_bytes],
+        reduce_us=lane_us.tolist(),
+        step_us=(reduce_us - lane_us + update_us).tolist(),
         gather_us=np.where(num_bytes, costs.collective_us("all_gather", num_bytes), 0.0).tolist(),
         used_us=[uses[bucket.index] for bucket in plan.buckets],
         forward_us=profile.forward_us,
@@ -293,7 +298,9 @@ class _EagerStep(_Step):
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
         super().__init__(profile, plan, strategy, costs, conditions)
-        self._step_us = lane_times(profile, plan, costs).step_us
+        times = lane_times(profile, plan, costs)
+        self._step_us = times.step_us
+        self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
         self._stepped_us: dict[int, float] = {}
         self._updated_us = 0.0  # the last update is through
 

@@ -201,8 +201,9 @@ def test_the_simulator_takes_the_period_that_the_planner_counts(seed: int, num: 
 
 
 def test_two_buckets_by_hand() -> None:
-    # Backward until 20, p1 ready at 10. Reduced: b0 10-18, b1 20-28. Each step 2.5: b0 until 20.5, b1 until 30.5. b1 is
-    # gathered until 36.5, b0 until 42.5. The forward begins at 30.5 and needs b1 at once, b0 behind 5 us of computing.
+    # Backward until 20, p1 ready at 10. Of the 8 of a reduction the lane has 6, as for a gather: b0 10-16, b1 20-26. It is
+    # added up until 18 and 28. Each step 2.5: b0 until 20.5, b1 until 30.5. b1 is gathered until 36.5, b0 until 42.5. The
+    # forward begins at 30.5 and needs b1 at once, b0 behind 5 us of computing.
     profile = profile_of([20, 10], backward_us=20)
     plan = plan_from_groups(profile.params, [[1], [0]], num_ranks=2)
     conditions = Conditions(eager=True, gathers_behind=((), (1, 0)))
@@ -213,7 +214,7 @@ def test_two_buckets_by_hand() -> None:
     ]
     assert record.forwards == ((0.0, 17.0),)
     assert record.backwards == ((17.0, 37.0),)
-    assert [(it.bucket, it.done_us) for it in record.buckets] == [(0, 35), (1, 45)]
+    assert [(it.bucket, it.done_us) for it in record.buckets] == [(0, 33), (1, 43)]
     assert record.step_us == 47.5
 
 
