@@ -238,11 +238,12 @@ def test_no_period_is_below_the_limit(seed: int, num: int) -> None:
 
 def test_the_limit_of_two_layers_by_hand() -> None:
     # Forward 10, backward 20: p1 is ready at 20 and used at 5, p0 ready at 30 and used at 0. The 800 bytes of both take
-    # 1 + 24 to be reduced and 1 + 16 to be gathered, behind the first gradient and before its parameter is used: 20 + 42 - 5.
+    # 1 + 16 to be gathered and as much of the lane to be reduced, behind the first gradient and before its parameter is used:
+    # 20 + 34 - 5.
     costs = LineCosts({"reduce_scatter": (1, 0.03), "all_gather": (1, 0.02)})
     profile = profile_of([20, 10], backward_us=20)
     # Costs are looked up at 12288 sizes and taken from below: a cell is a thousandth of the size here.
-    assert eager_limit_us(profile.params, profile.timing, costs) == pytest.approx(57, rel=2e-3)
+    assert eager_limit_us(profile.params, profile.timing, costs) == pytest.approx(49, rel=2e-3)
 
 
 def test_a_model_without_parameters_is_limited_by_its_backward() -> None:

@@ -155,6 +155,29 @@ def test_a_picture_that_cannot_be_written_is_refused(
     assert capsys.readouterr().err.startswith(f"Error: nothing can be written to '{tmp_path / name}': Is a directory.\n")
 
 
+def test_eager_steps_are_simulated_and_end_sooner(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps_ms = []
+    for form in ([], ["--eager"]):
+        options = ("--link", "8gbit,10us", "--strategy", "zero1", *form, "--out", str(tmp_path))
+        assert call("simulate", small, *options, monkeypatch=monkeypatch) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if OPTIMAL in line]
+        steps_ms += [float(row.split("│")[3]) for row in rows]
+    barrier_ms, eager_ms = steps_ms
+    # 28.3 ms to reduce all, 28.3 to gather it, and the first gradient comes 10 ms after the forward that has to wait for it.
+    assert 10 + 2 * 28.3 <= eager_ms < barrier_ms
+
+
+def test_eager_steps_without_shards_are_refused(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("simulate", small, "--link", "8gbit", "--eager", "--out", str(tmp_path), monkeypatch=monkeypatch) == 2
+    assert capsys.readouterr().err == (
+        'Error: there are no eager steps with strategy \'ddp\'.\n  conditions of a simulated step\n  Take "zero1" or "zero2".\n'
+    )
+
+
 def test_a_link_goes_below_what_the_software_of_the_run_took() -> None:
     profile = replace(MEASURED, link="8gbit,10us")
     was, wanted = (RingCosts(link_from_text(link), num_ranks=4) for link in ("8gbit,10us", "100gbit,5us"))

@@ -14,6 +14,7 @@ from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy
 from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
+from undertow.tune.eager import best_eager_groups
 
 __all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "PER_PARAMETER", "Question", "WhatIf", "caps_of"]
 
@@ -63,6 +64,8 @@ class WhatIf:
     @cached_property
     def optimum(self) -> Optimum:
         profile = self.profile
+        if self.conditions.eager:
+            return best_eager_groups(profile, profile.order, self.network.costs, num_ranks=self.num_ranks, max_bytes=float("inf"))
         return optimal_groups(
             profile.params,
             profile.order,
@@ -80,6 +83,8 @@ class WhatIf:
     @property
     def limit_us(self) -> float:
         """The shortest step of any grouping, on equal ranks without contention."""
+        if self.conditions.eager:
+            return self.optimum.limit_us
         return self.profile.update_us + max(self.profile.timing.backward_end_us, self.optimum.limit_us)
 
     @property

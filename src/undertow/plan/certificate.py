@@ -40,13 +40,15 @@ def eager_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs
         limit = max(compute, cost of all, max over i of  r_i + C*(S_i) - last use in S_i)
 
     S_i as in `limit_us`, C* the cheapest way to reduce and to gather so many bytes; what has become ready at r_i or later is
-    through, both ways, before the next forward reads the last of it. Updates are taken to cost nothing.
+    through, both ways, before the next forward reads the last of it. A reduction has the lane no longer than a gather of as
+    many bytes, adding up beside it. Updates are taken to cost nothing.
     """
     order = sorted(range(len(params)), key=lambda param: -timing.ready_us[param])
     limit, last_use, sizes = timing.backward_end_us, 0.0, np.cumsum([params[param].num_bytes for param in order])
     if not order:
         return limit
-    cost = _cheapest_us(costs, "reduce_scatter", sizes) + _cheapest_us(costs, "all_gather", sizes)
+    gather = _cheapest_us(costs, "all_gather", sizes)
+    cost = gather + np.minimum(gather, _cheapest_us(costs, "reduce_scatter", sizes))
     for param, cost_us in zip(order, cost.tolist(), strict=True):
         last_use = max(last_use, timing.used_us[param])
         limit = max(limit, timing.ready_us[param] + cost_us - last_use)

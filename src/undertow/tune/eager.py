@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from undertow.cost import MeasuredCosts
+from undertow.cost import Costs
 from undertow.plan import (
-    LaneTimes,
     Optimum,
     Plan,
     SizeCaps,
@@ -27,18 +26,20 @@ _NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
 _SLACK = 0.002
 
 
-def best_eager_groups(profile: Profile, order: Sequence[int], *, num_ranks: int, max_bytes: float) -> Optimum:
+def best_eager_groups(profile: Profile, order: Sequence[int], costs: Costs, *, num_ranks: int, max_bytes: float) -> Optimum:
     """The shortest period among buckets of several sizes, and among them those that are best with a barrier.
 
     A parameter above the size is cut.
     """
-    params, costs = profile.params, profile.costs()
+    params = profile.params
     total = sum(spec.num_bytes for spec in params)
     barrier = optimal_groups(
         params, order, profile.timing, costs, num_ranks=num_ranks, has_shards=True, max_bucket_bytes=max_bytes
     )
-    sizes = [max(1, min(total // num, int(max_bytes))) for num in _NUM_SHARES]
-    tried = [group_in_pieces(params, order, SizeCaps(cap_bytes=size), num_ranks=num_ranks) for size in sizes]
+    sizes = [max(1, int(min(total // num, max_bytes))) for num in _NUM_SHARES]
+    firsts = [(), (max(1, int(total // _NUM_SHARES[-1])),)]  # a small one, so that the lane has something to carry sooner
+    caps = [SizeCaps(cap_bytes=size, first_bytes=first) for size in sizes for first in firsts]
+    tried = [group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps]
     plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in dict.fromkeys([barrier.groups, *tried])]
     periods = [(eager_period_us(profile, plan, costs, is_quick=True), len(plan.buckets), at) for at, plan in enumerate(plans)]
     least_us = min(periods)[0]
@@ -52,12 +53,12 @@ def best_eager_groups(profile: Profile, order: Sequence[int], *, num_ranks: int,
     )
 
 
-def eager_period_us(profile: Profile, plan: Plan, costs: MeasuredCosts, *, is_quick: bool = False) -> float:
+def eager_period_us(profile: Profile, plan: Plan, costs: Costs, *, is_quick: bool = False) -> float:
     """Of a step with these buckets, in the order in which they are gathered."""
-    times = times_of_lane(profile, plan, costs)
+    times = lane_times(profile, plan, costs)
     return lane_period_us(times, eager_order(times, is_quick=is_quick))
 
 
-def times_of_lane(profile: Profile, plan: Plan, costs: MeasuredCosts) -> LaneTimes:
-    """Of a measured step. Where buckets are stepped in backward, no measurement has what the update takes: it is little."""
-    return lane_times(replace(profile, update_us=0.0), plan, costs)
+def without_update(profile: Profile) -> Profile:
+    """Where buckets are stepped in backward, no measurement has what the update takes: what is left is not of the lane."""
+    return replace(profile, update_us=0.0)

@@ -10,8 +10,9 @@ from statistics import median
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
 from undertow.plan import GathersBehind, Groups, Optimum, Plan, eager_order, finish_us, optimal_groups
 from undertow.profile import Profile
+from undertow.simulate import lane_times
 from undertow.tune.decision import Decision, Outcome
-from undertow.tune.eager import best_eager_groups, eager_period_us, times_of_lane
+from undertow.tune.eager import best_eager_groups, eager_period_us, without_update
 from undertow.tune.measurement import Measurement
 
 # A plan that is predicted to gain less than this share of the time until gradients are through is not worth its new buckets.
@@ -148,7 +149,7 @@ class Tuner:
         profile = self.profile(plan, strategy="zero1")
         if profile is None or not knows_enough(profile, has_shards=True):
             return None
-        return eager_order(times_of_lane(profile, plan, profile.costs()))
+        return eager_order(lane_times(without_update(profile), plan, profile.costs()))
 
     def _try_other_sizes(self, plan: Plan, *, has_shards: bool) -> Decision:
         """Once for a network: buckets of one size say nothing of what others would take."""
@@ -225,8 +226,9 @@ def best_and_present(
     order, timing, costs = profile.order if order is None else order, profile.timing, profile.costs()
     most_bytes = max_bucket_bytes(plan)
     if is_eager:
-        best = best_eager_groups(profile, order, num_ranks=plan.num_ranks, max_bytes=most_bytes)
-        return best, eager_period_us(profile, plan, costs)
+        stepped = without_update(profile)
+        best = best_eager_groups(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
+        return best, eager_period_us(stepped, plan, costs)
     best = optimal_groups(
         plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
     )
