@@ -20,7 +20,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "buffers": ("rank0", "mean", "off"),
     "record": ("summary", "full", "off"),
     "auto_tune": (True, False),
-    "reduce_dtype": (None,),
+    "reduce_dtype": (None, "float32"),
     "wire_dtype": (None,),
     "experts": ((),),
     "nonfinite": ("ignore",),
@@ -58,10 +58,12 @@ class SyncConfig:
     op: "mean" over ranks. average_in_collective: False divides before the collective, which sums.
     buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; what
         is no real or complex number follows rank 0), or are left alone ("off").
+    reduce_dtype: "float32": gradients of parameters of 16 bits are accumulated over micro-batches and reduced in it, and `.grad`
+        is of it; an optimizer must take such gradients, as a ShardedOptimizer and torch's SGD do. None: in their own.
     ignore: names of parameters and buffers that are left alone.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
-    `reduce_dtype`, `wire_dtype`, `experts` and `nonfinite` have one value so far; another one is refused. Raises ConfigError
+    `wire_dtype`, `experts` and `nonfinite` have one value so far; another one is refused. Raises ConfigError
     for every value that cannot work.
     """
 
@@ -137,7 +139,7 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
     if any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         return
     allowed = ", ".join(repr(choice) for choice in choices)
-    if value in _NOT_BUILT.get(name, ()) or name in ("reduce_dtype", "wire_dtype", "experts"):
+    if value in _NOT_BUILT.get(name, ()) or name in ("wire_dtype", "experts"):
         raise ConfigError(f"{name}={value!r} is not built yet.", where="SyncConfig", remedy=f"What works today: {allowed}.")
     shards_parameters = name == "strategy" and value in ("zero3", "fsdp")
     remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters." if shards_parameters else f"Choose one of: {allowed}."

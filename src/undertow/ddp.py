@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from undertow import ddp_arguments as arguments
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.mixed_precision import MixedPrecision, mixed_precision_of
 from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.runtime import private
@@ -44,7 +45,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     broadcast_bucket_size = 250 * 1024 * 1024  # torch's own helpers ask for this and the next two
     use_side_stream_for_tensor_copies = True
     logger = None
-    mixed_precision = None
+    mixed_precision: Any = None
+    _precision: MixedPrecision | None = None
     _buffer_hook: _BufferHook | None = None
     _shadow: ShadowHook | None = None
 
@@ -77,7 +79,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         arguments.check_module(module)
         device_indices = arguments.check_devices(module, device_ids, output_device)
         arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-        arguments.check_mixed_precision(mixed_precision)
         arguments.warn_of_check_reduction(check_reduction)
         forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers)
         cap = arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list)
@@ -99,13 +100,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
+        self.mixed_precision = mixed_precision
+        ignored = (*names_to_ignore(module, ignore), *arguments.ignored_by_torchs_way(module))
+        self._precision = mixed_precision_of(mixed_precision, module, ignored)
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
         self.sync = Sync(
             module,
             process_group=process_group,
             mesh=device_mesh,
             config=chosen,
-            ignore=(*names_to_ignore(module, ignore), *arguments.ignored_by_torchs_way(module)),
+            ignore=ignored,
             shared=("parameters", "buffers")[: 1 + makes_buffers_equal] if init_sync else (),
         )
 
@@ -158,7 +162,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self.device_ids:
             inputs, kwargs = self._on_device(inputs, kwargs)
         try:
-            outputs = self.module(*inputs, **kwargs)
+            if self._precision is None:
+                outputs = self.module(*inputs, **kwargs)
+            else:
+                outputs = self._precision.call(self.module, inputs, kwargs)
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled pieces
                 self.sync.forward_ends()

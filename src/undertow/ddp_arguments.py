@@ -134,15 +134,6 @@ def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] 
             )
 
 
-def check_mixed_precision(mixed_precision: object) -> None:
-    if mixed_precision is not None:
-        raise ConfigError(
-            f"mixed_precision={mixed_precision} is not built yet.",
-            where=_WHERE,
-            remedy="Use torch.autocast around the forward, or a module in bfloat16.",
-        )
-
-
 def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
     """Whether buffers are synchronised before forwards; warns, as torch does, of the older name."""
     if broadcast_buffers is not None:

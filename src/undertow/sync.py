@@ -60,7 +60,7 @@ class Sync:
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
         self._module = module
-        self._members = Members(module, ignored)
+        self._members = Members(module, ignored, reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = False
         self._hook: CommHook | None = None
@@ -88,6 +88,7 @@ class Sync:
             self._engine.use_hook(self._hook)
         attached = contextlib.ExitStack()
         attached.callback(self._group.close)
+        attached.callback(self._members.close)
         attached.callback(self._engine.close)
         attached.callback(register_optimizer_step_pre_hook(_finish_before_step(self, self._engine)).remove)
         self._attached = attached

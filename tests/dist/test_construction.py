@@ -449,9 +449,9 @@ ARGUMENTS = {
     "another's delayed": "delay_all_reduce_named_params: '0.weight' is no parameter of the module.\n"
     "  DistributedDataParallel(...)\n"
     "  Give what module.named_parameters() gives, or leave the argument out.",
-    "mixed precision": "mixed_precision=half is not built yet.\n"
+    "mixed precision": "mixed_precision has no dtypes: 'half'.\n"
     "  DistributedDataParallel(...)\n"
-    "  Use torch.autocast around the forward, or a module in bfloat16.",
+    "  Pass torch's _MixedPrecision(param_dtype=torch.bfloat16), or use torch.autocast around the forward.",
     "twice": "settings are given twice: bucket_cap_mb, buffers by arguments of torch's, and config.\n"
     "  DistributedDataParallel(...)\n"
     "  Put bucket_cap_mb, buffers into config=SyncConfig(...).",

@@ -17,7 +17,6 @@ from support.pages import Snippet, execute, snippets, titles
 from support.project import ROOT
 from support.ranks import Ranks
 from undertow import ConfigError, ShardedOptimizer, SyncConfig, attach
-from undertow.ddp_arguments import check_mixed_precision
 
 PAGE = ROOT / "docs" / "migration.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -85,19 +84,16 @@ def test_everything_of_fully_shard_has_a_row() -> None:
 def texts_of_what_is_not_built() -> dict[str, str]:
     """The error of every setting that the page calls not built yet, under its name there."""
     settings: dict[str, dict[str, object]] = {
-        "reduce_dtype": {"reduce_dtype": "float32"},
         "wire_dtype": {"wire_dtype": "bfloat16"},
         "experts": {"experts": ("experts.*",)},
         "nonfinite": {"nonfinite": "raise"},
         "op": {"op": "sum"},
         'strategy="hybrid"': {"strategy": "hybrid"},
     }
-    texts = {name: text_of(ConfigError, lambda given=given: SyncConfig(**given)) for name, given in settings.items()}
-    texts["mixed_precision"] = text_of(ConfigError, lambda: check_mixed_precision("bfloat16"))
-    return texts
+    return {name: text_of(ConfigError, lambda given=given: SyncConfig(**given)) for name, given in settings.items()}
 
 
 def test_what_is_called_not_built_yet_says_so_itself(two_ranks: Ranks) -> None:
     texts, _ = two_ranks.run(texts_of_what_is_not_built)
     assert all("is not built yet" in text for text in texts.values())
-    assert set(re.findall(r"\*\*not built yet\*\*[^(|]*\(`([^`]*)`\)", TEXT)) | {"mixed_precision"} == set(texts)
+    assert set(re.findall(r"\*\*not built yet\*\*[^(|]*\(`([^`]*)`\)", TEXT)) == set(texts)

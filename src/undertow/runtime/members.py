@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from undertow.errors import ConfigError
 from undertow.plan import ParamSpec
+from undertow.runtime import private
 from undertow.runtime.buffers import BufferOwner, CommonBuffers
 from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.manager import spec_of
@@ -24,12 +26,16 @@ _children_of = attrgetter("_modules")
 
 
 class Members:
-    """The tensors of `module` that are synchronised: all but the names in `ignored`."""
+    """The tensors of `module` that are synchronised: all but the names in `ignored`.
 
-    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+    Narrower parameters accumulate their gradients in `reduce_dtype`, if that is not None, until `close`.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str], *, reduce_dtype: str | None = None) -> None:
         # Weakly: parameters' hooks hold us, and the garbage collector does not see through those.
         self._module = weakref.ref(module)
         self._ignored = frozenset(ignored)
+        self._wide: torch.dtype | None = None if reduce_dtype is None else getattr(torch, reduce_dtype)
         self._seen = _Census.of(module)
         self._is_unseen = False
         self.common_buffers = CommonBuffers(())
@@ -40,13 +46,22 @@ class Members:
         assert module is not None  # a forward of it runs, or its optimizer steps
         self._seen = _Census.of(module)
         self._is_unseen = False
-        return self.trained_now()
+        trained = self.trained_now()
+        if self._wide is not None:
+            _accumulate_in(self._wide, trained)
+        return trained
 
     def trained_now(self) -> list[tuple[str, Tensor]]:
         """The same, and `has_changed` goes on comparing with an earlier moment. None where the module is gone."""
         module = self._module()
         named_params = [] if module is None else self._named_params(module)
         return [(name, param) for name, param in named_params if param.requires_grad]
+
+    def close(self) -> None:
+        """Gradients have the dtype of their parameters again, where none of another dtype is left."""
+        for _, param in self.trained_now() if self._wide is not None else ():
+            if param.grad is None or param.grad.dtype == param.dtype:
+                private.set_gradient_dtype(param, param.dtype)
 
     @property
     def ids(self) -> frozenset[int]:
@@ -194,6 +209,19 @@ def _buffer_owners(module: nn.Module, ignored: Collection[str]) -> list[BufferOw
         for name in part._buffers
         if f"{prefix}.{name}".removeprefix(".") not in ignored
     ]
+
+
+def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]) -> None:
+    for name, param in named_params:
+        if not param.dtype.is_floating_point or param.dtype.itemsize >= wide.itemsize or private.gradient_dtype(param) == wide:
+            continue
+        if param.grad is not None:
+            raise ConfigError(
+                f"parameter {name!r} has a gradient of {param.grad.dtype}, and reduce_dtype asks for {wide}.",
+                where="SyncConfig(reduce_dtype=...)",
+                remedy="Clear gradients with zero_grad() before the model is wrapped, and before a parameter changes its dtype.",
+            )
+        private.set_gradient_dtype(param, wide)
 
 
 def _sparse_params(module: nn.Module) -> set[int]:

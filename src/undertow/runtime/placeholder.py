@@ -32,7 +32,7 @@ class GradientPlaceholder(Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor, *, name: str, group: OwnGroup | None = None) -> GradientPlaceholder:
-        made = private.wrapper_tensor(cls, param)
+        made = private.wrapper_tensor(cls, param, dtype=private.gradient_dtype(param))
         made.parts, made.param_name, made.group = {}, name, group
         made.renew()
         return made

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.utils import _to_kwargs
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from undertow.boxes import Box
+from undertow.errors import ConfigError
 
 # Of the backward that this thread is in, the innermost one; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -283,6 +285,17 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
     return (getattr(tensor, "grad_dtype", None) or tensor.dtype) if tensor.requires_grad and tensor.is_leaf else tensor.dtype
 
 
+def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Has autograd accumulate in `dtype`; ConfigError where this torch cannot. The parameter has no gradient of another one."""
+    if not hasattr(param, "grad_dtype"):
+        raise ConfigError(
+            f"torch {torch.__version__} has no Tensor.grad_dtype, by which gradients have a dtype of their own.",
+            where="SyncConfig(reduce_dtype=...)",
+            remedy="Install a newer torch, or leave reduce_dtype out.",
+        )
+    param.grad_dtype = dtype
+
+
 def accumulating_node(param: torch.Tensor) -> Any:
     """The node of the graph that adds to the parameter's gradient."""
     with torch.enable_grad():
@@ -328,6 +341,16 @@ def moved_to_device(
     """Arguments of a forward with every tensor in them on `device`, copied on a side stream."""
     moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, True)
     return tuple(moved_inputs[0]) if inputs else (), dict(moved_kwargs[0]) if kwargs else {}
+
+
+def cast_floating(inputs: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a forward with every tensor of real numbers in them cast."""
+
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, cast_one, (inputs, kwargs))
+    return moved
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

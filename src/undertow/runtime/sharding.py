@@ -167,7 +167,7 @@ class Sharding:
                     own = whole.new_zeros(bucket.shard_numel)
                     part.of_shard(own).copy_(grad.parts[bucket.index])
                     whole[slot.first : slot.first + slot.numel] = self.gathered(bucket.index, own)[slot.start : slot.stop]
-        return whole.as_strided(param.shape, self.strides[index]).to(param.dtype)
+        return whole.as_strided(param.shape, self.strides[index]).to(grad.dtype)
 
     def held_gradients(self) -> dict[int, HeldGradient]:
         """What stands behind the placeholders, by parameter; a collective call."""

@@ -1,0 +1,74 @@
+"""torch's `_MixedPrecision`: forward and backward in a narrower dtype; parameters, gradients and optimizer in their own.
+
+Parameters are cast where a forward begins, by an operation that autograd knows: its backward gives each gradient the dtype of
+its parameter, and that is what is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from undertow.errors import ConfigError
+from undertow.runtime import private
+
+_FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """What is cast to which dtype; None where it keeps its own."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    ignored: frozenset[str] = frozenset()  # names of parameters and buffers that keep theirs
+
+    @property
+    def wire_dtype(self) -> str | None:
+        """In which gradients travel: `reduce_dtype`, and without one `param_dtype`, as torch has it."""
+        dtype = self.reduce_dtype or self.param_dtype
+        return None if dtype is None or dtype.itemsize != 2 else str(dtype).removeprefix("torch.")
+
+    def cast_buffers(self, module: nn.Module) -> None:
+        """For good, as in torch."""
+        for name, buffer in module.named_buffers():
+            if self.buffer_dtype is not None and buffer.is_floating_point() and name not in self.ignored:
+                buffer.data = buffer.to(self.buffer_dtype)
+
+    def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module's forward returns, computed in `param_dtype`."""
+        dtype = self.param_dtype
+        if dtype is None:
+            return module(*inputs, **kwargs)
+        narrow = {
+            name: param.to(dtype)
+            for name, param in module.named_parameters()
+            if param.is_floating_point() and name not in self.ignored
+        }
+        return functional_call(module, narrow, *private.cast_floating(inputs, kwargs, dtype))
+
+
+def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str]) -> MixedPrecision | None:
+    """What the argument of torch's constructor asks for, buffers cast already; ConfigError for what is no `_MixedPrecision`."""
+    if given is None:
+        return None
+    dtypes: dict[str, Any] = {name: getattr(given, name, given) for name in _FIELDS}
+    if not all(dtype is None or _is_floating(dtype) for dtype in dtypes.values()):
+        raise ConfigError(
+            f"mixed_precision has no dtypes: {given!r}.",
+            where="DistributedDataParallel(...)",
+            remedy="Pass torch's _MixedPrecision(param_dtype=torch.bfloat16), or use torch.autocast around the forward.",
+        )
+    made = MixedPrecision(**dtypes, ignored=frozenset(ignored))
+    made.cast_buffers(module)
+    return made
+
+
+def _is_floating(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point

@@ -1,0 +1,181 @@
+"""Dtypes of gradients, of what is computed, and of what travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from support.errors import text_of
+from support.models import CASES, noise
+from support.ranks import Ranks
+from support.sharded import require_equal, training
+from undertow import DistributedDataParallel, SyncConfig
+from undertow.errors import ConfigError
+
+MLP = CASES["mlp"]
+LR = 0.05
+needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+
+
+def narrow_model() -> nn.Module:
+    return MLP.model().bfloat16()
+
+
+def narrow_loss(model: nn.Module, number: int) -> Tensor:
+    return model(noise(5, 6, step=number).bfloat16()).float().square().mean()
+
+
+def mean_of_micro_batches(model: nn.Module, numbers: list[int]) -> dict[str, Tensor]:
+    """The mean over ranks of sums in fp32 of gradients of bfloat16; of two ranks there is one order only."""
+    sums: dict[str, Tensor] = {}
+    for number in numbers:
+        model.zero_grad()
+        narrow_loss(model, number).backward()
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            sums[name] = sums[name] + param.grad.float() if name in sums else param.grad.float()
+    for total in sums.values():
+        dist.all_reduce(total)
+    return {name: total / dist.get_world_size() for name, total in sums.items()}
+
+
+def accumulates_in_fp32(strategy: str) -> None:
+    reference = narrow_model()
+    masters = {name: param.detach().float() for name, param in reference.named_parameters()}
+    with training(narrow_model(), strategy, "SGD", reduce_dtype="float32") as (ddp, opt):
+        for group in opt.param_groups:
+            group |= {"lr": LR, "momentum": 0.0, "weight_decay": 0.0}
+        for step in range(6):
+            numbers = [10 * step + micro for micro in range(3)]
+            opt.zero_grad()
+            with ddp.no_sync():
+                for number in numbers[:-1]:
+                    narrow_loss(ddp, number).backward()
+            narrow_loss(ddp, numbers[-1]).backward()
+            expected = mean_of_micro_batches(reference, numbers)
+            actual = {name: ddp.full_gradient(param) for name, param in ddp.module.named_parameters()}
+            assert {grad.dtype for grad in actual.values() if grad is not None} == {torch.float32}
+            require_equal(expected, actual, what=f"step {step}")  # type: ignore[arg-type]
+            opt.step()
+            with torch.no_grad():
+                for name, param in reference.named_parameters():
+                    # A plain optimizer steps the parameter itself, a sharded one a copy in fp32.
+                    start = masters[name] if strategy != "ddp" else param
+                    start.add_(expected[name], alpha=-LR)
+                    param.copy_(start)
+            ddp.wait()
+            require_equal(dict(reference.named_parameters()), dict(ddp.module.named_parameters()), what=f"step {step}")
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_gradients_of_sixteen_bits_add_up_in_fp32(two_ranks: Ranks, strategy: str) -> None:
+    two_ranks.run(accumulates_in_fp32, strategy)
+
+
+def restored_when_closed() -> list[torch.dtype]:
+    model = narrow_model()
+    ddp = DistributedDataParallel(model, config=SyncConfig(reduce_dtype="float32"))
+    ddp.close()
+    narrow_loss(model, 0).backward()
+    return [param.grad.dtype for param in model.parameters() if param.grad is not None]
+
+
+@needs_grad_dtype
+def test_closing_gives_gradients_their_dtype_back(two_ranks: Ranks) -> None:
+    assert set(two_ranks.run(restored_when_closed)[0]) == {torch.bfloat16}
+
+
+def with_a_gradient() -> str:
+    model = narrow_model()
+    narrow_loss(model, 0).backward()
+    return text_of(ConfigError, lambda: DistributedDataParallel(model, config=SyncConfig(reduce_dtype="float32")))
+
+
+@needs_grad_dtype
+def test_a_gradient_that_is_there_already_is_refused(two_ranks: Ranks) -> None:
+    first = next(iter(dict(MLP.model().named_parameters())))
+    assert two_ranks.run(with_a_gradient)[0] == (
+        f"parameter {first!r} has a gradient of torch.bfloat16, and reduce_dtype asks for torch.float32.\n"
+        "  SyncConfig(reduce_dtype=...)\n"
+        "  Clear gradients with zero_grad() before the model is wrapped, and before a parameter changes its dtype."
+    )
+
+
+class Normed(nn.Module):
+    """A buffer, a tied weight, a parameter that is read outside of its module, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.out = nn.Linear(6, 7, bias=False)
+        self.out.weight = self.embedding.weight
+        self.scale = nn.Linear(6, 6)
+        self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, tokens: Tensor, noise: Tensor) -> Tensor:
+        hidden = self.norm(self.embedding(tokens) + noise) * self.frozen
+        hidden = nn.functional.linear(hidden, self.scale.weight)
+        self.seen.append(hidden.dtype)
+        out: Tensor = self.out(hidden)
+        return out
+
+
+def mixed(strategy: str, options: dict[str, torch.dtype]) -> None:
+    tokens, rank = torch.arange(7).repeat(2), dist.get_rank()
+    reference = Normed()
+    dtype = options.get("param_dtype", torch.float32)
+    for buffer in (reference.norm.running_mean, reference.norm.running_var):
+        assert buffer is not None
+        buffer.data = buffer.to(options.get("buffer_dtype"))
+    ddp = DistributedDataParallel(
+        Normed(), mixed_precision=_MixedPrecision(**options), config=SyncConfig(strategy=strategy, buffers="off")
+    )
+    for step in range(3):
+        x = noise(14, 6, step=10 * step + rank)
+        ddp.zero_grad()
+        ddp(tokens, x).float().square().mean().backward()
+        # By hand: a copy of each parameter computes, and hands its gradient on.
+        reference.zero_grad()
+        copies = {name: param.to(dtype) for name, param in reference.named_parameters()}
+        torch.func.functional_call(reference, copies, (tokens, x.to(dtype))).float().square().mean().backward()
+        for (name, param), own in zip(reference.named_parameters(), ddp.module.parameters(), strict=True):
+            if param.grad is None:
+                assert own.grad is None, name
+                continue
+            dist.all_reduce(param.grad)
+            assert torch.equal(param.grad / dist.get_world_size(), own.grad), name  # type: ignore[arg-type]
+    assert set(ddp.module.seen) == {dtype}
+    assert {param.dtype for param in ddp.module.parameters()} == {torch.float32}
+    assert ddp.module.norm.running_mean.dtype == options.get("buffer_dtype", torch.float32)  # type: ignore[union-attr]
+    assert ddp.module.norm.num_batches_tracked.dtype == torch.int64  # type: ignore[union-attr]
+    ddp.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict.fromkeys(("param_dtype", "buffer_dtype"), torch.bfloat16) | {"reduce_dtype": torch.float32},
+        {"reduce_dtype": torch.float32},
+    ],
+    ids=["bfloat16", "nothing narrower"],
+)
+def test_torchs_mixed_precision_computes_in_its_dtype(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(mixed, "ddp", options)
+
+
+def mixed_buffers() -> torch.dtype:
+    ddp = DistributedDataParallel(Normed(), mixed_precision=_MixedPrecision(buffer_dtype=torch.float64))
+    return ddp.module.norm.running_mean.dtype  # type: ignore[no-any-return]
+
+
+def test_buffers_are_cast_for_good(two_ranks: Ranks) -> None:
+    assert two_ranks.run(mixed_buffers) == [torch.float64] * 2
