@@ -45,7 +45,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     broadcast_bucket_size = 250 * 1024 * 1024  # torch's own helpers ask for this and the next two
     use_side_stream_for_tensor_copies = True
     logger = None
-    mixed_precision: Any = None
     _precision: MixedPrecision | None = None
     _buffer_hook: _BufferHook | None = None
     _shadow: ShadowHook | None = None
@@ -88,19 +87,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         nn.Module.__init__(self)  # past torch's constructor, which would make its reducer
         Joinable.__init__(self)
         self.module = module
-        self.dim = dim
+        self.dim, self.device_mesh = dim, device_mesh
         self.device_ids, self.output_device = device_indices
         self.device = next((param.device for param in module.parameters()), torch.device("cpu"))
-        self.device_type = self.device.type
-        self.is_multi_device_module = len({param.device for param in module.parameters()}) > 1
-        self.device_mesh = device_mesh
+        self.device_type, self.is_multi_device_module = self.device.type, len({it.device for it in module.parameters()}) > 1
         self.forward_sync_buffers = chosen.buffers != "off"
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
-        self.mixed_precision = mixed_precision
+        self.mixed_precision = mixed_precision  # type: ignore[assignment]  # anything with its dtypes
         ignored = (*names_to_ignore(module, ignore), *arguments.ignored_by_torchs_way(module))
         self._precision = mixed_precision_of(mixed_precision, module, ignored)
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None

@@ -55,6 +55,7 @@ SET_BY_OUR_CONSTRUCTOR = {
     "forward_sync_buffers",
     "gradient_as_bucket_view",
     "is_multi_device_module",
+    "mixed_precision",
     "module",
     "output_device",
     "skip_all_reduce_unused_params",
@@ -63,7 +64,6 @@ SET_BY_OUR_CONSTRUCTOR = {
 CONSTANT = {
     "broadcast_bucket_size",
     "logger",
-    "mixed_precision",
     "require_forward_param_sync",
     "use_side_stream_for_tensor_copies",
 }
