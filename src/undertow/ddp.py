@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from undertow.sync import Sync
 from undertow.trace import StepReport, Trace
 from undertow.tune import Explanation
 from undertow.uneven import ShadowHook, UnevenInputs, announce_forward
+
+_LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no graph into less
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -155,14 +157,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return list(self.named_module_buffers.values())
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._forward_begins(is_compiled=torch.compiler.is_compiling())
+        self._forward_begins(is_compiled=private.is_compiling())
         if self.device_ids:
             inputs, kwargs = self._on_device(inputs, kwargs)
         try:
-            if self._precision is None:
-                outputs = self.module(*inputs, **kwargs)
-            else:
-                outputs = self._precision.call(self.module, inputs, kwargs)
+            with self._cutting_graphs():
+                if self._precision is None:
+                    outputs = _called(self.module, inputs, kwargs)
+                else:
+                    outputs = self._precision.call(self.module, inputs, kwargs)
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled pieces
                 self.sync.forward_ends()
@@ -374,6 +377,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
 
+    def _cutting_graphs(self) -> AbstractContextManager[None]:
+        """Has torch.compile cut graphs where buckets end, so that a bucket leaves before the next graph's backward."""
+        is_cut = self.sync.num_ranks > 1 and self.bucket_bytes_cap >= _LEAST_CUT_BYTES
+        return self._inside_ddp_forward() if is_cut else nullcontext()
+
     def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = torch.device(self.device_type, self.device_ids[0])  # type: ignore[index]  # asked before
         return private.moved_to_device(inputs, kwargs, device)
@@ -411,6 +419,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if name == "module" or isinstance(getattr(type(self), name, None), property):
                 raise
             return getattr(self.module, name)
+
+
+def _called(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A frame of its own for torch.compile: it cuts no graph within a context, and starts none in a module of torch's."""
+    return module(*inputs, **kwargs)
 
 
 class _BufferHook:

@@ -343,6 +343,12 @@ def moved_to_device(
     return tuple(moved_inputs[0]) if inputs else (), dict(moved_kwargs[0]) if kwargs else {}
 
 
+def is_compiling() -> bool:
+    """Whether this is compiled, or called where torch.compile looks for something to compile."""
+    frames = getattr(torch._C._dynamo, "eval_frame", None)  # there where the compiler was imported
+    return torch.compiler.is_compiling() or (frames is not None and callable(frames.get_eval_frame_callback()))
+
+
 def cast_floating(inputs: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a forward with every tensor of real numbers in them cast."""
 

@@ -1,0 +1,116 @@
+"""Compiled models: where graphs are cut, and that buckets leave between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.models import noise
+from support.naive import naive_mean
+from support.ranks import Ranks
+from support.sharded import require_equal, training
+from undertow import DistributedDataParallel, SyncConfig
+
+NUM_LAYERS, WIDTH = 5, 600  # 1.4 MB each: torch cuts graphs of 1 MiB and more
+MIB = 1.2
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def sequential(width: int = WIDTH) -> nn.Module:
+    return nn.Sequential(*Layers(width).layers)
+
+
+def logging_backend(log: list[str]) -> Callable[..., Any]:
+    """Runs graphs as they are, and says when one's backward runs."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def backward_of(graph: Any, _inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            log.append("backward")
+            return graph.forward(*args)
+
+        return make_boxed_func(run)
+
+    made = aot_autograd(fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward), bw_compiler=backward_of)
+    return made  # type: ignore[no-any-return]
+
+
+def what_happened(make: Callable[[int], nn.Module], is_before: bool, width: int) -> list[str]:
+    torch._dynamo.reset()
+    log: list[str] = []
+    model, bare, backend = make(width), make(width), logging_backend(log)
+    config = SyncConfig(bucket_cap_mb=MIB, order="reverse")
+    inner = torch.compile(model, backend=backend) if is_before else model
+    ddp = DistributedDataParallel(inner, config=config)
+    run = ddp if is_before else torch.compile(ddp, backend=backend)
+    for index, param in enumerate(model.parameters()):
+        param.register_post_accumulate_grad_hook(lambda _, index=index: log.append(f"gradient {index}"))
+    for step in range(3):
+        log.clear()
+        for each in (run, bare):
+            each.zero_grad()
+            each(noise(4, width, step=step)).square().mean().backward()
+        naive_mean(bare)
+        require_equal(
+            dict(enumerate(p.grad for p in bare.parameters())),  # type: ignore[arg-type]
+            dict(enumerate(p.grad for p in model.parameters())),  # type: ignore[arg-type]
+        )
+    ddp.close()
+    return log
+
+
+@pytest.mark.parametrize("make", [Layers, sequential])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after wrapping"])
+def test_graphs_are_cut_where_buckets_end(two_ranks: Ranks, make: Callable[[int], nn.Module], is_before: bool) -> None:
+    log, other = two_ranks.run(what_happened, make, is_before, WIDTH)
+    assert log == other
+    assert log.count("backward") == NUM_LAYERS
+    # The gradients of the last layer are there before the next graph's backward, and so on.
+    at = [place for place, what in enumerate(log) if what == "backward"]
+    between = [set(log[start + 1 : stop]) for start, stop in zip(at, [*at[1:], len(log)], strict=True)]
+    layers = reversed(range(NUM_LAYERS))
+    assert between == [{f"gradient {2 * layer}", f"gradient {2 * layer + 1}"} for layer in layers]
+
+
+def test_a_small_model_is_one_graph(two_ranks: Ranks) -> None:
+    log, _ = two_ranks.run(what_happened, Layers, True, 60)
+    assert log.count("backward") == 1
+
+
+def sharded(is_before: bool, eager: bool) -> None:
+    torch._dynamo.reset()
+    results = []
+    for is_compiled in (False, True):
+        model = Layers()
+        inner = torch.compile(model, backend="aot_eager") if is_compiled and is_before else model
+        with training(inner, "zero1", "SGD", bucket_cap_mb=MIB, reduction="ordered", eager=eager) as (ddp, opt):
+            run = torch.compile(ddp, backend="aot_eager") if is_compiled and not is_before else ddp
+            for step in range(5):
+                opt.zero_grad()
+                run(noise(4, WIDTH, step=step)).square().mean().backward()
+                opt.step()
+            ddp.wait()
+            results.append({str(at): param.detach().clone() for at, param in enumerate(model.parameters())})
+    require_equal(*results)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after wrapping"])
+def test_sharded_steps_of_a_compiled_model_have_the_same_bits(two_ranks: Ranks, is_before: bool, eager: bool) -> None:
+    two_ranks.run(sharded, is_before, eager)
