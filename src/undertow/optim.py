@@ -142,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite and not total.isfinite():
             raise NonFiniteGradient(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}.",
-                where=f"clip_grad_norm_, rank {sharding.group.rank}",
+                where=f"clip_grad_norm_, rank {sharding.rank}",
                 remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
             )
         sharding.scale_gradients([owned.part for owned in self._owned], (max_norm / (total + 1e-6)).clamp(max=1.0))
