@@ -8,12 +8,14 @@ import pytest
 
 from undertow.schedule import (
     DDP,
+    HYBRID,
     ZERO1,
     ZERO2,
     Schedule,
     Strategy,
     lower_accumulation,
     lower_data_parallel,
+    lower_eager,
     schedule_from_text,
     verify,
 )
@@ -33,6 +35,9 @@ SCHEDULES = [
     ("zero1_3_buckets_in_order", lower_data_parallel(3, ZERO1, gather_order=(0, 2, 1)), ZERO1, 3),
     ("accumulation_3_buckets", lower_accumulation(3, ZERO1), ZERO1, 3),
     ("zero2_accumulation_3_buckets", lower_accumulation(3, ZERO2), ZERO2, 3),
+    ("hybrid_2_buckets", lower_data_parallel(2, HYBRID), HYBRID, 2),
+    ("hybrid_3_buckets_eager", lower_eager(3, HYBRID, ((), (0,), (2, 1))), HYBRID, 3),
+    ("accumulation_3_buckets", lower_accumulation(3, HYBRID), HYBRID, 3),
 ]
 with_every_schedule = pytest.mark.parametrize(("name", "schedule", "strategy", "num_buckets"), SCHEDULES)
 

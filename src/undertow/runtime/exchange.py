@@ -52,7 +52,8 @@ class Exchanges(Protocol):
     def mean_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
         """The same with a tensor that is there when `before` is complete; `trailer` becomes its sum over ranks.
 
-        `before` are reduce-scatters over other ranks, each of which has one of these, in the same order.
+        `before` are reduce-scatters over other ranks, each of which has one of these, in the same order. Where no order is asked
+        for, `tensor` travels in the dtype of the trailer, as in an all-reduce of the backend's.
         """
         ...
 
@@ -75,14 +76,16 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class PostedExchanges:
     """Exchanges by sends and receives; threads post and complete them in the order in which they were started.
 
-    `divisor` is that of means, if not the number of ranks. `close` ends its threads.
+    `divisor` is that of means, if not the number of ranks. `in_order` sends all that was added up as wide as it is; the order of
+    adds is the same in any case. `close` ends its threads.
     """
 
     may_differ_in_order = True
 
-    def __init__(self, group: OwnGroup, *, divisor: int | None = None) -> None:
+    def __init__(self, group: OwnGroup, *, in_order: bool = True, divisor: int | None = None) -> None:
         self.group = group
         self._divisor = group.num_ranks if divisor is None else divisor
+        self._in_order = in_order
         self._rows = group.user.row_places
         self._tags = count()
         self._scratch = _Scratch()
@@ -157,7 +160,7 @@ class PostedExchanges:
 
         return _Posted(works, add_up)
 
-    def _post_mean(self, tensor: Tensor, exchange: Exchange, tag: int) -> _Posted:
+    def _post_mean(self, tensor: Tensor, exchange: Exchange, tag: int, then: Callable[[], object] = int) -> _Posted:
         num_ranks, rank = self.group.num_ranks, self.group.rank
         parts = list(tensor.tensor_split(num_ranks))
         own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
@@ -170,16 +173,15 @@ class PostedExchanges:
             own.copy_(sum_in_order(received, into=total, rows=self._rows).div_(self._divisor))
             self._scratch.give([*self._of_peers(received), total])
             last = [*returning, *self._send([own] * num_ranks, tag=tag + 1)]
-            self._gathering.submit(exchange.complete, _Posted(last))
+            self._gathering.submit(exchange.complete, _Posted(last, then))
 
         return _Posted(works, add_up, is_last=False)
 
-    def _post_mean_and_trailer(
-        self, tensor: Tensor, trailer: Tensor, exchange: Exchange, tag: int, trailer_tag: int
-    ) -> _Posted:
+    def _post_mean_and_trailer(self, tensor: Tensor, trailer: Tensor, exchange: Exchange, tag: int, trailer_tag: int) -> _Posted:
         received = self._received_beside([trailer] * self.group.num_ranks)
         works = self._post(sent=[trailer] * self.group.num_ranks, received=received, tag=trailer_tag)
-        mean = self._post_mean(tensor, exchange, tag)
+        sent = tensor if self._in_order else tensor.to(trailer.dtype)
+        mean = self._post_mean(sent, exchange, tag, then=int if sent is tensor else lambda: tensor.copy_(sent))
 
         def add_up() -> None:
             trailer.copy_(sum_in_order(received, into=torch.empty_like(trailer)))

@@ -32,7 +32,9 @@ class GroupRef:
     backend: str
     timeout: timedelta | None
     held: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
-    rows: tuple[tuple[int, ...], ...] = ()  # of a mesh of two dimensions: ranks with shards of one another; a row for each replica
+    rows: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of a mesh of two dimensions: ranks with shards of one another; a row for each replica
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupRef:

@@ -16,7 +16,10 @@ _HOW = 'mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard
 def chosen_group(
     process_group: dist.ProcessGroup | GroupRef | None, mesh: DeviceMesh | None, strategy: str | None = None
 ) -> GroupRef:
-    """The group that users ask for by one of the two, or the default one; ConfigError for both, or where `strategy` is another's."""
+    """The group that users ask for by one of the two, or the default one.
+
+    ConfigError for both, and for what does not go with the strategy.
+    """
     if isinstance(process_group, GroupRef):
         return process_group
     if process_group is not None and mesh is not None:

@@ -30,7 +30,7 @@ def exchanges_over(group: OwnGroup, *, in_order: bool, divisor: int | None = Non
                 where='ShardedOptimizer, or reduction="ordered"',
                 remedy='Initialise torch.distributed with "nccl" to train on GPUs.',
             )
-        return PostedExchanges(group, divisor=divisor)
+        return PostedExchanges(group, in_order=in_order, divisor=divisor)
     return NativeExchanges(group, in_order=in_order, divisor=divisor)
 
 
@@ -89,8 +89,9 @@ class NativeExchanges:
             if self._in_order:
                 mean = self.mean(tensor)
                 return _NativeExchange([trailers], mean.wait)
-            work = _started(dist.all_reduce(tensor, group=pg, async_op=True))
-        return _NativeExchange([work, trailers], lambda: tensor.div_(self._divisor))
+            sent = tensor.to(trailer.dtype)
+            work = _started(dist.all_reduce(sent, group=pg, async_op=True))
+        return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)).div_(self._divisor))
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
         first()
@@ -105,7 +106,7 @@ class NativeExchanges:
         if tensor.device.type != "cuda":
             return nullcontext()
         if self._behind is None:
-            self._behind = torch.cuda.Stream(tensor.device)
+            self._behind = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._behind)
 
     def _exchanged(self, parts: Tensor, *, into: Tensor) -> tuple[dist.Work, Callable[[], object]]:

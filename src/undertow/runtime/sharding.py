@@ -31,9 +31,7 @@ class Sharding:
     `parts` are what it owns of each parameter, none of them empty.
     """
 
-    def __init__(
-        self, plan: Plan, params: Sequence[Tensor], strategy: Strategy, axes: Axes, recorder: Recorder
-    ) -> None:
+    def __init__(self, plan: Plan, params: Sequence[Tensor], strategy: Strategy, axes: Axes, recorder: Recorder) -> None:
         _require_dense(plan)
         self.plan = plan
         self.params = tuple(params)

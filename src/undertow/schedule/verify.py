@@ -145,7 +145,7 @@ def _check_axis(
             if not (_is_before(before, source, crossing) and all(_is_before(before, crossing, step) for step in steps)):
                 raise ConfigError(
                     f"op {crossing.id:02d} ({crossing.label}) may run before its gradients are there or after the step.",
-                    where=f"{behind} is op {source.id:02d}, step is op {steps[0].id:02d}" if steps else f"{behind} is op {source.id:02d}",
+                    where=", ".join(f"{op.kind} is op {op.id:02d}" for op in (source, *steps[:1])),
                     remedy="Order the collective after the fill and before the step.",
                 )
 
