@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from support.hybrid import trained_naively, trained_on_mesh
+from support.hybrid import mean_row_by_row, trained_naively, trained_on_mesh
 from support.models import CASES, Branches, Case, noise
 from support.ranks import Ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
-from support.sharded import require_equal, trained
+from support.sharded import OPTIMIZERS, require_equal, trained
 from undertow import DistributedDataParallel
 
 SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
@@ -174,3 +175,65 @@ def replanned() -> None:
 
 def test_other_plans_on_the_way_change_no_bit(four_ranks: Ranks) -> None:
     four_ranks.run(replanned)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are computed again in backward; the last one shares the first one's weight, both in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3))
+        self.blocks[2][2].weight = self.blocks[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def late_parts() -> None:
+    """The first step learns how often gradients come; it reduces the late parts by themselves, which rounds otherwise."""
+    case = Case(Checkpointed, lambda model, step: model(noise(5, 6, step=step)).square().mean())
+    settings: dict[str, Any] = {"num_steps": 6, **ORDERED, **SMALL}
+    barrier, eager = (trained_on_mesh(case, "SGD", eager=eager, **settings) for eager in (False, True))
+    require_equal(barrier, eager)
+    for name, expected in trained_naively(case, "SGD", num_steps=6).items():
+        # One more rounding of gradients of the size of 1 in the first of six steps of 0.05, which momentum repeats ten times.
+        assert torch.allclose(barrier[name], expected, rtol=0.0, atol=10 * 0.05 * torch.finfo(torch.float32).eps * 8), name
+
+
+def test_parts_that_come_late_are_averaged_over_all_rows(four_ranks: Ranks) -> None:
+    four_ranks.run(late_parts)
+
+
+def synchronised_twice() -> None:
+    """Every backward of a step is reduced, and added to what is there; the first step's is whole, of which the mean is taken."""
+    case = CASES["mlp"]
+
+    def each(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
+        opt.zero_grad(set_to_none=step % 2 == 0)
+        for micro in range(2 if step else 1):
+            case.loss(ddp, 10 * step + micro).backward()
+        opt.step()
+
+    reference = case.model()
+    cls, settings = OPTIMIZERS["SGD"]
+    opt = cls(reference.parameters(), **settings)
+    for step in range(5):
+        total: dict[str, Tensor] = {}
+        for micro in range(2 if step else 1):
+            opt.zero_grad()
+            case.loss(reference, 10 * step + micro).backward()
+            mean_row_by_row(reference)
+            for name, param in reference.named_parameters():
+                total[name] = total[name] + param.grad if micro else param.grad
+        for name, param in reference.named_parameters():
+            param.grad = total[name]
+        opt.step()
+    expected = {f"module.{name}": param for name, param in reference.named_parameters()}
+    require_equal(expected, trained_on_mesh(case, "SGD", num_steps=5, each=each, **ORDERED, **SMALL))
+
+
+def test_several_synchronised_backwards_add_up(four_ranks: Ranks) -> None:
+    four_ranks.run(synchronised_twice)

@@ -14,6 +14,7 @@ from support.checkpoints import OPTIMIZERS, Setup, case_of, from_bytes, require_
 from support.hybrid import mesh_of
 from support.ranks import Ranks
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, load_checkpoint, save_checkpoint
+from undertow.runtime import private
 
 
 @contextlib.contextmanager
@@ -78,3 +79,23 @@ def interrupted(setup: Setup, path: Path) -> None:
 
 def test_who_goes_on_from_a_checkpoint_gets_the_bits_of_who_was_not_interrupted(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(interrupted, Setup(), tmp_path / "checkpoint")
+
+
+def stored(path: Path) -> list[list[int]]:
+    """Of every tensor of the optimizer's state: its elements, and those of all that was stored of it."""
+    setup = Setup()
+    with on_mesh(setup, (2, 2)) as (model, optimizer):
+        train(setup, model, optimizer, steps=range(2))
+        save_checkpoint(path, model, optimizer)
+    metadata = private.read_checkpoint_metadata(path / ".metadata")
+    return [
+        [entry.size.numel(), sum(chunk.sizes.numel() for chunk in entry.chunks)]
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.endswith("exp_avg")
+    ]
+
+
+def test_one_replica_stores_each_shard(four_ranks: Ranks, tmp_path: Path) -> None:
+    for sizes in four_ranks.run(stored, tmp_path / "checkpoint"):
+        assert len(sizes) == 4
+        assert all(whole == of_chunks for whole, of_chunks in sizes)

@@ -75,6 +75,36 @@ def test_a_mesh_goes_to_attach_as_well(four_ranks: Ranks) -> None:
     four_ranks.run(attached)
 
 
+def part_of_a_mesh() -> None:
+    """Two stages of a pipeline, each on a mesh of its own."""
+    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", "replicate", "shard"))
+    pair = whole["replicate", "shard"]
+    config = SyncConfig(strategy="hybrid", **ORDERED)
+    cls, settings = OPTIMIZERS["SGD"]
+    found = []
+    for is_sharded in (True, False):
+        if is_sharded:
+            ddp = DistributedDataParallel(MLP.model(), device_mesh=pair, config=config)
+            opt: Any = ShardedOptimizer(cls, ddp, **settings)
+        else:
+            ddp = DistributedDataParallel(MLP.model(), device_mesh=whole["shard"], config=SyncConfig(**ORDERED))
+            opt = cls(ddp.parameters(), **settings)
+        for step in range(4):
+            one_step(ddp, opt, step)
+        found.append(parameters(ddp))
+        ddp.close()
+    require_equal(*found)
+    gathered: list[Any] = [None] * 4
+    dist.all_gather_object(gathered, found[0])
+    require_equal(gathered[0], gathered[1])
+    assert not any(torch.equal(gathered[0][name], gathered[2][name]) for name in gathered[0])
+    destroy(whole)
+
+
+def test_a_part_of_a_larger_mesh_averages_over_its_ranks_alone(four_ranks: Ranks) -> None:
+    four_ranks.run(part_of_a_mesh)
+
+
 def shards_of_a_row() -> None:
     with hybrid(TIED.model(), bucket_cap_mb=1e-3) as (ddp, opt):
         for step in range(2):

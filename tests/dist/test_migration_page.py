@@ -90,7 +90,6 @@ def texts_of_what_is_not_built() -> dict[str, str]:
         "experts": {"experts": ("experts.*",)},
         "nonfinite": {"nonfinite": "raise"},
         "op": {"op": "sum"},
-        'strategy="hybrid"': {"strategy": "hybrid"},
     }
     texts = {name: text_of(ConfigError, lambda given=given: SyncConfig(**given)) for name, given in settings.items()}
     texts["mixed_precision"] = text_of(ConfigError, lambda: check_mixed_precision("bfloat16"))

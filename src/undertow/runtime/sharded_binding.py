@@ -103,14 +103,12 @@ class ShardedBinding:
 
     def target(self, *, is_apart: bool) -> Tensor:
         """Where this rank's shard of the reduced bucket goes; `is_apart`: a placeholder may hold an earlier one elsewhere."""
-        if is_apart or self._live:
-            self._aside = torch.empty_like(self._shard)
-            return self._aside
-        return self._shard
+        self._aside = torch.empty_like(self._shard) if is_apart or self._live else None
+        return self.reduced
 
     @property
     def reduced(self) -> Tensor:
-        """What was `target`."""
+        """The last `target`."""
         return self._shard if self._aside is None else self._aside
 
     def has_graph(self) -> bool:
