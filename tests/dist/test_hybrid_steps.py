@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
+from itertools import count
 from typing import Any
 
 import pytest
@@ -266,6 +268,80 @@ def test_nor_does_one_in_a_thread_of_either_axis(four_ranks: Ranks, axis: str, w
     four_ranks.run(delayed_in_threads, axis, where, eager)
 
 
+def nothing_is_sent_before_backward_is_over(eager: bool) -> None:
+    """If the training thread waited for either reduction of a bucket, nobody would let the first of them leave."""
+    expected = trained_naively(MLP, "SGD", num_steps=3)
+    is_over = threading.Event()
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        if step == 1:
+            table, inside = ddp.sync._engine.formation.assembly.executor._table, sharding_of(ddp).exchanges
+            bind, post = table[OpKind.BIND], inside._post_reduce_scatter
+
+            def bound(*args: Any) -> None:
+                is_over.set()
+                bind(*args)
+
+            def posted(*args: Any) -> Any:
+                assert is_over.wait(40.0)
+                return post(*args)
+
+            table[OpKind.BIND], inside._post_reduce_scatter = bound, posted
+        one_step(ddp, opt, step)
+
+    require_equal(expected, trained_on_mesh(MLP, "SGD", num_steps=3, each=each, eager=eager, **ORDERED))
+    assert is_over.is_set()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_backward_waits_for_neither_axis(four_ranks: Ranks, eager: bool) -> None:
+    four_ranks.run(nothing_is_sent_before_backward_is_over, eager)
+
+
+def both_axes_at_work(eager: bool) -> None:
+    """The first bucket crosses when the second one is reduced inside, which does not wait for it."""
+    expected = trained_naively(MLP, "SGD", num_steps=3)
+    is_reduced = threading.Event()
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        if step == 1:
+            inside, across = sharding_of(ddp).exchanges, sharding_of(ddp).across
+            reduce, post, num_calls = inside.reduce_scatter, across._post_mean_and_trailer, count()
+
+            def reduced(*args: Any, **kwargs: Any) -> Any:
+                handle = reduce(*args, **kwargs)
+                if next(num_calls) == 1:
+                    handle.on_done(lambda _: is_reduced.set())
+                return handle
+
+            def posted(*args: Any) -> Any:
+                assert is_reduced.wait(40.0)
+                return post(*args)
+
+            inside.reduce_scatter, across._post_mean_and_trailer = reduced, posted
+        one_step(ddp, opt, step)
+
+    require_equal(expected, trained_on_mesh(MLP, "SGD", num_steps=3, each=each, eager=eager, **ORDERED))
+    assert is_reduced.is_set()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_axes_work_at_the_same_time(four_ranks: Ranks, eager: bool) -> None:
+    four_ranks.run(both_axes_at_work, eager)
+
+
+def alone(eager: bool) -> None:
+    require_equal(
+        trained_naively(MLP, num_steps=4), trained_on_mesh(MLP, num_steps=4, eager=eager, shape=(1, 1), reduction="ordered")
+    )
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_mesh_of_one_rank_trains_as_that_rank_does(eager: bool) -> None:
+    with Ranks(1) as one_rank:
+        one_rank.run(alone, eager)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -410,6 +486,9 @@ def explained() -> None:
         assert (profile.strategy, profile.num_ranks) == ("hybrid", 4)
         assert profile.curves.keys() == {"reduce_scatter", "all_gather"}  # that of a reduction is of both axes
         assert len(ddp.report(show=False).buckets) == len(ddp.plan.buckets)
+        *_, last = ddp.sync._recorder.records(generation=ddp.sync._engine.generation)
+        assert len(last.busy_ms) == 4
+        assert min(last.busy_ms) > 0  # by trailer, from both rows
 
 
 def test_the_plan_follows_what_is_measured_and_says_so(four_ranks: Ranks) -> None:

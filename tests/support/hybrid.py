@@ -94,7 +94,7 @@ def mean_row_by_row(model: nn.Module, rows: tuple[tuple[int, ...], ...] = ((0, 1
             mine = torch.zeros_like(param) if param.grad is None else param.grad
             of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             dist.all_gather(of_ranks, mine.contiguous())
-            sums = [chain([of_ranks[rank] for rank in row]) for row in rows]
+            sums = [chain([of_ranks[rank] for rank in row if rank < len(of_ranks)]) for row in rows if row[0] < len(of_ranks)]
             param.grad = chain(sums) / len(of_ranks)
 
 
