@@ -21,6 +21,7 @@ from support.ranks import Ranks
 from support.sharded import OPTIMIZERS, parameters, require_equal
 from undertow import (
     ConfigError,
+    Desync,
     DistributedDataParallel,
     PeerFailed,
     PhaseError,
@@ -392,6 +393,39 @@ def test_ranks_of_both_rows_learn_who_has_failed(four_ranks: Ranks, failing: int
     four_ranks.run(failure_in_backward, failing, eager)
 
 
+def out_of_step(eager: bool) -> None:
+    """One rank is a step ahead of the others, of its row too: no bucket is stepped on such a sum."""
+    with hybrid(MLP.model(), "SGD", eager=eager, **ORDERED) as (ddp, opt):
+        for step in range(2):
+            one_step(ddp, opt, step)
+        before = parameters(ddp)
+        ddp.sync._engine._progress.num_rounds += dist.get_rank() == 3
+        opt.zero_grad()
+        with pytest.raises(Desync):
+            MLP.loss(ddp, 2).backward()
+        require_equal(before, parameters(ddp))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_all_rows_find_out_that_one_rank_is_in_another_step(four_ranks: Ranks, eager: bool) -> None:
+    four_ranks.run(out_of_step, eager)
+
+
+def frozen_on_one_rank() -> None:
+    with hybrid(MLP.model(), "SGD", **ORDERED) as (ddp, opt):
+        for step in range(2):
+            one_step(ddp, opt, step)
+        opt.zero_grad()
+        if dist.get_rank() == 2:
+            ddp.module[2].bias.requires_grad_(False)
+        with pytest.raises(PlanMismatch):
+            MLP.loss(ddp, 2).backward()
+
+
+def test_all_rows_find_out_that_one_rank_has_frozen_a_parameter(four_ranks: Ranks) -> None:
+    four_ranks.run(frozen_on_one_rank)
+
+
 def frozen_for_a_while(eager: bool) -> None:
     def freeze(model: nn.Module, step: int) -> None:
         for param in model[2].parameters():
@@ -547,7 +581,7 @@ def test_meshes_and_optimizers_that_do_not_go_with_it_are_refused(four_ranks: Ra
             '  Write mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), which puts them in order.',
             "another group": 'strategy="hybrid" needs a mesh of two dimensions, got a process group.\n'
             "  the ranks over which gradients are averaged\n"
-            "  Wrap the model anew.",
+            "  Close the wrapper, and wrap the model anew with another mesh.",
             "a plain optimizer": "strategy='hybrid' needs a sharded optimizer, and SGD is none.\n"
             "  the first step of the optimizer\n"
             "  Make it with undertow.ShardedOptimizer(torch.optim.SGD, model, ...).",

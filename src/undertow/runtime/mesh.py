@@ -46,7 +46,9 @@ def require_flat(strategy: str | None) -> None:
     """ConfigError where a process group cannot say what the strategy needs."""
     if strategy == HYBRID.name:
         raise ConfigError(
-            'strategy="hybrid" needs a mesh of two dimensions, got a process group.', where=_WHERE, remedy="Wrap the model anew."
+            'strategy="hybrid" needs a mesh of two dimensions, got a process group.',
+            where=_WHERE,
+            remedy="Close the wrapper, and wrap the model anew with another mesh.",
         )
 
 
