@@ -54,7 +54,7 @@ class SyncConfig:
         steps in a hundred, and one small all-reduce for each five; only `record="off"` ends that.
     overlap: False sends buckets after backward; the same bits for the same plan.
     reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
-        (in rank order, in fp32 where gradients are narrower: the same bits under every plan, and under every strategy but "hybrid",
+        (in rank order, in fp32 where gradients are narrower: the same bits under every plan and strategy, but for "hybrid",
         which adds up row by row).
     op: "mean" over ranks. average_in_collective: False divides before the collective, which sums.
     buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; what
