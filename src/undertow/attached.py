@@ -23,8 +23,9 @@ def attach(
     """Synchronises `module`'s gradients from now on: after a backward every `.grad` is the mean over ranks.
 
     The module keeps its class and its `state_dict` keys. All ranks take over rank 0's parameters and buffers. The
-    ranks are those of `process_group`, of the one-dimensional `mesh`, or of the default group. What `ignore` names
-    (parameters, buffers, submodules, by name or the thing itself) is left alone.
+    ranks are those of `process_group`, of `mesh`, or of the default group; a mesh has one dimension, or two with
+    `strategy="hybrid"`, of which the first replicates and the second shards. What `ignore` names (parameters, buffers,
+    submodules, by name or the thing itself) is left alone.
     """
     sync = Sync(module, mesh=mesh, process_group=process_group, config=config, ignore=ignore)
     sync.watch_forwards()

@@ -13,7 +13,7 @@ from undertow.errors import ConfigError
 
 # What each setting may be. A value that the design has but the code does not yet is refused by name.
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "strategy": (None, "ddp", "zero1", "zero2"),
+    "strategy": (None, "ddp", "zero1", "zero2", "hybrid"),
     "order": ("observed", "reverse", "largest_first"),
     "reduction": ("native", "ordered"),
     "op": ("mean",),
@@ -28,7 +28,6 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "average_in_collective": (True, False),
 }
 _NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "strategy": ("hybrid",),
     "op": ("sum",),
     "nonfinite": ("warn", "skip", "raise"),
 }
@@ -39,8 +38,9 @@ class SyncConfig:
     """How gradients are synchronised. The same on every rank; compared before the first step.
 
     strategy: what each rank has of gradients and optimizer state: all of both ("ddp"), or a shard with a ShardedOptimizer;
-        "zero1" keeps whole gradients between micro-batches, "zero2" shards of them too. None: "zero1" once there is a
-        ShardedOptimizer, "ddp" until then.
+        "zero1" keeps whole gradients between micro-batches, "zero2" shards of them too. "hybrid" is "zero1" within each row of
+        a two-dimensional DeviceMesh, and rows are replicas of each other. None: "zero1" once there is a ShardedOptimizer,
+        "ddp" until then.
     bucket_cap_mb: largest bucket in MiB; None lets the library choose from the size of the model. Several sizes are
         those of the first buckets, one after another; the last holds for all that follow.
     order: in which order gradients are expected: "observed" (that of rank 0's first backward; reverse registration
@@ -54,7 +54,8 @@ class SyncConfig:
         steps in a hundred, and one small all-reduce for each five; only `record="off"` ends that.
     overlap: False sends buckets after backward; the same bits for the same plan.
     reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
-        (in rank order, in fp32 where gradients are narrower: the same bits under every plan and strategy).
+        (in rank order, in fp32 where gradients are narrower: the same bits under every plan and strategy, but for "hybrid",
+        which adds up row by row).
     op: "mean" over ranks. average_in_collective: False divides before the collective, which sums.
     buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; what
         is no real or complex number follows rank 0), or are left alone ("off").

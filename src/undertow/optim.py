@@ -36,7 +36,7 @@ _ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str,
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """`cls` over the parameters of `target`, with 1/n of its state and of its work on each of n ranks.
+    """`cls` over the parameters of `target`, with 1/n of its state and of its work on each of n ranks, of a mesh those of a row.
 
     `target` is what `attach` or `DistributedDataParallel` returned, `params` as for torch (all trained parameters if None),
     `defaults` are `cls`'s. Making one is a collective call. From its first step on gradients are reduced to shards, and what
@@ -142,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite and not total.isfinite():
             raise NonFiniteGradient(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}.",
-                where=f"clip_grad_norm_, rank {sharding.group.rank}",
+                where=f"clip_grad_norm_, rank {sharding.rank}",
                 remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
             )
         sharding.scale_gradients([owned.part for owned in self._owned], (max_norm / (total + 1e-6)).clamp(max=1.0))
@@ -293,7 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group over whose ranks the state is sharded."""
+        """The group over whose ranks the state is sharded; of a mesh all ranks, whose rows have the same."""
         return self._sync.process_group
 
     @property

@@ -169,7 +169,7 @@ def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> Ful
             (key, what[1]) for index in bucket.params for key, what in described.get(index, {}).items() if what[0] == _TENSOR
         }
         for key, dtype in sorted(tensors):
-            own = torch.zeros(bucket.shard_numel, dtype=getattr(torch, dtype), device=bucket.device)
+            own = torch.zeros(sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device)
             for part, state in mine.items():
                 if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
                     part.of_shard(own).copy_(state[key])

@@ -26,10 +26,11 @@ from undertow.runtime import private
 from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.engine import Engine
-from undertow.runtime.group import GroupRef, OwnGroup, chosen_group, user_group
+from undertow.runtime.group import GroupRef, OwnGroup, user_group
 from undertow.runtime.hooks import ModuleHook
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import Members
+from undertow.runtime.mesh import chosen_group, require_flat
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction
@@ -66,7 +67,7 @@ class Sync:
         self._hook: CommHook | None = None
         self._steps: ShardedSteps | None = None
         self._is_compiled = False
-        self._set_up(chosen_group(process_group, mesh))
+        self._set_up(chosen_group(process_group, mesh, config.strategy))
         if isinstance(process_group, GroupRef):
             return  # a copy: the ranks that hold it open it when they first use it
         try:
@@ -273,6 +274,7 @@ class Sync:
                 where="_update_process_group",
                 remedy="Save a checkpoint, and load it over the other ranks.",
             )
+        require_flat(self._config.strategy)
         group = GroupRef.of(user_group(process_group))
         before = self._engine
         accumulated = before.pass_on()

@@ -21,6 +21,12 @@ def three_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
 @pytest.fixture
 def fresh_pair() -> Iterator[Ranks]:
     """Two ranks of the test's own, which may be left in any state."""

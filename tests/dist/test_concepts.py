@@ -13,7 +13,7 @@ from support.project import ROOT
 from support.ranks import Ranks
 
 PAGE = ROOT / "docs" / "concepts.md"
-TWO_RANKS, NEEDS_A_GPU = "two ranks", "needs a GPU"
+TWO_RANKS, FOUR_RANKS, NEEDS_A_GPU = "two ranks", "four ranks", "needs a GPU"
 
 
 def of_mark(*marks: str) -> list[object]:
@@ -36,13 +36,18 @@ def test_a_snippet_of_two_ranks_holds(two_ranks: Ranks, snippet: Snippet) -> Non
     two_ranks.run(execute, snippet)
 
 
+@pytest.mark.parametrize("snippet", of_mark(FOUR_RANKS))
+def test_a_snippet_of_four_ranks_holds(four_ranks: Ranks, snippet: Snippet) -> None:
+    four_ranks.run(execute, snippet)
+
+
 def test_every_section_has_a_snippet_and_every_snippet_can_fail() -> None:
     text = PAGE.read_text(encoding="utf-8")
     found = list(snippets(PAGE))
     assert text.count("```") == 2 * len(found)  # none has slipped through
     assert {snippet.section for snippet in found} == set(titles(text))
     assert {snippet.language for snippet in found} == {"python"}
-    assert {snippet.mark for snippet in found} == {"", TWO_RANKS, NEEDS_A_GPU}
+    assert {snippet.mark for snippet in found} == {"", TWO_RANKS, FOUR_RANKS, NEEDS_A_GPU}
     nodes = {snippet.line: [type(node) for node in ast.walk(ast.parse(snippet.code))] for snippet in found}
     assert [line for line in nodes if ast.Assert not in nodes[line]] == []
 

@@ -399,8 +399,9 @@ BOTH_OR_NONE = (
 )
 ONE_MESH = (
     "Only 1D device mesh is supported, but got MESH.\n"
-    "  the ranks over which gradients are averaged\n"
-    '  Give process_group=, or one dimension of a mesh, such as mesh["dp"].'
+    "  the ranks over which gradients are averaged, with strategy=None\n"
+    '  Give one dimension of it, such as mesh["dp"], or set strategy="hybrid", under which the first of two dimensions '
+    "replicates and the second shards."
 )
 MESH_OR_GROUP = (
     "Cannot specify both process_group and device_mesh arguments.\n"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from support.models import noise
 from support.ranks import Ranks
-from undertow.runtime.exchange import Exchanges, PostedExchanges
+from undertow.runtime.exchange import Exchange, Exchanges, PostedExchanges
 from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.native_exchange import NativeExchanges
 
@@ -137,3 +137,69 @@ def natively_scattered_and_gathered(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["native", "native in order"])
 def test_native_exchanges_do_the_same(ranks: Ranks, kind: str) -> None:
     ranks.run(natively_scattered_and_gathered, kind)
+
+
+def averaged_behind(kind: str, in_order: bool, dtype: torch.dtype) -> None:
+    """Shards of a row, reduced inside, become the mean over all rows."""
+    group = own_group()
+    num_ranks, rank, wide = group.num_ranks, group.rank, torch.float32
+    make = PostedExchanges if kind == "posted" else NativeExchanges
+    inside, across = OwnGroup(GroupRef((rank,), "gloo", None), device=group.device), group
+    inside.open()
+    first, second = make(inside, in_order=in_order, divisor=1), make(across, in_order=in_order, divisor=5)
+    started = []
+    for index, numel in enumerate([5, 0, 1000]):
+        of_rank = [noise(numel + 2, step=index, rank=peer).to(dtype) for peer in range(num_ranks)]
+        for peer, storage in enumerate(of_rank):
+            storage[-2:] = torch.tensor([peer == 0, 1])
+        storage, shard = of_rank[rank].clone(), torch.empty(numel, dtype=wide)
+        before = first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2), pack=int)
+        handle = second.mean_behind(before, shard, trailer=storage[numel:])
+        total = torch.zeros(numel)
+        for each in of_rank:
+            total = total + each[:numel].float()
+        started.append((handle, shard, storage, total / 5))
+    for handle, shard, storage, wanted in started:
+        handle.wait()
+        assert storage[-2:].tolist() == [1.0, num_ranks]
+        if in_order:
+            assert torch.equal(shard, wanted)
+        elif kind == "posted":  # what travels is rounded to what it came in, the sum once more than its summands
+            assert torch.equal(shard, wanted.to(dtype).float())
+        else:  # the backend adds up in the dtype itself: a rounding for each summand
+            assert torch.allclose(shard, wanted, rtol=0.0, atol=num_ranks * torch.finfo(dtype).eps * 8)
+    for exchanges, of in ((first, inside), (second, across)):
+        exchanges.close()
+        of.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("kind", ["posted", "native"])
+def test_a_mean_behind_a_reduction_is_over_what_that_brings(ranks: Ranks, kind: str, in_order: bool, dtype: torch.dtype) -> None:
+    ranks.run(averaged_behind, kind, in_order, dtype)
+
+
+def failed_before() -> None:
+    """Whoever waits for the second of two reductions learns what the first has failed with."""
+    group = own_group()
+    exchanges = PostedExchanges(group)
+
+    def fail() -> None:
+        raise ZeroDivisionError("while packing")
+
+    before = exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), trailer=range(6, 8), pack=fail)
+    handle = exchanges.mean_behind(before, torch.zeros(2), trailer=torch.zeros(2))
+    with pytest.raises(ZeroDivisionError, match="while packing"):
+        handle.wait()
+    late = Exchange()
+    after_end = exchanges.mean_behind(late, torch.zeros(2), trailer=torch.zeros(2))
+    exchanges.close()
+    late.run(int)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        after_end.wait()
+    group.close()
+
+
+def test_what_is_behind_a_failure_fails_with_it(two_ranks: Ranks) -> None:
+    two_ranks.run(failed_before)

@@ -88,7 +88,6 @@ def texts_of_what_is_not_built() -> dict[str, str]:
         "experts": {"experts": ("experts.*",)},
         "nonfinite": {"nonfinite": "raise"},
         "op": {"op": "sum"},
-        'strategy="hybrid"': {"strategy": "hybrid"},
     }
     return {name: text_of(ConfigError, lambda given=given: SyncConfig(**given)) for name, given in settings.items()}
 

@@ -8,6 +8,7 @@ import pytest
 
 from undertow.schedule import (
     DDP,
+    HYBRID,
     ZERO1,
     ZERO2,
     Schedule,
@@ -37,6 +38,9 @@ SCHEDULES = [
     ("eager_3_buckets_interleaved", lower_eager(3, ZERO1, ((), (0,), (2, 1))), ZERO1, 3),
     ("accumulation_3_buckets", lower_accumulation(3, ZERO1), ZERO1, 3),
     ("zero2_accumulation_3_buckets", lower_accumulation(3, ZERO2), ZERO2, 3),
+    ("hybrid_2_buckets", lower_data_parallel(2, HYBRID), HYBRID, 2),
+    ("hybrid_3_buckets_eager", lower_eager(3, HYBRID, ((), (0,), (2, 1))), HYBRID, 3),
+    ("accumulation_3_buckets", lower_accumulation(3, HYBRID), HYBRID, 3),
 ]
 with_every_schedule = pytest.mark.parametrize(("name", "schedule", "strategy", "num_buckets"), SCHEDULES)
 

@@ -70,7 +70,6 @@ def test_json_may_leave_out_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "choices"),
     [
-        ({"strategy": "hybrid"}, "None, 'ddp', 'zero1', 'zero2'"),
         ({"op": "sum"}, "'mean'"),
         ({"nonfinite": "warn"}, "'ignore'"),
         ({"nonfinite": "skip"}, "'ignore'"),

@@ -18,6 +18,7 @@ from undertow.cost import (
     HierarchicalCosts,
     Link,
     MeasuredCosts,
+    MeshCosts,
     RingCosts,
     TransferredCosts,
     collective_seconds,
@@ -211,3 +212,15 @@ def test_a_larger_payload_never_costs_less_on_another_network(times: dict[int, f
     transferred = TransferredCosts(measured=measured, was=ONE, wanted=TEN).collective_us("all_reduce", sorted(sizes))
     # A unit in the last place of sums and products of such times: 1e-15 of them, a hundredfold.
     assert (np.diff(transferred) >= -1e-13 * transferred[1:]).all()
+
+
+def test_on_a_mesh_only_reductions_cross_and_only_with_shards() -> None:
+    inside, across = RingCosts(LINK, num_ranks=4), RingCosts(SLOW, num_ranks=3)
+    mesh = MeshCosts(inside=inside, across=across, per_node=4)
+    crossing = us(across, "all_reduce", 300)
+    assert us(mesh, "reduce_scatter") == us(inside, "reduce_scatter") + crossing
+    assert us(mesh, "all_gather") == us(inside, "all_gather")
+    assert us(mesh, "all_reduce") == us(inside, "reduce_scatter") + crossing + us(inside, "all_gather")
+    assert mesh.crossing_us([1200]).tolist() == [crossing]
+    expected = "a collective is one of one rank or more, got 0.\n  Give a positive number of ranks."
+    assert text_of(ConfigError, lambda: MeshCosts(inside=inside, across=across, per_node=0)) == expected

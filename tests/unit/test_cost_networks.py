@@ -13,6 +13,7 @@ from undertow.cost import (
     Costs,
     HalvingDoublingCosts,
     HierarchicalCosts,
+    MeshCosts,
     RingCosts,
     catalogue_names,
     costs_for,
@@ -180,3 +181,9 @@ def test_a_curve_that_cannot_tell_a_link_is_refused(points: tuple[tuple[int, int
         f"no link can be made of the curve of all_gather: {reason}.\n"
         "  Measure between two ranks or more, and sizes of which one is half as large again as another."
     )
+
+
+def test_nodes_may_be_replicas_of_each_other() -> None:
+    across, inside = costs_for("100gbit,5us", num_ranks=4), costs_for("400gbit,1us", num_ranks=8)
+    found = costs_for("100gbit,5us", num_ranks=32, per_node=8, inside="400gbit,1us", is_mesh=True)
+    assert same(found, MeshCosts(inside=inside, across=across, per_node=8))

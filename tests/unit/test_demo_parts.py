@@ -216,7 +216,11 @@ def test_an_impossible_setting_is_refused(setting: dict[str, int], text: str) ->
             "zero3",
             "there is no strategy 'zero3'.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.",
         ),
-        ("zero", "there is no strategy 'zero'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2'."),
+        (
+            "hybrid",
+            'strategy \'hybrid\' is for several nodes, and the demo runs on one.\n  undertow demo\n  Take "zero1" or "zero2".',
+        ),
+        ("zero", "there is no strategy 'zero'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'."),
     ],
 )
 def test_an_unknown_strategy_is_refused(strategy: str, text: str) -> None:

@@ -4,26 +4,28 @@ import pytest
 
 from support.errors import text_of
 from undertow.errors import ConfigError
-from undertow.schedule import DDP, STRATEGIES, ZERO1, ZERO2, OpKind, strategy_named
+from undertow.schedule import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, OpKind, strategy_named
 
 
 def test_strategies_are_rows_of_a_table() -> None:
-    assert [(it.name, it.reduction, it.gather, it.reduces_micro_batches) for it in STRATEGIES.values()] == [
-        ("ddp", OpKind.ALL_REDUCE, None, False),
-        ("zero1", OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER, False),
-        ("zero2", OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER, True),
+    rows = [(it.name, it.reduction, it.crossing, it.gather, it.reduces_micro_batches) for it in STRATEGIES.values()]
+    assert rows == [
+        ("ddp", OpKind.ALL_REDUCE, None, None, False),
+        ("zero1", OpKind.REDUCE_SCATTER, None, OpKind.ALL_GATHER, False),
+        ("zero2", OpKind.REDUCE_SCATTER, None, OpKind.ALL_GATHER, True),
+        ("hybrid", OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE, OpKind.ALL_GATHER, False),
     ]
 
 
 def test_a_strategy_is_found_by_its_name() -> None:
-    assert [strategy_named(name) for name in (None, "ddp", "zero1", "zero2")] == [DDP, DDP, ZERO1, ZERO2]
+    assert [strategy_named(name) for name in (None, "ddp", "zero1", "zero2", "hybrid")] == [DDP, DDP, ZERO1, ZERO2, HYBRID]
 
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
         ("zero3", "Use torch.distributed.fsdp.fully_shard to shard parameters."),
-        ("zero", "Choose one of: 'ddp', 'zero1', 'zero2'."),
+        ("zero", "Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'."),
     ],
 )
 def test_another_strategy_is_refused_with_the_way_out(name: str, remedy: str) -> None:

@@ -132,7 +132,7 @@ def test_an_unknown_link_is_refused() -> None:
 
 def test_an_unknown_strategy_is_refused() -> None:
     assert text_of(ConfigError, lambda: profile(strategy="zero9")) == (
-        "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2'."
+        "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'."
     )
 
 

@@ -143,7 +143,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         num_ranks=draw(st.integers(1, 10**6)),
         link=draw(st.sampled_from([None, "none", "1gbit", "100gbit,5us"])),
         curves=draw(st.dictionaries(st.sampled_from(sorted(COLLECTIVES)), curves, max_size=3)),
-        strategy=draw(st.sampled_from(["ddp", "zero1", "zero2"])),
+        strategy=draw(st.sampled_from(["ddp", "zero1", "zero2", "hybrid"])),
         groups=draw(st.sampled_from([None, tuple((index,) for index in order)])),
         step_us=draw(st.none() | times),
     )
@@ -204,7 +204,10 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         (small(update_us=math.inf), f"update_us must be a number of microseconds, zero or more, got inf.\n  {MICROSECONDS}"),
         (small(step_us="1"), f"step_us must be a number of microseconds, zero or more, got '1'.\n  {MICROSECONDS}"),
         (small(step_us=None), f"step_us must be a number of microseconds, zero or more, got None.\n  {MICROSECONDS}"),
-        (small(strategy="zero9"), "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2'."),
+        (
+            small(strategy="zero9"),
+            "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
+        ),
         (small(params={}), f"params must be a list, got {{}}.\n  {FORMAT}"),
         (small(params=[7]), f"params[0] must be an object, got 7.\n  {FORMAT}"),
         (param(name=None), f"params[1].name is missing.\n  {FORMAT}"),

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from support.errors import text_of
+from undertow.cost import MeshCosts
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Piece, Plan, plan_from_groups
 from undertow.plan.finish import StepTiming, finish_us
 from undertow.profile import Profile
-from undertow.schedule import DDP, STRATEGIES, ZERO1, Strategy, lower_data_parallel
+from undertow.schedule import DDP, HYBRID, STRATEGIES, ZERO1, Strategy, lower_data_parallel
 from undertow.simulate import Conditions, simulate
 from undertow.trace import Trace, limit_us, summarize
 
@@ -103,6 +104,36 @@ def test_each_bucket_is_gathered_before_the_forward_reads_it() -> None:
         "comm.dp reduce_scatter b0: 27 to 35\n"
         "comm.dp reduce_scatter b1: 37 to 45\n"
     )
+
+
+# Inside a reduce-scatter takes 3 us and a gather 6, across an all-reduce takes 5: a reduction takes 8 as above.
+MESH = MeshCosts(
+    inside=LineCosts({"reduce_scatter": (3, 0), "all_gather": (6, 0)}), across=LineCosts({"all_reduce": (5, 0)}), per_node=2
+)
+
+
+@pytest.mark.parametrize("conditions", [Conditions(), Conditions(overlap=False), Conditions(contention=0.3)], ids=str)
+def test_a_reduction_over_two_axes_is_in_both_one_after_the_other(conditions: Conditions) -> None:
+    plan = two_buckets(num_ranks=4)
+    assert simulate(TWO, plan, HYBRID, MESH, conditions).trace() == simulate(TWO, plan, ZERO1, FIXED, conditions).trace()
+
+
+def test_across_go_the_bytes_of_a_shard() -> None:
+    across = LineCosts({"all_reduce": (0, 1)})
+    free = LineCosts({"reduce_scatter": (0, 0), "all_gather": (0, 0)})
+    record = simulate(TWO, two_buckets(num_ranks=8), HYBRID, MeshCosts(inside=free, across=across, per_node=4))
+    assert [stop - start for start, stop in record.wire_intervals()] == [sent.num_bytes / 4 for sent in record.buckets]
+    assert record.buckets[0].num_bytes >= 400
+
+
+def test_costs_that_were_measured_have_both_axes_in_one() -> None:
+    plan = two_buckets(num_ranks=4)
+    assert simulate(TWO, plan, HYBRID, FIXED).trace() == simulate(TWO, plan, ZERO1, FIXED).trace()
+
+
+def test_a_bucket_is_stepped_when_it_is_through_both_axes() -> None:
+    plan, eager = two_buckets(num_ranks=4), Conditions(eager=True, gathers_behind=((0,), (1,)))
+    assert simulate(TWO, plan, HYBRID, MESH, eager).trace() == simulate(TWO, plan, ZERO1, FIXED, eager).trace()
 
 
 def test_without_overlap_gathers_are_waited_for_before_the_forward() -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def question(profile: Profile = SMALL, strategy: str = "ddp", **options: object) -> Question:
-    network = NetworkOptions(**{"link": "10gbit,20us", **options})  # type: ignore[arg-type]
+    nodes = {"per_node": 2, "node_link": "100gbit,1us"} if strategy == "hybrid" else {}
+    network = NetworkOptions(**{"link": "10gbit,20us", **nodes, **options})  # type: ignore[arg-type]
     return Question(profile=profile, strategy=STRATEGIES[strategy], options=network, conditions=Conditions())
 
 
@@ -412,14 +414,90 @@ def test_without_a_strategy_a_profile_has_its_own(
 def test_the_schedule_shown_is_the_one_that_is_simulated(
     strategy: Strategy, small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--link", "10gbit,20us", "--strategy", strategy.name]
+    nodes = [] if strategy.crossing is None else ["--per-node", "2", "--node-link", "100gbit,1us"]
+    options = ["--link", "10gbit,20us", "--strategy", strategy.name, *nodes]
     assert call("plan", small, *options, monkeypatch=monkeypatch) == 0
     schedule = schedule_from_text(capsys.readouterr().out.split("\n\n")[1])
     what_if = question(strategy=strategy.name).at(4)
     trace = what_if.outcome("", what_if.optimal_plan).trace
     simulated = [(event.kind, event.bucket) for event in trace.communication]
     gathers_last = sorted(simulated, key=lambda sent: sent[0] == "all_gather")
-    assert [(op.kind, op.bucket) for op in schedule.collectives] == gathers_last
+    assert [(op.kind, op.bucket) for op in schedule.collectives if op.kind is not strategy.crossing] == gathers_last
+
+
+def test_a_plan_for_nodes_shows_what_crosses_and_the_shards_of_a_node(
+    small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--link", "1gbit", "--per-node", "2", "--bucket-cap-mb", "40", "--strategy", "hybrid"]
+    assert call("plan", small, *options, monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "comm.across" in printed
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.split("\n\n")[0].splitlines()]
+    of_buckets = [row for row in rows if row[0].isdigit()]
+    for row in of_buckets:  # of the two ranks of a node
+        assert float(row[-1]) == pytest.approx(float(row[-2]) / 2, abs=0.011)
+    assert len(of_buckets) > 1
+    assert "Network: 1gbit between nodes of 2 ranks, 2400gbit,3us inside; 4 ranks" in printed
+
+
+def test_without_a_profile_nothing_is_said_of_the_shards_of_a_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("plan", "--strategy", "hybrid", "--ranks", "4", monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "comm.across" in printed
+    assert "MB per shard" not in printed
+
+
+def test_a_step_on_nodes_takes_what_its_schedule_has_on_each_axis(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = "8gbit,10us"
+    options = ["--link", link, "--per-node", "2", "--node-link", link, "--strategy", "hybrid", "--out", str(tmp_path)]
+    assert call("simulate", small, *options, monkeypatch=monkeypatch) == 0
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines()]
+    (step_ms,) = (float(row[2]) for row in rows if row[0] == "40 MB buckets")
+    # In one bucket: 37.75 MB at 1 / 0.956 ns a byte, of which a ring of two sends half, inside twice and across all of a shard
+    # once; four hops.
+    assert step_ms == pytest.approx(46 + 3 * 37.753 / 2 / 0.956 + 4 * 0.01, abs=0.051)
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        (["--strategy", "hybrid", "--link", "1gbit"], "1gbit has no nodes"),
+        (["--strategy", "hybrid"], "measured: 'ddp' over 4 ranks"),
+    ],
+)
+def test_nodes_must_be_given_where_the_strategy_needs_them(
+    options: list[str],
+    where: str,
+    measured: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call("simulate", measured, *options, "--out", str(tmp_path), monkeypatch=monkeypatch) == 2
+    assert capsys.readouterr().err == (
+        f"Error: nothing says what strategy 'hybrid' costs over 4 ranks.\n  {where}\n"
+        '  Give the network with its nodes, such as --ranks 64 --per-node 8 --link "100gbit,5us".\n'
+    )
+
+
+def test_what_was_measured_on_a_mesh_is_of_that_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = MEASURED.curves["all_reduce"]
+    mesh = replace(MEASURED, strategy="hybrid", curves={"reduce_scatter": curve, "all_gather": curve})
+    mesh.save(tmp_path / "mesh.json")
+    run = partial(call, "simulate", str(tmp_path / "mesh.json"), "--out", str(tmp_path), monkeypatch=monkeypatch)
+    assert run() == 0
+    assert "Network: as measured over 4 ranks" in capsys.readouterr().out
+    assert run("--strategy", "zero1") == 2
+    assert "measured: 'hybrid' over 4 ranks" in capsys.readouterr().err
+    assert run("--ranks", "8") == 2
+    assert run("--strategy", "zero1", "--link", "1gbit") == 0
+    assert "Network: 1gbit, 4 ranks\n" in capsys.readouterr().out
 
 
 def test_a_size_overrides_the_optimal_plan(

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from support.errors import text_of
 from support.strategies import LOWERINGS, lowerings
 from undertow.errors import ConfigError
-from undertow.schedule import ZERO1, ZERO2, Schedule, lower_accumulation, lower_data_parallel, schedule_from_text, verify
+from undertow.schedule import (
+    HYBRID,
+    ZERO1,
+    ZERO2,
+    Schedule,
+    lower_accumulation,
+    lower_data_parallel,
+    lower_eager,
+    schedule_from_text,
+    verify,
+)
 
 STEP = """\
 id  lane     kind        bucket  reads     writes    after
@@ -217,3 +227,48 @@ def test_the_next_step_must_not_come_too_early() -> None:
         "  one writes it, and nothing orders 12 after 10\n"
         "  Let the later op come after the earlier one."
     )
+
+
+MESH = lower_data_parallel(2, HYBRID).to_text()
+
+
+def fault_on_a_mesh(*lines: str) -> str:
+    text = with_lines(*lines, of=MESH)
+    return text_of(ConfigError, lambda: verify(schedule_from_text(text), HYBRID, num_buckets=2))
+
+
+def test_every_bucket_crosses_both_axes_of_a_mesh() -> None:
+    assert fault_on_a_mesh("03  compute  pack  b0  shard[b0]  shard[b0]  02") == (
+        "the ops on grad[b0] do not carry each gradient across once.\n"
+        f"  reduce_scatters: expected 1, got 1; all_reduces: expected 1, got 0; the plan has 2 buckets\n  {CROSSING_REMEDY}"
+    )
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["03  comm.across  all_reduce  b0  shard[b0]  shard[b0]  01"],
+        ["10  compute  bind  b0  shard[b0]  -  02 09", "11  compute  bind  b1  shard[b1]  -  07 09"],
+    ],
+    ids=["before the inner axis", "after the step"],
+)
+def test_the_outer_axis_comes_behind_the_inner_one_and_before_the_step(lines: list[str]) -> None:
+    assert fault_on_a_mesh(*lines) == (
+        "op 03 (all_reduce b0) may run before its gradients are there or after the step.\n"
+        "  reduce_scatter is op 02, step is op 12\n  Order the collective after the fill and before the step."
+    )
+
+
+@given(st.integers(1, 40))
+def test_lowered_schedules_of_a_mesh_are_right(num_buckets: int) -> None:
+    for overlap in (False, True):
+        verify(lower_data_parallel(num_buckets, HYBRID, overlap=overlap), HYBRID, num_buckets=num_buckets)
+    verify(lower_eager(num_buckets, HYBRID), HYBRID, num_buckets=num_buckets)
+    verify(lower_accumulation(num_buckets, HYBRID), HYBRID, num_buckets=num_buckets)
+
+
+def test_the_last_trailer_leaves_after_backward_on_both_axes() -> None:
+    fault = fault_on_a_mesh(
+        "06  compute  pack  b1  grad[b1]  grad[b1]  04", "08  comm.across  all_reduce  b1  shard[b1]  shard[b1]  05 07"
+    )
+    assert fault.startswith("op 07 (reduce_scatter b1) may leave before backward is over.")

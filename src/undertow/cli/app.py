@@ -118,7 +118,9 @@ def plan(  # noqa: PLR0913  # one for each option
     strategy: Annotated[
         str | None,
         typer.Option(
-            help='What is sharded: "ddp", "zero1" or "zero2"; without it that of the profile, else "ddp".', show_default=False
+            help='What is sharded: "ddp", "zero1", "zero2" or "hybrid", which shards inside a node; without it that of the '
+            'profile, else "ddp".',
+            show_default=False,
         ),
     ] = None,
     ranks: Annotated[
@@ -167,7 +169,11 @@ def simulate(  # noqa: PLR0913  # one for each option
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
     strategy: Annotated[
-        str | None, typer.Option(help='"ddp", "zero1" or "zero2"; without it that of the profile.', show_default=False)
+        str | None,
+        typer.Option(
+            help='"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; without it that of the profile.',
+            show_default=False,
+        ),
     ] = None,
     skew: Annotated[
         float, typer.Option(help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank is shown.")

@@ -98,7 +98,9 @@ def _show_plan_of_profile(request: PlanRequest, profile: Profile, strategy: Stra
     else:
         config = SyncConfig(bucket_cap_mb=request.bucket_cap_mb)
         plan = plan_in_order(profile.params, profile.order, config, num_ranks=num_ranks, splits=strategy.gather is not None)
-    print_plan(plan, strategy, _schedule(plan, strategy, request))
+    per_node = request.network.per_node
+    num_nodes = None if per_node is None else num_ranks // min(per_node, num_ranks)
+    print_plan(plan, strategy, _schedule(plan, strategy, request), num_nodes=num_nodes)
     if not request.is_accumulation:
         console = Console()
         console.print()

@@ -46,7 +46,7 @@ class Question:
             profile=self.profile,
             strategy=self.strategy,
             num_ranks=num_ranks,
-            network=options.network(self.profile, num_ranks=num_ranks),
+            network=options.network(self.profile, self.strategy, num_ranks=num_ranks),
             conditions=self.conditions,
         )
 

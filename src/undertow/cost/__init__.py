@@ -6,6 +6,7 @@ from undertow.cost.costs import (
     HalvingDoublingCosts,
     HierarchicalCosts,
     MeasuredCosts,
+    MeshCosts,
     RingCosts,
     TransferredCosts,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "HierarchicalCosts",
     "Link",
     "MeasuredCosts",
+    "MeshCosts",
     "PublishedNetwork",
     "RingCosts",
     "TransferredCosts",

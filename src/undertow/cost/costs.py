@@ -7,6 +7,7 @@ The formulas are those of Thakur, Rabenseifner and Gropp, "Optimization of colle
     ring              2(n-1)a + 2(n-1)/n Mb + (n-1)/n Mc           (n-1)a + (n-1)/n M(b+c)        (n-1)a + (n-1)/n Mb
     halving-doubling  2log2(n)a + 2(n-1)/n Mb + (n-1)/n Mc         log2(n)a + (n-1)/n M(b+c)      log2(n)a + (n-1)/n Mb
     hierarchical      reduce_scatter inside + all_reduce across of M/g + all_gather inside, with g ranks per node
+    mesh              the same                                     all of it but the all_gather   the all_gather inside
 """
 
 from __future__ import annotations
@@ -100,6 +101,31 @@ class HierarchicalCosts:
         inside = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
         across = self._across.collective_us(kind, sizes / self._per_node)
         return sum((self._inside.collective_us(phase, sizes) for phase in inside), start=across)
+
+
+@final
+class MeshCosts:
+    """A mesh whose rows of `per_node` ranks have shards of one another, `inside` a node, and are replicas `across` nodes.
+
+    A reduce_scatter is one inside and, behind it, the all_reduce of each rank's shard across; an all_gather is inside alone, an
+    all_reduce both.
+    """
+
+    def __init__(self, *, inside: Costs, across: Costs, per_node: int) -> None:
+        self._inside = inside
+        self._across = across
+        self._per_node = _checked_num_ranks(per_node)
+
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        """See `Costs`."""
+        _check_kind(kind, _REDUCES, "a mesh")
+        phases = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
+        across = self.crossing_us(num_bytes) if _REDUCES[kind] else np.zeros_like(_sizes(num_bytes))
+        return sum((self._inside.collective_us(phase, num_bytes) for phase in phases), start=across)
+
+    def crossing_us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        """Microseconds of a reduction that are spent across, on the shards of what has so many bytes."""
+        return self._across.collective_us("all_reduce", _sizes(num_bytes) / self._per_node)
 
 
 # What stands for a kind that was not measured, the best first: as in a ring, where an all-reduce is a reduce-scatter and

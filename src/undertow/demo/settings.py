@@ -64,7 +64,12 @@ class DemoSettings:
         _check_range("--steps", self.num_steps, highest=_MAX_STEPS, remedy="Eight are enough for a stable median.")
         _check_range("--seed", self.seed, lowest=0, highest=2**31 - 1, remedy="Any such number will do.")
         link_from_text(self.link)
-        strategy_named(self.strategy)
+        if strategy_named(self.strategy).crossing is not None:
+            raise ConfigError(
+                f"strategy {self.strategy!r} is for several nodes, and the demo runs on one.",
+                where="undertow demo",
+                remedy='Take "zero1" or "zero2".',
+            )
 
     @property
     def ways(self) -> tuple[Way, ...]:

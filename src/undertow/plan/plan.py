@@ -59,9 +59,13 @@ class Bucket:
         """The parameter of each slot, one that is here with a piece only included."""
         return tuple(slot.param for slot in self.slots)
 
-    def shard_range(self, rank: int) -> range:
-        """Elements that `rank` owns, of gradients and padding; the last shard may hold padding only."""
-        return range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+    def shard_range(self, rank: int, *, num_replicas: int = 1) -> range:
+        """Elements that `rank` owns, of gradients and padding; the last shard may hold padding only.
+
+        With `num_replicas`, of the ranks that have shards of one another, which are fewer by that factor.
+        """
+        numel = self.shard_numel * num_replicas
+        return range(rank * numel, (rank + 1) * numel)
 
 
 @dataclass(frozen=True, kw_only=True)

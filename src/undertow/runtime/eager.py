@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from undertow.errors import ConfigError, PhaseError
-from undertow.runtime.exchange import Exchanges, PostedExchanges
+from undertow.runtime.axes import Axes
 
 if TYPE_CHECKING:
     from undertow.runtime.sharding import Sharding
@@ -31,8 +31,8 @@ class BucketStepper(Protocol):
 class EagerSteps:
     """Whose buckets are stepped in backward, and whether its `step()` is due for that."""
 
-    def __init__(self, exchanges: PostedExchanges) -> None:
-        self.exchanges = exchanges
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
         self.is_due = False  # a backward has updated the parameters, and step() has not confirmed it
         self._stepper: weakref.ref[BucketStepper] | None = None  # whose user holds it
 
@@ -65,7 +65,7 @@ class EagerSteps:
             )
 
 
-def eager_steps_over(exchanges: Exchanges, *, overlap: bool) -> EagerSteps | None:
+def eager_steps_over(axes: Axes, *, overlap: bool) -> EagerSteps | None:
     """None for a rank alone, which sends nothing; ConfigError where buckets cannot be stepped in backward."""
     if not overlap:
         raise ConfigError(
@@ -73,12 +73,12 @@ def eager_steps_over(exchanges: Exchanges, *, overlap: bool) -> EagerSteps | Non
             where="ShardedOptimizer",
             remedy="Leave one of the two out.",
         )
-    if exchanges.group.num_ranks == 1:
+    if axes.num_ranks == 1:
         return None
-    if not isinstance(exchanges, PostedExchanges):
+    if not axes.can_step_in_backward:
         raise ConfigError(
-            f"eager=True is not built yet for {exchanges.group.backend}: buckets would have to be stepped on a stream.",
+            f"eager=True is not built yet for {axes.inside.group.backend}: buckets would have to be stepped on a stream.",
             where="ShardedOptimizer",
             remedy="Leave it out: gathers lie under the next forward.",
         )
-    return EagerSteps(exchanges)
+    return EagerSteps(axes)

@@ -34,6 +34,8 @@ class Exchanges(Protocol):
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
         """Starts to write into `shard` the mean over ranks of this rank's part of `storage`, which `pack` fills first.
 
+        With a divisor of its own it is the sum over ranks, divided by that.
+
         storage: [number of ranks * shard.numel() or more]; parts are one behind the other. What lies in `trailer` becomes
         its sum over ranks on every rank. shard: of `wide_dtype(storage.dtype)`. Every rank starts these, and means, in
         the same order.
@@ -41,7 +43,18 @@ class Exchanges(Protocol):
         ...
 
     def mean(self, tensor: Tensor) -> Handle:
-        """Starts to replace `tensor` by its mean over ranks, added up in rank order. [any number of elements]"""
+        """Starts to replace `tensor` by its mean over ranks, added up in rank order. [any number of elements]
+
+        Ranks that form a mesh are added up row by row, as exchanges inside and across it do.
+        """
+        ...
+
+    def mean_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
+        """The same with a tensor that is there when `before` is complete; `trailer` becomes its sum over ranks.
+
+        `before` are reduce-scatters over other ranks, each of which has one of these, in the same order. Where no order is asked
+        for, `tensor` travels in the dtype of the trailer, as in an all-reduce of the backend's.
+        """
         ...
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
@@ -63,13 +76,17 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class PostedExchanges:
     """Exchanges by sends and receives; threads post and complete them in the order in which they were started.
 
-    `close` ends its threads.
+    `divisor` is that of means, if not the number of ranks. `in_order` sends all that was added up as wide as it is; the order of
+    adds is the same in any case. `close` ends its threads.
     """
 
     may_differ_in_order = True
 
-    def __init__(self, group: OwnGroup) -> None:
+    def __init__(self, group: OwnGroup, *, in_order: bool = True, divisor: int | None = None) -> None:
         self.group = group
+        self._divisor = group.num_ranks if divisor is None else divisor
+        self._in_order = in_order
+        self._rows = group.user.row_places
         self._tags = count()
         self._scratch = _Scratch()
         # Not in a backward, which would wait for the copy into the bucket, and in a send for gloo: that copies into the socket,
@@ -91,6 +108,23 @@ class PostedExchanges:
     def mean(self, tensor: Tensor) -> Exchange:
         exchange = Exchange()
         return self._start(exchange, partial(self._post_mean, tensor, exchange, self._next_tag()), self._adding)
+
+    def mean_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Exchange:
+        exchange = Exchange()
+        post_both = partial(self._post_mean_and_trailer, tensor, trailer, exchange, self._next_tag(), self._next_tag())
+
+        def post() -> _Posted:
+            before.wait()  # it is over, and raises here if it has failed
+            return post_both()
+
+        def start(_before: object) -> None:
+            try:
+                self._start(exchange, post, self._adding)
+            except RuntimeError as error:  # closed meanwhile
+                exchange.fail(error)
+
+        before.on_done(start)
+        return exchange
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Exchange:
         def post() -> _Posted:
@@ -119,13 +153,14 @@ class PostedExchanges:
 
         def add_up() -> None:
             sum_in_order(received, into=shard)
-            shard.div_(num_ranks)
+            if self._divisor != 1:
+                shard.div_(self._divisor)
             own_trailer.copy_(sum_in_order(trailers, into=torch.empty_like(own_trailer)))
             self._scratch.give(self._of_peers(received) + self._of_peers(trailers))
 
         return _Posted(works, add_up)
 
-    def _post_mean(self, tensor: Tensor, exchange: Exchange, tag: int) -> _Posted:
+    def _post_mean(self, tensor: Tensor, exchange: Exchange, tag: int, then: Callable[[], object] = int) -> _Posted:
         num_ranks, rank = self.group.num_ranks, self.group.rank
         parts = list(tensor.tensor_split(num_ranks))
         own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
@@ -135,12 +170,25 @@ class PostedExchanges:
         returning = self._receive(parts, tag=tag + 1)
 
         def add_up() -> None:
-            own.copy_(sum_in_order(received, into=total).div_(num_ranks))
+            own.copy_(sum_in_order(received, into=total, rows=self._rows).div_(self._divisor))
             self._scratch.give([*self._of_peers(received), total])
             last = [*returning, *self._send([own] * num_ranks, tag=tag + 1)]
-            self._gathering.submit(exchange.complete, _Posted(last))
+            self._gathering.submit(exchange.complete, _Posted(last, then))
 
         return _Posted(works, add_up, is_last=False)
+
+    def _post_mean_and_trailer(self, tensor: Tensor, trailer: Tensor, exchange: Exchange, tag: int, trailer_tag: int) -> _Posted:
+        received = self._received_beside([trailer] * self.group.num_ranks)
+        works = self._post(sent=[trailer] * self.group.num_ranks, received=received, tag=trailer_tag)
+        sent = tensor if self._in_order else tensor.to(trailer.dtype)
+        mean = self._post_mean(sent, exchange, tag, then=int if sent is tensor else lambda: tensor.copy_(sent))
+
+        def add_up() -> None:
+            trailer.copy_(sum_in_order(received, into=torch.empty_like(trailer)))
+            self._scratch.give(self._of_peers(received))
+            mean.finish()
+
+        return _Posted([*works, *mean.works], add_up, is_last=False)
 
     def _post_all_gather(self, flat: Tensor, then: Callable[[], object], tag: int) -> _Posted:
         parts = list(flat.view(self.group.num_ranks, -1))
@@ -201,7 +249,11 @@ class Exchange:
         try:
             thread.submit(self.complete, post())
         except BaseException as error:
-            self._done.set_exception(error)
+            self.fail(error)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Calls `work`; whoever waits for the exchange learns of an error, and of the end."""
+        self.complete(_Posted((), work))
 
     def complete(self, posted: _Posted) -> None:
         """Waits for what was posted; whoever waits for the exchange learns of an error, and of the last part's end."""
@@ -211,10 +263,14 @@ class Exchange:
             with torch.no_grad():
                 posted.finish()
         except BaseException as error:
-            self._done.set_exception(error)
+            self.fail(error)
         else:
             if posted.is_last:
                 self._done.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for the exchange learns of it."""
+        self._done.set_exception(error)
 
     def wait(self) -> None:
         """Returns when it is complete; raises what the backend raised."""
@@ -259,8 +315,13 @@ def _posted(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def sum_in_order(parts: Sequence[Tensor], *, into: Tensor) -> Tensor:
-    """A chain of adds: the order within torch.sum depends on the position of an element."""
+def sum_in_order(parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()) -> Tensor:
+    """A chain of adds: the order within torch.sum depends on the position of an element.
+
+    With `rows` of a mesh, which have the places of ranks, it is one of each row's own.
+    """
+    if rows:
+        parts = [sum_in_order([parts[place] for place in row], into=torch.empty_like(into)) for row in rows]
     first, *rest = parts
     if rest and first.dtype == into.dtype:  # one pass over memory less
         torch.add(first, rest.pop(0), out=into)

@@ -82,7 +82,7 @@ class Executor:
         # the garbage collector comes.
         self._table: dict[OpKind, Callable[[Executor, int], None]] = {
             OpKind.PACK: Executor._pack,
-            OpKind.ALL_REDUCE: Executor._all_reduce,
+            OpKind.ALL_REDUCE: Executor._all_reduce if sharding is None else Executor._all_reduce_shard,
             OpKind.REDUCE_SCATTER: Executor._reduce_scatter,
             OpKind.STEP: Executor._step,
             OpKind.BIND: Executor._bind,
@@ -179,6 +179,16 @@ class Executor:
         self._handles[index] = [handle]
         self._recorder.launched(index, handle)
 
+    def _all_reduce_shard(self, index: int) -> None:
+        binding, bucket, sharding = self._bindings[index], self._buckets[index], self._sharding
+        assert isinstance(binding, ShardedBinding)
+        assert sharding is not None
+        assert sharding.across is not None  # the schedule is that of its strategy
+        trailer = binding.bucket.storage[bucket.trailer.start : bucket.storage_numel]
+        handle = sharding.across.mean_behind(self._handles[index][0], binding.reduced, trailer=trailer)
+        self._handles[index] = [handle]
+        self._recorder.launched(index, handle)
+
     def _step(self, index: int) -> None:
         sharding, this_round = self._sharding, self._the_round
         assert sharding is not None
@@ -196,7 +206,7 @@ class Executor:
             if this_round.steps and is_sound and is_alike:
                 eager.update(index)
 
-        self._steps[index] = eager.exchanges.after_reductions(step)
+        self._steps[index] = eager.axes.after_reductions(step)
         self._handles[index].append(self._steps[index])
 
     def _settle(self, index: int, this_round: Round) -> bool:

@@ -14,11 +14,11 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.runtime.assembly import Assembly
+from undertow.runtime.axes import Axes
 from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.eager import EagerSteps
-from undertow.runtime.exchange import Exchanges
 from undertow.runtime.executor import Reducer, Round
 from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.hooks import earlier_watchers, is_watched
@@ -223,7 +223,7 @@ class Formation:
         """Whether the optimizer's next step moves to another plan."""
         return self._groups is not None
 
-    def shard(self, strategy: Strategy, exchanges: Exchanges, eager: EagerSteps | None = None) -> Sharding:
+    def shard(self, strategy: Strategy, axes: Axes, eager: EagerSteps | None = None) -> Sharding:
         """Lays out parameters and gradients as `strategy` has them, in rank 0's order if that has come, from now on.
 
         Where the parameters change, later rounds reduce whole gradients until it is called again. What it returns is the
@@ -244,7 +244,7 @@ class Formation:
             self.watch.order.close()
             self.watch.order = None
         self._recorder.forgets_gathers()
-        sharding = Sharding(plan, now.params, strategy, exchanges, self._recorder)
+        sharding = Sharding(plan, now.params, strategy, axes, self._recorder)
         sharding.eager = eager
         reducer = dataclasses.replace(now.reducer, sharding=sharding)
         self.assembly = self._assemble(self.watch.named_params, reducer, generation=now.generation + 1, plan=plan)
@@ -404,6 +404,7 @@ class Formation:
         settings = {
             "torch": str(torch.__version__),
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
+            "mesh": self.group.user.rows or None,
             **self._config.to_dict(),
         }
         return self._members.compare(self.group, self.plan.params, self.assembly.params, settings)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
@@ -33,6 +32,9 @@ class GroupRef:
     backend: str
     timeout: timedelta | None
     held: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
+    rows: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of a mesh of two dimensions: ranks with shards of one another; a row for each replica
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupRef:
@@ -65,6 +67,23 @@ class GroupRef:
         return self.ranks.index(dist.get_rank())
 
     @property
+    def row_places(self) -> tuple[tuple[int, ...], ...]:
+        """The rows with the places of their ranks in the group."""
+        return tuple(tuple(map(self.ranks.index, row)) for row in self.rows)
+
+    @property
+    def inside(self) -> GroupRef:
+        """The ranks that have shards of one another, this process among them."""
+        row = next((row for row in self.rows if dist.get_rank() in row), self.ranks)
+        return GroupRef(row, self.backend, self.timeout)
+
+    @property
+    def across(self) -> GroupRef | None:
+        """The ranks that have the same shard as this process; None where no rank has the same."""
+        column = next((column for column in zip(*self.rows, strict=True) if dist.get_rank() in column), None)
+        return None if column is None else GroupRef(tuple(sorted(column)), self.backend, self.timeout)
+
+    @property
     def can_average(self) -> bool:
         """Whether a collective can divide."""
         return any(name in self.backend for name in _BACKENDS_WITH_AVERAGE)
@@ -74,7 +93,7 @@ class GroupRef:
         return private.new_group(self.ranks, self.backend, self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GroupRef, (self.ranks, self.backend, self.timeout)
+        return GroupRef, (self.ranks, self.backend, self.timeout, None, self.rows)
 
     def __deepcopy__(self, _memo: object) -> GroupRef:
         return self
@@ -149,23 +168,6 @@ def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "torchrun --nproc-per-node=2 script.py.",
         )
     return dist.group.WORLD  # type: ignore[return-value]
-
-
-def chosen_group(process_group: dist.ProcessGroup | GroupRef | None, mesh: DeviceMesh | None) -> GroupRef:
-    """The group that users ask for by one of the two, or the default one; ConfigError for both."""
-    if isinstance(process_group, GroupRef):
-        return process_group
-    if mesh is None:
-        return GroupRef.of(user_group(process_group))
-    if process_group is not None or mesh.ndim != 1:
-        raise ConfigError(
-            "Cannot specify both process_group and device_mesh arguments."
-            if process_group is not None
-            else f"Only 1D device mesh is supported, but got {mesh}.",
-            where="the ranks over which gradients are averaged",
-            remedy='Give process_group=, or one dimension of a mesh, such as mesh["dp"].',
-        )
-    return GroupRef.of(mesh.get_group())
 
 
 def gather_bytes(group: OwnGroup, payload: bytes) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,11 @@ from undertow.runtime.group import OwnGroup
 _BACKENDS_TO_POST_ON = ("gloo", "emulated")
 
 
-def exchanges_over(group: OwnGroup, *, in_order: bool) -> Exchanges:
-    """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order."""
+def exchanges_over(group: OwnGroup, *, in_order: bool, divisor: int | None = None) -> Exchanges:
+    """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order.
+
+    `divisor` is that of means, if not the number of ranks.
+    """
     if any(name in group.backend for name in _BACKENDS_TO_POST_ON):
         if group.device.type != "cpu":
             raise ConfigError(
@@ -26,8 +30,8 @@ def exchanges_over(group: OwnGroup, *, in_order: bool) -> Exchanges:
                 where='ShardedOptimizer, or reduction="ordered"',
                 remedy='Initialise torch.distributed with "nccl" to train on GPUs.',
             )
-        return PostedExchanges(group)
-    return NativeExchanges(group, in_order=in_order)
+        return PostedExchanges(group, in_order=in_order, divisor=divisor)
+    return NativeExchanges(group, in_order=in_order, divisor=divisor)
 
 
 class NativeExchanges:
@@ -35,9 +39,12 @@ class NativeExchanges:
 
     may_differ_in_order = False
 
-    def __init__(self, group: OwnGroup, *, in_order: bool) -> None:
+    def __init__(self, group: OwnGroup, *, in_order: bool, divisor: int | None = None) -> None:
         self.group = group
         self._in_order = in_order
+        self._divisor = group.num_ranks if divisor is None else divisor
+        self._rows = group.user.row_places
+        self._behind: torch.cuda.Stream | None = None  # on which one collective waits for another, and the host for none
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
         with torch.no_grad():
@@ -52,11 +59,12 @@ class NativeExchanges:
 
             def add_up() -> None:
                 if narrow is not shard:
-                    shard.copy_(narrow)
+                    shard.copy_(_used_here(narrow))
 
         def finish() -> None:
             add_up()
-            shard.div_(num_ranks)
+            if self._divisor != 1:
+                shard.div_(self._divisor)
 
         return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
 
@@ -69,9 +77,21 @@ class NativeExchanges:
         # In one piece, unlike the others: the second half starts on the stream, behind the first.
         work.wait()
         add_up()
-        own = total.div_(num_ranks).to(tensor.dtype)
+        own = total.div_(self._divisor).to(tensor.dtype)
         gathering = private.all_gather_async(padded, own, pg)
         return _NativeExchange([gathering], lambda: tensor.copy_(padded[: tensor.numel()]))
+
+    def mean_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
+        pg = self.group.process_group
+        with self._stream_behind(tensor):
+            before.wait()
+            trailers = _started(dist.all_reduce(trailer, group=pg, async_op=True))
+            if self._in_order:
+                mean = self.mean(tensor)
+                return _NativeExchange([trailers], mean.wait)
+            sent = tensor.to(trailer.dtype)
+            work = _started(dist.all_reduce(sent, group=pg, async_op=True))
+        return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)).div_(self._divisor))
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
         first()
@@ -81,11 +101,19 @@ class NativeExchanges:
     def close(self) -> None:
         """Nothing of ours is left behind."""
 
+    def _stream_behind(self, tensor: Tensor) -> AbstractContextManager[object]:
+        """Where to wait for a collective without keeping the computation."""
+        if tensor.device.type != "cuda":
+            return nullcontext()
+        if self._behind is None:
+            self._behind = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._behind)
+
     def _exchanged(self, parts: Tensor, *, into: Tensor) -> tuple[dist.Work, Callable[[], object]]:
         received = torch.empty_like(parts)
         work = dist.all_to_all_single(received, parts, group=self.group.process_group, async_op=True)
         rows = list(received.view(self.group.num_ranks, -1))
-        return _started(work), lambda: sum_in_order(rows, into=into)
+        return _started(work), lambda: sum_in_order([_used_here(row) for row in rows], into=into, rows=self._rows)
 
 
 class _NativeExchange:
@@ -122,6 +150,13 @@ class _NativeExchange:
             callback(None)
         else:
             self._callbacks.append(callback)
+
+
+def _used_here(tensor: Tensor) -> Tensor:
+    """Its memory goes to nobody else before the current stream is through with it, which may be another one than its own."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream())
+    return tensor
 
 
 def _started(work: dist.Work | None) -> dist.Work:

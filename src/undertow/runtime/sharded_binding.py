@@ -34,6 +34,8 @@ class ShardedBinding:
         parts: Sequence[ShardPart],
         placeholders: Sequence[GradientPlaceholder],
         splits: Mapping[int, SplitParam],
+        *,
+        shard_numel: int,
     ) -> None:
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
         like = torch.empty(0, dtype=dtype, device=device)
@@ -49,7 +51,7 @@ class ShardedBinding:
         self._parts = tuple(parts)
         self._splits = dict(splits)
         self._wholes: dict[int, Tensor | None] = {}  # by position, the gradients of those while the bucket is packed
-        self._shard = torch.zeros(bucket.shard_numel, dtype=wide_dtype(dtype), device=device)
+        self._shard = torch.zeros(shard_numel, dtype=wide_dtype(dtype), device=device)
         self._aside: Tensor | None = None  # takes the place of `_shard` where that holds what must not be lost
         self._held: dict[int, GradientPlaceholder] = {}  # by position, what `.grad` was
         self._live: set[int] = set()  # positions of those that hold an earlier part, to which a new one is added
@@ -101,10 +103,13 @@ class ShardedBinding:
 
     def target(self, *, is_apart: bool) -> Tensor:
         """Where this rank's shard of the reduced bucket goes; `is_apart`: a placeholder may hold an earlier one elsewhere."""
-        if is_apart or self._live:
-            self._aside = torch.empty_like(self._shard)
-            return self._aside
-        return self._shard
+        self._aside = torch.empty_like(self._shard) if is_apart or self._live else None
+        return self.reduced
+
+    @property
+    def reduced(self) -> Tensor:
+        """The last `target`."""
+        return self._shard if self._aside is None else self._aside
 
     def has_graph(self) -> bool:
         return self._dense.has_graph()

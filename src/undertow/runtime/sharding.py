@@ -12,9 +12,10 @@ from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
+from undertow.runtime.axes import Axes
 from undertow.runtime.buckets import strides_of_gradient
 from undertow.runtime.eager import EagerSteps
-from undertow.runtime.exchange import Exchanges, wide_dtype
+from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.gathers import Gathers
 from undertow.runtime.placeholder import GradientPlaceholder
 from undertow.runtime.recorder import Recorder
@@ -30,20 +31,20 @@ class Sharding:
     `parts` are what it owns of each parameter, none of them empty.
     """
 
-    def __init__(
-        self, plan: Plan, params: Sequence[Tensor], strategy: Strategy, exchanges: Exchanges, recorder: Recorder
-    ) -> None:
+    def __init__(self, plan: Plan, params: Sequence[Tensor], strategy: Strategy, axes: Axes, recorder: Recorder) -> None:
         _require_dense(plan)
         self.plan = plan
         self.params = tuple(params)
         self.strategy = strategy
-        self.exchanges = exchanges
-        self.group = group = exchanges.group
+        self.exchanges, self.across = axes.inside, axes.across
+        self.rank = axes.rank  # of all; `group` has those with shards of one another
+        self.group = group = axes.inside.group
         # Of this moment, in which all ranks have the same: how elements lie in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
-        self._parts = [shard_parts(bucket, rank=group.rank) for bucket in plan.buckets]
+        self._num_replicas = plan.num_ranks // group.num_ranks
+        self._parts = [shard_parts(bucket, rank=group.rank, num_replicas=self._num_replicas) for bucket in plan.buckets]
         self._flats = [
-            FlatParams(bucket, [params[index] for index in bucket.params], parts, num_ranks=group.num_ranks)
+            FlatParams(bucket, [params[index] for index in bucket.params], parts, num_ranks=plan.num_ranks)
             for bucket, parts in zip(plan.buckets, self._parts, strict=True)
         ]
         self.eager: EagerSteps | None = None  # where buckets are stepped in backward
@@ -54,7 +55,7 @@ class Sharding:
         num_pieces = Counter(index for bucket in plan.buckets for index in bucket.params)
         self._splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
         self.parts = [part for parts in self._parts for part in parts if part.numel]
-        self.gathers = Gathers(self._flats, exchanges, recorder)
+        self.gathers = Gathers(self._flats, self.exchanges, recorder)
 
     def binding(self, bucket: Bucket) -> ShardedBinding:
         """Owns the `.grad` of a bucket's parameters."""
@@ -64,9 +65,14 @@ class Sharding:
             self._parts[bucket.index],
             [self._placeholders[index] for index in bucket.params],
             {position: self._splits[index] for position, index in enumerate(bucket.params) if index in self._splits},
+            shard_numel=self.shard_numel(bucket),
         )
         self._bindings.append(made)
         return made
+
+    def shard_numel(self, bucket: Bucket) -> int:
+        """Elements that a rank owns of a bucket, padding included."""
+        return bucket.shard_numel * self._num_replicas
 
     def buckets_of(self) -> dict[int, tuple[int, ...]]:
         """The buckets in which each parameter lies, by its id."""
@@ -127,7 +133,7 @@ class Sharding:
         if grad.added is not None:
             raise PhaseError(
                 "the optimizer steps on gradients that were accumulated and not synchronised.",
-                where=f"parameter {self.plan.params[part.param].name!r}, rank {self.group.rank}",
+                where=f"parameter {self.plan.params[part.param].name!r}, rank {self.rank}",
                 remedy="Run the last backward of a step outside of accumulate() and no_sync().",
             )
         mine = grad.parts[part.bucket]
@@ -164,7 +170,7 @@ class Sharding:
         for bucket, parts in zip(self.plan.buckets, self._parts, strict=True):
             for slot, part in zip(bucket.slots, parts, strict=True):
                 if slot.param == index and not grad.is_cleared:
-                    own = whole.new_zeros(bucket.shard_numel)
+                    own = whole.new_zeros(self.shard_numel(bucket))
                     part.of_shard(own).copy_(grad.parts[bucket.index])
                     whole[slot.first : slot.first + slot.numel] = self.gathered(bucket.index, own)[slot.start : slot.stop]
         return whole.as_strided(param.shape, self.strides[index]).to(grad.dtype)
@@ -177,7 +183,7 @@ class Sharding:
             if isinstance(param.grad, GradientPlaceholder)
         }
         for flat, bucket, parts in zip(self._flats, self.plan.buckets, self._parts, strict=True):
-            own = torch.zeros(bucket.shard_numel, dtype=wide_dtype(flat.flat.dtype), device=flat.flat.device)
+            own = torch.zeros(self.shard_numel(bucket), dtype=wide_dtype(flat.flat.dtype), device=flat.flat.device)
             mine = [(slot, part) for slot, part in zip(bucket.slots, parts, strict=True) if slot.param in held]
             for slot, part in mine:
                 part.of_shard(own).copy_(held[slot.param].placeholder.parts[bucket.index])

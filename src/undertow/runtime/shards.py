@@ -40,9 +40,9 @@ class ShardPart:
         return flat[self.in_bucket : self.in_bucket + self.numel]
 
 
-def shard_parts(bucket: Bucket, *, rank: int) -> list[ShardPart]:
+def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[ShardPart]:
     """One for each slot; of a slot that lies outside of the rank's shard it is empty."""
-    own, parts = bucket.shard_range(rank), []
+    own, parts = bucket.shard_range(rank, num_replicas=num_replicas), []
     for slot in bucket.slots:
         first = min(max(slot.start, own.start), slot.stop)
         last = max(first, min(slot.stop, own.stop))

@@ -10,10 +10,10 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
+from undertow.runtime.axes import Axes
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.formation import Formation
-from undertow.runtime.group import Agreement, OwnGroup
-from undertow.runtime.native_exchange import exchanges_over
+from undertow.runtime.group import Agreement
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
 from undertow.schedule import ZERO1, strategy_named
@@ -40,16 +40,13 @@ class ShardedSteps:
         self._formation = formation
         self._overlap = config.overlap
         self._settings = config.to_dict()
-        self._group = OwnGroup(formation.group.user, device=formation.group.device)
-        if self._group.num_ranks > 1:
-            self._group.open()
-        self._exchanges = exchanges_over(self._group, in_order=config.reduction == "ordered")
+        self._group = group = formation.group
+        self._axes = Axes(group.user, device=group.device, in_order=config.reduction == "ordered")
         self.is_eager = is_eager
         try:
-            self.eager = eager_steps_over(self._exchanges, overlap=config.overlap) if is_eager else None
+            self.eager = eager_steps_over(self._axes, overlap=config.overlap) if is_eager else None
         except ConfigError:
-            self._exchanges.close()
-            self._group.close()
+            self._axes.close()
             raise
         self._stepper: weakref.ref[Optimizer] | None = None
         self._sharding: Sharding | None = None
@@ -89,7 +86,7 @@ class ShardedSteps:
                 remedy="Step before close(), or make a new wrapper and a new optimizer.",
             )
         self.wait()
-        sharding = self._formation.shard(self.strategy, self._exchanges, self.eager)
+        sharding = self._formation.shard(self.strategy, self._axes, self.eager)
         if sharding is not self._sharding:
             self._sharding = sharding
             self._watch(sharding)
@@ -149,18 +146,17 @@ class ShardedSteps:
             self._sharding.drop_gradients()
         if self._places is not None:
             self._places.close()
-        self._exchanges.close()
-        self._group.close()
+        self._axes.close()
 
     def _watch(self, sharding: Sharding) -> None:
         if self._places is not None:
             self._places.close()
             self._places = None
         module = self._module()
-        if sharding.group.num_ranks == 1 or module is None:
+        if self._axes.num_ranks == 1 or module is None:
             return
         # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
-        is_free = self._exchanges.may_differ_in_order and sharding.eager is None  # else the lane's order is planned
+        is_free = self._axes.inside.may_differ_in_order and sharding.eager is None  # else the lane's order is planned
         follow = self._formation.assembly.gather_in if is_free else _leave
         self._places = Places(module, sharding.buckets_of(), sharding.gathers, on_order=follow, only_root=self._is_compiled)
 

@@ -3,12 +3,13 @@
 from undertow.schedule.arrivals import Arrivals
 from undertow.schedule.lower import gathers_after_reductions, lower_accumulation, lower_data_parallel, lower_eager
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule, schedule_from_text
-from undertow.schedule.placement import DDP, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
+from undertow.schedule.placement import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
 from undertow.schedule.tracker import Releases, Tracker
 from undertow.schedule.verify import verify
 
 __all__ = [
     "DDP",
+    "HYBRID",
     "STRATEGIES",
     "ZERO1",
     "ZERO2",

@@ -8,7 +8,9 @@ from undertow.errors import ConfigError
 from undertow.schedule.op import COLLECTIVES, COMPUTE, UPDATE, Buffer, Op, OpKind, Schedule
 from undertow.schedule.placement import DDP, Strategy
 
-_COMM = "comm.dp"
+# The axis over which ranks have shards of one another, and that over which they have the same shard.
+_INSIDE, _ACROSS = "comm.inside", "comm.across"
+_ONLY = "comm.dp"  # the axis, where there is one
 
 
 def lower_data_parallel(
@@ -95,7 +97,7 @@ class _Builder:
     def __init__(self, strategy: Strategy, *, backward_reads: tuple[str, ...] = ()) -> None:
         self._ops: list[Op] = []
         self._backward_reads = backward_reads
-        self._reduction = strategy.reduction
+        self._reduction, self._crossing = strategy.reduction, strategy.crossing
         self._reduced = "grad" if strategy.reduction is OpKind.ALL_REDUCE else "shard"
 
     @property
@@ -114,7 +116,7 @@ class _Builder:
         is_eager = kind is OpKind.STEP and bucket is not None
         op = Op(
             id=len(self._ops),
-            lane=_COMM if kind in COLLECTIVES else UPDATE if is_eager else COMPUTE,
+            lane=self._lane_of(kind) if kind in COLLECTIVES else UPDATE if is_eager else COMPUTE,
             kind=kind,
             bucket=bucket,
             reads=tuple(Buffer(name, bucket) for name in reads),
@@ -162,4 +164,12 @@ class _Builder:
 
     def pack_and_reduce(self, bucket: int, *, after: int) -> int:
         pack = self.add(OpKind.PACK, bucket, reads=("grad",), writes=("grad",), after=(after,))
-        return self.add(self._reduction, bucket, reads=("grad",), writes=(self._reduced,), after=(pack,))
+        reduction = self.add(self._reduction, bucket, reads=("grad",), writes=(self._reduced,), after=(pack,))
+        if self._crossing is None:
+            return reduction
+        return self.add(self._crossing, bucket, reads=(self._reduced,), writes=(self._reduced,), after=(reduction,))
+
+    def _lane_of(self, kind: OpKind) -> str:
+        if self._crossing is None:
+            return _ONLY
+        return _ACROSS if kind is self._crossing else _INSIDE

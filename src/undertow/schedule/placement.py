@@ -17,17 +17,23 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """What is replicated and what is sharded over the ranks."""
+    """What is replicated and what is sharded over the ranks; of a mesh of two axes over those of the inner one."""
 
     name: str
     gradient: Placement  # at rest, between micro-batches
     optimizer: Placement
     parameter: Placement = Placement.REPLICATE
+    across: Placement | None = None  # of the optimizer over the outer axis, where there is one
 
     @property
     def reduction(self) -> OpKind:
         """Takes gradients to where the optimizer needs them."""
         return _OPS[Placement.PARTIAL, self.optimizer]
+
+    @property
+    def crossing(self) -> OpKind | None:
+        """Takes what was reduced over the inner axis to where the optimizer needs it over the outer one, where there is one."""
+        return None if self.across is None else _OPS[Placement.PARTIAL, self.across]
 
     @property
     def gather(self) -> OpKind | None:
@@ -48,7 +54,8 @@ _OPS = {
 DDP = Strategy(name="ddp", gradient=Placement.PARTIAL, optimizer=Placement.REPLICATE)
 ZERO1 = Strategy(name="zero1", gradient=Placement.PARTIAL, optimizer=Placement.SHARD)
 ZERO2 = Strategy(name="zero2", gradient=Placement.SHARD, optimizer=Placement.SHARD)
-STRATEGIES = {strategy.name: strategy for strategy in (DDP, ZERO1, ZERO2)}
+HYBRID = Strategy(name="hybrid", gradient=Placement.PARTIAL, optimizer=Placement.SHARD, across=Placement.REPLICATE)
+STRATEGIES = {strategy.name: strategy for strategy in (DDP, ZERO1, ZERO2, HYBRID)}
 
 
 def strategy_named(name: str | None) -> Strategy:

@@ -19,8 +19,8 @@ def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) ->
 
     - backward ends once and is joined once, and the last collective, which carries the verdict, leaves after its end;
     - the optimizer steps on all buckets at once, or once on each; an accumulation has no step;
-    - every bucket's gradients are filled once and cross the mesh axis once, after they are filled and before their step;
-      where they come back as shards, every bucket's parameters cross once between their step and their use;
+    - every bucket's gradients are filled once and cross each mesh axis once, after they are filled and before their step, the
+      inner axis first; where they come back as shards, every bucket's parameters cross once between their step and their use;
     - collectives leave in the order of their ids, whatever order gradients arrive in (each comm lane is a queue);
     - no buffer is written by one op while another may touch it, in this step or in the next one.
     """
@@ -84,13 +84,13 @@ def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
             )
     end = schedule.ops[kinds.index(OpKind.END)]
     reductions = [op for op in schedule.ops if op.kind in REDUCTIONS]
-    last = reductions[-1] if reductions else None
-    if last is not None and not _is_before(before, end, last):
-        raise ConfigError(
-            f"op {last.id:02d} ({last.label}) may leave before backward is over.",
-            where=f"it is the last reduction; backward ends with op {end.id:02d}",
-            remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
-        )
+    for last in {op.kind: op for op in reductions}.values():  # of each axis
+        if not _is_before(before, end, last):
+            raise ConfigError(
+                f"op {last.id:02d} ({last.label}) may leave before backward is over.",
+                where=f"it is the last reduction; backward ends with op {end.id:02d}",
+                remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
+            )
 
 
 def _check_steps(schedule: Schedule, num_buckets: int) -> None:
@@ -112,30 +112,40 @@ def _steps_on(schedule: Schedule) -> dict[int | None, list[Op]]:
 
 
 def _check_reductions(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
-    fills: dict[int | None, list[Op]] = defaultdict(list)
+    _check_axis(schedule, strategy.reduction, OpKind.FILL, strategy, num_buckets, before)
+    if strategy.crossing is not None:
+        _check_axis(schedule, strategy.crossing, strategy.reduction, strategy, num_buckets, before)
+
+
+def _check_axis(
+    schedule: Schedule, kind: OpKind, behind: OpKind, strategy: Strategy, num_buckets: int, before: Sequence[int]
+) -> None:
+    """Every bucket crosses by one op of `kind`, after the one of the kind `behind` and before its step."""
+    sources: dict[int | None, list[Op]] = defaultdict(list)
     crossings: dict[int | None, list[Op]] = defaultdict(list)
     for op in schedule.ops:
-        if op.kind is OpKind.FILL:
-            fills[op.bucket].append(op)
-        elif op.kind is strategy.reduction:
+        if op.kind is behind:
+            sources[op.bucket].append(op)
+        elif op.kind is kind:
             crossings[op.bucket].append(op)
     steps_on = _steps_on(schedule)
-    for bucket in dict.fromkeys((*range(num_buckets), *fills, *crossings)):
+    for bucket in dict.fromkeys((*range(num_buckets), *sources, *crossings)):
         exists, steps = bucket in range(num_buckets), steps_on[bucket]
-        wanted = (int(exists), int(exists and (bool(steps) or strategy.reduces_micro_batches)))
-        found = (len(fills[bucket]), len(crossings[bucket]))
+        is_sent = int(exists and (bool(steps) or strategy.reduces_micro_batches))
+        wanted = (int(exists) if behind is OpKind.FILL else is_sent, is_sent)
+        found = (len(sources[bucket]), len(crossings[bucket]))
         if found != wanted:
             raise ConfigError(
                 f"the ops on {Buffer('grad', bucket)} do not carry each gradient across once.",
-                where=f"fills: expected {wanted[0]}, got {found[0]}; {strategy.reduction}s: expected {wanted[1]}, "
+                where=f"{behind}s: expected {wanted[0]}, got {found[0]}; {kind}s: expected {wanted[1]}, "
                 f"got {found[1]}; the plan has {num_buckets} buckets",
                 remedy="A step fills every bucket once and sends it once; an accumulation sends nothing, or shards.",
             )
-        for crossing in crossings[bucket]:
-            if not (_is_before(before, fills[bucket][0], crossing) and all(_is_before(before, crossing, step) for step in steps)):
+        for source, crossing in zip(sources[bucket], crossings[bucket], strict=False):
+            if not (_is_before(before, source, crossing) and all(_is_before(before, crossing, step) for step in steps)):
                 raise ConfigError(
                     f"op {crossing.id:02d} ({crossing.label}) may run before its gradients are there or after the step.",
-                    where=f"fill is op {fills[bucket][0].id:02d}, step is op {steps[0].id:02d}",
+                    where=", ".join(f"{op.kind} is op {op.id:02d}" for op in (source, *steps[:1])),
                     remedy="Order the collective after the fill and before the step.",
                 )
 

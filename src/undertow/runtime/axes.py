@@ -1,0 +1,64 @@
+"""The axes along which a sharded optimizer exchanges: where ranks have shards of one another, and where they have the same.
+
+            inside ──>
+across   rank 0  rank 1      gradients: reduce-scatter inside, then all-reduce of the shards across
+   │     rank 2  rank 3      parameters: all-gather inside
+   v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from undertow.runtime.collectives import Handle
+from undertow.runtime.exchange import Exchange, PostedExchanges
+from undertow.runtime.group import GroupRef, OwnGroup
+from undertow.runtime.native_exchange import exchanges_over
+
+
+class Axes:
+    """Exchanges over groups of their own, `inside` and, where ranks form a mesh, `across`; making them is a collective call.
+
+    `rank` and `num_ranks` are of all of them. `close` ends their threads and destroys the groups.
+    """
+
+    def __init__(self, user: GroupRef, *, device: torch.device, in_order: bool) -> None:
+        self.rank, self.num_ranks = user.rank, len(user.ranks)
+        refs = [user] if user.across is None else [user.inside, user.across]
+        self._groups = [OwnGroup(ref, device=device) for ref in refs]
+        if self.num_ranks > 1:
+            for group in self._groups:
+                group.open()
+        # Sums inside are not divided: the mean is rounded once, when all summands are in it.
+        divisors = [self.num_ranks] if user.across is None else [1, self.num_ranks]
+        exchanges = [
+            exchanges_over(group, in_order=in_order, divisor=divisor)
+            for group, divisor in zip(self._groups, divisors, strict=True)
+        ]
+        self.inside, self.across = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
+        self._updating = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undertow-updates")
+
+    @property
+    def can_step_in_backward(self) -> bool:
+        """Whether `after_reductions` is there."""
+        return isinstance(self.inside, PostedExchanges)
+
+    def after_reductions(self, work: Callable[[], object]) -> Handle:
+        """Starts `work`, which waits for the last reduction that was started, where it keeps no other one; one at a time."""
+        if self.across is None and isinstance(self.inside, PostedExchanges):
+            return self.inside.after_reductions(work)
+        # The threads that complete exchanges across have the next reduction to complete.
+        started = Exchange()
+        self._updating.submit(started.run, work)
+        return started
+
+    def close(self) -> None:
+        for exchanges in (self.inside, self.across):
+            if exchanges is not None:
+                exchanges.close()
+        self._updating.shutdown(wait=False)
+        for group in self._groups:
+            group.close()
