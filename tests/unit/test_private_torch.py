@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -300,3 +301,31 @@ def test_a_module_is_found_inside_of_a_compiled_one() -> None:
     module = nn.Linear(1, 1)
     assert private.unwrapped(module) is module
     assert private.unwrapped(torch.compile(module, backend="eager")) is module
+
+
+def test_a_callback_put_on_a_future_while_collectives_are_counted_counts_wherever_it_runs(tmp_path: Path) -> None:
+    """A process group of one rank: what its collectives are handed does not depend on how many there are."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        with private.CollectiveBytes() as counting:
+            dist.all_reduce(torch.ones(3))
+            torch.ones(100).add_(1)
+            dist.all_gather([torch.ones(5)], torch.ones(5))
+            after = future.then(lambda _: dist.all_reduce(torch.ones(7)))
+        dist.all_reduce(torch.ones(11))  # outside: somebody else's
+        untouched = future.then(lambda _: dist.all_reduce(torch.ones(13)))
+        assert counting.num_bytes == 4 * (3 + 5)
+        with counting:
+            done: torch.futures.Future[int] = torch.futures.Future()
+            done.set_result(1)
+            done.then(lambda _: dist.all_reduce(torch.ones(17)))  # runs at once, and counts once
+        assert counting.num_bytes == 4 * (3 + 5 + 17)
+        thread = threading.Thread(target=future.set_result, args=(1,))
+        thread.start()
+        thread.join()
+        after.wait()
+        untouched.wait()
+        assert counting.num_bytes == 4 * (3 + 5 + 17 + 7)
+    finally:
+        dist.destroy_process_group()

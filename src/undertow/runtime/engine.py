@@ -114,7 +114,7 @@ class Engine:
             raise PhaseError(
                 "register_comm_hook can only be called once, and not within a backward.",
                 where="gradients are being synchronised" if earlier is None else f"{earlier.name} is registered",
-                remedy="Write one hook that does both, and register it before training.",
+                remedy="Compose hooks with undertow.chain((state, hook), ...), and register that before training.",
             )
         self.formation.use_hook(hook)
 

@@ -15,7 +15,7 @@ from undertow.runtime import private
 from undertow.runtime.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import Handle, all_reduce_async
-from undertow.runtime.comm_hook import CommHook, HookedBucket
+from undertow.runtime.comm_hook import CommHook, HookedBucket, HookHandle, QueuedHook
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
@@ -230,12 +230,22 @@ class Executor:
         for handle in handles:
             handle.wait()
         self._recorder.wait_ends(index)
+        if self._reducer.hook is not None:
+            self._count(index, handles)
         if self._sharding is not None:
             self._bind_placeholders(self._sharding, index)
             return
         _rescale(binding.values(), this_round)
         used = self._used_elsewhere(index, this_round)
         binding.give(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
+
+    def _count(self, index: int, handles: Sequence[Handle]) -> None:
+        """What a hook has sent, and the trailer, which travels by itself then."""
+        of_hook = [handle.num_bytes for handle in handles if isinstance(handle, HookHandle | QueuedHook)]
+        if of_hook:
+            bucket, storage = self._buckets[index], self._bindings[index].bucket.storage
+            num_bytes = sum(of_hook) + (bucket.storage_numel - bucket.trailer.start) * storage.itemsize
+            self._recorder.sent(index, num_bytes=num_bytes)
 
     def _bind_placeholders(self, sharding: Sharding, index: int) -> None:
         binding = self._bindings[index]
@@ -271,9 +281,9 @@ class Executor:
         if hook is None:
             return [self._reducer.reduce(value, numel=value.numel()) for value in values]
         params = [[param] for param in binding.params] if self._buckets[index].is_sparse else [binding.params]
-        is_last = index == len(self._bindings) - 1
+        last = values[-1] if values and index == len(self._bindings) - 1 else None
         return [
-            hook.start(HookedBucket(index, value, binding.views_of(value), params_of_value, is_last=is_last))
+            hook.start(HookedBucket(index, value, params_of_value, is_last=value is last), is_counted=self._recorder.is_on)
             for value, params_of_value in zip(values, params, strict=True)
         ]
 

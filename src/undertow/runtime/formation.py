@@ -160,8 +160,9 @@ class Formation:
 
     def close(self) -> None:
         """Takes all hooks off."""
-        if self.assembly.reducer.in_order is not None:
-            self.assembly.reducer.in_order.close()
+        for owner in (self.assembly.reducer.in_order, self.assembly.reducer.hook):
+            if owner is not None:
+                owner.close()
         self.watch.close()
         if self._before is not None:
             self._before.watch.close()
