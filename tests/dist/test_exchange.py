@@ -91,7 +91,7 @@ def averaged(kind: str, dtype: torch.dtype, numels: list[int]) -> None:
     for index, numel in enumerate(numels):
         of_rank = [noise(numel, step=index, rank=peer).to(dtype) for peer in range(group.num_ranks)]
         tensor = of_rank[group.rank].clone()
-        started.append((exchanges.mean(tensor), tensor, of_rank))
+        started.append((exchanges.all_reduce(tensor), tensor, of_rank))
     for handle, tensor, of_rank in started:
         handle.wait()
         wide = torch.float32 if dtype.itemsize == 2 else dtype

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from undertow.errors import ConfigError, WrongType
+from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime import private
 
 
@@ -38,7 +38,7 @@ class HookedBucket:
         """A view of the buffer for each parameter, of its shape; contiguous, as torch has them, whatever its strides."""
         if self._buffer.is_sparse:
             return [self._buffer]
-        pieces = self._buffer.split([param.numel() for param in self._parameters])
+        pieces = torch.split(self._buffer, [param.numel() for param in self._parameters])
         return [piece.view(param.shape) for piece, param in zip(pieces, self._parameters, strict=True)]
 
     def parameters(self) -> list[Tensor]:
@@ -167,6 +167,15 @@ class QueuedHook:
     def _run(self, call: Callable[[], HookHandle]) -> None:
         self._handle = call()
         self._handle.wait()
+
+
+def no_second_hook(earlier: CommHook | None) -> PhaseError:
+    """The error where a hook is registered in a backward, or `earlier` was before."""
+    return PhaseError(
+        "register_comm_hook can only be called once, and not within a backward.",
+        where="gradients are being synchronised" if earlier is None else f"{earlier.name} is registered",
+        remedy="Compose hooks with undertow.chain((state, hook), ...), and register that before training.",
+    )
 
 
 def _check_signature(hook: object) -> None:

@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather and a mean with an order, made of sends and receives that are all posted at once.
+"""Reduce-scatter, all-gather and an all-reduce with an order, made of sends and receives that are all posted at once.
 
 For gloo: its own reduce-scatter sends as much as an all-reduce, and a single one of its all-gathers does not fill a link.
 What a rank has received it adds up itself, in rank order, in fp32 where the gradients are narrower: the same bits
@@ -32,16 +32,16 @@ class Exchanges(Protocol):
     may_differ_in_order: bool  # whether ranks may start gathers in different orders
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
-        """Starts to write into `shard` the mean over ranks of this rank's part of `storage`, which `pack` fills first.
+        """Starts to write into `shard` the mean or sum over ranks of this rank's part of `storage`, which `pack` fills first.
 
         storage: [number of ranks * shard.numel() or more]; parts are one behind the other. What lies in `trailer` becomes
-        its sum over ranks on every rank. shard: of `wide_dtype(storage.dtype)`. Every rank starts these, and means, in
+        its sum over ranks on every rank. shard: of `wide_dtype(storage.dtype)`. Every rank starts these, and all-reduces, in
         the same order.
         """
         ...
 
-    def mean(self, tensor: Tensor) -> Handle:
-        """Starts to replace `tensor` by its mean over ranks, added up in rank order. [any number of elements]"""
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """Starts to replace `tensor` by its mean over ranks, or their sum, added up in rank order. [any number of elements]"""
         ...
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
@@ -68,8 +68,9 @@ class PostedExchanges:
 
     may_differ_in_order = True
 
-    def __init__(self, group: OwnGroup) -> None:
+    def __init__(self, group: OwnGroup, *, sums: bool = False) -> None:
         self.group = group
+        self._divisor = 1 if sums else group.num_ranks
         self._tags = count()
         self._scratch = _Scratch()
         # Not in a backward, which would wait for the copy into the bucket, and in a send for gloo: that copies into the socket,
@@ -88,9 +89,9 @@ class PostedExchanges:
 
         return self._start(Exchange(), pack_and_post, self._adding)
 
-    def mean(self, tensor: Tensor) -> Exchange:
+    def all_reduce(self, tensor: Tensor) -> Exchange:
         exchange = Exchange()
-        return self._start(exchange, partial(self._post_mean, tensor, exchange, self._next_tag()), self._adding)
+        return self._start(exchange, partial(self._post_all_reduce, tensor, exchange, self._next_tag()), self._adding)
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Exchange:
         def post() -> _Posted:
@@ -119,23 +120,23 @@ class PostedExchanges:
 
         def add_up() -> None:
             sum_in_order(received, into=shard)
-            shard.div_(num_ranks)
+            shard.div_(self._divisor)
             own_trailer.copy_(sum_in_order(trailers, into=torch.empty_like(own_trailer)))
             self._scratch.give(self._of_peers(received) + self._of_peers(trailers))
 
         return _Posted(works, add_up)
 
-    def _post_mean(self, tensor: Tensor, exchange: Exchange, tag: int) -> _Posted:
+    def _post_all_reduce(self, tensor: Tensor, exchange: Exchange, tag: int) -> _Posted:
         num_ranks, rank = self.group.num_ranks, self.group.rank
         parts = list(tensor.tensor_split(num_ranks))
         own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
         received = self._received_beside([own] * num_ranks)
         works = self._post(sent=parts, received=received, tag=tag)
-        # Into what was sent: a peer has had all of our part of it before it sends the mean of it.
+        # Into what was sent: a peer has had all of our part of it before it sends what becomes of it.
         returning = self._receive(parts, tag=tag + 1)
 
         def add_up() -> None:
-            own.copy_(sum_in_order(received, into=total).div_(num_ranks))
+            own.copy_(sum_in_order(received, into=total).div_(self._divisor))
             self._scratch.give([*self._of_peers(received), total])
             last = [*returning, *self._send([own] * num_ranks, tag=tag + 1)]
             self._gathering.submit(exchange.complete, _Posted(last))

@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather and a mean with an order, made of the backend's own collectives, such as NCCL's."""
+"""Reduce-scatter, all-gather and an all-reduce with an order, made of the backend's own collectives, such as NCCL's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from undertow.runtime.group import OwnGroup
 _BACKENDS_TO_POST_ON = ("gloo", "emulated")
 
 
-def exchanges_over(group: OwnGroup, *, in_order: bool) -> Exchanges:
-    """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order."""
+def exchanges_over(group: OwnGroup, *, in_order: bool, sums: bool = False) -> Exchanges:
+    """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order.
+
+    What they reduce becomes the mean over ranks, or with `sums` the sum.
+    """
     if any(name in group.backend for name in _BACKENDS_TO_POST_ON):
         if group.device.type != "cpu":
             raise ConfigError(
@@ -26,8 +29,8 @@ def exchanges_over(group: OwnGroup, *, in_order: bool) -> Exchanges:
                 where='ShardedOptimizer, or reduction="ordered"',
                 remedy='Initialise torch.distributed with "nccl" to train on GPUs.',
             )
-        return PostedExchanges(group)
-    return NativeExchanges(group, in_order=in_order)
+        return PostedExchanges(group, sums=sums)
+    return NativeExchanges(group, in_order=in_order, sums=sums)
 
 
 class NativeExchanges:
@@ -35,8 +38,9 @@ class NativeExchanges:
 
     may_differ_in_order = False
 
-    def __init__(self, group: OwnGroup, *, in_order: bool) -> None:
+    def __init__(self, group: OwnGroup, *, in_order: bool, sums: bool = False) -> None:
         self.group = group
+        self._divisor = 1 if sums else group.num_ranks
         self._in_order = in_order
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
@@ -56,11 +60,11 @@ class NativeExchanges:
 
         def finish() -> None:
             add_up()
-            shard.div_(num_ranks)
+            shard.div_(self._divisor)
 
         return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
 
-    def mean(self, tensor: Tensor) -> Handle:
+    def all_reduce(self, tensor: Tensor) -> Handle:
         num_ranks, pg = self.group.num_ranks, self.group.process_group
         padded = tensor.new_zeros(-(-tensor.numel() // num_ranks) * num_ranks)
         padded[: tensor.numel()].copy_(tensor)
@@ -69,7 +73,7 @@ class NativeExchanges:
         # In one piece, unlike the others: the second half starts on the stream, behind the first.
         work.wait()
         add_up()
-        own = total.div_(num_ranks).to(tensor.dtype)
+        own = total.div_(self._divisor).to(tensor.dtype)
         gathering = private.all_gather_async(padded, own, pg)
         return _NativeExchange([gathering], lambda: tensor.copy_(padded[: tensor.numel()]))
 

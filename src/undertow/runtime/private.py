@@ -95,14 +95,14 @@ def all_gather_async(flat: torch.Tensor, own: torch.Tensor, group: dist.ProcessG
     return cast(dist.Work, start(flat, own, group=group, async_op=True))
 
 
-class CollectiveBytes(TorchDispatchMode):
+class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
     """Inside, `num_bytes` grows by what every collective is handed: the larger of what it reads and what it writes.
 
     Only collectives of this thread count, and those of callbacks that are put on futures inside, which run in any thread.
     """
 
     def __init__(self, parent: CollectiveBytes | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self._parent = parent
         torch._C.Future.then = _then_counting  # type: ignore[assignment, method-assign]
@@ -337,6 +337,12 @@ def accumulating_node(param: torch.Tensor) -> Any:
     """The node of the graph that adds to the parameter's gradient."""
     with torch.enable_grad():
         return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tuple[Any, RemovableHandle]:
+    """Has `call` called before a gradient is added to the parameter's `.grad`, as long as the node is held that it returns."""
+    node = accumulating_node(param)
+    return node, node.register_prehook(lambda _gradients: call() and None)
 
 
 def distributed_autograd_context() -> int | None:
