@@ -267,6 +267,20 @@ def test_a_rank_that_has_left_its_loop_has_no_weight(ranks: Ranks) -> None:
     ranks.run(joined_with_weights, timeout_s=TIMEOUT_S)
 
 
+def joined_with_sums() -> None:
+    """Of ranks that have left nothing is added, and nothing is made up for them."""
+    model = nn.Linear(2, 1, bias=False)
+    with wrapped(model, op="sum") as ddp, ddp.join(divide_by_initial_world_size=False):
+        for number in range(1 + (dist.get_rank() == 0)):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 2)).sum().backward()
+            assert model.weight.grad.tolist() == [[1.0 if number else float(dist.get_world_size())] * 2]
+
+
+def test_a_sum_is_over_the_ranks_that_still_have_data(ranks: Ranks) -> None:
+    ranks.run(joined_with_sums, timeout_s=TIMEOUT_S)
+
+
 def means_and_weights_in_turn() -> None:
     model = Integers()
     weighted, plain = Reference(model, "weights"), Reference(model, "sum")
@@ -506,6 +520,52 @@ def test_what_does_not_go_with_weights_is_refused(two_ranks: Ranks) -> None:
             "negative": f"a weight must be a number from 0 on, got -1.\n{ASK}",
             "not finite": f"a weight must be a number from 0 on, got nan.\n{ASK}",
         }
+
+
+def too_late_for_eager_steps() -> str:
+    ddp = DistributedDataParallel(Integers())
+    try:
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.0, eager=True)
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(ddp, number).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        ddp.weight(3)
+        return text_of(PhaseError, lambda: loss_of(ddp, 2).backward())
+    finally:
+        ddp.close()
+
+
+def test_weights_of_eager_steps_begin_with_the_first(two_ranks: Ranks) -> None:
+    for rank, text in enumerate(two_ranks.run(too_late_for_eager_steps, timeout_s=TIMEOUT_S)):
+        assert text == (
+            "weights come for the first time in a step of eager form, which divides before all ranks are known to have some.\n"
+            f"  rank {rank}\n"
+            "  Give weights from the first step on, or leave eager=True out."
+        )
+
+
+def alone_with_shards() -> tuple[str, str]:
+    group = groups_of(*[[rank] for rank in range(dist.get_world_size())])[0]
+    texts = []
+    with wrapped(nn.Linear(2, 2), process_group=group) as ddp:
+        _optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
+        texts.append(text_of(ConfigError, lambda: ddp.weight(3)))
+    with wrapped(nn.Linear(2, 2), process_group=group) as ddp:
+        ddp.weight(3)
+        texts.append(text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)))
+    dist.destroy_process_group(group)
+    return texts[0], texts[1]
+
+
+def test_weights_of_a_rank_alone_are_refused_with_shards(two_ranks: Ranks) -> None:
+    text = (
+        "weights with a ShardedOptimizer are not built for a rank alone.\n"
+        "  weight(n)\n"
+        "  Divide the loss by the weight, or use a plain optimizer there."
+    )
+    assert two_ranks.run(alone_with_shards) == [(text, text)] * 2
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from undertow.runtime.weights import require_means
 from undertow.schedule import ZERO1, strategy_named
 
 
-
 class ShardedSteps:
     """Steps of `module` in shards, exchanged over a process group of their own; making one is a collective call.
 

@@ -40,6 +40,7 @@ class Weighing:
         self._is_without_data = is_without_data
         self._handle: ReductionHandle | None = None
         self._tensor = torch.empty(0)
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # on its way from a device to the host
         self._sums: Sums | None = None
 
     @property
@@ -71,12 +72,24 @@ class Weighing:
             self._sums = self._on_host() if self._group.device.type == "cpu" else self._on_device()
         return self._sums if self._group.device.type != "cpu" or self._is_weighted() else None
 
+    def copy_to_host(self) -> None:
+        """Of a device: starts to bring there what `require_sound` reads; nobody waits for it now."""
+        if self._handle is None or self._group.device.type == "cpu":
+            return
+        on_host = torch.empty_like(self._tensor, device="cpu", pin_memory=True).copy_(self._tensor, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        self._copy = on_host, copied
+
     def require_sound(self, where: str) -> None:
-        """PhaseError, on every rank, where some have weights and others not, or all of them add up to 0. Waits."""
+        """PhaseError, on every rank, where some have weights and others not, or all of them add up to 0."""
         if self._handle is None:
             return
-        self._handle.wait()
-        said = self._tensor.tolist()
+        tensor = self._tensor
+        if self._copy is not None:
+            tensor, copied = self._copy
+            copied.synchronize()  # of a copy that began a step ago
+        said = tensor.tolist()
         having = [rank for rank, state in enumerate(said[1:]) if state == _HAS]
         lacking = [rank for rank, state in enumerate(said[1:]) if state == 0.0]
         if having and lacking:
@@ -157,6 +170,8 @@ class Weights:
         """A round has ended on every rank."""
         self._are_sent |= weighing is not None and weighing.is_sent
         sums = None if weighing is None else weighing.sums()
+        if weighing is not None:
+            weighing.copy_to_host()
         self._total = 0.0 if sums is None else sums.total
         self._unchecked = None if weighing is None else (weighing, where)
 
