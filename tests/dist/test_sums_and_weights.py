@@ -86,14 +86,19 @@ class Reference:
         self.weight = 0.0
 
 
-# a: a backward that accumulates, s: one that synchronises, z and 0: zero_grad() with and without set_to_none, f: finish()
-PATTERNS = ["s", "as", "aas", "ss", "sss", "sas", "szs", "s0s", "azs", "a0s", "sazs", "sa0s", "saas", "sasas"]
+# a: a backward that accumulates, s: one that synchronises, z and 0: zero_grad() with and without set_to_none,
+# r: what was accumulated is reduced by hand
+PATTERNS = ["ar", "sar", "s", "as", "aas", "ss", "sss", "sas", "szs", "s0s", "azs", "a0s", "sazs", "sa0s", "saas", "sasas"]
 
 
 def run(ddp: DistributedDataParallel, reference: Reference, letter: str, number: int) -> None:
     if letter in "z0":
         ddp.zero_grad(set_to_none=letter == "z")
         reference.clear()
+        return
+    if letter == "r":
+        ddp.reduce_gradients_async().wait()
+        reference.synchronise()
         return
     if reference.is_weighted:
         ddp.weight(weight_of(number))
@@ -121,7 +126,7 @@ def follow_pattern(pattern: str, kind: str, strategy: str, settings: dict[str, A
     model = Integers()
     reference = Reference(model, kind)
     config = SyncConfig(strategy=strategy, op="sum" if kind == "sum" else "mean", **settings)
-    is_exact = kind == "sum" or (pattern.count("s") == 1 and dist.get_world_size() == 2 and strategy != "zero2")
+    is_exact = kind == "sum" or (pattern.count("s") + pattern.count("r") == 1 and dist.get_world_size() == 2 and strategy != "zero2")
     ddp = DistributedDataParallel(model, config=config)
     try:
         sharded = strategy != "ddp"
@@ -134,7 +139,7 @@ def follow_pattern(pattern: str, kind: str, strategy: str, settings: dict[str, A
             for letter in pattern:
                 run(ddp, reference, letter, number)
                 number += 1
-                if letter == "s":
+                if letter in "sr":
                     require_reference(ddp, reference, may_round=not is_exact)
             optimizer.step()
     finally:
@@ -265,6 +270,39 @@ def joined_with_weights() -> None:
 
 def test_a_rank_that_has_left_its_loop_has_no_weight(ranks: Ranks) -> None:
     ranks.run(joined_with_weights, timeout_s=TIMEOUT_S)
+
+
+def change_of_parameters(kind: str) -> None:
+    """A layer is frozen, and another one unfrozen: all ranks meet once more under the old plan."""
+    model = Integers()
+    model.layers[1].requires_grad_(False)
+    reference = Reference(model, kind)
+    with wrapped(model, op="sum" if kind == "sum" else "mean") as ddp:
+        for number in range(6):
+            if number == 3:
+                for each in (model, reference.model):
+                    each.layers[0].requires_grad_(False)
+                    each.layers[1].requires_grad_(True)
+                reference.clear()
+            ddp.zero_grad()
+            reference.clear()
+            for letter in "ss":
+                # From the fourth step on rank 0 alone has gradients.
+                if number < 3 or dist.get_rank() == 0:
+                    run(ddp, reference, letter, number)
+                else:
+                    if kind == "weights":
+                        ddp.weight(weight_of(number))
+                    loss_of(ddp, number)
+                    ddp.finish()
+                    reference.weight = weight_of(number)
+                    reference.synchronise()
+            require_reference(ddp, reference, may_round=kind == "weights")
+
+
+@KINDS
+def test_a_change_of_parameters_is_followed(ranks: Ranks, kind: str) -> None:
+    ranks.run(change_of_parameters, kind, timeout_s=TIMEOUT_S)
 
 
 def joined_with_sums() -> None:

@@ -329,3 +329,37 @@ def test_a_callback_put_on_a_future_while_collectives_are_counted_counts_whereve
         assert counting.num_bytes == 4 * (3 + 5 + 17 + 7)
     finally:
         dist.destroy_process_group()
+
+
+def test_before_accumulating_comes_before_each_addition_and_not_where_nothing_is_added() -> None:
+    param = torch.ones(2, requires_grad=True)
+    seen: list[object] = []
+    param.requires_grad_(False)
+    node, handle = private.before_accumulating(param, lambda: seen.append(None if param.grad is None else param.grad.clone()))
+    assert not param.requires_grad
+    param.requires_grad_(True)
+    torch.autograd.grad((3 * param).sum(), param)
+    assert seen == []
+    for _ in range(2):
+        (3 * param + param).sum().backward()
+    assert seen[0] is None
+    assert isinstance(seen[1], torch.Tensor)
+    assert torch.equal(seen[1], torch.full((2,), 4.0))
+    handle.remove()
+    (3 * param).sum().backward()
+    assert len(seen) == 2
+    assert node is private.accumulating_node(param)
+
+
+def test_what_is_there_may_be_taken_out_before_a_gradient_is_added() -> None:
+    param = torch.ones(2, requires_grad=True)
+    earlier = param.grad = torch.ones(2)
+
+    def take() -> None:
+        param.grad = None
+
+    _node, _handle = private.before_accumulating(param, take)
+    (3 * param).sum().backward()
+    assert param.grad is not earlier
+    assert torch.equal(param.grad, torch.full((2,), 3.0))
+    assert torch.equal(earlier, torch.ones(2))

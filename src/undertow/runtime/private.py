@@ -105,7 +105,11 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self._parent = parent
+
+    def __enter__(self) -> CollectiveBytes:
         torch._C.Future.then = _then_counting  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if op.namespace == "c10d":
@@ -341,8 +345,15 @@ def accumulating_node(param: torch.Tensor) -> Any:
 
 def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tuple[Any, RemovableHandle]:
     """Has `call` called before a gradient is added to the parameter's `.grad`, as long as the node is held that it returns."""
+    is_trained = param.requires_grad
+    param.requires_grad_(True)  # the node is the same when a frozen parameter is trained again
     node = accumulating_node(param)
-    return node, node.register_prehook(lambda _gradients: call() and None)
+    param.requires_grad_(is_trained)
+
+    def hook(_gradients: object) -> None:
+        call()
+
+    return node, node.register_prehook(hook)
 
 
 def distributed_autograd_context() -> int | None:
