@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from undertow.attached import BucketedDDPHooks, attach
     from undertow.checkpoint import load_checkpoint, save_checkpoint
     from undertow.ddp import DistributedDataParallel
+    from undertow.hooks import chain
     from undertow.optim import ShardedOptimizer
     from undertow.runtime.average import average_gradients
     from undertow.runtime.buckets import GradientBucket
@@ -42,6 +43,7 @@ _LAZY = {
     "Sync": "undertow.sync",
     "attach": "undertow.attached",
     "average_gradients": "undertow.runtime.average",
+    "chain": "undertow.hooks",
     "load_checkpoint": "undertow.checkpoint",
     "save_checkpoint": "undertow.checkpoint",
 }
@@ -66,6 +68,7 @@ __all__ = [
     "WrongType",
     "attach",
     "average_gradients",
+    "chain",
     "load_checkpoint",
     "save_checkpoint",
 ]

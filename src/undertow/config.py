@@ -16,7 +16,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "strategy": (None, "ddp", "zero1", "zero2", "hybrid"),
     "order": ("observed", "reverse", "largest_first"),
     "reduction": ("native", "ordered"),
-    "op": ("mean",),
+    "op": ("mean", "sum"),
     "buffers": ("rank0", "mean", "off"),
     "record": ("summary", "full", "off"),
     "auto_tune": (True, False),
@@ -28,7 +28,6 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "average_in_collective": (True, False),
 }
 _NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "op": ("sum",),
     "nonfinite": ("warn", "skip", "raise"),
 }
 
@@ -56,7 +55,8 @@ class SyncConfig:
     reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
         (in rank order, in fp32 where gradients are narrower: the same bits under every plan and strategy, but for "hybrid",
         which adds up row by row).
-    op: "mean" over ranks. average_in_collective: False divides before the collective, which sums.
+    op: what becomes of the ranks' gradients: "mean" or "sum". average_in_collective: False divides before the collective, which
+        sums.
     buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; what
         is no real or complex number follows rank 0), or are left alone ("off").
     reduce_dtype: "float32": gradients of parameters of 16 bits are accumulated over micro-batches and reduced in it, and `.grad`

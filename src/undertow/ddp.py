@@ -197,6 +197,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """The same as `accumulate`, under torch's name. The mode that holds when backward runs is what counts."""
         return self.sync.accumulate()
 
+    def weight(self, n: float | Tensor) -> None:
+        """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank. See Sync.weight."""
+        self.sync.weight(n)
+
     def finish(self) -> None:
         """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
         self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)

@@ -34,8 +34,9 @@ from undertow.runtime.mesh import chosen_group, require_flat
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction
-from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy
+from undertow.runtime.stepping import ShardedSteps, finish_before_step, no_hooks_with_shards, require_plain_strategy
 from undertow.runtime.sweep import sweep
+from undertow.runtime.weights import require_means
 from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 
@@ -91,7 +92,7 @@ class Sync:
         attached.callback(self._group.close)
         attached.callback(self._members.close)
         attached.callback(self._engine.close)
-        attached.callback(register_optimizer_step_pre_hook(_finish_before_step(self, self._engine)).remove)
+        attached.callback(register_optimizer_step_pre_hook(finish_before_step(self, self._engine)).remove)
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
         self._let_go = weakref.finalize(self, attached.close)
@@ -142,12 +143,12 @@ class Sync:
 
     @property
     def rescale(self) -> float:
-        """Factor for the mean, where some ranks have run out of data; from the next round on."""
+        """Factor for the mean, and not for a sum, where some ranks have run out of data; from the next round on."""
         return self._engine.rescale
 
     @rescale.setter
     def rescale(self, value: float) -> None:
-        self._engine.rescale = value
+        self._engine.rescale = 1.0 if self._config.op == "sum" else value
 
     @property
     def config(self) -> SyncConfig:
@@ -187,6 +188,19 @@ class Sync:
             self._engine.is_accumulating = before
 
     no_sync = accumulate
+
+    def weight(self, n: float | Tensor) -> None:
+        """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank; 0 where it has none.
+
+        A synchronisation then makes every `.grad` the sum over ranks divided by the sum of all weights, those of all ranks and
+        micro-batches, also where several backwards of a step synchronise. One more small all-reduce, of fp64, leaves when the
+        backward begins. PhaseError on every rank at the end of a backward for which only some ranks gave weights, or weights
+        that add up to 0 (on GPUs one step late); a rank that joins by `finish()`, without data, need not give any.
+        ConfigError, at the call, for what is no number from 0 on, with `op="sum"` and with a communication hook.
+        """
+        is_alone_with_shards = self._steps is not None and self.num_ranks == 1
+        require_means(self._config.op, has_hook=self.has_comm_hook, is_alone_with_shards=is_alone_with_shards)
+        self._engine.combination.weigh(n)
 
     def finish(self, *, buffers_follow: int | None = 0) -> None:
         """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all.
@@ -262,6 +276,7 @@ class Sync:
         """
         if self._steps is not None:
             raise no_hooks_with_shards()
+        self._engine.combination.require_plain_mean()
         chosen = CommHook(state, hook)
         self._engine.use_hook(chosen)
         self._hook = chosen
@@ -435,17 +450,3 @@ class Sync:
 def _is_outermost_forward() -> bool:
     """Not a recomputation inside a backward, nor an evaluation, for which no other rank waits."""
     return private.graph_task_id() == -1 and torch.is_grad_enabled()
-
-
-def _finish_before_step(sync: Sync, engine: Engine) -> Any:
-    """A hook for all optimizers: one that holds our parameters must not step on gradients that are not synchronised."""
-    weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
-
-    def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        sync, engine = weak_sync(), weak_engine()
-        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if engine is not None and sync is not None and engine.concerns(params):
-            sync.require_stepper(optimizer)
-            engine.finish_before_step(params)
-
-    return hook

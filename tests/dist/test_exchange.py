@@ -91,7 +91,7 @@ def averaged(kind: str, dtype: torch.dtype, numels: list[int]) -> None:
     for index, numel in enumerate(numels):
         of_rank = [noise(numel, step=index, rank=peer).to(dtype) for peer in range(group.num_ranks)]
         tensor = of_rank[group.rank].clone()
-        started.append((exchanges.mean(tensor), tensor, of_rank))
+        started.append((exchanges.all_reduce(tensor), tensor, of_rank))
     for handle, tensor, of_rank in started:
         handle.wait()
         wide = torch.float32 if dtype.itemsize == 2 else dtype
@@ -154,7 +154,7 @@ def averaged_behind(kind: str, in_order: bool, dtype: torch.dtype) -> None:
             storage[-2:] = torch.tensor([peer == 0, 1])
         storage, shard = of_rank[rank].clone(), torch.empty(numel, dtype=wide)
         before = first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2), pack=int)
-        handle = second.mean_behind(before, shard, trailer=storage[numel:])
+        handle = second.all_reduce_behind(before, shard, trailer=storage[numel:])
         total = torch.zeros(numel)
         for each in of_rank:
             total = total + each[:numel].float()
@@ -176,7 +176,7 @@ def averaged_behind(kind: str, in_order: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("kind", ["posted", "native"])
-def test_a_mean_behind_a_reduction_is_over_what_that_brings(ranks: Ranks, kind: str, in_order: bool, dtype: torch.dtype) -> None:
+def test_a_all_reduce_behind_a_reduction_is_over_what_that_brings(ranks: Ranks, kind: str, in_order: bool, dtype: torch.dtype) -> None:
     ranks.run(averaged_behind, kind, in_order, dtype)
 
 
@@ -189,11 +189,11 @@ def failed_before() -> None:
         raise ZeroDivisionError("while packing")
 
     before = exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), trailer=range(6, 8), pack=fail)
-    handle = exchanges.mean_behind(before, torch.zeros(2), trailer=torch.zeros(2))
+    handle = exchanges.all_reduce_behind(before, torch.zeros(2), trailer=torch.zeros(2))
     with pytest.raises(ZeroDivisionError, match="while packing"):
         handle.wait()
     late = Exchange()
-    after_end = exchanges.mean_behind(late, torch.zeros(2), trailer=torch.zeros(2))
+    after_end = exchanges.all_reduce_behind(late, torch.zeros(2), trailer=torch.zeros(2))
     exchanges.close()
     late.run(int)
     with pytest.raises(RuntimeError, match="shutdown"):

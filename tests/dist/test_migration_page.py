@@ -87,7 +87,6 @@ def texts_of_what_is_not_built() -> dict[str, str]:
         "wire_dtype": {"wire_dtype": "bfloat16"},
         "experts": {"experts": ("experts.*",)},
         "nonfinite": {"nonfinite": "raise"},
-        "op": {"op": "sum"},
     }
     return {name: text_of(ConfigError, lambda given=given: SyncConfig(**given)) for name, given in settings.items()}
 

@@ -39,7 +39,7 @@ def errors_of_hooks() -> dict[str, str]:
 
 
 ONCE = "register_comm_hook can only be called once, and not within a backward.\n"
-BEFORE = "  Write one hook that does both, and register it before training."
+BEFORE = "  Compose hooks with undertow.chain((state, hook), ...), and register that before training."
 
 
 def test_what_hooks_and_switches_refuse(ranks: Ranks) -> None:

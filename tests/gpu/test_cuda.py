@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.ranks import Ranks
-from undertow import ConfigError, DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,3 +108,79 @@ def sharded_over_gloo() -> str:
 def test_shards_on_devices_need_another_backend_than_gloo(two_ranks: Ranks) -> None:
     for text in two_ranks.run(sharded_over_gloo):
         assert "gloo sends and receives from the host's memory only" in text
+
+
+def sync_batch_norm() -> tuple[bool, bool]:
+    """Whether gradients, then running statistics, are those of torch's own class, to the bit."""
+    torch.backends.cudnn.deterministic = True  # of its kernels only those that repeat their bits
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layers, nn.Linear(4 * 12 * 12, 2))).cuda()
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    ours = DistributedDataParallel(model, config=SyncConfig(bucket_cap_mb=0.001))
+    equal = []
+    try:
+        for step in range(4):
+            x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).cuda()
+            for each in (ours, theirs):
+                each.zero_grad()
+                each(x).square().mean().backward()
+            pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
+            equal += [torch.equal(mine.grad, reference.grad) for mine, reference in pairs]
+        buffers = zip(ours.module.buffers(), theirs.module.buffers(), strict=True)
+        return all(equal), all(torch.equal(mine, reference) for mine, reference in buffers)
+    finally:
+        ours.close()
+
+
+def test_sync_batch_norm_trains_as_under_torchs_class(two_ranks: Ranks) -> None:
+    assert two_ranks.run(sync_batch_norm) == [(True, True)] * 2
+
+
+def weighted_on_a_device() -> bool:
+    """Over gloo, whose handles the host waits for, with the division on the device."""
+    rank = dist.get_rank()
+    bare = make_model()
+    model = DistributedDataParallel(copy.deepcopy(bare), config=SyncConfig(bucket_cap_mb=0.03))
+    equal = []
+    try:
+        for step in range(4):
+            x = torch.randn(4 + 4 * rank, 64, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
+            model.weight(len(x))
+            for module in (model, bare):
+                module.zero_grad()
+                module(x).square().sum().backward()
+            for param in bare.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= 12
+            pairs = zip(model.module.parameters(), bare.parameters(), strict=True)
+            # A device divides by multiplying with a rounded reciprocal, ours and the reference's with another one.
+            equal += [torch.allclose(mine.grad, reference.grad, rtol=4 * 2.0**-23, atol=0.0) for mine, reference in pairs]
+    finally:
+        model.close()
+    return all(equal)
+
+
+def test_weights_divide_on_a_device(two_ranks: Ranks) -> None:
+    assert all(two_ranks.run(weighted_on_a_device))
+
+
+def weights_on_one_rank_only() -> str:
+    """A device tells a step late, so that the host does not wait."""
+    model = DistributedDataParallel(make_model())
+    try:
+        for number in range(4):
+            if number < 2 or dist.get_rank() == 0:
+                model.weight(2)
+            model(torch.ones(2, 64, device="cuda")).sum().backward()
+    except PhaseError as error:
+        return str(error)
+    finally:
+        model.close()
+    return ""
+
+
+def test_weights_on_some_ranks_only_are_found_a_step_late_on_a_device(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(weights_on_one_rank_only):
+        assert text.startswith("weights were given on some ranks and not on others.")
+        assert "with rank 0, without rank 1" in text

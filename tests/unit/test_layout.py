@@ -10,7 +10,7 @@ from support.errors import text_of
 from support.strategies import plans
 from undertow.errors import ConfigError
 from undertow.plan import Piece, Plan, Slot, Trailer, ranks_differ, signature_bits
-from undertow.plan.layout import padded_numel
+from undertow.plan.layout import padded_numel, weights_in, with_weights, without_weights
 
 # Where a rank is: step, generation of the plan, mode. As far as the bits reach.
 places = st.tuples(st.integers(0, 2**12 - 1), st.integers(0, 2**8 - 1), st.integers(0, 2**4 - 1))
@@ -131,6 +131,20 @@ def test_ranks_in_one_place_do_not_differ(place: tuple[int, int, int], num_ranks
 def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int, int]]) -> None:
     assume(len(set(ranks)) > 1)
     assert ranks_differ(reduced_signature(ranks))
+
+
+@given(st.lists(st.tuples(places, st.sampled_from([True, False, None])), min_size=1, max_size=9))
+def test_who_has_weights_is_seen_beside_where_ranks_are(ranks: list[tuple[tuple[int, int, int], bool | None]]) -> None:
+    """The highest bit of the mode says it, which no mode has set."""
+    low = [((step, generation, mode % 8), has_weights) for (step, generation, mode), has_weights in ranks]
+    bits = [
+        with_weights(signature_bits(step=step, generation=generation, mode=mode), has_weights=has_weights)
+        for (step, generation, mode), has_weights in low
+    ]
+    reduced = [sum(column) != 0 for column in zip(*bits, strict=True)]
+    said = {has_weights for _, has_weights in low}
+    assert weights_in(reduced) == (True in said, False in said)
+    assert ranks_differ(without_weights(reduced)) == (len({place for place, _ in low}) > 1)
 
 
 def test_steps_wrap_around() -> None:

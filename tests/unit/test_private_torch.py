@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -300,3 +301,65 @@ def test_a_module_is_found_inside_of_a_compiled_one() -> None:
     module = nn.Linear(1, 1)
     assert private.unwrapped(module) is module
     assert private.unwrapped(torch.compile(module, backend="eager")) is module
+
+
+def test_a_callback_put_on_a_future_while_collectives_are_counted_counts_wherever_it_runs(tmp_path: Path) -> None:
+    """A process group of one rank: what its collectives are handed does not depend on how many there are."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        with private.CollectiveBytes() as counting:
+            dist.all_reduce(torch.ones(3))
+            torch.ones(100).add_(1)
+            dist.all_gather([torch.ones(5)], torch.ones(5))
+            after = future.then(lambda _: dist.all_reduce(torch.ones(7)))
+        dist.all_reduce(torch.ones(11))  # outside: somebody else's
+        untouched = future.then(lambda _: dist.all_reduce(torch.ones(13)))
+        assert counting.num_bytes == 4 * (3 + 5)
+        with counting:
+            done: torch.futures.Future[int] = torch.futures.Future()
+            done.set_result(1)
+            done.then(lambda _: dist.all_reduce(torch.ones(17)))  # runs at once, and counts once
+        assert counting.num_bytes == 4 * (3 + 5 + 17)
+        thread = threading.Thread(target=future.set_result, args=(1,))
+        thread.start()
+        thread.join()
+        after.wait()
+        untouched.wait()
+        assert counting.num_bytes == 4 * (3 + 5 + 17 + 7)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_before_accumulating_comes_before_each_addition_and_not_where_nothing_is_added() -> None:
+    param = torch.ones(2, requires_grad=True)
+    seen: list[object] = []
+    param.requires_grad_(False)
+    node, handle = private.before_accumulating(param, lambda: seen.append(None if param.grad is None else param.grad.clone()))
+    assert not param.requires_grad
+    param.requires_grad_(True)
+    torch.autograd.grad((3 * param).sum(), param)
+    assert seen == []
+    for _ in range(2):
+        (3 * param + param).sum().backward()
+    assert seen[0] is None
+    assert isinstance(seen[1], torch.Tensor)
+    assert torch.equal(seen[1], torch.full((2,), 4.0))
+    handle.remove()
+    (3 * param).sum().backward()
+    assert len(seen) == 2
+    assert node is private.accumulating_node(param)
+
+
+def test_what_is_there_may_be_taken_out_before_a_gradient_is_added() -> None:
+    param = torch.ones(2, requires_grad=True)
+    earlier = param.grad = torch.ones(2)
+
+    def take() -> None:
+        param.grad = None
+
+    _node, _handle = private.before_accumulating(param, take)
+    (3 * param).sum().backward()
+    assert param.grad is not earlier
+    assert torch.equal(param.grad, torch.full((2,), 3.0))
+    assert torch.equal(earlier, torch.ones(2))

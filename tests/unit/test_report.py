@@ -54,6 +54,20 @@ def with_gathers(record: StepRecord) -> StepRecord:
     return dataclasses.replace(record, gathers=gathers)
 
 
+def test_what_a_hook_has_really_sent_has_a_column_where_it_is_less() -> None:
+    def shown(*sent: int) -> str:
+        record = make_record()
+        buckets = tuple(dataclasses.replace(row, num_bytes=num) for row, num in zip(record.buckets, sent, strict=True))
+        report = summarize([dataclasses.replace(record, buckets=buckets)], make_plan(), rank=0)
+        assert report.sent_bytes == sum(sent)
+        console = Console(file=io.StringIO(), width=120)
+        print_report(report, console)
+        return console.file.getvalue()
+
+    assert "sent" not in shown(8100, 4200)  # with trailers
+    assert "sent" in shown(4050, 2100)
+
+
 def test_gathers_are_communication_and_have_figures_of_their_own() -> None:
     report = summarize([with_gathers(make_record())], make_plan(), rank=0)
     assert (report.communication_ms, report.exposed_ms) == (60.0, 25.0)

@@ -74,7 +74,9 @@ def _gather_rows(report: StepReport) -> list[tuple[str, float, str]]:
 def _bucket_table(report: StepReport) -> Table:
     of_gradients = " of gradients" if report.gathers else ""
     table = Table(title=f"Buckets{of_gradients}, ms since the step began", title_justify="left")
-    for name in ("bucket", "MB", "ready", "launched", "done", "wire", "waited"):
+    # Without a hook that compresses a bucket's trailer comes on top of it, which says nothing.
+    is_compressed = any(bucket.sent_bytes < bucket.num_bytes for bucket in report.buckets)
+    for name in ("bucket", "MB", *(["sent"] if is_compressed else []), "ready", "launched", "done", "wire", "waited"):
         table.add_column(name, justify="right")
     table.add_column("parameters", overflow="fold")
     worst = report.worst_bucket
@@ -83,6 +85,7 @@ def _bucket_table(report: StepReport) -> Table:
         table.add_row(
             str(bucket.index),
             f"{bucket.num_bytes / 1e6:.2f}",
+            *([f"{bucket.sent_bytes / 1e6:.2f}"] if is_compressed else []),
             *(f"{cell:.1f}" for cell in cells),
             _names(bucket),
             style="bold" if bucket is worst else None,

@@ -138,8 +138,11 @@ class DenseBinding:
         return kept
 
     def has_result(self) -> bool:
-        grads = [param.grad for param in self.params if param.grad is not None]
-        return any(self.bucket.storage._version == self._given_version or bool(grad.any()) for grad in grads)
+        grads = [param.grad for param in self.params]
+        # The version says it of what lies in the bucket, and without looking at values.
+        if self.bucket.storage._version == self._given_version and any(map(is_, grads, self.bucket.views)):
+            return True
+        return any(grad is not None and bool(grad.any()) for grad in grads)
 
     def catch_late(self) -> bool:
         self._late |= _taken(self.params)

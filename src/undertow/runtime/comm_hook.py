@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from undertow.errors import ConfigError, WrongType
+from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.runtime import private
 
 
 class HookedBucket:
     """A bucket as hooks see it: the methods of `torch.distributed.GradBucket`, which Python cannot make."""
 
-    def __init__(
-        self, index: int, buffer: Tensor, gradients: Sequence[Tensor], parameters: Sequence[Tensor], *, is_last: bool
-    ) -> None:
+    def __init__(self, index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> None:
         self._index = index
         self._buffer = buffer
-        self._gradients = list(gradients)
         self._parameters = list(parameters)
         self._is_last = is_last
 
@@ -34,8 +35,11 @@ class HookedBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """A view of the buffer for each parameter, of its shape."""
-        return self._gradients
+        """A view of the buffer for each parameter, of its shape; contiguous, as torch has them, whatever its strides."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        pieces = torch.split(self._buffer, [param.numel() for param in self._parameters])
+        return [piece.view(param.shape) for piece, param in zip(pieces, self._parameters, strict=True)]
 
     def parameters(self) -> list[Tensor]:
         return self._parameters
@@ -45,7 +49,7 @@ class HookedBucket:
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replaces the buffer; the result is still what the hook's future holds."""
+        """Replaces the buffer, of which `gradients` are views from then on; the result is what the hook's future holds."""
         self._buffer = tensor
 
 
@@ -57,27 +61,54 @@ class CommHook:
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
         self._state = state
         self._hook = hook
+        self._thread: ThreadPoolExecutor | None = None
 
-    def start(self, bucket: HookedBucket) -> HookHandle:
-        """Calls the hook; what its future holds at the end is written into the bucket's buffer."""
-        target = bucket.buffer()
-        future = self._hook(self._state, bucket)
+    def start(self, bucket: HookedBucket, *, is_counted: bool = False) -> HookHandle | QueuedHook:
+        """Calls the hook; what its future holds at the end is written into the bucket's buffer.
+
+        On the host in a thread, one bucket after another: some hooks, such as PowerSGD, start collectives in callbacks of
+        their futures, which run whenever others are complete, on every rank in another order. On a device callbacks run at
+        once. `is_counted` has the handle know what the hook's collectives were handed.
+        """
+        if bucket.buffer().device.type != "cpu":
+            return self.call(bucket, is_counted=is_counted)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undertow-hooks")
+        return QueuedHook(self._thread, partial(self.call, bucket, is_counted=is_counted))
+
+    def close(self) -> None:
+        """Ends the thread, when it has done what was started."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+    @torch.no_grad()
+    def call(self, bucket: HookedBucket, *, is_counted: bool = False) -> HookHandle:
+        """The same, in this thread."""
+        target, sent = bucket.buffer(), private.CollectiveBytes()
+        with sent if is_counted else nullcontext():
+            future = self._hook(self._state, bucket)
         if not isinstance(future, torch._C.Future):  # of which torch.futures.Future is a subclass
             raise WrongType(
                 f"expected the communication hook to return a torch.futures.Future, got {type(future).__name__}.",
                 where=f"{self.name}, bucket {bucket.index()}",
                 remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
             )
-        return HookHandle(future, target, name=self.name)
+        return HookHandle(future, target, sent, name=self.name)
 
 
 class HookHandle:
     """A reduction that a hook has started."""
 
-    def __init__(self, future: torch._C.Future[Any], target: Tensor, *, name: str) -> None:
+    def __init__(self, future: torch._C.Future[Any], target: Tensor, sent: private.CollectiveBytes, *, name: str) -> None:
         self._future = future
         self._target = target
+        self._sent = sent
         self._name = name
+
+    @property
+    def num_bytes(self) -> int:
+        """What the hook's collectives were handed so far; 0 where that is not counted."""
+        return self._sent.num_bytes
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -105,6 +136,46 @@ class HookHandle:
 
     def on_done(self, callback: Callable[[object], None]) -> None:
         self._future.add_done_callback(callback)
+
+
+class QueuedHook:
+    """A call of a hook that waits for its turn in another thread."""
+
+    def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], HookHandle]) -> None:
+        self._handle: HookHandle | None = None
+        self._done = thread.submit(self._run, call)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the hook's collectives were handed so far; 0 where that is not counted."""
+        return 0 if self._handle is None else self._handle.num_bytes
+
+    def wait(self) -> None:
+        """Returns when the result is in the bucket; raises what the hook raised."""
+        self._done.result()
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def block_stream(self) -> None:
+        """The same as `wait`: on the host there are no streams."""
+        self.wait()
+
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        self._done.add_done_callback(callback)
+
+    def _run(self, call: Callable[[], HookHandle]) -> None:
+        self._handle = call()
+        self._handle.wait()
+
+
+def no_second_hook(earlier: CommHook | None) -> PhaseError:
+    """The error where a hook is registered in a backward, or `earlier` was before."""
+    return PhaseError(
+        "register_comm_hook can only be called once, and not within a backward.",
+        where="gradients are being synchronised" if earlier is None else f"{earlier.name} is registered",
+        remedy="Compose hooks with undertow.chain((state, hook), ...), and register that before training.",
+    )
 
 
 def _check_signature(hook: object) -> None:

@@ -21,7 +21,8 @@ from undertow.errors import PhaseError
 from undertow.plan import Plan
 from undertow.runtime import private
 from undertow.runtime.binding import gradients_aside
-from undertow.runtime.comm_hook import CommHook
+from undertow.runtime.combination import Combination
+from undertow.runtime.comm_hook import CommHook, no_second_hook
 from undertow.runtime.dist_autograd import DistributedBackwards
 from undertow.runtime.executor import Round
 from undertow.runtime.formation import Formation
@@ -29,7 +30,7 @@ from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.hooks import OutermostEnd
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
-from undertow.runtime.outcome import all_have_other_buffers, late_buckets, require_sound
+from undertow.runtime.outcome import all_have_other_buffers, late_buckets, not_waited_for, require_sound
 from undertow.runtime.progress import Progress
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch
@@ -70,6 +71,7 @@ class Engine:
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
         self.formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
+        self.combination = Combination(self.formation, op=config.op, is_between=self._is_between_rounds)
 
     @property
     def plan(self) -> Plan:
@@ -111,11 +113,7 @@ class Engine:
         """Reduces buckets by `hook` from the next round on. PhaseError in a round, or if there is a hook already."""
         earlier = self.formation.assembly.reducer.hook
         if self._open is not None or earlier is not None:
-            raise PhaseError(
-                "register_comm_hook can only be called once, and not within a backward.",
-                where="gradients are being synchronised" if earlier is None else f"{earlier.name} is registered",
-                remedy="Write one hook that does both, and register it before training.",
-            )
+            raise no_second_hook(earlier)
         self.formation.use_hook(hook)
 
     def concerns(self, params: set[int]) -> bool:
@@ -231,6 +229,7 @@ class Engine:
     def close(self) -> None:
         """Ends what is under way and takes the hooks off; gradients stay where they are."""
         self.is_closed = True
+        self.combination.give_back()
         self.formation.close()
         self._in_backward.close()
 
@@ -266,11 +265,10 @@ class Engine:
 
     def _enter(self, watch: Watch, task: int, param: int) -> None:
         """The gradient of `param` of `watch` is the first to arrive there in backward `task`."""
-        if self._open is not None and not self._end.is_coming:
-            self._leave_behind(self._open)
+        is_first = self._is_between_rounds()
         formation, gradient_of = self.formation, id(watch.params[param])
         before = formation.watch
-        if self._open is None:
+        if is_first:
             formation.settle()
             if gradient_of not in formation.watch.ids:
                 return  # it was in the module for one forward only, or is no more
@@ -284,11 +282,7 @@ class Engine:
     def _leave_behind(self, this: _OpenRound) -> None:
         """A new backward has begun, and `this` round is not its own."""
         if this.is_launched:
-            raise PhaseError(
-                "a backward began while gradients are being synchronised.",
-                where=f"synchronisation {this.round.number}",
-                remedy="Wait for reduce_gradients_async() before the next backward.",
-            )
+            raise not_waited_for(this.round)
         self._give_up(this)
 
     def _run_outside_of_backward(self) -> None:
@@ -314,6 +308,7 @@ class Engine:
         if is_synchronised:
             formation.open()
             formation.adopt_plan()
+        weighing = self.combination.begins(is_synchronised=is_synchronised, is_shadow=is_shadow)
         assembly, arrivals = formation.assembly, formation.watch.arrivals
         arrivals.reset()
         this_round = Round(
@@ -327,12 +322,18 @@ class Engine:
             has_other_buffers=is_synchronised and formation.has_other_buffers,
             is_read_at_once=formation.must_read_at_once,
             rescale=self.rescale,
+            weighing=weighing,
         )
         # A hook that the user has put on since the forward may run after ours, once, on the first gradient.
         holds_back = formation.retiring is not None or formation.watch.run_last()
         self._open = _OpenRound(this_round, assembly.releases(this_round), holds_back=holds_back)
         assembly.executor.begin(this_round)
         self._recorder.backward_begins(generation=assembly.generation)
+
+    def _is_between_rounds(self) -> bool:
+        if self._open is not None and not self._end.is_coming:
+            self._leave_behind(self._open)
+        return self._open is None
 
     def _fill(self, bucket: int) -> None:
         if self._open is not None and not self._open.holds_back:
@@ -373,6 +374,8 @@ class Engine:
         executor, watch = formation.assembly.executor, formation.watch
         executor.run(this.releases.end_backward())
         yield
+        if self.combination.sends(this.round, executor):
+            yield
         executor.run(this.releases.join())
         self._await_others()
         late = late_buckets(this.round)
@@ -383,6 +386,7 @@ class Engine:
             watch.arrivals.learn_repeats()
         if all_have_other_buffers(this.round, num_ranks=formation.group.num_ranks):
             yield from formation.compare_buffers()
+        self.combination.round_is_bound(this.round)
         self._close_round()
         if this.round.is_synchronised:
             self._settle(this.round)
@@ -420,15 +424,12 @@ class Engine:
             self._recorder.backward_ends()
             this.ending = self._end_round(this)
             self.complete()
+        self.combination.give_back()
 
     def _not_arrived(self, bucket: int) -> list[int]:
         """Positions in `bucket` of parameters without a gradient since the last synchronisation."""
         watch = self.formation.watch
-        missing = watch.arrivals.missing(bucket)
-        if not missing:
-            return []
-        missing -= watch.arrived_before
-        return [position for position, param in enumerate(self.plan.buckets[bucket].params) if param in missing]
+        return watch.not_arrived(self.plan.buckets[bucket].params, watch.arrivals.missing(bucket))
 
     def _settle(self, this_round: Round) -> None:
         """What every rank does alike when a synchronisation is complete."""
@@ -439,7 +440,9 @@ class Engine:
             watch.arrived_before.clear()
             formation.look_again()
         self._progress.unused = watch.names_of(self.plan, this_round.unused)
+        self.combination.round_ends(this_round)
         require_sound(this_round, rank=formation.group.rank)
+        self.combination.require_sound(this_round)
         formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already

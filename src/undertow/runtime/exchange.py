@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather and a mean with an order, made of sends and receives that are all posted at once.
+"""Reduce-scatter, all-gather and an all-reduce with an order, made of sends and receives that are all posted at once.
 
 For gloo: its own reduce-scatter sends as much as an all-reduce, and a single one of its all-gathers does not fill a link.
 What a rank has received it adds up itself, in rank order, in fp32 where the gradients are narrower: the same bits
@@ -32,24 +32,24 @@ class Exchanges(Protocol):
     may_differ_in_order: bool  # whether ranks may start gathers in different orders
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
-        """Starts to write into `shard` the mean over ranks of this rank's part of `storage`, which `pack` fills first.
+        """Starts to write into `shard` the mean or sum over ranks of this rank's part of `storage`, which `pack` fills first.
 
         With a divisor of its own it is the sum over ranks, divided by that.
 
         storage: [number of ranks * shard.numel() or more]; parts are one behind the other. What lies in `trailer` becomes
-        its sum over ranks on every rank. shard: of `wide_dtype(storage.dtype)`. Every rank starts these, and means, in
+        its sum over ranks on every rank. shard: of `wide_dtype(storage.dtype)`. Every rank starts these, and all-reduces, in
         the same order.
         """
         ...
 
-    def mean(self, tensor: Tensor) -> Handle:
-        """Starts to replace `tensor` by its mean over ranks, added up in rank order. [any number of elements]
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """Starts to replace `tensor` by its mean over ranks, or their sum, added up in rank order. [any number of elements]
 
         Ranks that form a mesh are added up row by row, as exchanges inside and across it do.
         """
         ...
 
-    def mean_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
+    def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
         """The same with a tensor that is there when `before` is complete; `trailer` becomes its sum over ranks.
 
         `before` are reduce-scatters over other ranks, each of which has one of these, in the same order. Where no order is asked
@@ -105,13 +105,13 @@ class PostedExchanges:
 
         return self._start(Exchange(), pack_and_post, self._adding)
 
-    def mean(self, tensor: Tensor) -> Exchange:
+    def all_reduce(self, tensor: Tensor) -> Exchange:
         exchange = Exchange()
-        return self._start(exchange, partial(self._post_mean, tensor, exchange, self._next_tag()), self._adding)
+        return self._start(exchange, partial(self._post_all_reduce, tensor, exchange, self._next_tag()), self._adding)
 
-    def mean_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Exchange:
+    def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Exchange:
         exchange = Exchange()
-        post_both = partial(self._post_mean_and_trailer, tensor, trailer, exchange, self._next_tag(), self._next_tag())
+        post_both = partial(self._post_both, tensor, trailer, exchange, self._next_tag(), self._next_tag())
 
         def post() -> _Posted:
             before.wait()  # it is over, and raises here if it has failed
@@ -160,13 +160,13 @@ class PostedExchanges:
 
         return _Posted(works, add_up)
 
-    def _post_mean(self, tensor: Tensor, exchange: Exchange, tag: int, then: Callable[[], object] = int) -> _Posted:
+    def _post_all_reduce(self, tensor: Tensor, exchange: Exchange, tag: int, then: Callable[[], object] = int) -> _Posted:
         num_ranks, rank = self.group.num_ranks, self.group.rank
         parts = list(tensor.tensor_split(num_ranks))
         own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
         received = self._received_beside([own] * num_ranks)
         works = self._post(sent=parts, received=received, tag=tag)
-        # Into what was sent: a peer has had all of our part of it before it sends the mean of it.
+        # Into what was sent: a peer has had all of our part of it before it sends what becomes of it.
         returning = self._receive(parts, tag=tag + 1)
 
         def add_up() -> None:
@@ -177,11 +177,11 @@ class PostedExchanges:
 
         return _Posted(works, add_up, is_last=False)
 
-    def _post_mean_and_trailer(self, tensor: Tensor, trailer: Tensor, exchange: Exchange, tag: int, trailer_tag: int) -> _Posted:
+    def _post_both(self, tensor: Tensor, trailer: Tensor, exchange: Exchange, tag: int, trailer_tag: int) -> _Posted:
         received = self._received_beside([trailer] * self.group.num_ranks)
         works = self._post(sent=[trailer] * self.group.num_ranks, received=received, tag=trailer_tag)
         sent = tensor if self._in_order else tensor.to(trailer.dtype)
-        mean = self._post_mean(sent, exchange, tag, then=int if sent is tensor else lambda: tensor.copy_(sent))
+        mean = self._post_all_reduce(sent, exchange, tag, then=int if sent is tensor else lambda: tensor.copy_(sent))
 
         def add_up() -> None:
             trailer.copy_(sum_in_order(received, into=torch.empty_like(trailer)))

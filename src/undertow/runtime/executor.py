@@ -11,17 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.plan import Bucket, Plan, signature_bits
+from undertow.plan.layout import with_weights
 from undertow.runtime import private
 from undertow.runtime.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import Handle, all_reduce_async
-from undertow.runtime.comm_hook import CommHook, HookedBucket
+from undertow.runtime.comm_hook import CommHook, HookedBucket, HookHandle, QueuedHook
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharded_binding import ShardedBinding
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.trailer import Reading, Snapshot, TrailerCodec, Verdict, to_device
+from undertow.runtime.weights import Weighing
 from undertow.schedule import Op, OpKind
 
 # Late arrivals show in the first rounds of a plan and are expected from then on.
@@ -41,6 +43,7 @@ class Round:
     is_last: bool = True  # of the step, which adds up no more gradients
     mode: int | None = 0  # must be the same on every rank; None on one that goes by the others
     rescale: float = 1.0  # of the mean over all ranks, where some of them have run out of data
+    weighing: Weighing | None = None  # what the mean is divided by, where losses are sums
     steps: bool = False  # buckets are stepped in it as soon as they are reduced
     is_eager: bool = False  # after a failure or a change a bucket tells so by its signature, and is not stepped
     has_failed: bool = False
@@ -126,6 +129,14 @@ class Executor:
             values = self._bindings[index].late_values()
             self._late[index] = values, self._reduce(index, values)
 
+    def have_all_weights(self) -> bool:
+        """Whether every rank has weights, or no data; waits for the first bucket. None of a rank that has neither asks."""
+        for handle in self._handles[0]:
+            handle.wait()
+        reading = self._trailers[0].read()
+        mine = self._round is not None and self._round.weighing is not None and self._round.weighing.says is True
+        return mine if reading is None else reading.some_have_weights and not reading.some_have_none
+
     def add_late_parts(self) -> None:
         """Waits for that round."""
         assert self._round is not None  # the one whose late parts they are
@@ -185,7 +196,7 @@ class Executor:
         assert sharding is not None
         assert sharding.across is not None  # the schedule is that of its strategy
         trailer = binding.bucket.storage[bucket.trailer.start : bucket.storage_numel]
-        handle = sharding.across.mean_behind(self._handles[index][0], binding.reduced, trailer=trailer)
+        handle = sharding.across.all_reduce_behind(self._handles[index][0], binding.reduced, trailer=trailer)
         self._handles[index] = [handle]
         self._recorder.launched(index, handle)
 
@@ -214,6 +225,9 @@ class Executor:
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         num_readings = len(this_round.readings)
+        sums = None if this_round.weighing is None or this_round.has_failed else this_round.weighing.sums()
+        if sums is not None:
+            binding.weigh(divisor=sums.divisor, keep=sums.keep)
         used = self._used_elsewhere(index, this_round)
         binding.settle(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
         return not any(reading.ranks_differ for reading in this_round.readings[num_readings:])
@@ -240,12 +254,22 @@ class Executor:
         for handle in handles:
             handle.wait()
         self._recorder.wait_ends(index)
+        if self._reducer.hook is not None:
+            self._count(index, handles)
         if self._sharding is not None:
             self._bind_placeholders(self._sharding, index)
             return
         _rescale(binding.values(), this_round)
         used = self._used_elsewhere(index, this_round)
         binding.give(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
+
+    def _count(self, index: int, handles: Sequence[Handle]) -> None:
+        """What a hook has sent, and the trailer, which travels by itself then."""
+        of_hook = [handle.num_bytes for handle in handles if isinstance(handle, HookHandle | QueuedHook)]
+        if of_hook:
+            bucket, storage = self._buckets[index], self._bindings[index].bucket.storage
+            num_bytes = sum(of_hook) + (bucket.storage_numel - bucket.trailer.start) * storage.itemsize
+            self._recorder.sent(index, num_bytes=num_bytes)
 
     def _bind_placeholders(self, sharding: Sharding, index: int) -> None:
         binding = self._bindings[index]
@@ -281,9 +305,9 @@ class Executor:
         if hook is None:
             return [self._reducer.reduce(value, numel=value.numel()) for value in values]
         params = [[param] for param in binding.params] if self._buckets[index].is_sparse else [binding.params]
-        is_last = index == len(self._bindings) - 1
+        last = values[-1] if values and index == len(self._bindings) - 1 else None
         return [
-            hook.start(HookedBucket(index, value, binding.views_of(value), params_of_value, is_last=is_last))
+            hook.start(HookedBucket(index, value, params_of_value, is_last=value is last), is_counted=self._recorder.is_on)
             for value, params_of_value in zip(values, params, strict=True)
         ]
 
@@ -293,6 +317,8 @@ class Executor:
             # Another step than everybody's has the others leave a bucket unstepped long before the verdict comes.
             step = this_round.number if is_sound else ~this_round.number
             bits = signature_bits(step=step, generation=this_round.generation, mode=this_round.mode)
+            weighing = this_round.weighing
+            bits = with_weights(bits, has_weights=False if weighing is None else weighing.says)
             self._signatures[kind] = to_device(bits, like.dtype, like.device)
         return self._signatures[kind]
 
@@ -311,10 +337,11 @@ class Executor:
 
 @dataclass(frozen=True)
 class Reducer:
-    """How values become what all ranks have together: their mean, or what the user's hook makes of them."""
+    """How values become what all ranks have together: their mean or sum, or what the user's hook makes of them."""
 
     group: OwnGroup
     average_in_collective: bool
+    sums: bool = False  # over ranks, in place of the mean
     hook: CommHook | None = None
     in_order: Exchanges | None = None  # adds up in rank order, where that is wanted
     sharding: Sharding | None = None  # where each rank needs its shards only
@@ -322,7 +349,7 @@ class Reducer:
     @property
     def averages(self) -> bool:
         """Whether what comes back is divided all over; else we divide before a sum."""
-        return self.in_order is not None or (self.average_in_collective and self.group.can_average)
+        return not self.sums and (self.in_order is not None or (self.average_in_collective and self.group.can_average))
 
     @property
     def averages_trailers(self) -> bool:
@@ -330,12 +357,13 @@ class Reducer:
         return self.averages and self.sharding is None
 
     def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
-        """Starts the mean of `tensor`, in place; what is behind the first `numel` elements may come back as a sum."""
+        """Starts the mean of `tensor`, or its sum, in place; what is behind `numel` elements may come back as a sum anyway."""
         if self.in_order is not None and not tensor.is_sparse:
-            return self.in_order.mean(tensor)
+            return self.in_order.all_reduce(tensor)
         if self.averages and not tensor.is_sparse:
             return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.AVG)
-        (tensor if tensor.is_sparse else tensor[:numel]).div_(self.group.num_ranks)
+        if not self.sums:
+            (tensor if tensor.is_sparse else tensor[:numel]).div_(self.group.num_ranks)
         return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.SUM)
 
 
@@ -346,8 +374,11 @@ def _binding(bucket: Bucket, params: Sequence[Tensor]) -> Binding:
 
 
 def _rescale(values: Sequence[Tensor], this_round: Round) -> None:
-    if this_round.rescale != 1.0:
-        for value in values:
+    sums = None if this_round.weighing is None else this_round.weighing.sums()
+    for value in values:
+        if sums is not None:
+            value.div_(sums.divisor)
+        elif this_round.rescale != 1.0:
             value.mul_(this_round.rescale)
 
 

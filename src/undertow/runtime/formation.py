@@ -26,7 +26,7 @@ from undertow.runtime.members import Members, first_change
 from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
-from undertow.runtime.placeholder import GradientPlaceholder
+from undertow.runtime.placeholder import make_gradients_whole
 from undertow.runtime.planning import follows_observed_order, measure, planned
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharding import Sharding
@@ -75,10 +75,12 @@ class Formation:
         self._on_backward = on_backward
         self._has_looked = True
         self._groups: Groups | None = None  # of the plan that the next step of a sharded optimizer moves to
+        self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
-        in_order = exchanges_over(group, in_order=True) if config.reduction == "ordered" else None
-        reducer = Reducer(group, config.average_in_collective, in_order=in_order)
+        sums = config.op == "sum"
+        in_order = exchanges_over(group, in_order=True, divisor=1 if sums else None) if config.reduction == "ordered" else None
+        reducer = Reducer(group, config.average_in_collective, sums, in_order=in_order)
         self.assembly = self._assemble(named_params, reducer, generation=0)
         self.watch = self._watch_over(named_params)
         try:
@@ -97,8 +99,8 @@ class Formation:
 
     @property
     def is_active(self) -> bool:
-        """Whether there is anything to do: one rank alone has its mean already."""
-        return self.group.num_ranks > 1 or self.assembly.reducer.hook is not None
+        """Whether there is anything to do: one rank alone has its mean already, if nothing weighs it."""
+        return self.group.num_ranks > 1 or self.assembly.reducer.hook is not None or self._call_before is not None
 
     @property
     def has_result(self) -> bool:
@@ -160,8 +162,9 @@ class Formation:
 
     def close(self) -> None:
         """Takes all hooks off."""
-        if self.assembly.reducer.in_order is not None:
-            self.assembly.reducer.in_order.close()
+        for owner in (self.assembly.reducer.in_order, self.assembly.reducer.hook):
+            if owner is not None:
+                owner.close()
         self.watch.close()
         if self._before is not None:
             self._before.watch.close()
@@ -169,9 +172,20 @@ class Formation:
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on."""
         self.settle()
+        self._renew(dataclasses.replace(self.assembly.reducer, hook=hook))
+
+    def call_before(self, call: Callable[[], object]) -> None:
+        """Has `call` called before each gradient is added to what `.grad` holds, also with one rank."""
+        self.settle()
+        self._call_before = call
+        if self.group.num_ranks == 1:
+            self._renew(self.assembly.reducer)
+        else:
+            self.watch.call_before(call)
+
+    def _renew(self, reducer: Reducer) -> None:
         before, named_params, arrived = self.assembly, self.watch.named_params, self.watch.arrived_before
         self.watch.close()
-        reducer = dataclasses.replace(before.reducer, hook=hook)
         self.assembly = self._assemble(named_params, reducer, generation=before.generation)
         self.watch = self._watch_over(named_params)
         self.watch.arrived_before |= arrived
@@ -265,7 +279,7 @@ class Formation:
         """
         old = self.retiring
         assert old is not None  # else nothing is to be retired
-        self._make_gradients_whole()
+        make_gradients_whole(self.watch.named_params, rank=self.group.rank)
         accumulated, self._accumulated = self._accumulated, set()
         staying = set(map(id, self.watch.params))
         # Not `old` itself: its executor remembers the round, and they would keep each other alive.
@@ -316,21 +330,6 @@ class Formation:
         for assembly in (self.assembly, self.retiring, before):
             if assembly is not None and assembly.reducer.sharding is not None:
                 assembly.reducer.sharding.gathers.wait_for_all()
-
-    def _make_gradients_whole(self) -> None:
-        """PhaseError where a gradient of which each rank has a part would have to go into a new plan."""
-        for name, param in self.watch.named_params:
-            grad = param.grad
-            if not isinstance(grad, GradientPlaceholder):
-                continue
-            if grad.is_cleared:
-                param.grad = torch.zeros_like(param) if grad.added is None else grad.added
-            else:
-                raise PhaseError(
-                    "the parameters have changed while sharded gradients are held.",
-                    where=f"parameter {name!r}, rank {self.group.rank}",
-                    remedy="Call zero_grad() before parameters are frozen, unfrozen, added or replaced.",
-                )
 
     @property
     def has_other_buffers(self) -> bool:
@@ -426,6 +425,8 @@ class Formation:
         if self.is_active:
             _ = self.assembly.executor  # what does not fit into memory fails here and not in the first backward
             watch.start()
+            if self._call_before is not None:
+                watch.call_before(self._call_before)
             if follows_observed_order(self.assembly, self._config):
                 watch.order = ObservedOrder(watch.params, self.group)
         measure(watch, self.assembly, self._config, self._recorder)

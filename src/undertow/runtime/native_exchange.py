@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather and a mean with an order, made of the backend's own collectives, such as NCCL's."""
+"""Reduce-scatter, all-gather and an all-reduce with an order, made of the backend's own collectives, such as NCCL's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class NativeExchanges:
 
         return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
 
-    def mean(self, tensor: Tensor) -> Handle:
+    def all_reduce(self, tensor: Tensor) -> Handle:
         num_ranks, pg = self.group.num_ranks, self.group.process_group
         padded = tensor.new_zeros(-(-tensor.numel() // num_ranks) * num_ranks)
         padded[: tensor.numel()].copy_(tensor)
@@ -81,13 +81,13 @@ class NativeExchanges:
         gathering = private.all_gather_async(padded, own, pg)
         return _NativeExchange([gathering], lambda: tensor.copy_(padded[: tensor.numel()]))
 
-    def mean_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
+    def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
         pg = self.group.process_group
         with self._stream_behind(tensor):
             before.wait()
             trailers = _started(dist.all_reduce(trailer, group=pg, async_op=True))
             if self._in_order:
-                mean = self.mean(tensor)
+                mean = self.all_reduce(tensor)
                 return _NativeExchange([trailers], mean.wait)
             sent = tensor.to(trailer.dtype)
             work = _started(dist.all_reduce(sent, group=pg, async_op=True))

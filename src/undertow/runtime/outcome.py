@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
 from undertow.runtime.executor import Round
+from undertow.runtime.weights import weights_differ
 
 
 def late_buckets(this_round: Round) -> list[int]:
@@ -24,6 +25,8 @@ def require_sound(this_round: Round, *, rank: int) -> None:
             where=where,
             remedy="Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
         )
+    if any(reading.weights_differ for reading in this_round.readings) and not failed and not this_round.has_failed:
+        raise weights_differ(where)
     if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
         raise Desync(
             "gradients arrived again after their bucket had left, and were left out.",
@@ -43,6 +46,15 @@ def require_sound(this_round: Round, *, rank: int) -> None:
             where=where,
             remedy="The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
         )
+
+
+def not_waited_for(this_round: Round) -> PhaseError:
+    """The error where a backward begins while this round, which was launched by hand, is under way."""
+    return PhaseError(
+        "a backward began while gradients are being synchronised.",
+        where=f"synchronisation {this_round.number}",
+        remedy="Wait for reduce_gradients_async() before the next backward.",
+    )
 
 
 def has_changed_unlike(this_round: Round, *, num_ranks: int) -> bool:

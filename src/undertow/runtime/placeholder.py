@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.errors import ShardedGradientError
+from undertow.errors import PhaseError, ShardedGradientError
 from undertow.runtime import private
 from undertow.runtime.group import OwnGroup
 
@@ -78,6 +78,22 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
         torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
     if group is not None:
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group.process_group)
+
+
+def make_gradients_whole(named_params: Iterable[tuple[str, Tensor]], *, rank: int) -> None:
+    """PhaseError where a gradient of which each rank has a part would have to go into a new plan."""
+    for name, param in named_params:
+        grad = param.grad
+        if not isinstance(grad, GradientPlaceholder):
+            continue
+        if grad.is_cleared:
+            param.grad = torch.zeros_like(param) if grad.added is None else grad.added
+        else:
+            raise PhaseError(
+                "the parameters have changed while sharded gradients are held.",
+                where=f"parameter {name!r}, rank {rank}",
+                remedy="Call zero_grad() before parameters are frozen, unfrozen, added or replaced.",
+            )
 
 
 def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:

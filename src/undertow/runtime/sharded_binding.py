@@ -111,6 +111,13 @@ class ShardedBinding:
         """The last `target`."""
         return self._shard if self._aside is None else self._aside
 
+    @torch.no_grad()
+    def weigh(self, *, divisor: float | Tensor, keep: float | Tensor) -> None:
+        """Divides what was reduced, and multiplies what placeholders hold from before, to which it will be added."""
+        (self._shard if self._aside is None else self._aside).div_(divisor)
+        for position in self._live:
+            self._held[position].parts[self._index].mul_(keep)
+
     def has_graph(self) -> bool:
         return self._dense.has_graph()
 

@@ -16,6 +16,7 @@ from undertow.runtime.formation import Formation
 from undertow.runtime.group import Agreement
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
+from undertow.runtime.weights import require_means
 from undertow.schedule import ZERO1, strategy_named
 
 
@@ -36,12 +37,14 @@ class ShardedSteps:
             )
         if formation.assembly.reducer.hook is not None:
             raise no_hooks_with_shards()
+        if formation.group.num_ranks == 1 and formation.is_active:
+            require_means(config.op, has_hook=False, is_alone_with_shards=True)
         self._module = weakref.ref(module)  # which holds us, by its hooks
         self._formation = formation
         self._overlap = config.overlap
         self._settings = config.to_dict()
         self._group = group = formation.group
-        self._axes = Axes(group.user, device=group.device, in_order=config.reduction == "ordered")
+        self._axes = Axes(group.user, device=group.device, in_order=config.reduction == "ordered", sums=config.op == "sum")
         self.is_eager = is_eager
         try:
             self.eager = eager_steps_over(self._axes, overlap=config.overlap) if is_eager else None
@@ -181,3 +184,17 @@ def require_plain_strategy(config: SyncConfig, optimizer: Optimizer) -> None:
 
 def _leave(_order: object) -> None:
     return None
+
+
+def finish_before_step(sync: Any, engine: Any) -> Any:
+    """A hook for all optimizers: one that holds our parameters must not step on gradients that are not synchronised."""
+    weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
+
+    def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        sync, engine = weak_sync(), weak_engine()
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if engine is not None and sync is not None and engine.concerns(params):
+            sync.require_stepper(optimizer)
+            engine.finish_before_step(params)
+
+    return hook

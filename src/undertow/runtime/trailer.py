@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, ranks_differ
+from undertow.plan.layout import weights_in, without_weights
 from undertow.runtime.buckets import GradientBucket
 
 
@@ -29,12 +30,19 @@ class Reading:
     """What a reduced trailer says."""
 
     used: frozenset[int]  # positions of parameters that some rank used
-    ranks_differ: bool
+    ranks_differ: bool  # in anything but whether they have weights
+    some_have_weights: bool = False
+    some_have_none: bool = False
     failed_ranks: tuple[int, ...] = ()
     changed_ranks: tuple[int, ...] = ()
     other_buffers_ranks: tuple[int, ...] = ()
     late_buckets: tuple[int, ...] = ()
     is_overdue: bool = False  # read in a later round than the one it was sent in
+
+    @property
+    def weights_differ(self) -> bool:
+        """Whether some ranks have weights for their gradients and others none."""
+        return self.some_have_weights and self.some_have_none
 
 
 class TrailerCodec:
@@ -81,9 +89,13 @@ class TrailerCodec:
         if torch.equal(trailer[:stop], mine[:stop]):
             return None
         flags = (trailer[:stop] != 0).tolist()
+        signature = self._flags(flags, fields.signature)
+        some_have_weights, some_have_none = weights_in(signature)
         return Reading(
             used=frozenset(_set_flags(self._flags(flags, fields.used))),
-            ranks_differ=ranks_differ(self._flags(flags, fields.signature)),
+            ranks_differ=ranks_differ(without_weights(signature)),
+            some_have_weights=some_have_weights,
+            some_have_none=some_have_none,
             failed_ranks=_set_flags(self._flags(flags, fields.failed)) if fields.has_verdict else (),
             changed_ranks=_set_flags(self._flags(flags, fields.changed)) if fields.has_verdict else (),
             other_buffers_ranks=_set_flags(self._flags(flags, fields.buffers)) if fields.has_verdict else (),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -45,6 +46,7 @@ class Watch:
         self.alone: Alone | None = None  # where there are none
         self.distributed: DistributedBackwards | None = None
         self._hooks: list[RemovableHandle] = []
+        self._before: list[tuple[Any, RemovableHandle]] = []
         self._num_hooks_ever = 0
 
     @property
@@ -61,6 +63,10 @@ class Watch:
         self._hooks = watch_parameters(self.params, self.arrivals)
         self._num_hooks_ever = private.num_hooks_ever()
 
+    def call_before(self, call: Callable[[], object]) -> None:
+        """Has `call` called before each gradient is added to what `.grad` holds."""
+        self._before = [private.before_accumulating(param, call) for param in self.params]
+
     def run_last(self) -> bool:
         """Has our hooks run after those that the user has put on parameters since: they may change a gradient.
 
@@ -74,13 +80,18 @@ class Watch:
 
     def close(self) -> None:
         """Takes the hooks off; a second call does nothing."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *(hook for _, hook in self._before)):
             hook.remove()
-        self._hooks = []
+        self._hooks, self._before = [], []
         self.arrivals.silence()  # it may be in the middle of one
         for other in (self.order, self.tuning, self.alone, self.distributed):
             if other is not None:
                 other.close()
+
+    def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
+        """Positions in `bucket` of those of the `missing` that have no gradient since the last synchronisation."""
+        absent = set(missing) - self.arrived_before if missing else ()
+        return [position for position, param in enumerate(bucket) if param in absent] if absent else []
 
     def accumulated_ids(self) -> set[int]:
         """The parameters, by id, that have accumulated a gradient since the last synchronisation."""

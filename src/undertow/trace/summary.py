@@ -21,7 +21,8 @@ class BucketReport:
 
     index: int
     params: tuple[str, ...]
-    num_bytes: int
+    num_bytes: int  # of its gradients
+    sent_bytes: int  # that collectives were handed: with the trailer, and as a communication hook has compressed it
     ready_ms: float
     launched_ms: float
     done_ms: float
@@ -86,6 +87,11 @@ class StepReport:
             waited_ms[gather.bucket] += gather.waited_ms
         worst = max(self.buckets, key=lambda bucket: waited_ms[bucket.index], default=None)
         return worst if worst is not None and waited_ms[worst.index] > 0 else None
+
+    @property
+    def sent_bytes(self) -> int:
+        """What collectives of gradients were handed in a step."""
+        return sum(bucket.sent_bytes for bucket in self.buckets)
 
     @property
     def gather_overlap(self) -> float | None:
@@ -186,6 +192,7 @@ def _bucket_report(records: Sequence[StepRecord], plan: Plan, index: int) -> Buc
         index=index,
         params=tuple(plan.params[param].name for param in plan.buckets[index].params),
         num_bytes=plan.buckets[index].num_bytes,
+        sent_bytes=int(median(row.num_bytes for row, _ in rows)),
         ready_ms=median(row.ready_us for row, _ in rows) * _MS,
         launched_ms=median(row.launched_us for row, _ in rows) * _MS,
         done_ms=median(row.done_us for row, _ in rows) * _MS,

@@ -1,0 +1,86 @@
+"""What earlier synchronisations of a step have brought, kept apart while a later one is under way.
+
+The mean of a mean and of something new is the mean of their sum; a sum over ranks would count what is there once for
+every rank. So before the first gradient of a backward is added to `.grad`, what that holds is taken out:
+
+.grad   sum ── first gradient of a backward ──> None ── autograd ──> new ── reduced ──> sum of new  (+ sum)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from undertow.runtime import private
+from undertow.runtime.executor import Round
+from undertow.runtime.placeholder import GradientPlaceholder
+
+
+class Apart:
+    """Owns what was in `.grad` between the begin and the end of a synchronisation.
+
+    A backward that only accumulates takes it out too, and it stays out until the next one that synchronises: between the
+    two `.grad` is what is new. Placeholders keep the two apart themselves.
+    """
+
+    def __init__(self) -> None:
+        self._reduced: set[int] = set()  # parameters, by id, whose `.grad` is what a synchronisation has brought
+        self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a parameter and what was in its `.grad`
+        self._task: int | None = None  # the backward for which it was taken out
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the backward that this thread is in has begun before."""
+        return self._task is not None and self._task == private.graph_task_id()
+
+    def take(self, params: Sequence[Tensor], *, has_result: Callable[[], bool]) -> bool:
+        """A round begins. Returns False where the user has thrown everything away since the last one."""
+        self._task = None if private.graph_task_id() == -1 else private.graph_task_id()
+        if not has_result():
+            self._reduced.clear()
+            self._earlier.clear()
+            return False
+        for param in params:
+            key, grad = id(param), param.grad
+            if key in self._earlier:
+                if grad is None:  # thrown away, and the new part that was there with it
+                    del self._earlier[key]
+            elif key in self._reduced and grad is not None and not isinstance(grad, GradientPlaceholder):
+                self._earlier[key] = param, grad
+                param.grad = None
+        self._reduced.clear()
+        return True
+
+    def round_ends(self, params: Sequence[Tensor], this_round: Round) -> None:
+        """What was there before comes back to what is new, if that has been reduced, or where nothing new has come."""
+        if not this_round.is_synchronised:
+            self._accumulated()
+            return
+        sums = None if this_round.weighing is None else this_round.weighing.sums()
+        self.give_back(scale=1.0 if sums is None else sums.keep)
+        self._reduced = {id(param) for param in params if param.grad is not None}
+
+    def _accumulated(self) -> None:
+        self._task = None
+        for key, (param, earlier) in list(self._earlier.items()):
+            if param.grad is None:
+                param.grad = earlier
+                self._reduced.add(key)
+                del self._earlier[key]
+
+    @torch.no_grad()
+    def give_back(self, *, scale: float | Tensor = 1.0) -> None:
+        """Everything that was taken out is added to what is there now."""
+        self._task = None
+        is_same = isinstance(scale, float) and scale == 1.0
+        for param, earlier in self._earlier.values():
+            part = earlier if is_same else earlier * scale
+            if param.grad is None:
+                param.grad = part
+            elif param.grad.is_sparse:
+                param.grad = param.grad + part
+            else:
+                param.grad.add_(part)
+        self._earlier.clear()

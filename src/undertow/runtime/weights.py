@@ -1,0 +1,229 @@
+"""Weights of losses that are sums: gradients are divided by the sum of all ranks' weights, not by the number of ranks.
+
+The sum takes one small all-reduce, which leaves when a round begins. The first time a rank does not know whether the others
+have weights too. It says so in the signature of its buckets, and the sum is sent when the first of those has come back and
+says the same of all; from then on it is sent in every round. The division comes behind the reduction: before it, it would
+depend on the speed of the network which ranks have divided already.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.runtime.collectives import ReductionHandle, all_reduce_async
+from undertow.runtime.group import OwnGroup
+
+_HAS, _HAS_NO_DATA = 1.0, 2.0  # what a rank says of itself; else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the weights of a round make of its gradients: numbers on the host, tensors without dimensions on a device."""
+
+    divisor: float | Tensor  # of the mean over ranks
+    keep: float | Tensor  # factor for what earlier synchronisations of the step have brought
+    total: float | Tensor  # the weight of both together
+
+
+class Weighing:
+    """The weights of one round; `before` is that of what earlier synchronisations of the step have brought."""
+
+    def __init__(self, group: OwnGroup, weight: float | None, *, before: float | Tensor, is_without_data: bool) -> None:
+        self._group = group
+        self._weight = weight
+        self._before = before
+        self._is_without_data = is_without_data
+        self._handle: ReductionHandle | None = None
+        self._tensor = torch.empty(0)
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # on its way from a device to the host
+        self._sums: Sums | None = None
+
+    @property
+    def says(self) -> bool | None:
+        """In the signature: whether this rank has weights; None, which goes by the others, where nobody asks."""
+        return None if self.is_sent or self._is_without_data else self._weight is not None
+
+    @property
+    def is_sent(self) -> bool:
+        return self._handle is not None
+
+    def send(self) -> None:
+        """Starts the sum over ranks; a collective call."""
+        group = self._group
+        said = [0.0] * (1 + group.num_ranks)
+        said[0] = self._weight or 0.0
+        said[1 + group.rank] = _HAS if self._weight is not None else _HAS_NO_DATA if self._is_without_data else 0.0
+        # Of 64 bits: counts of tokens stay exact.
+        on_host = torch.tensor(said, dtype=torch.float64)
+        self._tensor = on_host if group.device.type == "cpu" else on_host.pin_memory().to(group.device, non_blocking=True)
+        self._handle = all_reduce_async(self._tensor, group.process_group)
+
+    def sums(self) -> Sums | None:
+        """None where the round is a plain mean. On a device the host does not wait, and a plain mean divides by 1."""
+        if self._handle is None:
+            return None
+        if self._sums is None:
+            self._handle.wait()
+            self._sums = self._on_host() if self._group.device.type == "cpu" else self._on_device()
+        return self._sums if self._group.device.type != "cpu" or self._is_weighted() else None
+
+    def copy_to_host(self) -> None:
+        """Of a device: starts to bring there what `require_sound` reads; nobody waits for it now."""
+        if self._handle is None or self._group.device.type == "cpu":
+            return
+        on_host = torch.empty_like(self._tensor, device="cpu", pin_memory=True).copy_(self._tensor, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        self._copy = on_host, copied
+
+    def require_sound(self, where: str) -> None:
+        """PhaseError, on every rank, where some have weights and others not, or all of them add up to 0."""
+        if self._handle is None:
+            return
+        tensor = self._tensor
+        if self._copy is not None:
+            tensor, copied = self._copy
+            copied.synchronize()  # of a copy that began a step ago
+        said = tensor.tolist()
+        having = [rank for rank, state in enumerate(said[1:]) if state == _HAS]
+        lacking = [rank for rank, state in enumerate(said[1:]) if state == 0.0]
+        if having and lacking:
+            raise weights_differ(f"{where}: with {_listed(having)}, without {_listed(lacking)}")
+        if having and said[0] == 0.0:
+            raise PhaseError(
+                "the weights of all ranks add up to 0, and gradients cannot be divided by that.",
+                where=where,
+                remedy="Leave out a step in which no rank has anything to learn from.",
+            )
+
+    def _is_weighted(self) -> bool:
+        said = self._tensor.tolist()
+        return _HAS in said[1:] and 0.0 not in said
+
+    def _on_host(self) -> Sums:
+        before, new = float(self._before), float(self._tensor[0])
+        keep = before / (before + new) if before and new else 1.0
+        return Sums((before + new) / self._group.num_ranks, keep, before + new)
+
+    def _on_device(self) -> Sums:
+        new, said = self._tensor[0], self._tensor[1:]
+        is_weighted = (new > 0) & (said == _HAS).any() & (said != 0).all()
+        total = torch.where(is_weighted, self._before + new, torch.zeros_like(new))
+        one = torch.ones_like(new)
+        before = torch.as_tensor(self._before, dtype=new.dtype, device=new.device)
+        keep = torch.where(is_weighted & (before > 0), before / (before + new), one)
+        return Sums(torch.where(is_weighted, total / self._group.num_ranks, one), keep, total)
+
+
+class Weights:
+    """What this rank has said of its backwards."""
+
+    def __init__(self, group: OwnGroup) -> None:
+        self._group = group
+        self._next: float | None = None  # of the backwards that come
+        self._accumulated: float | None = None  # of those that have only accumulated
+        self._total: float | Tensor = 0.0  # of what synchronisations have brought that is there still
+        self._are_sent = False  # in every round: all ranks have had weights
+        self._unchecked: tuple[Weighing, str] | None = None
+
+    def give(self, weight: object) -> None:
+        """The loss of the next backward is a sum over so many; calls add up."""
+        self._next = (self._next or 0.0) + _checked(weight)
+
+    def forget_gradients(self, *, has_accumulated: bool) -> None:
+        """The user has thrown them away."""
+        self._total = 0.0
+        if has_accumulated:
+            self._accumulated = None
+
+    def begins(self, *, is_synchronised: bool, is_without_data: bool, can_wait: bool) -> Weighing | None:
+        """A backward begins, or a round outside of one, on a rank `is_without_data` perhaps; None where there is nothing to say.
+
+        PhaseError where the round cannot wait until it is known whether other ranks have weights: `can_wait` is false.
+        """
+        self.require_sound()
+        if self._next is not None:
+            self._accumulated, self._next = (self._accumulated or 0.0) + self._next, None
+        if not is_synchronised:
+            return None
+        weight, self._accumulated = self._accumulated, None
+        is_without_data = is_without_data and weight is None
+        if not self._are_sent and weight is not None and not can_wait:
+            raise PhaseError(
+                "weights come for the first time in a step of eager form, which divides before all ranks are known to have some.",
+                where=f"rank {self._group.rank}",
+                remedy="Give weights from the first step on, or leave eager=True out.",
+            )
+        if not self._are_sent and weight is None and not is_without_data:
+            return None
+        made = Weighing(self._group, weight, before=self._total, is_without_data=is_without_data)
+        if self._are_sent:
+            made.send()
+        return made
+
+    def ends(self, weighing: Weighing | None, *, where: str) -> None:
+        """A round has ended on every rank."""
+        self._are_sent |= weighing is not None and weighing.is_sent
+        sums = None if weighing is None else weighing.sums()
+        if weighing is not None:
+            weighing.copy_to_host()
+        self._total = 0.0 if sums is None else sums.total
+        self._unchecked = None if weighing is None else (weighing, where)
+
+    def require_sound(self) -> None:
+        """PhaseError, on every rank, where the weights of the last round were not; on a device the host waits for it."""
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None:
+            weighing, where = unchecked
+            weighing.require_sound(where)
+
+
+def require_means(op: str, *, has_hook: bool, is_alone_with_shards: bool) -> None:
+    """ConfigError where there is no mean for weights to change."""
+    if op == "sum":
+        what, remedy = 'weights divide gradients, and op="sum" does not.', 'Leave op="sum" or the weights out.'
+    elif has_hook:
+        what = "with a communication hook it is the hook that divides gradients."
+        remedy = "Divide the loss by the number of tokens of all ranks, or leave the hook out."
+    elif is_alone_with_shards:
+        what = "weights with a ShardedOptimizer are not built for a rank alone."
+        remedy = "Divide the loss by the weight, or use a plain optimizer there."
+    else:
+        return
+    raise ConfigError(what, where="weight(n)", remedy=remedy)
+
+
+def weights_differ(where: str) -> PhaseError:
+    """The error of ranks of which only some have weights."""
+    return PhaseError(
+        "weights were given on some ranks and not on others.",
+        where=where,
+        remedy="Call weight(n) before every backward on every rank, with 0 where a rank has nothing to learn from.",
+    )
+
+
+def _checked(weight: object) -> float:
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise WrongType(
+            f"a weight must be a number, got {type(weight).__name__}.",
+            where="weight(n)",
+            remedy="Give how many tokens, or samples, the loss of the next backward is a sum over.",
+        )
+    if not math.isfinite(weight) or weight < 0:
+        raise ConfigError(
+            f"a weight must be a number from 0 on, got {weight}.",
+            where="weight(n)",
+            remedy="Give how many tokens, or samples, the loss of the next backward is a sum over.",
+        )
+    return float(weight)
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
