@@ -21,7 +21,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "record": ("summary", "full", "off"),
     "auto_tune": (True, False),
     "reduce_dtype": (None, "float32"),
-    "wire_dtype": (None,),
+    "wire_dtype": (None, "bfloat16", "float16"),
     "experts": ((),),
     "nonfinite": ("ignore",),
     "overlap": (True, False),
@@ -61,10 +61,12 @@ class SyncConfig:
         is no real or complex number follows rank 0), or are left alone ("off").
     reduce_dtype: "float32": gradients of parameters of 16 bits are accumulated over micro-batches and reduced in it, and `.grad`
         is of it; an optimizer must take such gradients, as a ShardedOptimizer and torch's SGD do. None: in their own.
+    wire_dtype: "bfloat16" or "float16": in it wider gradients travel, half the bytes; where ranks add up themselves (shards,
+        "ordered") they add in fp32.
     ignore: names of parameters and buffers that are left alone.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
-    `wire_dtype`, `experts` and `nonfinite` have one value so far; another one is refused. Raises ConfigError
+    `experts` and `nonfinite` have one value so far; another one is refused. Raises ConfigError
     for every value that cannot work.
     """
 
@@ -140,7 +142,7 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
     if any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         return
     allowed = ", ".join(repr(choice) for choice in choices)
-    if value in _NOT_BUILT.get(name, ()) or name in ("wire_dtype", "experts"):
+    if value in _NOT_BUILT.get(name, ()) or name == "experts":
         raise ConfigError(f"{name}={value!r} is not built yet.", where="SyncConfig", remedy=f"What works today: {allowed}.")
     shards_parameters = name == "strategy" and value in ("zero3", "fsdp")
     remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters." if shards_parameters else f"Choose one of: {allowed}."

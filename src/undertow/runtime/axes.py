@@ -22,11 +22,13 @@ from undertow.runtime.native_exchange import exchanges_over
 class Axes:
     """Exchanges over groups of their own, `inside` and, where ranks form a mesh, `across`; making them is a collective call.
 
-    `rank` and `num_ranks` are of all of them; they reduce to means over those, or with `sums` to sums. `close` ends their threads
+    `rank` and `num_ranks` are of all of them; they reduce to means over those, or with `sums` to sums, of what travels in `wire`. `close` ends their threads
     and destroys the groups.
     """
 
-    def __init__(self, user: GroupRef, *, device: torch.device, in_order: bool, sums: bool = False) -> None:
+    def __init__(
+        self, user: GroupRef, *, device: torch.device, in_order: bool, sums: bool = False, wire: torch.dtype | None = None
+    ) -> None:
         self.rank, self.num_ranks = user.rank, len(user.ranks)
         refs = [user] if user.across is None else [user.inside, user.across]
         self._groups = [OwnGroup(ref, device=device) for ref in refs]
@@ -37,7 +39,7 @@ class Axes:
         divisor = 1 if sums else self.num_ranks
         divisors = [divisor] if user.across is None else [1, divisor]
         exchanges = [
-            exchanges_over(group, in_order=in_order, divisor=divisor)
+            exchanges_over(group, in_order=in_order, divisor=divisor, wire=wire)
             for group, divisor in zip(self._groups, divisors, strict=True)
         ]
         self.inside, self.across = exchanges[0], exchanges[1] if len(exchanges) > 1 else None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from undertow.runtime.collectives import Handle
 from undertow.runtime.group import OwnGroup
+from undertow.runtime.narrow import narrowed
 
 _GATHER_TAG = 1 << 24  # gathers may start in another order on another rank: they are told apart by their number
 _NUM_TAGS = 1 << 20
@@ -77,13 +78,17 @@ class PostedExchanges:
     """Exchanges by sends and receives; threads post and complete them in the order in which they were started.
 
     `divisor` is that of means, if not the number of ranks. `in_order` sends all that was added up as wide as it is; the order of
-    adds is the same in any case. `close` ends its threads.
+    adds is the same in any case. What is reduced travels in `wire`, if that is narrower, and is added up as in `wide_dtype`.
+    `close` ends its threads.
     """
 
     may_differ_in_order = True
 
-    def __init__(self, group: OwnGroup, *, in_order: bool = True, divisor: int | None = None) -> None:
+    def __init__(
+        self, group: OwnGroup, *, in_order: bool = True, divisor: int | None = None, wire: torch.dtype | None = None
+    ) -> None:
         self.group = group
+        self._wire = wire
         self._divisor = group.num_ranks if divisor is None else divisor
         self._in_order = in_order
         self._rows = group.user.row_places
@@ -107,7 +112,7 @@ class PostedExchanges:
 
     def all_reduce(self, tensor: Tensor) -> Exchange:
         exchange = Exchange()
-        return self._start(exchange, partial(self._post_all_reduce, tensor, exchange, self._next_tag()), self._adding)
+        return self._start(exchange, partial(self._post_all_reduce, tensor, tensor, exchange, self._next_tag()), self._adding)
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Exchange:
         exchange = Exchange()
@@ -144,7 +149,7 @@ class PostedExchanges:
 
     def _post_reduce_scatter(self, storage: Tensor, shard: Tensor, trailer: range, tag: int) -> _Posted:
         num_ranks = self.group.num_ranks
-        parts = list(storage[: num_ranks * shard.numel()].view(num_ranks, -1))
+        parts = list(narrowed(storage[: num_ranks * shard.numel()], self._wire).view(num_ranks, -1))
         own_trailer = storage[trailer.start : trailer.stop]
         # Of one message, of which there are then half as many, they would have to be one piece of memory.
         received, trailers = self._received_beside(parts), self._received_beside([own_trailer] * num_ranks)
@@ -160,8 +165,9 @@ class PostedExchanges:
 
         return _Posted(works, add_up)
 
-    def _post_all_reduce(self, tensor: Tensor, exchange: Exchange, tag: int, then: Callable[[], object] = int) -> _Posted:
+    def _post_all_reduce(self, values: Tensor, target: Tensor, exchange: Exchange, tag: int) -> _Posted:
         num_ranks, rank = self.group.num_ranks, self.group.rank
+        tensor = narrowed(values, self._wire)
         parts = list(tensor.tensor_split(num_ranks))
         own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
         received = self._received_beside([own] * num_ranks)
@@ -173,7 +179,8 @@ class PostedExchanges:
             own.copy_(sum_in_order(received, into=total, rows=self._rows).div_(self._divisor))
             self._scratch.give([*self._of_peers(received), total])
             last = [*returning, *self._send([own] * num_ranks, tag=tag + 1)]
-            self._gathering.submit(exchange.complete, _Posted(last, then))
+            widen = int if tensor is target else partial(target.copy_, tensor)
+            self._gathering.submit(exchange.complete, _Posted(last, widen))
 
         return _Posted(works, add_up, is_last=False)
 
@@ -181,7 +188,7 @@ class PostedExchanges:
         received = self._received_beside([trailer] * self.group.num_ranks)
         works = self._post(sent=[trailer] * self.group.num_ranks, received=received, tag=trailer_tag)
         sent = tensor if self._in_order else tensor.to(trailer.dtype)
-        mean = self._post_all_reduce(sent, exchange, tag, then=int if sent is tensor else lambda: tensor.copy_(sent))
+        mean = self._post_all_reduce(sent, tensor, exchange, tag)
 
         def add_up() -> None:
             trailer.copy_(sum_in_order(received, into=torch.empty_like(trailer)))

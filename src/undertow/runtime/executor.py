@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.errors import ConfigError
 from undertow.plan import Bucket, Plan, signature_bits
 from undertow.plan.layout import with_weights
 from undertow.runtime import private
@@ -19,6 +20,7 @@ from undertow.runtime.collectives import Handle, all_reduce_async
 from undertow.runtime.comm_hook import CommHook, HookedBucket, HookHandle, QueuedHook
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.group import OwnGroup
+from undertow.runtime.narrow import Widened, narrowed, travels_narrower
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharded_binding import ShardedBinding
 from undertow.runtime.sharding import Sharding
@@ -155,7 +157,7 @@ class Executor:
                 binding.stow()
             return
         kind = OpKind.ALL_REDUCE if self._sharding is None else OpKind.REDUCE_SCATTER
-        self._recorder.ready(index, num_bytes=self._buckets[index].wire_bytes, kind=kind)
+        self._recorder.ready(index, num_bytes=self._reducer.wire_bytes(self._buckets[index]), kind=kind)
         if this_round.is_eager and (this_round.has_failed or this_round.has_changed):
             self._unsound.add(index)
         unused = binding.take(this_round.not_arrived(index))
@@ -345,11 +347,21 @@ class Reducer:
     hook: CommHook | None = None
     in_order: Exchanges | None = None  # adds up in rank order, where that is wanted
     sharding: Sharding | None = None  # where each rank needs its shards only
+    wire: torch.dtype | None = None  # in which what is wider travels
+
+    def __post_init__(self) -> None:
+        if self.hook is not None and self.wire is not None:
+            raise ConfigError(
+                "a communication hook decides in which dtype gradients travel, and wire_dtype does so too.",
+                where="register_comm_hook",
+                remedy="Leave one of the two out.",
+            )
 
     @property
     def averages(self) -> bool:
-        """Whether what comes back is divided all over; else we divide before a sum."""
-        return not self.sums and (self.in_order is not None or (self.average_in_collective and self.group.can_average))
+        """Whether what comes back is divided all over; else we divide before a sum, which may be too large for 16 bits."""
+        is_native = self.average_in_collective and self.group.can_average and self.wire is None
+        return not self.sums and (self.in_order is not None or is_native)
 
     @property
     def averages_trailers(self) -> bool:
@@ -364,7 +376,18 @@ class Reducer:
             return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.AVG)
         if not self.sums:
             (tensor if tensor.is_sparse else tensor[:numel]).div_(self.group.num_ranks)
-        return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.SUM)
+        narrow = narrowed(tensor, self.wire)
+        handle = all_reduce_async(narrow, self.group.process_group, dist.ReduceOp.SUM)
+        return handle if narrow is tensor else Widened(handle, narrow, into=tensor)
+
+    def wire_bytes(self, bucket: Bucket) -> int:
+        """What collectives are handed of a bucket."""
+        dtype = getattr(torch, bucket.dtype)
+        if self.wire is None or not travels_narrower(dtype, self.wire):
+            return bucket.wire_bytes
+        # Of shards the trailer is a message of its own.
+        num_wide = 0 if self.sharding is None else bucket.storage_numel - bucket.trailer.start
+        return (bucket.storage_numel - num_wide) * self.wire.itemsize + num_wide * bucket.itemsize
 
 
 def _binding(bucket: Bucket, params: Sequence[Tensor]) -> Binding:

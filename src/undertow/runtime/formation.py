@@ -23,6 +23,7 @@ from undertow.runtime.executor import Reducer, Round
 from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.hooks import earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
+from undertow.runtime.narrow import wire_dtype_named
 from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
@@ -78,9 +79,11 @@ class Formation:
         self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
-        sums = config.op == "sum"
-        in_order = exchanges_over(group, in_order=True, divisor=1 if sums else None) if config.reduction == "ordered" else None
-        reducer = Reducer(group, config.average_in_collective, sums, in_order=in_order)
+        sums, wire = config.op == "sum", wire_dtype_named(config.wire_dtype)
+        in_order = exchanges_over(group, in_order=True, divisor=1 if sums else None, wire=wire)
+        reducer = Reducer(
+            group, config.average_in_collective, sums, in_order=in_order if config.reduction == "ordered" else None, wire=wire
+        )
         self.assembly = self._assemble(named_params, reducer, generation=0)
         self.watch = self._watch_over(named_params)
         try:

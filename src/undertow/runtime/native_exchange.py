@@ -14,14 +14,15 @@ from undertow.runtime import private
 from undertow.runtime.collectives import Handle
 from undertow.runtime.exchange import Exchanges, PostedExchanges, sum_in_order, wide_dtype
 from undertow.runtime.group import OwnGroup
+from undertow.runtime.narrow import narrowed
 
 _BACKENDS_TO_POST_ON = ("gloo", "emulated")
 
 
-def exchanges_over(group: OwnGroup, *, in_order: bool, divisor: int | None = None) -> Exchanges:
+def exchanges_over(group: OwnGroup, *, in_order: bool, divisor: int | None = None, wire: torch.dtype | None = None) -> Exchanges:
     """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order.
 
-    `divisor` is that of means, if not the number of ranks.
+    `divisor` is that of means, if not the number of ranks. What is reduced travels in `wire`, if that is narrower.
     """
     if any(name in group.backend for name in _BACKENDS_TO_POST_ON):
         if group.device.type != "cpu":
@@ -30,8 +31,8 @@ def exchanges_over(group: OwnGroup, *, in_order: bool, divisor: int | None = Non
                 where='ShardedOptimizer, or reduction="ordered"',
                 remedy='Initialise torch.distributed with "nccl" to train on GPUs.',
             )
-        return PostedExchanges(group, in_order=in_order, divisor=divisor)
-    return NativeExchanges(group, in_order=in_order, divisor=divisor)
+        return PostedExchanges(group, in_order=in_order, divisor=divisor, wire=wire)
+    return NativeExchanges(group, in_order=in_order, divisor=divisor, wire=wire)
 
 
 class NativeExchanges:
@@ -39,8 +40,9 @@ class NativeExchanges:
 
     may_differ_in_order = False
 
-    def __init__(self, group: OwnGroup, *, in_order: bool, divisor: int | None = None) -> None:
+    def __init__(self, group: OwnGroup, *, in_order: bool, divisor: int | None = None, wire: torch.dtype | None = None) -> None:
         self.group = group
+        self._wire = wire
         self._in_order = in_order
         self._divisor = group.num_ranks if divisor is None else divisor
         self._rows = group.user.row_places
@@ -50,11 +52,12 @@ class NativeExchanges:
         with torch.no_grad():
             pack()
         num_ranks, pg = self.group.num_ranks, self.group.process_group
-        parts, own_trailer = storage[: num_ranks * shard.numel()], storage[trailer.start : trailer.stop]
+        parts = narrowed(storage[: num_ranks * shard.numel()], self._wire)
+        own_trailer = storage[trailer.start : trailer.stop]
         if self._in_order:
             work, add_up = self._exchanged(parts, into=shard)
         else:
-            narrow = shard if shard.dtype == storage.dtype else torch.empty_like(shard, dtype=storage.dtype)
+            narrow = shard if shard.dtype == parts.dtype else torch.empty_like(shard, dtype=parts.dtype)
             work = private.reduce_scatter_async(narrow, parts, pg)
 
             def add_up() -> None:
@@ -70,14 +73,15 @@ class NativeExchanges:
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         num_ranks, pg = self.group.num_ranks, self.group.process_group
-        padded = tensor.new_zeros(-(-tensor.numel() // num_ranks) * num_ranks)
-        padded[: tensor.numel()].copy_(tensor)
-        total = torch.empty(padded.numel() // num_ranks, dtype=wide_dtype(tensor.dtype), device=tensor.device)
+        narrow = narrowed(tensor, self._wire)
+        padded = narrow.new_zeros(-(-narrow.numel() // num_ranks) * num_ranks)
+        padded[: narrow.numel()].copy_(narrow)
+        total = torch.empty(padded.numel() // num_ranks, dtype=wide_dtype(narrow.dtype), device=narrow.device)
         work, add_up = self._exchanged(padded, into=total)
         # In one piece, unlike the others: the second half starts on the stream, behind the first.
         work.wait()
         add_up()
-        own = total.div_(self._divisor).to(tensor.dtype)
+        own = total.div_(self._divisor).to(padded.dtype)
         gathering = private.all_gather_async(padded, own, pg)
         return _NativeExchange([gathering], lambda: tensor.copy_(padded[: tensor.numel()]))
 
@@ -89,7 +93,7 @@ class NativeExchanges:
             if self._in_order:
                 mean = self.all_reduce(tensor)
                 return _NativeExchange([trailers], mean.wait)
-            sent = tensor.to(trailer.dtype)
+            sent = narrowed(tensor.to(trailer.dtype), self._wire)
             work = _started(dist.all_reduce(sent, group=pg, async_op=True))
         return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)).div_(self._divisor))
 

@@ -16,7 +16,7 @@ minus infinity.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -85,7 +85,8 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
         rest_us=max(0.0, float(np.median(rest))),
         synchronised_us=float(median_us),
         spread_us=float(high_us - low_us),
-        samples=_samples(records, durations[:, :num_buckets], lambda record: record.buckets)
+        # As large as the planner thinks of them, whatever is made narrower for the wire.
+        samples=_samples(records, durations[:, :num_buckets], lambda record: _as_planned(record, plan))
         | _samples(records, durations[:, num_buckets:], lambda record: record.gathers),
     )
 
@@ -119,6 +120,10 @@ def _is_complete(records: Sequence[StepRecord], num_steps: int) -> bool:
 
 def _places(sent: Sequence[BucketRecord], *, first: int) -> list[tuple[int, BucketRecord]]:
     return [(first + row.bucket, row) for row in sent]
+
+
+def _as_planned(record: StepRecord, plan: Plan) -> list[BucketRecord]:
+    return [replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets]
 
 
 def _samples(
