@@ -78,8 +78,8 @@ class Formation:
         self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
-        sums = config.op == "sum"
-        in_order = exchanges_over(group, in_order=True, sums=sums) if config.reduction == "ordered" else None
+        is_ordered, sums = config.reduction == "ordered", config.op == "sum"
+        in_order = exchanges_over(group, in_order=True, sums=sums) if is_ordered else None
         reducer = Reducer(group, config.average_in_collective, sums, in_order=in_order)
         self.assembly = self._assemble(named_params, reducer, generation=0)
         self.watch = self._watch_over(named_params)
@@ -270,12 +270,11 @@ class Formation:
         self.watch.arrivals.regroup(params_of_bucket(plan))
         return sharding
 
-    def retire(self, *, number: int, mode: int | None) -> Iterator[None]:
+    def retire(self, following: Round) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
-        The `number`th round, with gradients only of parameters that leave and have accumulated some; yields where it is
-        about to wait. PlanMismatch, on every rank, where the parameters have not changed alike. New ones take over rank
-        0's values.
+        The round before the `following` one, with gradients only of parameters that leave and have accumulated some. Yields
+        where it waits. PlanMismatch, on every rank, where changes are not alike. New parameters take over rank 0's values.
         """
         old = self.retiring
         assert old is not None  # else nothing is to be retired
@@ -289,9 +288,10 @@ class Formation:
             return [place for place, param in enumerate(buckets[bucket].params) if ids[param] not in without]
 
         this_round = Round(
-            number=number,
+            number=following.number - 1,
             generation=old.generation,
-            mode=mode,
+            mode=following.mode,
+            weighing=following.weighing,
             is_synchronised=True,
             not_arrived=partial(places, without=accumulated),
             rebinds=partial(places, without=staying),
@@ -310,7 +310,7 @@ class Formation:
         if not self._members.ids.isdisjoint(accumulated.difference(ids)):
             raise PhaseError(
                 "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.",
-                where=f"synchronisation {number}, rank {self.group.rank}",
+                where=f"synchronisation {this_round.number}, rank {self.group.rank}",
                 remedy="Synchronise once before it is frozen, and drop its gradient now.",
             )
         agreement = self._compare()
