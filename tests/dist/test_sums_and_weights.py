@@ -423,15 +423,34 @@ def test_sparse_gradients_are_combined_too(ranks: Ranks, kind: str) -> None:
     ranks.run(sparse_gradients, kind, timeout_s=TIMEOUT_S)
 
 
-class _Broken(RuntimeError):
-    pass
-
-
 class Pair(Integers):
-    """All ranks use the first two layers, so that all fail in the same place."""
+    """All ranks use the first two layers, so that all fail and change in the same place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers[1](self.layers[0](x))
+
+
+def frozen_with_an_accumulated_gradient(kind: str) -> None:
+    model = Pair()
+    reference = Reference(model, kind)
+    with wrapped(model, op="sum" if kind == "sum" else "mean") as ddp:
+        run(ddp, reference, "s", 0)
+        run(ddp, reference, "z", 0)
+        run(ddp, reference, "a", 1)
+        for each in (model, reference.model):
+            each.layers[0].requires_grad_(False)
+        run(ddp, reference, "s", 2)
+        require_reference(ddp, reference, may_round=kind == "weights")
+        assert reference.result["layers.0.weight"] is not None
+
+
+@KINDS
+def test_a_layer_that_is_frozen_with_an_accumulated_gradient_gets_its_share(ranks: Ranks, kind: str) -> None:
+    ranks.run(frozen_with_an_accumulated_gradient, kind, timeout_s=TIMEOUT_S)
+
+
+class _Broken(RuntimeError):
+    pass
 
 
 def backward_that_fails(kind: str) -> None:
