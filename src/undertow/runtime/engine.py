@@ -370,7 +370,7 @@ class Engine:
         if formation.retiring is not None and this.round.is_synchronised:
             self._progress.num_rounds += 1  # also where the ranks do not agree: they have all been there
             this.round.number += 1
-            yield from formation.retire(this.round)
+            yield from formation.retire(this.round, self.combination.sends)
         executor, watch = formation.assembly.executor, formation.watch
         executor.run(this.releases.end_backward())
         yield

@@ -346,6 +346,12 @@ class Reducer:
         """Whether trailers come back divided: those of shards are added up."""
         return self.averages and self.sharding is None
 
+    def close(self) -> None:
+        """Ends threads that hold something of ours."""
+        for owner in (self.in_order, self.hook):
+            if owner is not None:
+                owner.close()
+
     def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
         """Starts the mean of `tensor`, or its sum, in place; what is behind `numel` elements may come back as a sum anyway."""
         if self.in_order is not None and not tensor.is_sparse:

@@ -19,7 +19,7 @@ from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.eager import EagerSteps
 from undertow.runtime.exchange import Exchanges
-from undertow.runtime.executor import Reducer, Round
+from undertow.runtime.executor import Executor, Reducer, Round
 from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.hooks import earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
@@ -162,9 +162,7 @@ class Formation:
 
     def close(self) -> None:
         """Takes all hooks off."""
-        for owner in (self.assembly.reducer.in_order, self.assembly.reducer.hook):
-            if owner is not None:
-                owner.close()
+        self.assembly.reducer.close()
         self.watch.close()
         if self._before is not None:
             self._before.watch.close()
@@ -270,11 +268,11 @@ class Formation:
         self.watch.arrivals.regroup(params_of_bucket(plan))
         return sharding
 
-    def retire(self, following: Round) -> Iterator[None]:
+    def retire(self, following: Round, sends: Callable[[Round, Executor], bool]) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
-        The round before the `following` one, with gradients only of parameters that leave and have accumulated some. Yields
-        where it waits. PlanMismatch, on every rank, where changes are not alike. New parameters take over rank 0's values.
+        The round before the `following` one, whose weights it `sends`, with gradients only of parameters that leave with some.
+        Yields where it waits. PlanMismatch, on all ranks, where changes are not alike. New parameters take over rank 0's values.
         """
         old = self.retiring
         assert old is not None  # else nothing is to be retired
@@ -303,6 +301,8 @@ class Formation:
             old.executor.begin(this_round)
             old.executor.run(releases.end_backward())
             yield
+            if sends(this_round, old.executor):
+                yield
             old.executor.run(releases.join())
         self._recorder.forgets_buckets()
         require_sound(this_round, rank=self.group.rank)
