@@ -272,7 +272,8 @@ class Sync:
         """Reduces every bucket by `hook(state, bucket)`, which returns a future of the reduced buffer.
 
         `bucket` has the methods of torch.distributed.GradBucket, so that torch's own hooks run unchanged. What the
-        hook sees is not divided: the mean is the hook's affair. Once, and not within a backward: else PhaseError.
+        hook sees is not divided: the mean is the hook's affair. On the host it runs in a thread, one bucket after another. Once,
+        and not within a backward: else PhaseError; `undertow.chain` makes one hook of several.
         """
         if self._steps is not None:
             raise no_hooks_with_shards()

@@ -19,7 +19,7 @@ from support.errors import text_of
 from support.models import noise
 from support.naive import gradients, wrapped
 from support.ranks import Ranks
-from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, WrongType
+from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig, WrongType
 
 NUM_STEPS = 3
 
@@ -423,15 +423,85 @@ def test_sparse_gradients_are_combined_too(ranks: Ranks, kind: str) -> None:
     ranks.run(sparse_gradients, kind, timeout_s=TIMEOUT_S)
 
 
-class _Broken(RuntimeError):
-    pass
-
-
 class Pair(Integers):
-    """All ranks use the first two layers, so that all fail in the same place."""
+    """All ranks use the first two layers, so that all fail and change in the same place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers[1](self.layers[0](x))
+
+
+def frozen_with_an_accumulated_gradient(kind: str, is_first: bool) -> None:
+    model = Pair()
+    reference = Reference(model, kind)
+    with wrapped(model, op="sum" if kind == "sum" else "mean") as ddp:
+        if not is_first:
+            run(ddp, reference, "s", 0)
+            run(ddp, reference, "z", 0)
+        run(ddp, reference, "a", 1)
+        for each in (model, reference.model):
+            each.layers[0].requires_grad_(False)
+        run(ddp, reference, "s", 2)
+        require_reference(ddp, reference, may_round=kind == "weights")
+        assert reference.result["layers.0.weight"] is not None
+
+
+@KINDS
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_layer_that_is_frozen_with_an_accumulated_gradient_gets_its_share(ranks: Ranks, kind: str, is_first: bool) -> None:
+    ranks.run(frozen_with_an_accumulated_gradient, kind, is_first, timeout_s=TIMEOUT_S)
+
+
+def frozen_on_one_rank() -> str:
+    """In the first step with weights: ranks that meet under the old plan must still start the same collectives."""
+    model = Pair()
+    with wrapped(model) as ddp:
+        loss_of(ddp, 0).backward()
+        ddp.zero_grad()
+        if dist.get_rank() == 0:
+            model.layers[0].requires_grad_(False)
+        ddp.weight(3)
+        return text_of(PlanMismatch, lambda: loss_of(ddp, 1).backward())
+
+
+def test_a_change_on_one_rank_is_still_told_where_weights_begin(ranks: Ranks) -> None:
+    for text in ranks.run(frozen_on_one_rank, timeout_s=TIMEOUT_S):
+        assert "layers.0.weight" in text
+
+
+def two_models(kind: str) -> None:
+    """One backward reaches both: each of them sends its own weights, also the first time."""
+    models = [nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False)]
+    with torch.no_grad():
+        for model in models:
+            model.weight.copy_(torch.arange(float(model.weight.numel())).view_as(model.weight) % 4)
+    bare = copy.deepcopy(models)
+    op = "sum" if kind == "sum" else "mean"
+    with wrapped(models[0], op=op) as first, wrapped(models[1], op=op) as second:
+        for number in range(3):
+            x = torch.arange(6.0).view(2, 3) + dist.get_rank() + number
+            total = torch.tensor([float(weight_of(number)), 2.0 * dist.get_world_size()])
+            for pair in ((first, second), bare):
+                for model in pair:
+                    model.zero_grad()
+                if kind == "weights" and pair is not bare:
+                    first.weight(weight_of(number))
+                    second.weight(2)
+                pair[1](pair[0](x)).sum().backward()
+            dist.all_reduce(total[:1])
+            for model, wanted, n in zip(models, bare, total.tolist(), strict=True):
+                dist.all_reduce(wanted.weight.grad)
+                expected = wanted.weight.grad / (n if kind == "weights" else 1)
+                tolerance = 2 * torch.finfo(torch.float32).eps * float(expected.abs().max()) * (dist.get_world_size() > 2)
+                torch.testing.assert_close(model.weight.grad, expected, rtol=0.0, atol=tolerance)
+
+
+@KINDS
+def test_two_models_in_one_backward(ranks: Ranks, kind: str) -> None:
+    ranks.run(two_models, kind, timeout_s=TIMEOUT_S)
+
+
+class _Broken(RuntimeError):
+    pass
 
 
 def backward_that_fails(kind: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from support.errors import text_of
-from undertow.errors import Desync, PeerFailed, PlanMismatch
+from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
 from undertow.runtime.executor import Round
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, late_buckets, require_sound
 from undertow.runtime.trailer import Reading
@@ -25,7 +25,10 @@ def round_with(*readings: Reading, has_failed: bool = False) -> Round:
 DIFFERENT = "ranks are not in the same step.\n"
 OVERDUE = "gradients arrived again after their bucket had left, and were left out.\n"
 FAILED = "backward failed on rank 0, 2.\n"
+WEIGHED = "weights were given on some ranks and not on others.\n"
 TEXTS = {
+    WEIGHED: "  synchronisation 5, rank 1\n"
+    "  Call weight(n) before every backward on every rank, with 0 where a rank has nothing to learn from.",
     DIFFERENT: "  synchronisation 5, rank 1\n"
     "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
     OVERDUE: "  synchronisation 5, rank 1, or the one before\n"
@@ -41,10 +44,20 @@ TEXTS = {
         ([reading(), reading(ranks_differ=True)], Desync, DIFFERENT),
         ([reading(late_buckets=(1,), is_overdue=True)], Desync, OVERDUE),
         ([reading(failed_ranks=(2,)), reading(failed_ranks=(0, 2))], PeerFailed, FAILED),
+        ([reading(some_have_none=True), reading(some_have_weights=True, some_have_none=True)], PhaseError, WEIGHED),
+        ([reading(some_have_weights=True, some_have_none=True, failed_ranks=(0, 2))], PeerFailed, FAILED),
         ([reading(failed_ranks=(0, 2), ranks_differ=True)], Desync, DIFFERENT),
         ([reading(failed_ranks=(0, 2), late_buckets=(0,), is_overdue=True)], Desync, OVERDUE),
     ],
-    ids=["another step", "late and overdue", "failed", "failed in another step", "failed and overdue"],
+    ids=[
+        "another step",
+        "late and overdue",
+        "failed",
+        "weights on some ranks",
+        "failed before weights",
+        "failed in another step",
+        "failed and overdue",
+    ],
 )
 def test_what_some_rank_reports_is_raised(readings: list[Reading], error: type[Exception], what: str) -> None:
     assert text_of(error, lambda: require_sound(round_with(*readings), rank=1)) == what + TEXTS[what]

@@ -142,6 +142,8 @@ class DenseBinding:
         # The version says it of what lies in the bucket, and without looking at values.
         if self.bucket.storage._version == self._given_version and any(map(is_, grads, self.bucket.views)):
             return True
+        if all(map(is_, grads, self.bucket.views)):
+            return bool(self.bucket.bucket_tensor.any())
         return any(grad is not None and bool(grad.any()) for grad in grads)
 
     def catch_late(self) -> bool:

@@ -65,11 +65,12 @@ class Combination:
     def round_ends(self, this_round: Round) -> None:
         """It has ended on every rank, well or not."""
         where = f"synchronisation {this_round.number}, rank {self._formation.group.rank}"
-        self._weights.ends(this_round.weighing, where=where)
+        has_failed = this_round.has_failed or any(reading.failed_ranks for reading in this_round.readings)
+        self._weights.ends(this_round.weighing, where=where, has_failed=has_failed)
 
-    def require_sound(self, this_round: Round) -> None:
+    def require_sound(self) -> None:
         """PhaseError, on every rank, where its weights were not; on a device in the next round, for the host does not wait."""
-        if not this_round.has_failed and self._formation.group.device.type == "cpu":
+        if self._formation.group.device.type == "cpu":
             self._weights.require_sound()
 
     def give_back(self) -> None:

@@ -370,7 +370,7 @@ class Engine:
         if formation.retiring is not None and this.round.is_synchronised:
             self._progress.num_rounds += 1  # also where the ranks do not agree: they have all been there
             this.round.number += 1
-            yield from formation.retire(number=this.round.number - 1, mode=this.round.mode)
+            yield from formation.retire(this.round, self.combination.sends)
         executor, watch = formation.assembly.executor, formation.watch
         executor.run(this.releases.end_backward())
         yield
@@ -442,7 +442,7 @@ class Engine:
         self._progress.unused = watch.names_of(self.plan, this_round.unused)
         self.combination.round_ends(this_round)
         require_sound(this_round, rank=formation.group.rank)
-        self.combination.require_sound(this_round)
+        self.combination.require_sound()
         formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already

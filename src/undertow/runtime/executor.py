@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.config import SyncConfig
 from undertow.errors import ConfigError
 from undertow.plan import Bucket, Plan, signature_bits
 from undertow.plan.layout import with_weights
@@ -20,7 +21,8 @@ from undertow.runtime.collectives import Handle, all_reduce_async
 from undertow.runtime.comm_hook import CommHook, HookedBucket, HookHandle, QueuedHook
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.group import OwnGroup
-from undertow.runtime.narrow import Widened, narrowed, travels_narrower
+from undertow.runtime.narrow import Widened, narrowed, travels_narrower, wire_dtype_named
+from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.sharded_binding import ShardedBinding
 from undertow.runtime.sharding import Sharding
@@ -349,6 +351,14 @@ class Reducer:
     sharding: Sharding | None = None  # where each rank needs its shards only
     wire: torch.dtype | None = None  # in which what is wider travels
 
+    @classmethod
+    def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
+        """As the settings have it."""
+        sums, wire = config.op == "sum", wire_dtype_named(config.wire_dtype)
+        is_ordered = config.reduction == "ordered"
+        in_order = exchanges_over(group, in_order=True, divisor=1 if sums else None, wire=wire) if is_ordered else None
+        return cls(group, config.average_in_collective, sums, in_order=in_order, wire=wire)
+
     def __post_init__(self) -> None:
         if self.hook is not None and self.wire is not None:
             raise ConfigError(
@@ -367,6 +377,12 @@ class Reducer:
     def averages_trailers(self) -> bool:
         """Whether trailers come back divided: those of shards are added up."""
         return self.averages and self.sharding is None
+
+    def close(self) -> None:
+        """Ends threads that hold something of ours."""
+        for owner in (self.in_order, self.hook):
+            if owner is not None:
+                owner.close()
 
     def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
         """Starts the mean of `tensor`, or its sum, in place; what is behind `numel` elements may come back as a sum anyway."""

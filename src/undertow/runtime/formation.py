@@ -19,12 +19,10 @@ from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.eager import EagerSteps
-from undertow.runtime.executor import Reducer, Round
+from undertow.runtime.executor import Executor, Reducer, Round
 from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.hooks import earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
-from undertow.runtime.narrow import wire_dtype_named
-from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
 from undertow.runtime.placeholder import make_gradients_whole
@@ -79,12 +77,7 @@ class Formation:
         self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
-        sums, wire = config.op == "sum", wire_dtype_named(config.wire_dtype)
-        in_order = exchanges_over(group, in_order=True, divisor=1 if sums else None, wire=wire)
-        reducer = Reducer(
-            group, config.average_in_collective, sums, in_order=in_order if config.reduction == "ordered" else None, wire=wire
-        )
-        self.assembly = self._assemble(named_params, reducer, generation=0)
+        self.assembly = self._assemble(named_params, Reducer.of(group, config), generation=0)
         self.watch = self._watch_over(named_params)
         try:
             self._take_over()
@@ -165,9 +158,7 @@ class Formation:
 
     def close(self) -> None:
         """Takes all hooks off."""
-        for owner in (self.assembly.reducer.in_order, self.assembly.reducer.hook):
-            if owner is not None:
-                owner.close()
+        self.assembly.reducer.close()
         self.watch.close()
         if self._before is not None:
             self._before.watch.close()
@@ -273,12 +264,11 @@ class Formation:
         self.watch.arrivals.regroup(params_of_bucket(plan))
         return sharding
 
-    def retire(self, *, number: int, mode: int | None) -> Iterator[None]:
+    def retire(self, following: Round, sends: Callable[[Round, Executor], bool]) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
-        The `number`th round, with gradients only of parameters that leave and have accumulated some; yields where it is
-        about to wait. PlanMismatch, on every rank, where the parameters have not changed alike. New ones take over rank
-        0's values.
+        The round before the `following` one, whose weights it `sends`, with gradients only of parameters that leave with some.
+        Yields where it waits. PlanMismatch, on all ranks, where changes are not alike. New parameters take over rank 0's values.
         """
         old = self.retiring
         assert old is not None  # else nothing is to be retired
@@ -292,9 +282,10 @@ class Formation:
             return [place for place, param in enumerate(buckets[bucket].params) if ids[param] not in without]
 
         this_round = Round(
-            number=number,
+            number=following.number - 1,
             generation=old.generation,
-            mode=mode,
+            mode=following.mode,
+            weighing=following.weighing,
             is_synchronised=True,
             not_arrived=partial(places, without=accumulated),
             rebinds=partial(places, without=staying),
@@ -306,6 +297,8 @@ class Formation:
             old.executor.begin(this_round)
             old.executor.run(releases.end_backward())
             yield
+            if sends(this_round, old.executor):
+                yield
             old.executor.run(releases.join())
         self._recorder.forgets_buckets()
         require_sound(this_round, rank=self.group.rank)
@@ -313,7 +306,7 @@ class Formation:
         if not self._members.ids.isdisjoint(accumulated.difference(ids)):
             raise PhaseError(
                 "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.",
-                where=f"synchronisation {number}, rank {self.group.rank}",
+                where=f"synchronisation {this_round.number}, rank {self.group.rank}",
                 remedy="Synchronise once before it is frozen, and drop its gradient now.",
             )
         agreement = self._compare()

@@ -12,7 +12,7 @@ from undertow.runtime.collectives import Handle
 
 def wire_dtype_named(name: str | None) -> torch.dtype | None:
     """That of SyncConfig.wire_dtype."""
-    return None if name is None else getattr(torch, name)  # type: ignore[no-any-return]
+    return None if name is None else getattr(torch, name)
 
 
 def travels_narrower(dtype: torch.dtype, wire: torch.dtype | None) -> bool:

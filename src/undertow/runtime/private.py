@@ -110,7 +110,7 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
     def __enter__(self) -> CollectiveBytes:
         torch._C.Future.then = _then_counting  # type: ignore[assignment, method-assign]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -42,6 +42,7 @@ class Weighing:
         self._tensor = torch.empty(0)
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # on its way from a device to the host
         self._sums: Sums | None = None
+        self._is_known = False
 
     @property
     def says(self) -> bool | None:
@@ -67,10 +68,11 @@ class Weighing:
         """None where the round is a plain mean. On a device the host does not wait, and a plain mean divides by 1."""
         if self._handle is None:
             return None
-        if self._sums is None:
+        if not self._is_known:
             self._handle.wait()
             self._sums = self._on_host() if self._group.device.type == "cpu" else self._on_device()
-        return self._sums if self._group.device.type != "cpu" or self._is_weighted() else None
+            self._is_known = True
+        return self._sums
 
     def copy_to_host(self) -> None:
         """Of a device: starts to bring there what `require_sound` reads; nobody waits for it now."""
@@ -101,13 +103,11 @@ class Weighing:
                 remedy="Leave out a step in which no rank has anything to learn from.",
             )
 
-    def _is_weighted(self) -> bool:
-        said = self._tensor.tolist()
-        return _HAS in said[1:] and 0.0 not in said
-
-    def _on_host(self) -> Sums:
-        before, new = float(self._before), float(self._tensor[0])
-        keep = before / (before + new) if before and new else 1.0
+    def _on_host(self) -> Sums | None:
+        before, (new, *said) = float(self._before), self._tensor.tolist()
+        if new == 0.0 or 0.0 in said:  # of no rank, or not sound
+            return None
+        keep = before / (before + new) if before else 1.0
         return Sums((before + new) / self._group.num_ranks, keep, before + new)
 
     def _on_device(self) -> Sums:
@@ -166,14 +166,14 @@ class Weights:
             made.send()
         return made
 
-    def ends(self, weighing: Weighing | None, *, where: str) -> None:
-        """A round has ended on every rank."""
+    def ends(self, weighing: Weighing | None, *, where: str, has_failed: bool) -> None:
+        """A round has ended on every rank; where it has failed on one there is another error to raise."""
         self._are_sent |= weighing is not None and weighing.is_sent
         sums = None if weighing is None else weighing.sums()
         if weighing is not None:
             weighing.copy_to_host()
         self._total = 0.0 if sums is None else sums.total
-        self._unchecked = None if weighing is None else (weighing, where)
+        self._unchecked = None if weighing is None or has_failed else (weighing, where)
 
     def require_sound(self) -> None:
         """PhaseError, on every rank, where the weights of the last round were not; on a device the host waits for it."""
