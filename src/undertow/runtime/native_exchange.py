@@ -68,7 +68,7 @@ class NativeExchanges:
 
         return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
 
-    def mean(self, tensor: Tensor) -> Handle:
+    def mean(self, tensor: Tensor) -> _NativeExchange:
         num_ranks, pg = self.group.num_ranks, self.group.process_group
         padded = tensor.new_zeros(-(-tensor.numel() // num_ranks) * num_ranks)
         padded[: tensor.numel()].copy_(tensor)
@@ -79,7 +79,7 @@ class NativeExchanges:
         add_up()
         own = total.div_(self._divisor).to(tensor.dtype)
         gathering = private.all_gather_async(padded, own, pg)
-        return _NativeExchange([gathering], lambda: tensor.copy_(padded[: tensor.numel()]))
+        return _NativeExchange([gathering], lambda: tensor.copy_(_used_here(padded)[: tensor.numel()]))
 
     def mean_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
         pg = self.group.process_group
@@ -88,7 +88,7 @@ class NativeExchanges:
             trailers = _started(dist.all_reduce(trailer, group=pg, async_op=True))
             if self._in_order:
                 mean = self.mean(tensor)
-                return _NativeExchange([trailers], mean.wait)
+                return _NativeExchange([trailers, *mean.works], mean.wait)
             sent = tensor.to(trailer.dtype)
             work = _started(dist.all_reduce(sent, group=pg, async_op=True))
         return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)).div_(self._divisor))
@@ -120,7 +120,7 @@ class _NativeExchange:
     """A handle of collectives, and of what is to be done with what they bring."""
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
-        self._works = works
+        self.works = works
         self._finish: Callable[[], object] | None = finish
         self._callbacks: list[Callable[[object], None]] = []
 
@@ -129,7 +129,7 @@ class _NativeExchange:
         finish, self._finish = self._finish, None
         if finish is None:
             return
-        for work in self._works:
+        for work in self.works:
             work.wait()
         with torch.no_grad():
             finish()
@@ -141,7 +141,7 @@ class _NativeExchange:
 
     def block_stream(self) -> None:
         """Makes the current CUDA stream wait for the collectives; `wait` is still to be called."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
     def on_done(self, callback: Callable[[object], None]) -> None:
