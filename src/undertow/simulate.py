@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.cost import Costs, MeshCosts
+from undertow.cost import Costs
 from undertow.errors import ConfigError
 from undertow.plan import GathersBehind, LaneTimes, Plan, eager_order
 from undertow.profile import Profile
@@ -72,10 +72,9 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
     """One step of steady training, on as many ranks as `plan` is for; without `conditions`, those of `Conditions()`.
 
     Ops are ordered and released by the code that does so in training. A collective starts when every rank has launched it
-    and the lane is free; parameters are first read when `profile.used_us` says. On a mesh of two axes
-    they share the lane: what reductions take on each `MeshCosts` know, and other costs have both in that of a reduce-scatter, as
-    a measured profile does. The update takes what it took in the
-    profile. Raises ConfigError for the plan of another model and for a rank that the plan does not have.
+    and the lane is free; parameters are first read when `profile.used_us` says. The update takes what it took in the
+    profile. On a mesh of two axes the cost of a reduce-scatter has in it what the shards take across, as those of `MeshCosts` and
+    of measured profiles do. Raises ConfigError for the plan of another model and for a rank that the plan does not have.
     """
     conditions = Conditions() if conditions is None else conditions
     if plan.params != profile.params:
@@ -192,7 +191,7 @@ class _Step:
         self._schedule = self._lowered(strategy, costs)
         self._num_bytes = _num_bytes(plan, strategy)
         self._crossing = strategy.crossing
-        self._cost_us = _costs_us(self._num_bytes, strategy, costs)
+        self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
         self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
         self._ready_us: dict[int, float] = {}
         self._reductions: dict[int, _Sent] = {}
@@ -277,10 +276,8 @@ class _Step:
                 self._ready_us[bucket] = self._now_us
             elif op.kind is OpKind.BIND:
                 self._wait(self._reductions[bucket])
-            elif op.kind is self._crossing:  # the other half of a reduction
-                sent, crossing_us = self._reductions[bucket], float(self._cost_us[op.kind][bucket])
+            elif op.kind is self._crossing:  # the other half of the reduction before it, whose cost it is in
                 self._clocks.compute(self._conditions.launch_us)
-                sent.done_us = self._clocks.send(crossing_us, not_before_us=sent.done_us)
             else:
                 self._reductions[bucket] = self._send(op)
 
@@ -389,17 +386,3 @@ def _num_bytes(plan: Plan, strategy: Strategy) -> Mapping[OpKind, Sequence[int]]
     if strategy.gather is not None:
         num_bytes[strategy.gather] = [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]
     return num_bytes
-
-
-def _costs_us(num_bytes: Mapping[OpKind, Sequence[int]], strategy: Strategy, costs: Costs) -> dict[OpKind, _Times]:
-    """What each bucket's collectives take, by kind.
-
-    Of a reduction over two axes only the costs of a mesh know what each takes; others have measured both together.
-    """
-    taken = {kind: costs.collective_us(kind, sizes) for kind, sizes in num_bytes.items()}
-    if strategy.crossing is not None:
-        sizes = num_bytes[strategy.reduction]
-        crossing = costs.crossing_us(sizes) if isinstance(costs, MeshCosts) else np.zeros(len(sizes))
-        taken[strategy.reduction] = taken[strategy.reduction] - crossing
-        taken[strategy.crossing] = crossing
-    return taken

@@ -26,11 +26,11 @@ from undertow.runtime import private
 from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.engine import Engine
-from undertow.runtime.group import GroupRef, OwnGroup, user_group
+from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.hooks import ModuleHook
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import Members
-from undertow.runtime.mesh import chosen_group, require_flat
+from undertow.runtime.mesh import chosen_group, other_group
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction
@@ -290,8 +290,7 @@ class Sync:
                 where="_update_process_group",
                 remedy="Save a checkpoint, and load it over the other ranks.",
             )
-        require_flat(self._config.strategy)
-        group = GroupRef.of(user_group(process_group))
+        group = other_group(process_group, self._config.strategy)
         before = self._engine
         accumulated = before.pass_on()
         self._let_go()

@@ -119,13 +119,10 @@ class MeshCosts:
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """See `Costs`."""
         _check_kind(kind, _REDUCES, "a mesh")
-        phases = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
-        across = self.crossing_us(num_bytes) if _REDUCES[kind] else np.zeros_like(_sizes(num_bytes))
-        return sum((self._inside.collective_us(phase, num_bytes) for phase in phases), start=across)
-
-    def crossing_us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Microseconds of a reduction that are spent across, on the shards of what has so many bytes."""
-        return self._across.collective_us("all_reduce", _sizes(num_bytes) / self._per_node)
+        sizes = _sizes(num_bytes)
+        inside = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
+        across = self._across.collective_us("all_reduce", sizes / self._per_node) if _REDUCES[kind] else np.zeros_like(sizes)
+        return sum((self._inside.collective_us(phase, sizes) for phase in inside), start=across)
 
 
 # What stands for a kind that was not measured, the best first: as in a ring, where an all-reduce is a reduce-scatter and

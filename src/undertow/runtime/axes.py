@@ -22,8 +22,8 @@ from undertow.runtime.native_exchange import exchanges_over
 class Axes:
     """Exchanges over groups of their own, `inside` and, where ranks form a mesh, `across`; making them is a collective call.
 
-    `rank` and `num_ranks` are of all of them; they reduce to means over those, or with `sums` to sums, of what travels in `wire`. `close` ends
-    their threads and destroys the groups.
+    `rank` and `num_ranks` are of all of them; they reduce to means over those, or with `sums` to sums, of what travels in
+    `wire`. `close` ends their threads and destroys the groups.
     """
 
     def __init__(

@@ -42,14 +42,15 @@ def chosen_group(
     return GroupRef.of(mesh.get_group())
 
 
-def require_flat(strategy: str | None) -> None:
-    """ConfigError where a process group cannot say what the strategy needs."""
+def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> GroupRef:
+    """The group to go on with; ConfigError where a process group does not say what the strategy needs."""
     if strategy == HYBRID.name:
         raise ConfigError(
             'strategy="hybrid" needs a mesh of two dimensions, got a process group.',
             where=_WHERE,
             remedy="Close the wrapper, and wrap the model anew with another mesh.",
         )
+    return GroupRef.of(user_group(process_group))
 
 
 def _arranged(mesh: DeviceMesh | None) -> GroupRef:

@@ -71,7 +71,7 @@ class NativeExchanges:
 
         return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
+    def all_reduce(self, tensor: Tensor) -> _NativeExchange:
         num_ranks, pg = self.group.num_ranks, self.group.process_group
         narrow = narrowed(tensor, self._wire)
         padded = narrow.new_zeros(-(-narrow.numel() // num_ranks) * num_ranks)
@@ -83,7 +83,7 @@ class NativeExchanges:
         add_up()
         own = total.div_(self._divisor).to(padded.dtype)
         gathering = private.all_gather_async(padded, own, pg)
-        return _NativeExchange([gathering], lambda: tensor.copy_(padded[: tensor.numel()]))
+        return _NativeExchange([gathering], lambda: tensor.copy_(_used_here(padded)[: tensor.numel()]))
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
         pg = self.group.process_group
@@ -92,7 +92,7 @@ class NativeExchanges:
             trailers = _started(dist.all_reduce(trailer, group=pg, async_op=True))
             if self._in_order:
                 mean = self.all_reduce(tensor)
-                return _NativeExchange([trailers], mean.wait)
+                return _NativeExchange([trailers, *mean.works], mean.wait)
             sent = narrowed(tensor.to(trailer.dtype), self._wire)
             work = _started(dist.all_reduce(sent, group=pg, async_op=True))
         return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)).div_(self._divisor))
@@ -124,7 +124,7 @@ class _NativeExchange:
     """A handle of collectives, and of what is to be done with what they bring."""
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
-        self._works = works
+        self.works = works
         self._finish: Callable[[], object] | None = finish
         self._callbacks: list[Callable[[object], None]] = []
 
@@ -133,7 +133,7 @@ class _NativeExchange:
         finish, self._finish = self._finish, None
         if finish is None:
             return
-        for work in self._works:
+        for work in self.works:
             work.wait()
         with torch.no_grad():
             finish()
@@ -145,7 +145,7 @@ class _NativeExchange:
 
     def block_stream(self) -> None:
         """Makes the current CUDA stream wait for the collectives; `wait` is still to be called."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
     def on_done(self, callback: Callable[[object], None]) -> None:
