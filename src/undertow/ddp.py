@@ -83,8 +83,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         arguments.warn_of_check_reduction(check_reduction)
         forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers)
         cap = arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list)
-        given = {"bucket_cap_mb": cap} if cap is not None else {}
-        chosen = arguments.settings_of(config, {**given, "buffers": "off"} if not forward_sync else given)
+        given: dict[str, Any] = {"bucket_cap_mb": cap} if cap is not None else {}
+        given |= {} if forward_sync else {"buffers": "off"}
+        chosen = arguments.settings_of(config, given, mixed_precision)
 
         nn.Module.__init__(self)  # past torch's constructor, which would make its reducer
         Joinable.__init__(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -159,8 +160,16 @@ def warn_of_check_reduction(check_reduction: bool) -> None:
         )
 
 
-def settings_of(config: SyncConfig | None, given: dict[str, Any]) -> SyncConfig:
-    """`config`, or what torch's arguments in `given` say; ConfigError where both do."""
+def settings_of(config: SyncConfig | None, given: dict[str, Any], mixed_precision: object) -> SyncConfig:
+    """`config`, or what torch's arguments in `given` say; ConfigError where both do.
+
+    With torch's mixed precision gradients travel in its `reduce_dtype`, else in its `param_dtype`, if `config` says nothing.
+    """
+    wire = getattr(mixed_precision, "reduce_dtype", None) or getattr(mixed_precision, "param_dtype", None)
+    is_narrow = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize == 2
+    if is_narrow and (config is None or config.wire_dtype is None):
+        chosen = settings_of(config, given, None)
+        return dataclasses.replace(chosen, wire_dtype=str(wire).removeprefix("torch."))
     if config is None:
         return SyncConfig(**given)
     if given:

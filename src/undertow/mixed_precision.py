@@ -29,12 +29,6 @@ class MixedPrecision:
     buffer_dtype: torch.dtype | None
     ignored: frozenset[str] = frozenset()  # names of parameters and buffers that keep theirs
 
-    @property
-    def wire_dtype(self) -> str | None:
-        """In which gradients travel: `reduce_dtype`, and without one `param_dtype`, as torch has it."""
-        dtype = self.reduce_dtype or self.param_dtype
-        return None if dtype is None or dtype.itemsize != 2 else str(dtype).removeprefix("torch.")
-
     def cast_buffers(self, module: nn.Module) -> None:
         """For good, as in torch."""
         for name, buffer in module.named_buffers():

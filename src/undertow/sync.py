@@ -33,7 +33,7 @@ from undertow.runtime.members import Members
 from undertow.runtime.mesh import chosen_group, other_group
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
 from undertow.runtime.recorder import Recorder, clock_for
-from undertow.runtime.reduction import Reduction
+from undertow.runtime.reduction import Reduction, start_reduction
 from undertow.runtime.stepping import ShardedSteps, finish_before_step, no_hooks_with_shards, require_plain_strategy
 from undertow.runtime.sweep import sweep
 from undertow.runtime.weights import require_means
@@ -220,14 +220,7 @@ class Sync:
         PhaseError inside a backward, where nothing was accumulated since the last synchronisation, and while an
         earlier reduction is not waited for.
         """
-        if private.graph_task_id() != -1:
-            raise PhaseError(
-                "reduce_gradients_async() was called inside a backward.",
-                where="Sync.reduce_gradients_async",
-                remedy="Call it after the last backward of the step.",
-            )
-        self._engine.reduce_accumulated()
-        return Reduction(self._engine)
+        return start_reduction(self._engine)
 
     def wait(self) -> None:
         """Returns when nothing is in flight: every gradient and every parameter is what it will be."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from support.errors import text_of
@@ -179,3 +180,114 @@ def mixed_buffers() -> torch.dtype:
 
 def test_buffers_are_cast_for_good(two_ranks: Ranks) -> None:
     assert two_ranks.run(mixed_buffers) == [torch.float64] * 2
+
+
+def wire_reference(model: nn.Module, wire: torch.dtype, *, reduction: str, is_sharded: bool) -> dict[str, Tensor]:
+    """The mean over two ranks of what has travelled; whole gradients are sent back as narrow as they came."""
+    means = {}
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        if reduction == "native" and not is_sharded:  # divided before: a sum may be too large for 16 bits
+            narrow = (param.grad / dist.get_world_size()).to(wire)
+            dist.all_reduce(narrow)
+            means[name] = narrow.float()
+        else:
+            total = param.grad.to(wire).float()
+            dist.all_reduce(total)
+            mean = total / dist.get_world_size()
+            means[name] = mean if is_sharded else mean.to(wire).float()
+    return means
+
+
+def travels_in(wire: str, strategy: str, reduction: str) -> None:
+    reference, dtype = MLP.model(), getattr(torch, wire)
+    settings: dict[str, Any] = {"wire_dtype": wire, "reduction": reduction}
+    with training(MLP.model(), strategy, "SGD", **settings) as (ddp, opt):
+        for step in range(4):
+            opt.zero_grad()
+            reference.zero_grad()
+            MLP.loss(ddp, step).backward()
+            MLP.loss(reference, step).backward()
+            is_sharded = strategy != "ddp" and step > 0  # from the optimizer's first step on
+            expected = wire_reference(reference, dtype, reduction=reduction, is_sharded=is_sharded)
+            actual = {name: ddp.full_gradient(param) for name, param in ddp.module.named_parameters()}
+            require_equal(expected, actual, what=f"step {step}")  # type: ignore[arg-type]
+            opt.step()
+            ddp.wait()
+            with torch.no_grad():
+                for mine, theirs in zip(reference.parameters(), ddp.module.parameters(), strict=True):
+                    mine.copy_(theirs)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("strategy", "reduction"), [("ddp", "native"), ("ddp", "ordered"), ("zero1", "native"), ("zero2", "ordered")]
+)
+def test_gradients_travel_in_sixteen_bits(two_ranks: Ranks, wire: str, strategy: str, reduction: str) -> None:
+    two_ranks.run(travels_in, wire, strategy, reduction)
+
+
+def sent_bytes(strategy: str, wire: str | None) -> int:
+    model = nn.Linear(512, 512)
+    with training(model, strategy, "SGD", wire_dtype=wire) as (ddp, opt):
+        for step in range(3):
+            opt.zero_grad()
+            ddp(noise(3, 512, step=step)).square().mean().backward()
+            opt.step()
+        return ddp.report(show=False).sent_bytes
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_sixteen_bits_halve_the_bytes(two_ranks: Ranks, strategy: str) -> None:
+    wide, narrow = (two_ranks.run(sent_bytes, strategy, wire)[0] for wire in (None, "bfloat16"))
+    # A megabyte of gradients; of shards the trailer, some hundred elements, stays as it is.
+    assert 0.5 <= narrow / wide < 0.501
+
+
+def same_under_every_plan() -> None:
+    results = []
+    for cap in (1e-4, 1.0):
+        with training(MLP.model(), "zero1", "SGD", wire_dtype="bfloat16", reduction="ordered", bucket_cap_mb=cap) as (ddp, opt):
+            for step in range(5):
+                opt.zero_grad()
+                MLP.loss(ddp, step).backward()
+                opt.step()
+            ddp.wait()
+            results.append({name: param.detach().clone() for name, param in ddp.named_parameters()})
+    require_equal(*results)
+
+
+def test_what_travels_narrower_has_the_same_bits_under_every_plan(ranks: Ranks) -> None:
+    ranks.run(same_under_every_plan)
+
+
+def torchs_wire_dtype() -> list[str | None]:
+    made = [
+        DistributedDataParallel(nn.Linear(2, 2), mixed_precision=_MixedPrecision(**options)).sync.config.wire_dtype
+        for options in (
+            {"param_dtype": torch.bfloat16},
+            {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+            {"reduce_dtype": torch.float16},
+        )
+    ]
+    config = SyncConfig(wire_dtype="bfloat16")
+    own = DistributedDataParallel(nn.Linear(2, 2), mixed_precision=_MixedPrecision(reduce_dtype=torch.float16), config=config)
+    return [*made, own.sync.config.wire_dtype]
+
+
+def test_torchs_mixed_precision_says_what_travels(two_ranks: Ranks) -> None:
+    """Its reduce_dtype, and without one its param_dtype; a setting of ours goes before."""
+    assert two_ranks.run(torchs_wire_dtype)[0] == ["bfloat16", None, "float16", "bfloat16"]
+
+
+def hook_and_wire() -> str:
+    ddp = DistributedDataParallel(nn.Linear(2, 2), config=SyncConfig(wire_dtype="bfloat16"))
+    return text_of(ConfigError, lambda: ddp.register_comm_hook(None, bf16_compress_hook))
+
+
+def test_a_hook_and_a_wire_dtype_are_one_too_many(two_ranks: Ranks) -> None:
+    assert two_ranks.run(hook_and_wire)[0] == (
+        "a communication hook decides in which dtype gradients travel, and wire_dtype does so too.\n"
+        "  register_comm_hook\n"
+        "  Leave one of the two out."
+    )

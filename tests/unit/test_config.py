@@ -73,7 +73,6 @@ def test_json_may_leave_out_settings() -> None:
         ({"nonfinite": "warn"}, "'ignore'"),
         ({"nonfinite": "skip"}, "'ignore'"),
         ({"nonfinite": "raise"}, "'ignore'"),
-        ({"wire_dtype": "bfloat16"}, "None"),
         ({"experts": ("expert",)}, "()"),
     ],
 )

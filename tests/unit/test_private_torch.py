@@ -17,6 +17,7 @@ from torch import nn
 
 from undertow.boxes import Box
 from undertow.runtime import private
+from undertow.runtime.private_counting import CollectiveBytes
 
 
 def test_graph_task_id_is_minus_one_outside_of_backward() -> None:
@@ -308,7 +309,7 @@ def test_a_callback_put_on_a_future_while_collectives_are_counted_counts_whereve
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         future: torch.futures.Future[int] = torch.futures.Future()
-        with private.CollectiveBytes() as counting:
+        with CollectiveBytes() as counting:
             dist.all_reduce(torch.ones(3))
             torch.ones(100).add_(1)
             dist.all_gather([torch.ones(5)], torch.ones(5))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from undertow.errors import ConfigError, PhaseError, WrongType
-from undertow.runtime import private
+from undertow.runtime.private_counting import CollectiveBytes
 
 
 class HookedBucket:
@@ -84,7 +84,7 @@ class CommHook:
     @torch.no_grad()
     def call(self, bucket: HookedBucket, *, is_counted: bool = False) -> HookHandle:
         """The same, in this thread."""
-        target, sent = bucket.buffer(), private.CollectiveBytes()
+        target, sent = bucket.buffer(), CollectiveBytes()
         with sent if is_counted else nullcontext():
             future = self._hook(self._state, bucket)
         if not isinstance(future, torch._C.Future):  # of which torch.futures.Future is a subclass
@@ -99,7 +99,7 @@ class CommHook:
 class HookHandle:
     """A reduction that a hook has started."""
 
-    def __init__(self, future: torch._C.Future[Any], target: Tensor, sent: private.CollectiveBytes, *, name: str) -> None:
+    def __init__(self, future: torch._C.Future[Any], target: Tensor, sent: CollectiveBytes, *, name: str) -> None:
         self._future = future
         self._target = target
         self._sent = sent

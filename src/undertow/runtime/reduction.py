@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from undertow.errors import PhaseError
+from undertow.runtime import private
 from undertow.runtime.engine import Engine
 
 
@@ -14,3 +16,15 @@ class Reduction:
     def wait(self) -> None:
         """Returns when every `.grad` is the mean over ranks."""
         self._engine.complete()
+
+
+def start_reduction(engine: Engine) -> Reduction:
+    """See Sync.reduce_gradients_async."""
+    if private.graph_task_id() != -1:
+        raise PhaseError(
+            "reduce_gradients_async() was called inside a backward.",
+            where="Sync.reduce_gradients_async",
+            remedy="Call it after the last backward of the step.",
+        )
+    engine.reduce_accumulated()
+    return Reduction(engine)
