@@ -82,9 +82,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         arguments.warn_of_check_reduction(check_reduction)
         forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers)
-        cap = arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list)
-        given: dict[str, Any] = {"bucket_cap_mb": cap} if cap is not None else {}
-        given |= {} if forward_sync else {"buffers": "off"}
+        given = arguments.settings_from(arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list), forward_sync=forward_sync)
         chosen = arguments.settings_of(config, given, mixed_precision)
 
         nn.Module.__init__(self)  # past torch's constructor, which would make its reducer

@@ -160,6 +160,11 @@ def warn_of_check_reduction(check_reduction: bool) -> None:
         )
 
 
+def settings_from(cap: float | tuple[float, ...] | None, *, forward_sync: bool) -> dict[str, Any]:
+    """What these two ask for that is not our default."""
+    return ({} if cap is None else {"bucket_cap_mb": cap}) | ({} if forward_sync else {"buffers": "off"})
+
+
 def settings_of(config: SyncConfig | None, given: dict[str, Any], mixed_precision: object) -> SyncConfig:
     """`config`, or what torch's arguments in `given` say; ConfigError where both do.
 

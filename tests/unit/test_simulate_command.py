@@ -176,7 +176,9 @@ def test_eager_steps_without_shards_are_refused(
 ) -> None:
     assert call("simulate", small, "--link", "8gbit", "--eager", "--out", str(tmp_path), monkeypatch=monkeypatch) == 2
     assert capsys.readouterr().err == (
-        'Error: there are no eager steps with strategy \'ddp\'.\n  conditions of a simulated step\n  Take "zero1" or "zero2".\n'
+        "Error: there are no eager steps with strategy 'ddp'.\n"
+        "  conditions of a simulated step\n"
+        '  Take "zero1", "zero2" or "hybrid".\n'
     )
 
 
