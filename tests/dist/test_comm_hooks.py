@@ -184,6 +184,38 @@ def test_post_local_sgd_trains_as_under_torchs_class(two_ranks: Ranks, post_loca
     two_ranks.run(local_sgd, post_local_gradient_allreduce, timeout_s=TIMEOUT_S)
 
 
+def sparse_under_a_hook() -> None:
+    """Rows travel beside the bucket, through the same hook: each sparse gradient is a bucket of its own to it."""
+    words = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 2))
+    bare = copy.deepcopy(words)
+    seen = []
+
+    def note(_state, bucket):
+        seen.append((bucket.buffer().is_sparse, len(bucket.gradients()), bucket.is_last()))
+        return default.allreduce_hook(None, bucket)
+
+    with wrapped(words) as ddp:
+        ddp.register_comm_hook(None, note)
+        for step in range(NUM_STEPS):
+            seen.clear()
+            for model in (ddp, bare):
+                model.zero_grad()
+                model(torch.tensor([step, dist.get_rank(), 6])).square().sum().backward()
+            for param in bare.parameters():
+                grad = param.grad.to_dense() / dist.get_world_size()
+                dist.all_reduce(grad)
+                param.grad = grad
+            assert words[0].weight.grad.is_sparse
+            ours = {name: grad if grad is None else grad.to_dense() for name, grad in gradients(ddp).items()}
+            require_same(ours, gradients(bare))
+            assert sorted(seen, key=str) == [(False, 2, not seen[-1][0]), (True, 1, seen[-1][0])]
+        assert ddp.report(show=False).sent_bytes > 0
+
+
+def test_a_hook_reduces_sparse_gradients_too(two_ranks: Ranks) -> None:
+    two_ranks.run(sparse_under_a_hook, timeout_s=TIMEOUT_S)
+
+
 def plans_under_a_hook() -> list[str]:
     with wrapped(mlp()) as ddp:
         ddp.register_comm_hook(None, default.allreduce_hook)
