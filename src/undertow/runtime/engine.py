@@ -65,6 +65,7 @@ class Engine:
         self._is_passed_on = False  # to somebody who came later
         self._recorder = recorder
         self._progress = Progress()
+        group.num_steps = self._progress.rounds
         self._open: _OpenRound | None = None
 
         self._end = OutermostEnd(self._launch_rest)
@@ -91,6 +92,7 @@ class Engine:
 
     def forward_begins(self, *, is_training: bool) -> None:
         """Called before every forward that may be followed by a backward."""
+        self.formation.group.require_no_fault()
         self._abandon()
         self._await_others()
         formation = self.formation

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +23,8 @@ from undertow.boxes import Box
 # Of the backward that this thread is in, the innermost one; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
+
+_NOBODYS_TAG = (1 << 30) + 1  # nothing is ever sent with it
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -80,6 +84,49 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
     )
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, group)
+
+
+def default_store() -> Any:
+    """The store by which the default group's ranks have met."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d._get_default_store()
+
+
+def is_gone(rank: int) -> bool:
+    """Whether that rank's process is known to have ended, by the default group's connection to it; only gloo tells.
+
+    A receive that is posted and dropped: on a connection that is closed it fails at once.
+    """
+    gloo = _gloo_of(dist.group.WORLD)
+    if gloo is None or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+        return False
+    try:
+        gloo.recv([torch.zeros(1)], rank, _NOBODYS_TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+def interrupt(group: dist.ProcessGroup) -> None:
+    """Has everything that is under way over a group of ours fail, here and then on the other ranks; the group is broken.
+
+    A receive of gloo's that does not end in time closes all connections of its group.
+    """
+    gloo = _gloo_of(group)
+    with contextlib.suppress(RuntimeError):
+        if gloo is not None:
+            gloo.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+        else:
+            group.abort()
+
+
+def _gloo_of(group: Any) -> Any | None:
+    """What sends and receives over gloo for this group; None where it is none of gloo's."""
+    group = getattr(group, "inner", group)  # of an emulated link
+    try:
+        return group if group._get_backend(torch.device("cpu")).name() == "gloo" else None
+    except RuntimeError:
+        return None
 
 
 def reduce_scatter_async(shard: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

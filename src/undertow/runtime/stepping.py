@@ -40,7 +40,8 @@ class ShardedSteps:
         self._formation = formation
         self._overlap = config.overlap
         self._settings = config.to_dict()
-        self._group = OwnGroup(formation.group.user, device=formation.group.device)
+        self._group = OwnGroup(formation.group.user, device=formation.group.device, limits=config)
+        self._group.num_steps, self._group.module = formation.group.num_steps, weakref.ref(module)
         if self._group.num_ranks > 1:
             self._group.open()
         self._exchanges = exchanges_over(self._group, in_order=config.reduction == "ordered")
