@@ -26,6 +26,8 @@ DEFAULTS = {
     "ignore": (),
     "experts": (),
     "nonfinite": "ignore",
+    "stall_warning_s": 30.0,
+    "stall_timeout_s": 300.0,
     "record": "summary",
 }
 

@@ -36,7 +36,7 @@ class State(TypedDict):
     """What a rank is doing, in its own words."""
 
     rank: int
-    step: int  # synchronisations it has completed
+    step: int  # synchronisations it has completed; below 0 where that is not known
     doing: str
     waits_for: str  # of the group that is asked about; empty where it does not wait
     waited_s: float
@@ -54,7 +54,7 @@ def lost(rank: int) -> Fault:
     return Fault(
         RankLost,
         f"rank {rank} is gone: its process has ended without a word, or was killed.",
-        "The step is incomplete on every rank. Look for what has ended it (memory, the scheduler), and start again from a checkpoint.",
+        "The step is incomplete on every rank. Look for what has ended it (memory, the scheduler), and start from a checkpoint.",
     )
 
 
@@ -78,6 +78,11 @@ def stalled(text: str) -> Fault:
     )
 
 
+def stopped(rank: int) -> State:
+    """What a neighbour says of a rank that cannot speak."""
+    return State(rank=rank, step=-1, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])
+
+
 def text_of(error: BaseException) -> str:
     """One line of an exception, or few."""
     return "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
@@ -94,6 +99,8 @@ def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, st
             lines.append(f"rank {rank}: {gone[rank]}")
         elif state is None:
             lines.append(f"rank {rank}: no answer; it is stopped, or in a call that keeps Python from running")
+        elif state["step"] < 0:
+            lines.append(f"rank {rank}: {state['doing']}")
         elif state["waits_for"]:
             lines.append(f"rank {rank}: synchronisation {state['step']}, waits for {state['waits_for']}")
         else:

@@ -171,6 +171,7 @@ class Formation:
         self.settle()
         before, named_params, arrived = self.assembly, self.watch.named_params, self.watch.arrived_before
         self.watch.close()
+        self.group.hooks_use_users = True
         reducer = dataclasses.replace(before.reducer, hook=hook)
         self.assembly = self._assemble(named_params, reducer, generation=before.generation)
         self.watch = self._watch_over(named_params)

@@ -100,6 +100,7 @@ class OwnGroup:
         self.member: Member | None = None  # by which we know whether the other ranks are there
         self.num_steps: Callable[[], int] = int
         self.module: weakref.ref[torch.nn.Module] | None = None
+        self.hooks_use_users = False  # communication hooks, whose collectives go over the user's group
         self._destroying = threading.Lock()
         self._limits = SyncConfig() if limits is None else limits
         self._group: weakref.ref[dist.ProcessGroup] | None = None
@@ -113,7 +114,9 @@ class OwnGroup:
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
-        member = join_ring(self.user.ranks, self.rank, self._limits, partial(_interrupt, weakref.ref(self)))
+        own = weakref.ref(self)
+        how = {"interrupt": partial(_interrupt, own), "destroy": partial(_destroy, own)}
+        member = join_ring(self.user.ranks, self.rank, self._limits, **how)
         if member is not None:
             member.num_steps, member.module = self.num_steps, self.module
             self.member = member
@@ -162,10 +165,7 @@ class OwnGroup:
         member, self.member = self.member, None
         if member is not None:
             member.close()
-        with self._destroying:
-            group = None if self._group is None else self._group()
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        _destroy(weakref.ref(self))
 
 
 def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
@@ -177,7 +177,19 @@ def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
         group = None if own._group is None else own._group()
         if group is not None and dist.is_initialized():
             private.interrupt(group)
+            if own.hooks_use_users and own.user.group is not None:
+                private.interrupt(own.user.group)
         del group
+
+
+def _destroy(owner: weakref.ref[OwnGroup]) -> None:
+    own = owner()
+    if own is None:
+        return
+    with own._destroying:
+        group = None if own._group is None else own._group()
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from undertow.config import SyncConfig
+from undertow.errors import PeerFailed, RankLost, StallTimeout
 from undertow.runtime import faults
 from undertow.runtime.faults import Fault, State
 from undertow.runtime.ring import Neighbour, close_all
@@ -45,7 +46,9 @@ _MAX_SEEN = 4096
 class Member:
     """One process group of ours: what this rank is doing there. Written where things happen, read when somebody asks."""
 
-    def __init__(self, ring: Ring, number: int, limits: SyncConfig, interrupt: Callable[[], object]) -> None:
+    def __init__(
+        self, ring: Ring, number: int, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]
+    ) -> None:
         self.ring = ring
         self.number = number  # the same on every rank
         self.waits_for = ""  # empty where this rank does not wait
@@ -57,6 +60,7 @@ class Member:
         self.thread = threading.get_ident()  # which trains
         self.fault: Fault | None = None  # of this group alone
         self.interrupt = interrupt
+        self.destroy = destroy
         self.asked_s = -math.inf  # when ranks were last asked, by anybody
         self.asking: State | None = None  # who has asked
         self.states: dict[int, State] = {}
@@ -119,7 +123,9 @@ class Member:
 
     def fails(self, fault: Fault) -> None:
         """All ranks of this group give up."""
-        self.ring.say("stops", number=self.number, error=fault.kind.__name__, what=fault.what, remedy=fault.remedy, told=fault.told)
+        self.ring.say(
+            "stops", number=self.number, error=fault.kind.__name__, what=fault.what, remedy=fault.remedy, told=fault.told
+        )
 
     def close(self) -> None:
         """This rank leaves; it may be about to fail, which others are told if they wait for it."""
@@ -146,10 +152,11 @@ class Ring:
         self._numbers = itertools.count()
         self._said = itertools.count()
         self._seen: dict[str, None] = {}
+        self._has_left = False
 
-    def join(self, limits: SyncConfig, interrupt: Callable[[], object]) -> Member:
+    def join(self, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]) -> Member:
         """A new group of these ranks; a call for each of them, in the same order."""
-        member = Member(self, next(self._numbers), limits, interrupt)
+        member = Member(self, next(self._numbers), limits, interrupt=interrupt, destroy=destroy)
         with self.condition:
             self.members[member.number] = member
             self.opened.setdefault(member.number, set())
@@ -214,10 +221,18 @@ class Ring:
             case "stops" if member is not None:
                 self._latch(_fault_from(message), member)
             case "asks" if member is not None:
-                if member.is_asked_by(faults.state_from(message)) and source != self.rank:
-                    self.say("does", number=member.number, **member.state())
+                if member.is_asked_by(faults.state_from(message)):
+                    self._answer(member, has_asked=source == self.rank)
             case "does" if member is not None:
-                member.states[source] = faults.state_from(message)
+                state = faults.state_from(message)
+                member.states[state["rank"]] = state
+
+    def _answer(self, member: Member, *, has_asked: bool) -> None:
+        if not has_asked:
+            self.say("does", number=member.number, **member.state())
+        for neighbour in self.neighbours:
+            if neighbour.is_stopped():  # and cannot answer
+                self.say("does", number=member.number, **faults.stopped(neighbour.rank))
 
     def look(self) -> None:
         """From time to time: whether this rank has waited for long."""
@@ -263,6 +278,9 @@ class Ring:
 
     def leaves(self, error: BaseException | None) -> None:
         """This process is about to end."""
+        if self._has_left:
+            return
+        self._has_left = True
         if error is not None and self.fault is None:
             self.say("failed", text=faults.text_of(error))
         elif self.fault is None:
@@ -306,8 +324,7 @@ class Guard:
 
     def leaves(self, error: BaseException | None = None) -> None:
         """Last words of this process."""
-        rings, self._rings = list(self._rings.values()), {}
-        for ring in rings:
+        for ring in self._rings.values():
             ring.leaves(error)
 
     def _begin(self) -> None:
@@ -328,6 +345,10 @@ class Guard:
         if isinstance(error, SystemExit):
             error = error.__context__ if error.code else None
         self.leaves(error)
+        for ring in self._rings.values():
+            for member in list(ring.members.values()):
+                if member.known_fault is not None:  # the process may abort where broken groups are still there when it ends
+                    member.destroy()
 
     def trains_in(self, thread: int) -> bool:
         """Whether a group of ours was made in this thread."""
@@ -386,7 +407,7 @@ def _telling_of_threads(before: Callable[..., object], guard: Guard) -> Callable
 
 
 def _fault_from(message: Message) -> Fault:
-    kinds = {kind.__name__: kind for kind in (faults.PeerFailed, faults.RankLost, faults.StallTimeout)}
+    kinds = {kind.__name__: kind for kind in (PeerFailed, RankLost, StallTimeout)}
     return Fault(kinds[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
 
 

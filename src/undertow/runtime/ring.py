@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 __all__ = ["Neighbour", "Store", "close_all", "make_ring"]
@@ -27,7 +28,7 @@ Message = dict[str, Any]
 
 _MAX_LINE = 1 << 16
 _CONNECT_S = 5.0
-_ACCEPT_S = 20.0
+_ACCEPT_S = 6.0  # all ranks are there
 _PROBE_S = 2.0  # between two looks whether a rank that has not come is there at all
 _SIOCGIFADDR = 0x8915
 
@@ -47,8 +48,9 @@ class Store(Protocol):
 class Neighbour:
     """The connection to the next rank, or the one before. Messages are lines of JSON: nothing is unpickled."""
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
+    def __init__(self, connection: socket.socket, rank: int, process: int | None = None) -> None:
         self.rank = rank
+        self._process = process  # its number, where it runs on this machine
         self._socket = connection
         self._sending = threading.Lock()
         self._received = b""
@@ -79,6 +81,14 @@ class Neighbour:
             self._received = b""
         return [message for line in lines if (message := _message(line)) is not None], True
 
+    def is_stopped(self) -> bool:
+        """Whether a signal keeps its process from running, as far as can be seen from here."""
+        try:
+            status = Path(f"/proc/{self._process}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in ("T", "t")
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.close()
@@ -100,7 +110,8 @@ def make_ring(
     """
     with _listening() as server:
         token = secrets.token_hex(16)
-        here = {"host": socket.gethostname(), "addresses": _addresses(), "port": server.getsockname()[1], "token": token}
+        here = {"host": socket.gethostname(), "process": os.getpid(), "addresses": _addresses()}
+        here |= {"port": server.getsockname()[1], "token": token}
         store.set(f"{key}/at/{rank}", json.dumps(here))
         store.add(f"{key}/here", 1)
 
@@ -110,12 +121,12 @@ def make_ring(
         found = _meet(store, f"{key}/here", num_ranks, is_gone=is_gone, missing=missing, each=each)
         if found is not None:
             return found
-        before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-        neighbours = _connect(store, key, server, token, rank=rank, before=before, after=after, is_gone=is_gone)
+        neighbours = _connect(store, key, server, token, rank=rank, num_ranks=num_ranks)
         if neighbours is None:
             store.add(f"{key}/apart", 1)
         store.add(f"{key}/done", 1)
-        found = _meet(store, f"{key}/done", num_ranks, is_gone=is_gone, missing=lambda: [before, after], each=each)
+        others = [other for other in range(num_ranks) if other != rank]
+        found = _meet(store, f"{key}/done", num_ranks, is_gone=is_gone, missing=lambda: others, each=each)
     if found is None and neighbours is not None and store.add(f"{key}/apart", 0) == 0:
         return neighbours
     close_all(neighbours or ())
@@ -151,21 +162,12 @@ def _meet(
     return None
 
 
-def _connect(
-    store: Store,
-    key: str,
-    server: socket.socket,
-    token: str,
-    *,
-    rank: int,
-    before: int,
-    after: int,
-    is_gone: Callable[[int], bool],
-) -> list[Neighbour] | None:
+def _connect(store: Store, key: str, server: socket.socket, token: str, *, rank: int, num_ranks: int) -> list[Neighbour] | None:
+    before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
     theirs = json.loads(store.get(f"{key}/at/{after}"))
     # Both at once: each of us waits for the next one's word, who would wait in turn.
     with ThreadPoolExecutor(max_workers=1) as accepting:
-        coming = accepting.submit(_accepted, server, token, before, is_gone)
+        coming = accepting.submit(_accepted, server, token, before)
         to_next = _connected(theirs, {"token": theirs["token"], "rank": rank})
         from_previous = coming.result()
     if to_next is None or from_previous is None:
@@ -176,7 +178,8 @@ def _connect(
     for connection in (to_next, from_previous):
         connection.settimeout(2.0)  # a neighbour that is stopped must not stop us, which send to it
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return [Neighbour(to_next, after), Neighbour(from_previous, before)]
+    is_here = theirs["host"] == socket.gethostname()
+    return [Neighbour(to_next, after, theirs["process"] if is_here else None), Neighbour(from_previous, before)]
 
 
 def _connected(theirs: Message, hello: Message) -> socket.socket | None:
@@ -196,15 +199,13 @@ def _connected(theirs: Message, hello: Message) -> socket.socket | None:
     return None
 
 
-def _accepted(server: socket.socket, token: str, rank: int, is_gone: Callable[[int], bool]) -> socket.socket | None:
+def _accepted(server: socket.socket, token: str, rank: int) -> socket.socket | None:
     server.settimeout(1.0)
     until_s = time.monotonic() + _ACCEPT_S
     while time.monotonic() < until_s:
         try:
             connection, _ = server.accept()
         except TimeoutError:
-            if is_gone(rank):
-                return None
             continue
         if _is_expected(connection, token, rank):
             return connection

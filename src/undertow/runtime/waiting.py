@@ -65,7 +65,9 @@ def require_no_fault(member: Member | None) -> None:
         raise fault.error(where_of(member))
 
 
-def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, interrupt: Callable[[], object]) -> Member | None:
+def join_ring(
+    ranks: tuple[int, ...], rank: int, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]
+) -> Member | None:
     """A new group of these ranks of the world, of which this is number `rank`; a collective call.
 
     None where no ring can be made. RankLost where a rank has died before, StallTimeout where one does not come within the
@@ -78,7 +80,7 @@ def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, interrupt: 
         if ring is None:
             return None
         GUARD.adopt(ranks, ring)
-    member = ring.join(limits, interrupt)
+    member = ring.join(limits, interrupt=interrupt, destroy=destroy)
     require_no_fault(member)
     return member
 
