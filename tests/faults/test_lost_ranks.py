@@ -48,6 +48,6 @@ def test_a_rank_that_served_the_store_is_named_too(point: str, record: Record) -
 
 
 def test_a_rank_far_away_from_the_killed_one_learns_of_it(record: Record) -> None:
-    """Of four, rank 3 has no connection of the ring to rank 1."""
-    fault = Fault("killed", "in_backward", rank=1, num_ranks=4)
+    """Of four, rank 3 has no connection of the ring to rank 1; and nobody else leaves, which would wake it."""
+    fault = Fault("killed", "in_backward", rank=1, num_ranks=4, stays_s=2.0)
     record("killed, not a neighbour", require_gone(fault, outcomes(fault)))

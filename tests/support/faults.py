@@ -48,6 +48,7 @@ class Fault:
     rank: int = 1
     num_ranks: int = 2
     settings: dict[str, Any] = field(default_factory=dict)
+    stays_s: float = 0.0  # how long a rank that has learnt of it keeps its connections
     is_env: bool = False  # meets by env://, where rank 0 serves the store
 
 
@@ -297,16 +298,17 @@ def _rank(rank: int, fault: Fault, directory: Path, port: int, connection: Conne
         meet = partial(dist.init_process_group, "gloo")
     meet()
     script = _Script(rank, fault, directory, connection)
-    with _reported(connection, logged):
+    with _reported(connection, logged, fault.stays_s):
         _train(script)
     # Not closed: a rank that learns of a fault may have nothing but its exit left.
 
 
 @contextlib.contextmanager
-def _reported(connection: Connection, logged: _Logged) -> Iterator[None]:
+def _reported(connection: Connection, logged: _Logged, stays_s: float) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
         connection.send({"kind": type(error).__name__, "text": str(error), "at": time.monotonic(), "logged": logged.texts})
+        time.sleep(stays_s)
         raise
     connection.send({"at": time.monotonic(), "logged": logged.texts})

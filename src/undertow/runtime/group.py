@@ -162,9 +162,6 @@ class OwnGroup:
 
     def close(self) -> None:
         """Destroys the clone; does nothing if torch.distributed has done so already."""
-        member, self.member = self.member, None
-        if member is not None:
-            member.close()
         _destroy(weakref.ref(self))
 
 
@@ -186,10 +183,16 @@ def _destroy(owner: weakref.ref[OwnGroup]) -> None:
     own = owner()
     if own is None:
         return
+    member, own.member = own.member, None
+    if member is not None:
+        member.close()
     with own._destroying:
         group = None if own._group is None else own._group()
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        if group is None or not dist.is_initialized():
+            return
+        if member is not None and member.known_fault is not None:
+            private.interrupt(group)  # or what is under way would be waited for
+        dist.destroy_process_group(group)
 
 
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

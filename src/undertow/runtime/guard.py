@@ -23,11 +23,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from undertow.config import SyncConfig
-from undertow.errors import PeerFailed, RankLost, StallTimeout
+from undertow.errors import PeerFailed, RankLost, StallTimeout, UndertowError
 from undertow.runtime import faults
 from undertow.runtime.faults import Fault, State
 from undertow.runtime.ring import Neighbour, close_all
@@ -40,6 +40,7 @@ _log = logging.getLogger("undertow")
 _ANSWERS_S = 1.0  # that ranks have to say what they are doing
 _VERDICT_S = 5.0  # from a broken connection until it is known who is gone
 _TICK_S = 5.0  # at most, between two looks at how long we wait
+_GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
 _MAX_SEEN = 4096
 
 
@@ -78,7 +79,9 @@ class Member:
         """What this rank is doing."""
         waits_for, frames = self.waits_for, faults.frames_of(self.thread)
         model = None if self.module is None else self.module()
-        names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+        names: dict[int, str] = {}
+        with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
+            names = {} if model is None else {id(module): name for name, module in model.named_modules()}
         return State(
             rank=self.ring.rank,
             step=self.num_steps(),
@@ -168,7 +171,7 @@ class Ring:
         message = {"kind": kind, "from": self.rank, "id": f"{self.rank}/{next(self._said)}", **content}
         with self.condition:
             self._seen[message["id"]] = None
-        for neighbour in self.neighbours:
+        for neighbour in tuple(self.neighbours):
             neighbour.send(message)
         self.hear(message)
 
@@ -209,14 +212,11 @@ class Ring:
                 self._latch(faults.failed(source, str(message["text"])))
             case "lost":
                 self._latch(faults.lost(int(message["rank"])))
-            case "ended":
+            case "ended" | "left" as kind if kind == "ended" or member is not None:
+                text, steps = str(message["text"]), int(message["steps"])
+                left = self.ended if member is None else member.left
                 with self.condition:
-                    self.ended[source] = faults.finished(source, int(message["steps"]))
-                    self.condition.notify_all()
-            case "left" if member is not None:
-                text = str(message["text"])
-                with self.condition:
-                    member.left[source] = faults.failed(source, text) if text else faults.finished(source, int(message["steps"]))
+                    left[source] = faults.failed(source, text) if text else faults.finished(source, steps)
                     self.condition.notify_all()
             case "stops" if member is not None:
                 self._latch(_fault_from(message), member)
@@ -273,19 +273,21 @@ class Ring:
             else:
                 member.fault = fault
             self.condition.notify_all()
-        for it in list(self.members.values()) if member is None else [member]:
-            it.interrupt()
+        GUARD.interrupts(list(self.members.values()) if member is None else [member])
 
     def leaves(self, error: BaseException | None) -> None:
         """This process is about to end."""
         if self._has_left:
             return
         self._has_left = True
-        if error is not None and self.fault is None:
+        if self.fault is not None:
+            return
+        # One of our errors every rank is about to raise, in its own words: it counts only where somebody waits for this rank.
+        if error is not None and not isinstance(error, UndertowError):
             self.say("failed", text=faults.text_of(error))
-        elif self.fault is None:
+        else:
             steps = max((member.num_steps() for member in list(self.members.values())), default=0)
-            self.say("ended", steps=steps)
+            self.say("ended", steps=steps, text="" if error is None else faults.text_of(error))
 
 
 class Guard:
@@ -296,6 +298,7 @@ class Guard:
         self._selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._waker: socket.socket | None = None
         self._thread: threading.Thread | None = None
+        self._breaking: list[tuple[Member, float]] = []  # groups to interrupt, and when
 
     def ring_of(self, ranks: tuple[int, ...], world: object) -> Ring | None:
         """The ring of these ranks; none where torch.distributed has begun anew since it was made."""
@@ -309,7 +312,8 @@ class Guard:
         if before is not None:
             before.leaves(None)
             for neighbour in before.neighbours:
-                self._selector.unregister(neighbour)
+                with contextlib.suppress(KeyError, ValueError):  # it may have gone a moment ago
+                    self._selector.unregister(neighbour)
             close_all(before.neighbours)
         for neighbour in ring.neighbours:
             self._selector.register(neighbour, selectors.EVENT_READ, ring)
@@ -321,6 +325,12 @@ class Guard:
         if self._waker is not None:
             with contextlib.suppress(BlockingIOError):  # it is about to wake up anyway
                 self._waker.send(b"!")
+
+    def interrupts(self, members: Iterable[Member]) -> None:
+        """Has whoever waits there wake up, soon."""
+        due_s = time.monotonic() + _GRACE_S
+        self._breaking += [(member, due_s) for member in members]
+        self.wake()
 
     def leaves(self, error: BaseException | None = None) -> None:
         """Last words of this process."""
@@ -363,13 +373,25 @@ class Guard:
 
     def _listen(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._tick_s()):
-                if key.data is None:
-                    key.fileobj.recv(4096)  # type: ignore[union-attr]  # the alarm, by which we are woken
-                else:
-                    self._hear(key.fileobj, key.data)  # type: ignore[arg-type]  # we have registered neighbours
-            for ring in list(self._rings.values()):
-                ring.look()
+            try:
+                self._listen_once()
+            except Exception:
+                _log.exception("the thread that listens to other ranks goes on after an error of its own.")
+                time.sleep(_ANSWERS_S)
+
+    def _listen_once(self) -> None:
+        for key, _ in self._selector.select(self._tick_s()):
+            if key.data is None:
+                key.fileobj.recv(4096)  # type: ignore[union-attr]  # the alarm, by which we are woken
+            else:
+                self._hear(key.fileobj, key.data)  # type: ignore[arg-type]  # we have registered neighbours
+        now_s = time.monotonic()
+        due = [(member, due_s) for member, due_s in self._breaking if due_s <= now_s]
+        for member, due_s in due:
+            self._breaking.remove((member, due_s))
+            member.interrupt()
+        for ring in list(self._rings.values()):
+            ring.look()
 
     def _hear(self, neighbour: Neighbour, ring: Ring) -> None:
         messages, is_there = neighbour.read()
@@ -381,6 +403,8 @@ class Guard:
 
     def _tick_s(self) -> float | None:
         """How long to sleep: for ever where nothing is trained."""
+        if self._breaking:
+            return max(0.0, self._breaking[0][1] - time.monotonic())
         members = [member for ring in list(self._rings.values()) for member in list(ring.members.values())]
         if not members:
             return None
