@@ -18,13 +18,14 @@ from support.faults import FAULTY_STEP, Fault, outcomes
 FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label
   {where}
   The step is incomplete on every rank. The traceback is in the log of rank {faulty}."""
+POINTS = ["in_data", "in_forward", "in_backward", "in_comm_hook", "in_optimizer", "in_gathers", "in_construction"]
 FINISHED = """rank {faulty} has left: it has finished after {num_steps} synchronisations, and others wait for it.
   synchronisation 3, rank {rank}
   Give every rank as many batches, or train inside model.join()."""
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("point", ["in_data", "in_forward", "in_backward", "in_optimizer", "in_gathers", "in_construction"])
+@pytest.mark.parametrize("point", POINTS)
 def test_an_exception_is_told_to_all_others(point: str, num_ranks: int, record: Record) -> None:
     fault = Fault("raises", point, rank=num_ranks - 1, num_ranks=num_ranks)
     found = outcomes(fault)

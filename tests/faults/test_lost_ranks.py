@@ -15,6 +15,8 @@ WHERE = {  # what the others wait for has a number: after a step they are in the
     "in_data": "synchronisation {step}, rank {rank}",
     "in_forward": "synchronisation {step}, rank {rank}",
     "in_backward": "synchronisation {step}, rank {rank}",
+    "in_sharded_backward": "synchronisation {step}, rank {rank}",
+    "in_comm_hook": "synchronisation {step}, rank {rank}",
     "in_buffers": "synchronisation {step}, rank {rank}",
     "in_optimizer": "synchronisation {next_step}, rank {rank}",
     "in_gathers": "synchronisation {next_step}, rank {rank}",
@@ -48,6 +50,6 @@ def test_a_rank_that_served_the_store_is_named_too(point: str, record: Record) -
 
 
 def test_a_rank_far_away_from_the_killed_one_learns_of_it(record: Record) -> None:
-    """Of four, rank 3 has no connection of the ring to rank 1; and nobody else leaves, which would wake it."""
-    fault = Fault("killed", "in_backward", rank=1, num_ranks=4, stays_s=2.0)
+    """Of four, rank 3 has no connection of the ring to rank 1."""
+    fault = Fault("killed", "in_backward", rank=1, num_ranks=4)
     record("killed, not a neighbour", require_gone(fault, outcomes(fault)))

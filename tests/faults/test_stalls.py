@@ -61,6 +61,15 @@ def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, re
     record("late, beyond stall_timeout_s=1.5", found[: fault.rank])
 
 
+def test_a_rank_that_has_not_wrapped_its_model_is_reported() -> None:
+    fault = Fault("is_late", "before_construction", settings={"stall_warning_s": 0.5})
+    found = outcomes(fault)
+    assert [outcome.kind for outcome in found] == ["", ""]
+    assert "rank 0 has waited N s for rank 1 to synchronise a model." in [
+        re.sub(r"\d+ s", "N s", text) for text in found[0].logged
+    ]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_is_stopped_is_said_to_be(num_ranks: int, record: Record) -> None:
     settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}

@@ -32,6 +32,7 @@ from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 FAULTY_STEP = 3
 _NUM_STEPS = 6
 _PATIENCE_S = 60.0
+_STAYS_S = 15.0  # longer than any rank may take to learn of a fault
 _FORKSERVER = multiprocessing.get_context("forkserver")
 
 
@@ -48,7 +49,6 @@ class Fault:
     rank: int = 1
     num_ranks: int = 2
     settings: dict[str, Any] = field(default_factory=dict)
-    stays_s: float = 0.0  # how long a rank that has learnt of it keeps its connections
     is_env: bool = False  # meets by env://, where rank 0 serves the store
 
 
@@ -151,6 +151,16 @@ class _Script:
         self._connection.send({"fault": time.monotonic()})
         globals()[self.fault.kind](self)
 
+    def stays_for_others(self) -> None:
+        """Keeps its connections until all others have learnt of the fault: when they break, it must not be for us."""
+        if self.rank == self.fault.rank:
+            return
+        (self._directory / f"told-{self.rank}").touch()
+        others = [rank for rank in range(self.fault.num_ranks) if rank != self.fault.rank]
+        until_s = time.monotonic() + _STAYS_S
+        while time.monotonic() < until_s and any(not (self._directory / f"told-{rank}").exists() for rank in others):
+            time.sleep(0.005)
+
     def say(self, **words: Any) -> None:
         self._connection.send(words)
 
@@ -230,6 +240,24 @@ def in_gathers(script: _Script) -> torch.optim.Optimizer:
     return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
 
 
+def in_sharded_backward(script: _Script) -> torch.optim.Optimizer:
+    """Reductions are sends and receives, in threads."""
+    script.model.module.norm.weight.register_hook(script.act)
+    return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
+
+
+def in_comm_hook(script: _Script) -> torch.optim.Optimizer:
+    """Whose collectives go over the user's own group."""
+
+    def hook(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        script.act()
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    script.model.register_comm_hook(None, hook)
+    return _optimizer(script)
+
+
 def in_buffers(script: _Script) -> torch.optim.Optimizer:
     optimizer, broadcast = _optimizer(script), undertow.sync.broadcast_buffers
 
@@ -298,17 +326,17 @@ def _rank(rank: int, fault: Fault, directory: Path, port: int, connection: Conne
         meet = partial(dist.init_process_group, "gloo")
     meet()
     script = _Script(rank, fault, directory, connection)
-    with _reported(connection, logged, fault.stays_s):
+    with _reported(script, logged):
         _train(script)
     # Not closed: a rank that learns of a fault may have nothing but its exit left.
 
 
 @contextlib.contextmanager
-def _reported(connection: Connection, logged: _Logged, stays_s: float) -> Iterator[None]:
+def _reported(script: _Script, logged: _Logged) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        connection.send({"kind": type(error).__name__, "text": str(error), "at": time.monotonic(), "logged": logged.texts})
-        time.sleep(stays_s)
+        script.say(kind=type(error).__name__, text=str(error), at=time.monotonic(), logged=logged.texts)
+        script.stays_for_others()
         raise
-    connection.send({"at": time.monotonic(), "logged": logged.texts})
+    script.say(at=time.monotonic(), logged=logged.texts)
