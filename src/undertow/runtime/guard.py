@@ -17,8 +17,7 @@ import logging
 import math
 import multiprocessing.util
 import os
-import selectors
-import socket
+import queue
 import sys
 import threading
 import time
@@ -35,11 +34,13 @@ from undertow.runtime.ring import Neighbour, close_all
 __all__ = ["GUARD", "Member", "Ring"]
 
 Message = dict[str, Any]
+_Heard = tuple["Ring", Neighbour, list[Message], bool]
 
 _log = logging.getLogger("undertow")
 _ANSWERS_S = 1.0  # that ranks have to say what they are doing
 _VERDICT_S = 5.0  # from a broken connection until it is known who is gone
 _TICK_S = 5.0  # at most, between two looks at how long we wait
+_FLUSH_S = 1.0  # that neighbours have to take our last words
 _GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
 _MAX_SEEN = 4096
 
@@ -146,7 +147,7 @@ class Ring:
         self.rank = rank
         self.num_ranks = num_ranks
         self.neighbours = list(neighbours)
-        self.world = weakref.ref(world)  # which torch.distributed owns
+        self.world = weakref.ref(world, lambda _: GUARD.ends(self))  # which torch.distributed owns
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every group
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
@@ -295,8 +296,8 @@ class Guard:
 
     def __init__(self) -> None:
         self._rings: dict[tuple[int, ...], Ring] = {}
-        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self._waker: socket.socket | None = None
+        self._heard: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()  # None wakes the thread
+        self._is_over = False
         self._thread: threading.Thread | None = None
         self._breaking: list[tuple[Member, float]] = []  # groups to interrupt, and when
 
@@ -310,21 +311,23 @@ class Guard:
         before = self._rings.get(ranks)
         self._rings[ranks] = ring
         if before is not None:
-            before.leaves(None)
-            for neighbour in before.neighbours:
-                with contextlib.suppress(KeyError, ValueError):  # it may have gone a moment ago
-                    self._selector.unregister(neighbour)
-            close_all(before.neighbours)
-        for neighbour in ring.neighbours:
-            self._selector.register(neighbour, selectors.EVENT_READ, ring)
+            self.ends(before)
         if self._thread is None:
             self._begin()
+        for neighbour in ring.neighbours:
+            neighbour.listen(lambda *heard: self._heard.put((ring, *heard)))
         self.wake()
 
+    def ends(self, ring: Ring) -> None:
+        """Leaves a ring: its process groups are gone, or the process is about to end."""
+        ring.leaves(_raised())
+        neighbours, ring.neighbours = ring.neighbours, []
+        for neighbour in neighbours:
+            neighbour.flush(_FLUSH_S)
+        close_all(neighbours)
+
     def wake(self) -> None:
-        if self._waker is not None:
-            with contextlib.suppress(BlockingIOError):  # it is about to wake up anyway
-                self._waker.send(b"!")
+        self._heard.put(None)
 
     def interrupts(self, members: Iterable[Member]) -> None:
         """Has whoever waits there wake up, soon."""
@@ -338,9 +341,6 @@ class Guard:
             ring.leaves(error)
 
     def _begin(self) -> None:
-        alarm, self._waker = socket.socketpair()
-        self._waker.setblocking(False)
-        self._selector.register(alarm, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
         self._thread.start()
         os.register_at_fork(after_in_child=self._forget)
@@ -351,28 +351,32 @@ class Guard:
         threading.excepthook = _telling_of_threads(threading.excepthook, self)
 
     def _at_exit(self) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):
-            error = error.__context__ if error.code else None
-        self.leaves(error)
+        self.leaves(_raised())
         for ring in self._rings.values():
             for member in list(ring.members.values()):
                 if member.known_fault is not None:  # the process may abort where broken groups are still there when it ends
                     member.destroy()
+        for ring in list(self._rings.values()):
+            self.ends(ring)
+        self._is_over = True
+        self.wake()
+        if self._thread is not None:
+            self._thread.join(_FLUSH_S)
 
     def trains_in(self, thread: int) -> bool:
         """Whether a group of ours was made in this thread."""
         return any(member.thread == thread for ring in self._rings.values() for member in list(ring.members.values()))
 
     def _forget(self) -> None:
-        """In a child process: it would keep our connections open when we are gone."""
+        """In a child process."""
         for ring in self._rings.values():
-            close_all(ring.neighbours)
-        self._selector.close()
+            for neighbour in ring.neighbours:
+                neighbour.forget()
+            ring.neighbours = []
         self.__init__()  # type: ignore[misc]  # it has not begun there
 
     def _listen(self) -> None:
-        while True:
+        while not self._is_over:
             try:
                 self._listen_once()
             except Exception:
@@ -380,11 +384,10 @@ class Guard:
                 time.sleep(_ANSWERS_S)
 
     def _listen_once(self) -> None:
-        for key, _ in self._selector.select(self._tick_s()):
-            if key.data is None:
-                key.fileobj.recv(4096)  # type: ignore[union-attr]  # the alarm, by which we are woken
-            else:
-                self._hear(key.fileobj, key.data)  # type: ignore[arg-type]  # we have registered neighbours
+        with contextlib.suppress(queue.Empty):
+            heard = self._heard.get(timeout=self._tick_s())
+            if heard is not None:
+                self._hear(*heard)
         now_s = time.monotonic()
         due = [(member, due_s) for member, due_s in self._breaking if due_s <= now_s]
         for member, due_s in due:
@@ -393,12 +396,10 @@ class Guard:
         for ring in list(self._rings.values()):
             ring.look()
 
-    def _hear(self, neighbour: Neighbour, ring: Ring) -> None:
-        messages, is_there = neighbour.read()
+    def _hear(self, ring: Ring, neighbour: Neighbour, messages: list[Message], is_there: bool) -> None:
         for message in messages:
             ring.receive(message, neighbour)
         if not is_there and neighbour in ring.neighbours:
-            self._selector.unregister(neighbour)
             ring.is_cut_off(neighbour)
 
     def _tick_s(self) -> float | None:
@@ -411,6 +412,14 @@ class Guard:
         if any(not member.is_told for member in members):
             return 0.1 * _ANSWERS_S
         return min(_TICK_S, *(0.25 * min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members))
+
+
+def _raised() -> BaseException | None:
+    """The exception that this thread is leaving with."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.__context__ if error.code else None
+    return error
 
 
 def _telling(before: Callable[..., object], leaves: Callable[[BaseException], object]) -> Callable[..., object]:

@@ -120,6 +120,35 @@ def interrupt(group: dist.ProcessGroup) -> None:
             group.abort()
 
 
+def gloo_device() -> Any:
+    """What connects pairs: of the interface that gloo is given, or the one that the machine's name stands for."""
+    if not dist.is_gloo_available():
+        raise RuntimeError("this build of torch has no gloo.")
+    gloo: Any = dist.ProcessGroupGloo
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    # Not lazily: ranks that cannot be connected shall be found when they connect.
+    return gloo.create_device(interface=interface, lazy_init=False) if interface else gloo.create_default_device(lazy_init=False)
+
+
+def pair(store: Any, key: str, place: int, device: Any, timeout: timedelta) -> Any:
+    """A group of gloo's of two processes, this one at `place` 0 or 1, connected when it returns; a call for both.
+
+    It is nobody's: torch.distributed does not count, name or destroy it, and its other groups may be of any backend.
+    RuntimeError where the other one is not connected within `timeout`.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = [device], timeout
+    options._threads = 1  # for collectives; there are none
+    return gloo(dist.PrefixStore(key, store), place, 2, options)
+
+
+def disconnect(group: Any) -> None:
+    """Closes the connection of a pair: what is posted on it fails, on both sides."""
+    with contextlib.suppress(RuntimeError):
+        group.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
+
 def _gloo_of(group: Any) -> Any | None:
     """What sends and receives over gloo for this group; None where it is none of gloo's."""
     group = getattr(group, "inner", group)  # of an emulated link

@@ -1,36 +1,50 @@
 """Connections of every rank to its two neighbours, by which ranks learn at once that another one is gone.
 
-    rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        one TCP connection for each line
+    rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        one process group of two ranks for each line, of gloo's
 
-The kernel closes a process's connections when it ends, whatever has ended it: no heartbeat, no polling, and no server that
-could be lost with a rank. The store of torch.distributed is needed while the ring is made, and never again.
+The kernel closes a process's connections when it ends, whatever has ended it, and gloo then fails the receives that are
+posted there: no heartbeat, no polling, and no server that could be lost with a rank. The store of torch.distributed is
+needed while the ring is made, and never again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import ctypes
 import json
 import os
-import secrets
-import socket
+import platform
+import stat
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from undertow.runtime import private
 
 __all__ = ["Neighbour", "Store", "close_all", "make_ring"]
 
 Message = dict[str, Any]
+Socket = tuple[int, int]  # descriptor and inode: numbers are used again
 
 _MAX_LINE = 1 << 16
-_CONNECT_S = 5.0
-_ACCEPT_S = 6.0  # all ranks are there
+_HEADER = struct.Struct("<QH")  # frames taken of those that came the other way, bytes used
+_FRAME = 4096  # bytes, of which all travel
+_NUM_POSTED = 16  # frames that a neighbour takes while its Python does not run
+_NUM_UNTOLD = 32  # frames after which it says that it has them, at the latest
+_MAX_SENT = 256  # frames of which it has not said so
+_TAG = 1
+_FOR_EVER = timedelta(days=3650)  # gloo's "no limit" means that of the group
+_CONNECT_S = 30.0  # all ranks are there
+_JOIN_S = 2.0
 _PROBE_S = 2.0  # between two looks whether a rank that has not come is there at all
-_SIOCGIFADDR = 0x8915
 
 
 class Store(Protocol):
@@ -46,40 +60,68 @@ class Store(Protocol):
 
 
 class Neighbour:
-    """The connection to the next rank, or the one before. Messages are lines of JSON: nothing is unpickled."""
+    """The connection to the next rank, or the one before. Messages are lines of JSON: nothing is unpickled.
 
-    def __init__(self, connection: socket.socket, rank: int, process: int | None = None) -> None:
+    Lines travel in frames of one size. A send ends when the other side has a receive for it, so some are posted ahead, and
+    who sends never waits. Gloo does not tell whether a send has ended without waiting for it: the other side says so.
+    """
+
+    def __init__(
+        self, group: Any, place: int, rank: int, process: int | None = None, sockets: frozenset[Socket] = frozenset()
+    ) -> None:
         self.rank = rank
         self._process = process  # its number, where it runs on this machine
-        self._socket = connection
-        self._sending = threading.Lock()
+        self._sockets = sockets
+        self._group = group  # of two; this process is number `place`
+        self._other = 1 - place
+        self._sending = threading.RLock()
+        self._sent: deque[dist.Work] = deque()  # which the other side may not have taken; an unfinished one must not be dropped
+        self._num_sent = 0
+        self._num_taken = 0
+        self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._received = b""
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
+        self._thread: threading.Thread | None = None
+        for _ in range(_NUM_POSTED):
+            self._post()
 
     def send(self, message: Message) -> None:
         """From any thread. What cannot be sent is dropped: whoever reads learns that the connection is gone."""
         line = json.dumps(message).encode() + b"\n"
         if len(line) > _MAX_LINE:
             return
-        with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(line)
+        room = _FRAME - _HEADER.size
+        parts = [line[start : start + room] for start in range(0, len(line), room)]
+        with self._sending:
+            if len(self._sent) + len(parts) <= _MAX_SENT:  # else it is stopped
+                for part in parts:
+                    self._send(part)
 
     def read(self) -> tuple[list[Message], bool]:
-        """The messages that have come, and whether the connection still stands; waits where none has come."""
+        """The messages that have come, and whether the connection still stands; waits where nothing has come."""
         try:
-            received = self._socket.recv(_MAX_LINE)
-        except TimeoutError:
-            return [], True
-        except OSError:
-            received = b""
-        if not received:
+            work, frame = self._posted.popleft()
+            work.wait(_FOR_EVER)
+        except (IndexError, RuntimeError):
             return [], False
-        *lines, self._received = (self._received + received).split(b"\n")
+        self._post()
+        self._take(frame.numpy().tobytes())
+        *lines, self._received = self._received.split(b"\n")
         if len(self._received) > _MAX_LINE:
             self._received = b""
         return [message for line in lines if (message := _message(line)) is not None], True
+
+    def listen(self, hear: Callable[[Neighbour, list[Message], bool], object]) -> None:
+        """Reads in a thread of its own, until the connection is gone."""
+
+        def reads() -> None:
+            is_there = True
+            while is_there:
+                messages, is_there = self.read()
+                if messages or not is_there:
+                    hear(self, messages, is_there)
+
+        self._thread = threading.Thread(target=reads, name=f"undertow-hears-{self.rank}", daemon=True)
+        self._thread.start()
 
     def is_stopped(self) -> bool:
         """Whether a signal keeps its process from running, as far as can be seen from here."""
@@ -89,9 +131,54 @@ class Neighbour:
             return False
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
+    def flush(self, within_s: float) -> None:
+        """Returns when what was sent is on its way, or not in time, which ends the connection."""
+        until_s = time.monotonic() + within_s
+        with contextlib.suppress(RuntimeError):
+            for work in tuple(self._sent):
+                work.wait(timedelta(seconds=max(0.001, until_s - time.monotonic())))
+
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.close()
+        """Ends the connection, and the thread that reads: the process would abort if it ended with one that waits in gloo."""
+        group, self._group = self._group, None
+        if group is not None:
+            private.disconnect(group)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+
+    def forget(self) -> None:
+        """In a child process, which would keep the connection open when we are gone; nothing may be said over it there."""
+        for number, inode in self._sockets:
+            with contextlib.suppress(OSError):
+                if os.fstat(number).st_ino == inode:
+                    os.close(number)
+        # Never freed: gloo would wait for threads that are not in the child.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def _post(self) -> None:
+        frame, group = torch.zeros(_FRAME, dtype=torch.uint8), self._group
+        with contextlib.suppress(RuntimeError):  # the connection is gone: what was posted before tells
+            if group is not None:
+                self._posted.append((group.recv([frame], self._other, _TAG), frame))
+
+    def _send(self, part: bytes) -> None:
+        frame = bytearray((_HEADER.pack(self._num_taken, len(part)) + part).ljust(_FRAME, b"\0"))
+        group = self._group
+        with contextlib.suppress(RuntimeError):
+            if group is not None:
+                self._sent.append(group.send([torch.frombuffer(frame, dtype=torch.uint8)], self._other, _TAG))
+                self._num_sent += 1
+
+    def _take(self, frame: bytes) -> None:
+        num_taken, size = _HEADER.unpack_from(frame)
+        self._received += frame[_HEADER.size : _HEADER.size + size]
+        with self._sending:
+            while self._sent and self._num_sent - len(self._sent) < num_taken:
+                self._sent.popleft()
+            self._num_taken += 1
+            if self._num_taken % _NUM_UNTOLD == 0:
+                self._send(b"")
 
 
 def make_ring(
@@ -105,28 +192,24 @@ def make_ring(
 ) -> list[Neighbour] | int | None:
     """The two neighbours of `rank`, the next one first; a call for every rank of the ring.
 
-    None where some rank cannot be reached by connections of ours: then no rank has a ring. The number of a rank that
-    `is_gone`, where one is. `each` is called now and then with the ranks that have not come, and may raise.
+    None where gloo cannot connect some two of them: then no rank has a ring. The number of a rank that `is_gone`, where one
+    is. `each` is called now and then with the ranks that have not come, and may raise.
     """
-    with _listening() as server:
-        token = secrets.token_hex(16)
-        here = {"host": socket.gethostname(), "process": os.getpid(), "addresses": _addresses()}
-        here |= {"port": server.getsockname()[1], "token": token}
-        store.set(f"{key}/at/{rank}", json.dumps(here))
-        store.add(f"{key}/here", 1)
+    store.set(f"{key}/at/{rank}", json.dumps({"host": platform.node(), "process": os.getpid()}))
+    store.add(f"{key}/here", 1)
 
-        def missing() -> list[int]:
-            return [other for other in range(num_ranks) if not store.check([f"{key}/at/{other}"])]
+    def missing() -> list[int]:
+        return [other for other in range(num_ranks) if not store.check([f"{key}/at/{other}"])]
 
-        found = _meet(store, f"{key}/here", num_ranks, is_gone=is_gone, missing=missing, each=each)
-        if found is not None:
-            return found
-        neighbours = _connect(store, key, server, token, rank=rank, num_ranks=num_ranks)
-        if neighbours is None:
-            store.add(f"{key}/apart", 1)
-        store.add(f"{key}/done", 1)
-        others = [other for other in range(num_ranks) if other != rank]
-        found = _meet(store, f"{key}/done", num_ranks, is_gone=is_gone, missing=lambda: others, each=each)
+    found = _meet(store, f"{key}/here", num_ranks, is_gone=is_gone, missing=missing, each=each)
+    if found is not None:
+        return found
+    neighbours = _connect(store, key, rank=rank, num_ranks=num_ranks)
+    if neighbours is None:
+        store.add(f"{key}/apart", 1)
+    store.add(f"{key}/done", 1)
+    others = [other for other in range(num_ranks) if other != rank]
+    found = _meet(store, f"{key}/done", num_ranks, is_gone=is_gone, missing=lambda: others, each=each)
     if found is None and neighbours is not None and store.add(f"{key}/apart", 0) == 0:
         return neighbours
     close_all(neighbours or ())
@@ -162,90 +245,33 @@ def _meet(
     return None
 
 
-def _connect(store: Store, key: str, server: socket.socket, token: str, *, rank: int, num_ranks: int) -> list[Neighbour] | None:
+def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neighbour] | None:
     before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
     theirs = json.loads(store.get(f"{key}/at/{after}"))
-    # Both at once: each of us waits for the next one's word, who would wait in turn.
-    with ThreadPoolExecutor(max_workers=1) as accepting:
-        coming = accepting.submit(_accepted, server, token, before)
-        to_next = _connected(theirs, {"token": theirs["token"], "rank": rank})
-        from_previous = coming.result()
-    if to_next is None or from_previous is None:
-        for connection in (to_next, from_previous):
-            if connection is not None:
-                connection.close()
-        return None
-    for connection in (to_next, from_previous):
-        connection.settimeout(2.0)  # a neighbour that is stopped must not stop us, which send to it
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    is_here = theirs["host"] == socket.gethostname()
-    return [Neighbour(to_next, after, theirs["process"] if is_here else None), Neighbour(from_previous, before)]
-
-
-def _connected(theirs: Message, hello: Message) -> socket.socket | None:
-    for address in theirs["addresses"]:
-        if address.startswith("127.") and theirs["host"] != socket.gethostname():
-            continue
-        connection = None
-        try:
-            connection = socket.create_connection((address, theirs["port"]), timeout=_CONNECT_S)
-            connection.sendall(json.dumps(hello).encode() + b"\n")
-            if connection.recv(1) == b"+":  # it is who we think
-                return connection
-        except OSError:
-            pass
-        if connection is not None:
-            connection.close()
-    return None
-
-
-def _accepted(server: socket.socket, token: str, rank: int) -> socket.socket | None:
-    server.settimeout(1.0)
-    until_s = time.monotonic() + _ACCEPT_S
-    while time.monotonic() < until_s:
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            continue
-        if _is_expected(connection, token, rank):
-            return connection
-        connection.close()
-    return None
-
-
-def _is_expected(connection: socket.socket, token: str, rank: int) -> bool:
+    process = theirs["process"] if theirs["host"] == platform.node() else None
+    were_open, groups, within = _open_sockets(), {}, timedelta(seconds=_CONNECT_S)
     try:
-        connection.settimeout(_CONNECT_S)
-        hello = _message(connection.recv(1024).rstrip(b"\n"))  # short, and sent in one piece
-        if hello is None or not secrets.compare_digest(str(hello.get("token")), token) or hello.get("rank") != rank:
-            return False
-        connection.sendall(b"+")
-    except OSError:
-        return False
-    return True
+        device = private.gloo_device()
+        # Each waits for its other rank. Lines that touch have different turns: else all could wait round the ring.
+        for line in sorted((rank, before), key=lambda line: (line == num_ranks - 1, line % 2)):
+            groups[line] = private.pair(store, f"{key}/line/{line}", int(line != rank), device, within)
+    except RuntimeError:
+        for group in groups.values():
+            private.disconnect(group)
+        return None
+    sockets = _open_sockets() - were_open
+    return [Neighbour(groups[rank], 0, after, process, sockets), Neighbour(groups[before], 1, before, sockets)]
 
 
-def _listening() -> socket.socket:
-    """A port that is open until the neighbour has come."""
-    has_both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=has_both)
-
-
-def _addresses() -> list[str]:
-    """Where other ranks may reach this machine, the likeliest first."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                found.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
-        with contextlib.suppress(OSError):
-            probe.connect((os.environ.get("MASTER_ADDR") or "192.0.2.1", 9))  # sends nothing: it chooses a route
-            found.append(probe.getsockname()[0])
+def _open_sockets() -> frozenset[Socket]:
+    found = set()
     with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # it was the one of the listing
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((int(name), status.st_ino))
+    return frozenset(found)
 
 
 def _message(line: bytes) -> Message | None:
