@@ -9,7 +9,6 @@ could be lost with a rank. The store of torch.distributed is needed while the ri
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -234,18 +233,29 @@ def _listening() -> socket.socket:
 
 def _addresses() -> list[str]:
     """Where other ranks may reach this machine, the likeliest first."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                found.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    found = [address for name in names if (address := _address_of(name)) is not None]
+    # To the master, which may know itself by an address that nobody else reaches, and to the world outside.
+    for target in () if found else (os.environ.get("MASTER_ADDR"), "192.0.2.1"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            if target:
+                probe.connect((target, 9))  # sends nothing: it chooses a route
+                found.append(probe.getsockname()[0])
+    if not found:  # last, for a name that nobody knows may be looked for long
         with contextlib.suppress(OSError):
-            probe.connect((os.environ.get("MASTER_ADDR") or "192.0.2.1", 9))  # sends nothing: it chooses a route
-            found.append(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+            found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     return list(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+def _address_of(interface: str) -> str | None:
+    try:
+        import fcntl  # not on Windows
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            asked = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
+    except (ImportError, OSError):
+        return None
 
 
 def _message(line: bytes) -> Message | None:
