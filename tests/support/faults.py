@@ -249,7 +249,7 @@ def in_sharded_backward(script: _Script) -> torch.optim.Optimizer:
 def in_comm_hook(script: _Script) -> torch.optim.Optimizer:
     """Whose collectives go over the user's own group."""
 
-    def hook(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    def hook(_, bucket):  # torch compares annotations, if there are any
         script.act()
         work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
@@ -270,11 +270,11 @@ def in_buffers(script: _Script) -> torch.optim.Optimizer:
 
 
 def in_construction(script: _Script) -> torch.optim.Optimizer:
-    raise NotImplementedError  # see _train
+    return _optimizer(script)  # it has happened before
 
 
 def before_construction(script: _Script) -> torch.optim.Optimizer:
-    raise NotImplementedError
+    return _optimizer(script)
 
 
 def _constructed(script: _Script) -> DistributedDataParallel:

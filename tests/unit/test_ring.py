@@ -54,6 +54,17 @@ def test_every_rank_is_connected_to_the_next_and_the_one_before(num_ranks: int) 
         close_all(neighbours)
 
 
+def test_the_interface_that_gloo_is_given_is_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert ring._addresses() == ["127.0.0.1"]
+
+
+def test_without_an_interface_the_route_to_the_master_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.5")
+    assert ring._addresses()[0] == "127.0.0.1"
+
+
 def test_a_rank_that_cannot_be_reached_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     connected = ring._connected
     monkeypatch.setattr(ring, "_ACCEPT_S", 0.1)

@@ -343,7 +343,8 @@ class Guard:
     def _begin(self) -> None:
         self._thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=self._forget)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
         # Also called where multiprocessing ends a process without atexit.
         multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         atexit.register(self._at_exit)
