@@ -1,15 +1,15 @@
-"""Rings of connections, among threads of one process."""
+"""Rings of pairs, among threads of one process."""
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,23 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from undertow.runtime import ring
+from undertow.runtime import private, ring
 from undertow.runtime.ring import Neighbour, close_all, make_ring
+
+WITHIN = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Neighbour, Neighbour]]:
-    first, second = socket.socketpair()
-    neighbours = Neighbour(first, 1), Neighbour(second, 0, os.getpid())
+def pair(over_loopback: None) -> Iterator[tuple[Neighbour, Neighbour]]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda place: private.pair(store, "pair", place, private.gloo_device(), WITHIN), range(2)))
+    neighbours = Neighbour(groups[0], 0, 1), Neighbour(groups[1], 1, 0, os.getpid())
     yield neighbours
     close_all(neighbours)
 
@@ -54,22 +63,22 @@ def test_every_rank_is_connected_to_the_next_and_the_one_before(num_ranks: int) 
         close_all(neighbours)
 
 
-def test_the_interface_that_gloo_is_given_is_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert ring._addresses() == ["127.0.0.1"]
+def test_ranks_that_cannot_be_connected_leave_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = private.pair
 
+    def broken(store: Any, key: str, place: int, *args: Any) -> Any:
+        if (key, place) == ("ring/line/1", 0):
+            raise RuntimeError("Gloo connectFullMesh failed")
+        return connect(store, key, place, *args)
 
-def test_without_an_interface_the_route_to_the_master_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.5")
-    assert ring._addresses()[0] == "127.0.0.1"
-
-
-def test_a_rank_that_cannot_be_reached_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    connected = ring._connected
-    monkeypatch.setattr(ring, "_ACCEPT_S", 0.1)
-    monkeypatch.setattr(ring, "_connected", lambda theirs, hello: None if hello["rank"] == 1 else connected(theirs, hello))
+    monkeypatch.setattr(ring, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(private, "pair", broken)
     assert made(3) == [None, None, None]
+
+
+def test_a_torch_without_gloo_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert made(2) == [None, None]
 
 
 def test_a_rank_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,25 +99,6 @@ def test_ranks_that_have_not_come_are_named_now_and_then(monkeypatch: pytest.Mon
         make_ring(store, "ring", rank=0, num_ranks=3, is_gone=lambda _: False, each=each)
 
 
-@pytest.mark.parametrize(
-    "hello", [b"", b"no json\n", b"[]\n", b'{"token": "guessed", "rank": 1}\n', b'{"token": "right", "rank": 2}\n']
-)
-def test_a_stranger_is_not_taken_for_a_neighbour(hello: bytes) -> None:
-    theirs, ours = socket.socketpair()
-    with theirs, ours:
-        theirs.sendall(hello)
-        theirs.shutdown(socket.SHUT_WR)
-        assert not ring._is_expected(ours, "right", 1)
-
-
-def test_a_neighbour_with_the_token_is() -> None:
-    theirs, ours = socket.socketpair()
-    with theirs, ours:
-        theirs.sendall(json.dumps({"token": "right", "rank": 1}).encode() + b"\n")
-        assert ring._is_expected(ours, "right", 1)
-        assert theirs.recv(1) == b"+"
-
-
 def test_messages_come_whole_and_in_order(pair: tuple[Neighbour, Neighbour]) -> None:
     first, second = pair
     sent = [{"number": number, "text": "ü" * 1000} for number in range(10)]
@@ -122,7 +112,7 @@ def test_messages_come_whole_and_in_order(pair: tuple[Neighbour, Neighbour]) -> 
 
 def test_what_is_no_message_is_dropped(pair: tuple[Neighbour, Neighbour]) -> None:
     first, second = pair
-    first._socket.sendall(b'no json\n[1]\n{"a": 1}\n')
+    first._send(b'no json\n[1]\n{"a": 1}\n')
     assert second.read() == ([{"a": 1}], True)
 
 
@@ -140,15 +130,62 @@ def test_the_end_of_a_connection_is_read(pair: tuple[Neighbour, Neighbour]) -> N
     second.send({"a": 1})  # is dropped
 
 
-def test_a_process_that_is_stopped_is_seen_to_be() -> None:
+def test_last_words_are_read_before_the_end(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    first.send({"text": "x" * 3 * ring._FRAME})
+    first.flush(30.0)
+    first.close()
+    heard = []
+    while (said := second.read())[1]:
+        heard += said[0]
+    assert heard == [{"text": "x" * 3 * ring._FRAME}]
+
+
+def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    heard: list[tuple[Any, ...]] = []
+    second.listen(lambda *said: heard.append(said))
+    first.listen(lambda *_: None)
+    first.close()
+    assert second._thread is not None
+    second._thread.join(30.0)
+    assert heard == [(second, [], False)]
+    assert not any(thread.name.startswith("undertow-hears") for thread in threading.enumerate())
+
+
+def test_a_neighbour_that_reads_is_told_any_number_of_messages(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    for number in range(1, 3 * ring._MAX_SENT):
+        first.send({"number": number})
+        assert second.read() == ([{"number": number}], True)
+        if number % ring._NUM_UNTOLD == 0:  # it says that it has them
+            assert first.read() == ([], True)
+            assert not first._sent
+
+
+def test_a_neighbour_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    for number in range(ring._MAX_SENT + 5):
+        first.send({"number": number})
+    heard = [second.read()[0][0]["number"] for _ in range(ring._MAX_SENT)]
+    assert heard == list(range(ring._MAX_SENT))
+    for _ in range(ring._MAX_SENT // ring._NUM_UNTOLD):
+        assert first.read() == ([], True)
+    assert not first._sent
+    first.send({"number": -1})
+    assert second.read() == ([{"number": -1}], True)
+
+
+def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Neighbour, Neighbour]) -> None:
     sleeping = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+    first, second = pair
     try:
         os.waitpid(sleeping.pid, os.WUNTRACED)
-        first, second = socket.socketpair()
-        with first, second:
-            assert Neighbour(first, 1, sleeping.pid).is_stopped()
-            assert not Neighbour(second, 1, os.getpid()).is_stopped()
-            assert not Neighbour(second, 1).is_stopped()
+        first._process = sleeping.pid
+        assert first.is_stopped()
+        assert not second.is_stopped()  # it is this process
+        second._process = None
+        assert not second.is_stopped()
     finally:
         sleeping.kill()
         sleeping.wait()
