@@ -22,7 +22,7 @@ from undertow.checkpoint_files import Stored
 from undertow.errors import CheckpointError
 from undertow.optim import ShardedOptimizer
 from undertow.optim_state import MASTER, OF_THE_WHOLE, ShardedState
-from undertow.runtime import private
+from undertow.runtime import private, private_checkpoint
 
 _Result = TypeVar("_Result")
 _MODEL, _OPTIMIZER, _STATE, _GROUPS = "model", "optimizer", "state", "param_groups"
@@ -40,7 +40,7 @@ def save_checkpoint(
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, extra, is_first=ranks.is_first))
     cls = None if optimizer is None else _class_of(optimizer).__name__
     folder = ranks.agree_on_first(lambda: str(files.folder_for_saving(target, optimizer=cls, extra=extra)))
-    ranks.call(lambda: private.save_checkpoint(state, Path(folder), ranks.group), doing=f"save {target}")
+    ranks.call(lambda: private_checkpoint.save_checkpoint(state, Path(folder), ranks.group), doing=f"save {target}")
     ranks.agree_on_first(lambda: files.put_in_place(target))
 
 
@@ -60,7 +60,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
     def failed(name: str, error: Exception) -> Exception:
         return files.broken_data(stored.folder / name, error)
 
-    reads = private.CheckpointReads(stored.folder, stored.metadata, on_error=failed)
+    reads = private_checkpoint.CheckpointReads(stored.folder, stored.metadata, on_error=failed)
     ranks.call(lambda: reads.run(room, ranks.group), doing=f"load {target}")
     found = _nested(stored, room | reads.values)
     optimizer_state = ranks.agree(lambda: None if optimizer is None else _for_optimizer(found[_OPTIMIZER], names, optimizer))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from undertow.errors import CheckpointError
-from undertow.runtime import private
+from undertow.runtime import private_checkpoint
 
 _HEADER, _METADATA = "undertow.json", ".metadata"
 _OURS = re.compile(r"undertow\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp")
@@ -86,8 +86,8 @@ def read_stored(folder: Path) -> Stored:
     header = _header(folder / _HEADER)
     path = folder / _METADATA
     try:
-        metadata = private.read_checkpoint_metadata(path)
-        sizes = private.sizes_in_checkpoint(metadata)
+        metadata = private_checkpoint.read_checkpoint_metadata(path)
+        sizes = private_checkpoint.sizes_in_checkpoint(metadata)
     except FileNotFoundError:
         raise _broken(path, "is missing") from None
     except Exception as error:  # whatever bytes that mean something else lead to

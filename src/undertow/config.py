@@ -64,6 +64,8 @@ class SyncConfig:
     wire_dtype: "bfloat16" or "float16": in it wider gradients travel, half the bytes; where ranks add up themselves (shards,
         "ordered") they add in fp32.
     ignore: names of parameters and buffers that are left alone.
+    stall_warning_s: after how many seconds of waiting a rank has all ranks report who is late, for what, and what it is doing.
+    stall_timeout_s: after how many the step fails, with StallTimeout on every rank. Infinity switches either off.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
     `experts` and `nonfinite` have one value so far; another one is refused. Raises ConfigError
@@ -85,6 +87,8 @@ class SyncConfig:
     ignore: tuple[str, ...] = ()
     experts: tuple[object, ...] = ()
     nonfinite: str = "ignore"
+    stall_warning_s: float = 30.0
+    stall_timeout_s: float = 300.0
     record: str = "summary"
 
     def __post_init__(self) -> None:
@@ -102,6 +106,8 @@ class SyncConfig:
                 where="SyncConfig",
                 remedy="Write plan=pathlib.Path(path).read_text() for a file that save_plan() has written.",
             )
+        for name in ("stall_warning_s", "stall_timeout_s"):
+            _require_seconds(getattr(self, name), name=name)
         object.__setattr__(self, "ignore", _sorted_names(self.ignore))
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,6 +142,15 @@ def bytes_from_mib(value: object, *, name: str) -> float:
             remedy="Give a size above zero, or leave it out for a planned one.",
         )
     return value * 1024 * 1024
+
+
+def _require_seconds(value: object, *, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(
+            f"{name} must be a positive number of seconds, got {value!r}.",
+            where="SyncConfig",
+            remedy="Give a number above zero, or math.inf to switch it off.",
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -9,7 +9,9 @@
     ├── NonFiniteGradient             a gradient, or the norm of all, that is infinite or no number
     ├── CheckpointError               a checkpoint, or a state, that cannot be saved or loaded
     ├── Desync                        ranks are in different steps, plan generations or modes
-    └── PeerFailed                    another rank reported an error in this step
+    ├── PeerFailed                    another rank reported an error in this step, or has ended with one
+    ├── RankLost                      another rank's process is gone, or has left while others wait for it
+    └── StallTimeout (TimeoutError)   a rank has waited for others longer than it was to
 
 Every message has three parts: what happened, where, and what to do. All are RuntimeErrors, as most of torch's own errors
 about distributed training are: code that catches those keeps working.
@@ -25,7 +27,9 @@ __all__ = [
     "PeerFailed",
     "PhaseError",
     "PlanMismatch",
+    "RankLost",
     "ShardedGradientError",
+    "StallTimeout",
     "UndertowError",
     "WrongType",
 ]
@@ -72,4 +76,12 @@ class Desync(UndertowError):
 
 
 class PeerFailed(UndertowError):
-    """Another rank reported an error in this step."""
+    """Another rank reported an error in this step, or has ended with one."""
+
+
+class RankLost(UndertowError):
+    """Another rank's process is gone, or has left while others wait for it; raised on every rank that is left."""
+
+
+class StallTimeout(UndertowError, TimeoutError):
+    """A rank has waited for others longer than it was to; raised on every rank."""

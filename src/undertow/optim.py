@@ -410,7 +410,8 @@ def _total_norm(grads: list[Tensor], norm_type: float, sharding: Sharding) -> Te
         total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
     if sharding.group.num_ranks > 1:
         op = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-        dist.all_reduce(total, op=op, group=sharding.group.process_group)
+        with sharding.group.waiting("the norm of all gradients"):
+            dist.all_reduce(total, op=op, group=sharding.group.process_group)
     return (total if is_largest else total ** (1.0 / norm_type)).to(torch.float32)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError
-from undertow.runtime import private
+from undertow.runtime import private, private_checkpoint
 from undertow.runtime.buckets import strides_of_gradient
 from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.group import gather_bytes
@@ -73,10 +73,10 @@ class ShardedState(Tensor):
         return copied
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
-        return private.write_items(fqn, self, [box for box, _ in self._boxes()])
+        return private_checkpoint.write_items(fqn, self, [box for box, _ in self._boxes()])
 
     def __create_chunk_list__(self) -> list[Any]:
-        return private.chunks([box for box, _ in self._boxes()])
+        return private_checkpoint.chunks([box for box, _ in self._boxes()])
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         for box, view in self._boxes():

@@ -81,7 +81,9 @@ class Sync:
     def _set_up(self, group: GroupRef) -> None:
         """Makes everything that belongs to one process group; communicates nothing."""
         params = [param for _, param in self._members.trained()]
-        self._group = OwnGroup(group, device=params[0].device if params else torch.device("cpu"))
+        self._group = OwnGroup(group, device=params[0].device if params else torch.device("cpu"), limits=self._config)
+        self._group.module = weakref.ref(self._module)
+        self.waiting = self._group.waiting
         self._recorder = Recorder(
             clock_for(self._group.device, self._group.backend), rank=self._group.rank, level=self._config.record
         )

@@ -66,7 +66,8 @@ def announce_forward(sync: Sync, joinable: Joinable, hook: ShadowHook, *, with_b
 def _exchange(sync: Sync, *, source: int | None, synchronises: bool) -> tuple[int | None, bool]:
     """The highest rank that offers its tensors, and whether any rank's backward will synchronise."""
     said = torch.tensor([0 if source is None else source + 1, int(synchronises)], device=sync.device)
-    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=sync.own_process_group)
+    with sync.waiting("all ranks, to tell whether they have data"):
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=sync.own_process_group)
     highest, any_synchronises = said.tolist()
     return (highest - 1 if highest else None), bool(any_synchronises)
 

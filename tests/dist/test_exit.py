@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -56,3 +57,37 @@ SHARDED = SCRIPT.replace("torch.optim.SGD(model.parameters(), ", "undertow.Shard
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_script_ends_with_exit_code_0(ending: str, script: str, tmp_path: Path) -> None:
     assert exit_codes(script + ENDINGS[ending], tmp_path / "meeting-point") == [(0, ""), (0, "")]
+
+
+AGAIN = SCRIPT.replace("store=dist.FileStore(meeting_point, 2)", "init_method='tcp://127.0.0.1:{port}'").replace(
+    "import undertow", "import threading, undertow, undertow.runtime"  # before there is a group, which torch would keep
+)
+AFTERWARDS = """
+    dist.destroy_process_group()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("undertow-hears")]
+    if rank == 0:
+        dist.TCPStore("127.0.0.1", {port}, 1, is_master=True)
+"""
+
+
+def test_nothing_holds_the_store_when_the_process_groups_are_destroyed(tmp_path: Path) -> None:
+    """Or a script could not start again at the same address."""
+    with socket.socket() as probe:  # where nobody listens
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = (AGAIN + AFTERWARDS).replace("{port}", str(port))
+    assert exit_codes(script, tmp_path / "unused") == [(0, ""), (0, "")]
+
+
+ENDS = {
+    "exit code": ("    sys.exit(3)\n", 3),
+    "exception": ("    raise KeyError(rank)\n", 1),
+    "exception, groups destroyed": ("    try:\n        raise KeyError(rank)\n    finally:\n        dist.destroy_process_group()\n", 1),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_ends_with_its_own_exit_code(end: str, tmp_path: Path) -> None:
+    """Both ranks at once, each while it hears of the other."""
+    ending, code = ENDS[end]
+    assert [found for found, _ in exit_codes(SCRIPT + ending, tmp_path / "meeting-point")] == [code, code]

@@ -14,7 +14,7 @@ from support.checkpoints import OPTIMIZERS, Setup, case_of, from_bytes, require_
 from support.hybrid import mesh_of
 from support.ranks import Ranks
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, load_checkpoint, save_checkpoint
-from undertow.runtime import private
+from undertow.runtime import private_checkpoint
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def stored(path: Path) -> list[list[int]]:
     with on_mesh(setup, (2, 2)) as (model, optimizer):
         train(setup, model, optimizer, steps=range(2))
         save_checkpoint(path, model, optimizer)
-    metadata = private.read_checkpoint_metadata(path / ".metadata")
+    metadata = private_checkpoint.read_checkpoint_metadata(path / ".metadata")
     return [
         [entry.size.numel(), sum(chunk.sizes.numel() for chunk in entry.chunks)]
         for name, entry in metadata.state_dict_metadata.items()

@@ -26,6 +26,8 @@ DEFAULTS = {
     "ignore": (),
     "experts": (),
     "nonfinite": "ignore",
+    "stall_warning_s": 30.0,
+    "stall_timeout_s": 300.0,
     "record": "summary",
 }
 
@@ -42,6 +44,16 @@ def test_defaults() -> None:
     assert dataclasses.asdict(SyncConfig()) == DEFAULTS
 
 
+@pytest.mark.parametrize("name", ["stall_warning_s", "stall_timeout_s"])
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, True, None, "30"])
+def test_times_of_stalls_are_positive_numbers(name: str, value: object) -> None:
+    assert refusal(**{name: value}) == (
+        f"{name} must be a positive number of seconds, got {value!r}.\n"
+        "  SyncConfig\n"
+        "  Give a number above zero, or math.inf to switch it off."
+    )
+
+
 def test_settings_cannot_be_changed_later() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SyncConfig().overlap = False  # type: ignore[misc]
@@ -56,6 +68,7 @@ def test_settings_cannot_be_changed_later() -> None:
         {"plan": '{"format": 1}', "average_in_collective": False, "buffers": "mean", "record": "off"},
         {"bucket_cap_mb": (0.5, 2)},
         {"bucket_cap_mb": (math.inf,)},
+        {"stall_warning_s": 5, "stall_timeout_s": math.inf},
     ],
 )
 def test_json_round_trip(settings: dict[str, Any]) -> None:

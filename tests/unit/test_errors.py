@@ -14,7 +14,9 @@ from undertow.errors import (
     PeerFailed,
     PhaseError,
     PlanMismatch,
+    RankLost,
     ShardedGradientError,
+    StallTimeout,
     UndertowError,
     WrongType,
 )
@@ -27,7 +29,9 @@ TREE = [
     PeerFailed,
     PhaseError,
     PlanMismatch,
+    RankLost,
     ShardedGradientError,
+    StallTimeout,
     WrongType,
 ]
 

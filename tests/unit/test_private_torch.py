@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from undertow.boxes import Box
-from undertow.runtime import private
+from undertow.runtime import private, private_checkpoint
 from undertow.runtime.private_counting import CollectiveBytes
 
 
@@ -225,10 +225,10 @@ class InRows(torch.Tensor):
         return made
 
     def __create_write_items__(self, name: str, _object: object) -> list[object]:
-        return private.write_items(name, self, self.BOXES)
+        return private_checkpoint.write_items(name, self, self.BOXES)
 
     def __create_chunk_list__(self) -> list[object]:
-        return private.chunks(self.BOXES)
+        return private_checkpoint.chunks(self.BOXES)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return self.rows[:1] if tuple(index.offset) == (0, 0) else self.rows[1:]
@@ -244,7 +244,7 @@ def saved(tmp_path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         state = {"rows": InRows(torch.arange(6.0).view(3, 2)), "number": 7, "whole": torch.ones(2, dtype=torch.bfloat16)}
-        private.save_checkpoint(state, tmp_path / "saved", None)
+        private_checkpoint.save_checkpoint(state, tmp_path / "saved", None)
     return tmp_path / "saved"
 
 
@@ -252,7 +252,9 @@ def read(folder: Path, room: dict[str, Any]) -> dict[str, Any]:
     def error(name: str, cause: Exception) -> Exception:
         return ValueError(f"{name}: {type(cause).__name__}")
 
-    reads = private.CheckpointReads(folder, private.read_checkpoint_metadata(folder / ".metadata"), on_error=error)
+    reads = private_checkpoint.CheckpointReads(
+        folder, private_checkpoint.read_checkpoint_metadata(folder / ".metadata"), on_error=error
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         reads.run(room, None)
@@ -268,8 +270,8 @@ def test_a_tensor_in_boxes_is_saved_and_loaded_by_torch(saved: Path) -> None:
 
 
 def test_the_metadata_of_a_checkpoint_says_how_large_its_files_are(saved: Path) -> None:
-    metadata = private.read_checkpoint_metadata(saved / ".metadata")
-    assert private.sizes_in_checkpoint(metadata) == {"__0_0.distcp": (saved / "__0_0.distcp").stat().st_size}
+    metadata = private_checkpoint.read_checkpoint_metadata(saved / ".metadata")
+    assert private_checkpoint.sizes_in_checkpoint(metadata) == {"__0_0.distcp": (saved / "__0_0.distcp").stat().st_size}
     assert metadata.planner_data == {"rows": ("rows",), "number": ("number",), "whole": ("whole",)}
     assert metadata.state_dict_metadata["rows"].size == (3, 2)
 
@@ -287,7 +289,7 @@ def test_nothing_else_is_unpickled_as_metadata(tmp_path: Path, name: str) -> Non
     path = tmp_path / ".metadata"
     path.write_bytes(FOREIGN[name])
     with pytest.raises((pickle.UnpicklingError, EOFError)):
-        private.read_checkpoint_metadata(path)
+        private_checkpoint.read_checkpoint_metadata(path)
 
 
 def test_the_first_failure_of_a_kind_comes_out_of_torchs_exception(saved: Path) -> None:

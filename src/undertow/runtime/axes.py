@@ -8,35 +8,39 @@ across   rank 0  rank 1      gradients: reduce-scatter inside, then all-reduce o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
+from torch import nn
 
+from undertow.config import SyncConfig
 from undertow.runtime.collectives import Handle
 from undertow.runtime.exchange import Exchange, PostedExchanges
-from undertow.runtime.group import GroupRef, OwnGroup
+from undertow.runtime.group import OwnGroup
+from undertow.runtime.narrow import wire_dtype_named
 from undertow.runtime.native_exchange import exchanges_over
 
 
 class Axes:
     """Exchanges over groups of their own, `inside` and, where ranks form a mesh, `across`; making them is a collective call.
 
-    `rank` and `num_ranks` are of all of them; they reduce to means over those, or with `sums` to sums, of what travels in
-    `wire`. `close` ends their threads and destroys the groups.
+    `all_ranks` is the group of all of them. They reduce to means over those, or to sums, as the settings have it. `close` ends
+    their threads and destroys the groups.
     """
 
-    def __init__(
-        self, user: GroupRef, *, device: torch.device, in_order: bool, sums: bool = False, wire: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, module: nn.Module) -> None:
+        user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
         refs = [user] if user.across is None else [user.inside, user.across]
-        self._groups = [OwnGroup(ref, device=device) for ref in refs]
-        if self.num_ranks > 1:
-            for group in self._groups:
+        self._groups = [OwnGroup(ref, device=all_ranks.device, limits=config) for ref in refs]
+        for group in self._groups:
+            group.num_steps, group.module = all_ranks.num_steps, weakref.ref(module)
+            if self.num_ranks > 1:
                 group.open()
+        in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)
         # Sums inside are not divided: the mean is rounded once, when all summands are in it.
-        divisor = 1 if sums else self.num_ranks
+        divisor = 1 if config.op == "sum" else self.num_ranks
         divisors = [divisor] if user.across is None else [1, divisor]
         exchanges = [
             exchanges_over(group, in_order=in_order, divisor=divisor, wire=wire)

@@ -139,12 +139,15 @@ class _Sent:
         self._flat = _flat(tensors)
         # Bytes travel, so that every dtype can, also those that the backend knows nothing of.
         payload = self._flat.view(torch.uint8)
-        self._work = dist.broadcast(payload, group=group.process_group, group_src=source, async_op=True)
+        self._group = group
+        with group.waiting():
+            self._work = dist.broadcast(payload, group=group.process_group, group_src=source, async_op=True)
 
     def values(self) -> list[Tensor] | None:
         """What the source has; None on the source itself."""
         assert self._work is not None  # async_op on a rank of the group
-        self._work.wait()
+        with self._group.waiting("parameters or buffers of another rank"):
+            self._work.wait()
         return None if self._is_source else _parts(self._flat, self._tensors)
 
     @torch.no_grad()
@@ -189,7 +192,8 @@ def _means(chunk: Sequence[Tensor], group: OwnGroup) -> list[Tensor]:
     # cannot overflow either, as that of masks filled with the lowest number would. Buffers are small; the bytes are too.
     flat = _flat(chunk)
     wide = flat.to(_wider(flat.dtype)).div_(group.num_ranks)
-    dist.all_reduce(wide, group=group.process_group)
+    with group.waiting("the mean of buffers"):
+        dist.all_reduce(wide, group=group.process_group)
     return _parts(wide.to(flat.dtype), chunk)
 
 

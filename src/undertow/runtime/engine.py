@@ -63,11 +63,10 @@ class Engine:
         self.is_closed = False
         self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
-        self._is_passed_on = False  # to somebody who came later
-        self._recorder = recorder
+        self._is_passed_on, self._recorder = False, recorder  # to somebody who came later
         self._progress = Progress()
+        group.num_steps = self._progress.rounds
         self._open: _OpenRound | None = None
-
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
         self.formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
@@ -93,6 +92,7 @@ class Engine:
 
     def forward_begins(self, *, is_training: bool) -> None:
         """Called before every forward that may be followed by a backward."""
+        self.formation.group.require_no_fault()
         self._abandon()
         self._await_others()
         formation = self.formation

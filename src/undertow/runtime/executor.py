@@ -64,6 +64,8 @@ class Executor:
 
     def __init__(self, plan: Plan, params: Sequence[Tensor], group: OwnGroup, recorder: Recorder, reducer: Reducer) -> None:
         self._rank = group.rank
+        self._group = group if reducer.sharding is None else reducer.sharding.exchanges.group
+        self._labels = [_label(bucket, plan) for bucket in plan.buckets]
         self._recorder = recorder
         self._reducer = reducer
         self._buckets = plan.buckets
@@ -115,9 +117,10 @@ class Executor:
 
     def run(self, ops: Sequence[Op]) -> None:
         """Issues `ops` in the given order."""
-        for op in ops:
-            with _profiler_range(f"undertow.{op.label}"):
-                self._table[op.kind](self, op.bucket or 0)
+        with self._group.waiting():  # also what is launched fails where another rank is gone
+            for op in ops:
+                with _profiler_range(f"undertow.{op.label}"):
+                    self._table[op.kind](self, op.bucket or 0)
 
     def take_over_readings(self, before: Executor) -> None:
         """Of the last rounds under another plan, whose trailers are still on their way to the host."""
@@ -145,8 +148,9 @@ class Executor:
         """Waits for that round."""
         assert self._round is not None  # the one whose late parts they are
         for index, (values, handles) in self._late.items():
-            for handle in handles:
-                handle.wait()
+            with self._group.waiting(f"what came late for {self._labels[index]}"):
+                for handle in handles:
+                    handle.wait()
             _rescale(values, self._round)
             self._bindings[index].add_late(values)
         self._late.clear()
@@ -255,8 +259,9 @@ class Executor:
                 binding.keep()
             return
         self._recorder.wait_begins(index)
-        for handle in handles:
-            handle.wait()
+        with self._group.waiting(self._labels[index]):
+            for handle in handles:
+                handle.wait()
         self._recorder.wait_ends(index)
         if self._reducer.hook is not None:
             self._count(index, handles)
@@ -410,6 +415,12 @@ def _binding(bucket: Bucket, params: Sequence[Tensor]) -> Binding:
     if bucket.is_sparse:
         return SparseBinding(GradientBucket(bucket.index, 0, (), layout=bucket), params)
     return DenseBinding(GradientBucket(bucket.index, bucket.num_bytes, params, layout=bucket), params)
+
+
+def _label(bucket: Bucket, plan: Plan) -> str:
+    names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"bucket {bucket.index} ({shown or 'flags only'})"
 
 
 def _rescale(values: Sequence[Tensor], this_round: Round) -> None:

@@ -180,6 +180,7 @@ class Formation:
     def _renew(self, reducer: Reducer) -> None:
         before, named_params, arrived = self.assembly, self.watch.named_params, self.watch.arrived_before
         self.watch.close()
+        self.group.hooks_use_users |= reducer.hook is not None
         self.assembly = self._assemble(named_params, reducer, generation=before.generation)
         self.watch = self._watch_over(named_params)
         self.watch.arrived_before |= arrived

@@ -68,7 +68,8 @@ class Gathers:
             if handle is None:
                 continue
             self._recorder.gather_wait_begins(bucket)
-            handle.wait()
+            with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
+                handle.wait()
             self._recorder.gather_wait_ends(bucket)
             del self.in_flight[bucket]  # now, so that a wait that failed fails again
             # Also now: a forward that has read too early learns of it in its backward.

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
+from undertow.runtime.guard import Member
+from undertow.runtime.waiting import Waiting, join_ring, require_no_fault
 
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
@@ -105,12 +110,18 @@ class OwnGroup:
     It is made by `open`, and held weakly for the reason that `GroupRef` gives.
     """
 
-    def __init__(self, user: GroupRef, *, device: torch.device) -> None:
+    def __init__(self, user: GroupRef, *, device: torch.device, limits: SyncConfig | None = None) -> None:
         self.user = user
         self.rank = user.rank
         self.num_ranks = len(user.ranks)
         self.backend = user.backend
         self.device = device  # where small tensors of exchanges live
+        self.member: Member | None = None  # by which we know whether the other ranks are there
+        self.num_steps: Callable[[], int] = int
+        self.module: weakref.ref[torch.nn.Module] | None = None
+        self.hooks_use_users = False  # communication hooks, whose collectives go over the user's group
+        self._destroying = threading.Lock()
+        self._limits = SyncConfig() if limits is None else limits
         self._group: weakref.ref[dist.ProcessGroup] | None = None
 
     @property
@@ -119,7 +130,30 @@ class OwnGroup:
 
     def open(self) -> None:
         """Makes the clone; a collective call, before any other one over it."""
-        self._group = weakref.ref(self.user.clone())
+        if self.num_ranks == 1:
+            self._group = weakref.ref(self.user.clone())
+            return
+        own = weakref.ref(self)
+        how = {"interrupt": partial(_interrupt, own), "destroy": partial(_destroy, own)}
+        member = join_ring(self.user.ranks, self.rank, self._limits, **how)
+        if member is not None:
+            member.num_steps, member.module = self.num_steps, self.module
+            self.member = member
+        with self.waiting("all ranks, to make a process group"):
+            if member is not None:
+                member.meet()
+                require_no_fault(member)
+            self._group = weakref.ref(self.user.clone())
+        if member is not None:
+            member.is_made = True
+
+    def waiting(self, what: str = "") -> Waiting:
+        """`with` it this rank waits for what other ranks bring: where one is gone, the error says so."""
+        return Waiting(self.member, what)
+
+    def require_no_fault(self) -> None:
+        """Raises where another rank is gone or has failed, or this rank was too late."""
+        require_no_fault(self.member)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -136,7 +170,9 @@ class OwnGroup:
 
     @property
     def is_alive(self) -> bool:
-        """Whether torch.distributed still has the group."""
+        """Whether torch.distributed still has the group, and every rank is there."""
+        if self.member is not None and self.member.known_fault is not None:
+            return False
         return self._group is not None and self._group() is not None and dist.is_initialized()
 
     @property
@@ -145,9 +181,37 @@ class OwnGroup:
 
     def close(self) -> None:
         """Destroys the clone; does nothing if torch.distributed has done so already."""
-        group = None if self._group is None else self._group()
+        _destroy(weakref.ref(self))
+
+
+def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
+    """From the guard's thread."""
+    own = owner()
+    if own is None:
+        return
+    with own._destroying:  # or the last to hold the group would be this thread, which would end it when it may not
+        group = None if own._group is None else own._group()
         if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+            private.interrupt(group)
+            if own.hooks_use_users and own.user.group is not None:
+                private.interrupt(own.user.group)
+        del group
+
+
+def _destroy(owner: weakref.ref[OwnGroup]) -> None:
+    own = owner()
+    if own is None:
+        return
+    member, own.member = own.member, None
+    if member is not None:
+        member.close()
+    with own._destroying:
+        group = None if own._group is None else own._group()
+        if group is None or not dist.is_initialized():
+            return
+        if member is not None and member.known_fault is not None:
+            private.interrupt(group)  # or what is under way would be waited for
+        dist.destroy_process_group(group)
 
 
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -196,12 +260,14 @@ class Agreement:
         self._group = group
         mine = torch.frombuffer(bytearray(hashlib.sha256(self._text).digest()), dtype=torch.uint8).to(group.device)
         self._digests = [torch.empty_like(mine) for _ in range(group.num_ranks)]
-        self._work = dist.all_gather(self._digests, mine, group=group.process_group, async_op=True)
+        with group.waiting():
+            self._work = dist.all_gather(self._digests, mine, group=group.process_group, async_op=True)
 
     def is_reached(self) -> bool:
         """Whether all ranks have given the same; waits."""
         assert self._work is not None  # async_op on a rank of the group
-        self._work.wait()
+        with self._group.waiting("the comparison of all ranks' parameters"):
+            self._work.wait()
         return all(torch.equal(digest, self._digests[0]) for digest in self._digests)
 
     def require(self) -> None:
@@ -217,7 +283,8 @@ class Agreement:
 def _all_gather(group: OwnGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
     mine = tensor.to(group.device)
     received = [torch.empty_like(mine) for _ in range(group.num_ranks)]
-    dist.all_gather(received, mine, group=group.process_group)
+    with group.waiting("the comparison of all ranks' parameters"):
+        dist.all_gather(received, mine, group=group.process_group)
     return [row.cpu() for row in received]
 
 

@@ -35,7 +35,8 @@ class ObservedOrder:
             return
         order = torch.tensor(observed(len(self._params), self._stop()), dtype=torch.int64)
         order = order.to(self._group.device)  # [number of parameters]
-        work = dist.broadcast(order, group=self._group.process_group, group_src=0, async_op=True)
+        with self._group.waiting():
+            work = dist.broadcast(order, group=self._group.process_group, group_src=0, async_op=True)
         assert work is not None  # async_op on a rank of the group
         self._sent = order, work
 
@@ -45,7 +46,8 @@ class ObservedOrder:
             return None
         order, work = self._sent
         self._sent = None
-        work.wait()
+        with self._group.waiting("the order of rank 0's gradients"):
+            work.wait()
         return order.tolist()
 
     def close(self) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,12 +16,13 @@ from torch.distributed.utils import _to_kwargs
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from undertow.boxes import Box
 from undertow.errors import ConfigError
 
 # Of the backward that this thread is in, the innermost one; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
+
+_NOBODYS_TAG = (1 << 30) + 1  # nothing is ever sent with it
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -84,6 +84,78 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
     return cast(dist.ProcessGroup, group)
 
 
+def default_store() -> Any:
+    """The store by which the default group's ranks have met."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d._get_default_store()
+
+
+def is_gone(rank: int) -> bool:
+    """Whether that rank's process is known to have ended, by the default group's connection to it; only gloo tells.
+
+    A receive that is posted and dropped: on a connection that is closed it fails at once.
+    """
+    gloo = _gloo_of(dist.group.WORLD)
+    if gloo is None or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+        return False
+    try:
+        gloo.recv([torch.zeros(1)], rank, _NOBODYS_TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+def interrupt(group: dist.ProcessGroup) -> None:
+    """Has everything that is under way over a group of ours fail, here and then on the other ranks; the group is broken.
+
+    A receive of gloo's that does not end in time closes all connections of its group.
+    """
+    gloo = _gloo_of(group)
+    with contextlib.suppress(RuntimeError):
+        if gloo is not None:
+            gloo.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+        else:
+            group.abort()
+
+
+def gloo_device() -> Any:
+    """What connects pairs: of the interface that gloo is given, or the one that the machine's name stands for."""
+    if not dist.is_gloo_available():
+        raise RuntimeError("this build of torch has no gloo.")
+    gloo: Any = dist.ProcessGroupGloo
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    # Not lazily: ranks that cannot be connected shall be found when they connect.
+    return gloo.create_device(interface=interface, lazy_init=False) if interface else gloo.create_default_device(lazy_init=False)
+
+
+def pair(store: Any, key: str, place: int, device: Any, timeout: timedelta) -> Any:
+    """A group of gloo's of two processes, this one at `place` 0 or 1, connected when it returns; a call for both.
+
+    It is nobody's: torch.distributed does not count, name or destroy it, and its other groups may be of any backend.
+    RuntimeError where the other one is not connected within `timeout`.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = [device], timeout
+    options._threads = 1  # for collectives; there are none
+    return gloo(dist.PrefixStore(key, store), place, 2, options)
+
+
+def disconnect(group: Any) -> None:
+    """Closes the connection of a pair: what is posted on it fails, on both sides."""
+    with contextlib.suppress(RuntimeError):
+        group.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
+
+def _gloo_of(group: Any) -> Any | None:
+    """What sends and receives over gloo for this group; None where it is none of gloo's."""
+    group = getattr(group, "inner", group)  # of an emulated link
+    try:
+        return group if group._get_backend(torch.device("cpu")).name() == "gloo" else None
+    except RuntimeError:
+        return None
+
+
 def reduce_scatter_async(shard: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to write into `shard` the sum over ranks of this rank's part of `parts`, by the backend's own collective."""
     start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name of torch < 2.13
@@ -102,138 +174,6 @@ def wrapper_tensor(
     """A tensor of class `cls` without storage, of `like`'s shape and strides, and of its dtype and device if not given."""
     make = torch.Tensor._make_wrapper_subclass
     return make(cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device)
-
-
-def chunks(boxes: Sequence[Box]) -> list[Any]:
-    """What torch.distributed.checkpoint wants of `__create_chunk_list__`: the boxes that a rank has of a tensor."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # takes as long to import as torch itself
-
-    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-
-
-def write_items(name: str, tensor: torch.Tensor, boxes: Sequence[Box]) -> list[Any]:
-    """What it wants of `__create_write_items__`: that a rank has these boxes of `tensor`, called `name`, to write."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    properties = TensorProperties(dtype=tensor.dtype)
-    return [
-        WriteItem(
-            index=MetadataIndex(name, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape),
-        )
-        for chunk in chunks(boxes)
-    ]
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Of all that a pickle can name, only what the metadata of a checkpoint consists of."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_plain = (module, name) in _IN_METADATA or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        if is_plain:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
-
-
-_IN_METADATA = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-}
-
-
-def read_checkpoint_metadata(path: Path) -> Any:
-    """What torch's FileSystemWriter has written as `.metadata`: a pickle, which is read without running anything else."""
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    with path.open("rb") as file:
-        metadata = _MetadataUnpickler(file).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-    return metadata
-
-
-def sizes_in_checkpoint(metadata: Any) -> dict[str, int]:
-    """The files that hold the tensors, and how many bytes each has."""
-    sizes: dict[str, int] = {}
-    for stored in metadata.storage_data.values():
-        sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
-    return sizes
-
-
-def save_checkpoint(state_dict: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Writes it with torch.distributed.checkpoint; a collective call. `folder` is new: nothing is overwritten."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    writer = FileSystemWriter(folder)  # waits until files are on the disk
-    save(state_dict, storage_writer=writer, process_group=group, no_dist=group is None)
-
-
-class CheckpointReads:
-    """What is read of a checkpoint on this rank: tensors into `room`, and other things, which are then in `values`.
-
-    `on_error` makes the error for a file that cannot be read.
-    """
-
-    def __init__(self, folder: Path, metadata: Any, *, on_error: Callable[[str, Exception], Exception]) -> None:
-        self.values: dict[str, Any] = {}
-        self._folder = folder
-        self._metadata = metadata
-        self._on_error = on_error
-
-    def run(self, room: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        """`room` has a tensor by the name of each one that is wanted, and None for other things; a collective call."""
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        reads, values, metadata = self, self.values, self._metadata
-
-        class Planner(DefaultLoadPlanner):
-            def load_bytes(self, read_item: Any, value: Any) -> None:  # torch's unpickles whatever is there
-                values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-        class Reader(FileSystemReader):
-            def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
-                return metadata
-
-            def read_data(self, plan: Any, planner: Any) -> Any:
-                done: torch.futures.Future[None] = torch.futures.Future()
-                for name, items in reads.by_file(plan.items).items():
-                    try:
-                        super().read_data(dataclasses.replace(plan, items=items), planner)
-                    except Exception as error:
-                        raise reads._on_error(name, error) from None
-                done.set_result(None)
-                return done
-
-        load(room, storage_reader=Reader(self._folder), planner=Planner(), process_group=group, no_dist=group is None)
-
-    def by_file(self, items: Sequence[Any]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {}
-        for item in items:
-            found.setdefault(self._metadata.storage_data[item.storage_index].relative_path, []).append(item)
-        return found
 
 
 def first_failure(error: BaseException, kind: type[_Error]) -> _Error | None:

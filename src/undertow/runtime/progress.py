@@ -22,6 +22,10 @@ class Progress:
         self._has_ever_stepped = False
         self._is_after_round = False
 
+    def rounds(self) -> int:
+        """Number of synchronisations that are complete; asked from other threads."""
+        return self.num_rounds
+
     @property
     def is_step_due(self) -> bool:
         """Whether no optimizer has stepped since the last round."""

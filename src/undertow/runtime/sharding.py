@@ -207,7 +207,8 @@ class Sharding:
         whole = own.new_empty(self.group.num_ranks * own.numel())
         whole.view(self.group.num_ranks, -1)[self.group.rank].copy_(own)
         if self.group.num_ranks > 1:
-            self.exchanges.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int).wait()
+            with self.group.waiting(f"the shards of bucket {bucket}"):
+                self.exchanges.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int).wait()
         return whole
 
 

@@ -14,7 +14,6 @@ from undertow.runtime.axes import Axes
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.formation import Formation
 from undertow.runtime.group import Agreement
-from undertow.runtime.narrow import wire_dtype_named
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.weights import require_means
@@ -44,9 +43,8 @@ class ShardedSteps:
         self._formation = formation
         self._overlap = config.overlap
         self._settings = config.to_dict()
-        self._group = group = formation.group
-        how = {"in_order": config.reduction == "ordered", "sums": config.op == "sum"}
-        self._axes = Axes(group.user, device=group.device, wire=wire_dtype_named(config.wire_dtype), **how)
+        self._group = formation.group
+        self._axes = Axes(formation.group, config, module)
         self.is_eager = is_eager
         try:
             self.eager = eager_steps_over(self._axes, overlap=config.overlap) if is_eager else None

@@ -25,7 +25,8 @@ def sweep(engine: Engine, config: SyncConfig) -> None:
         raise no_profile(config)
     if engine.formation.group.num_ranks > 1:
         engine.open()
-        tuner.learn_costs("all_reduce", _swept_costs(engine.formation.assembly.reducer))
+        with engine.formation.group.waiting("the measurement of the network"):
+            tuner.learn_costs("all_reduce", _swept_costs(engine.formation.assembly.reducer))
 
 
 def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:

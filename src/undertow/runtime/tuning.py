@@ -63,7 +63,8 @@ class Tuning:
             return None
         decided_on, numbers, work = self._sent
         self._sent = None
-        _wait(work)
+        with self._group.waiting("rank 0's plan"):
+            _wait(work)
         decision = decision_from_array(numbers.cpu().numpy(), decided_on.plan.params)
         if decision.groups is not None and decided_on != present:
             decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None, gathers_behind=None)
@@ -125,7 +126,8 @@ class Tuning:
         latest = torch.from_numpy(mine).to(self._group.device)
         work = dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group.process_group, async_op=True)
         yield
-        _wait(work)
+        with self._group.waiting("the times of all ranks"):
+            _wait(work)
         measurement = measurement_from_array(latest.cpu().numpy(), records, measured.plan)
         if measurement is not None:
             self.tuner.learn(measurement)

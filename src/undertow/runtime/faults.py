@@ -1,0 +1,169 @@
+"""What can be wrong with other ranks, as values and as text; no torch, no sockets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, TypedDict
+
+from undertow.errors import PeerFailed, RankLost, StallTimeout, UndertowError
+
+_log = logging.getLogger("undertow")
+_NUM_FRAMES = 12
+_MAX_TEXT = 2000  # characters of an error's or a stack's text that travel
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a step cannot go on: the same on every rank that learns of it."""
+
+    kind: type[UndertowError]
+    what: str
+    remedy: str
+    told: str = ""  # by the rank that found out, more than one line
+
+    def error(self, where: str) -> UndertowError:
+        """A new error each time: one that is raised twice would carry both tracebacks."""
+        return self.kind(self.what, where="\n  ".join(part for part in (where, self.told) if part), remedy=self.remedy)
+
+
+class State(TypedDict):
+    """What a rank is doing, in its own words."""
+
+    rank: int
+    step: int  # synchronisations it has completed; below 0 where that is not known
+    doing: str
+    waits_for: str  # of the group that is asked about; empty where it does not wait
+    waited_s: float
+    stack: list[str]
+
+
+def failed(rank: int, text: str) -> Fault:
+    """A rank has ended with an exception, or is about to."""
+    remedy = f"The step is incomplete on every rank. The traceback is in the log of rank {rank}."
+    return Fault(PeerFailed, f"rank {rank} has failed: {text}", remedy)
+
+
+def lost(rank: int) -> Fault:
+    """A rank's process is gone, and has said nothing."""
+    return Fault(
+        RankLost,
+        f"rank {rank} is gone: its process has ended without a word, or was killed.",
+        "The step is incomplete on every rank. Look for what has ended it (memory, the scheduler), and start from a checkpoint.",
+    )
+
+
+def finished(rank: int, num_steps: int) -> Fault:
+    """A rank has closed its model, or ended, as if all were well."""
+    return Fault(
+        RankLost,
+        f"rank {rank} has left: it has finished after {num_steps} synchronisations, and others wait for it.",
+        "Give every rank as many batches, or train inside model.join().",
+    )
+
+
+def stalled(text: str) -> Fault:
+    """Some rank has waited for too long."""
+    first, _, rest = text.partition("\n")
+    return Fault(
+        StallTimeout,
+        first,
+        "Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be.",
+        told=rest.strip(),
+    )
+
+
+def stopped(rank: int) -> State:
+    """What a neighbour says of a rank that cannot speak."""
+    return State(rank=rank, step=-1, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])
+
+
+def text_of(error: BaseException) -> str:
+    """One line of an exception, or few."""
+    return "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
+
+
+def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, str], *, ranks: Collection[int]) -> str:
+    """Who waits for what, and what the others are doing; the same on every rank that knows the same states."""
+    late = [rank for rank in ranks if rank != asking["rank"] and (rank not in states or not states[rank]["waits_for"])]
+    named = f"rank {', '.join(map(str, late))} has not come" if late else "all ranks wait, for different things"
+    lines = [f"rank {asking['rank']} has waited {asking['waited_s']:.0f} s for {asking['waits_for']}: {named}."]
+    for rank in ranks:
+        state = states.get(rank)
+        if rank in gone:
+            lines.append(f"rank {rank}: {gone[rank]}")
+        elif state is None:
+            lines.append(f"rank {rank}: no answer; it is stopped, or in a call that keeps Python from running")
+        elif state["step"] < 0:
+            lines.append(f"rank {rank}: {state['doing']}")
+        elif state["waits_for"]:
+            lines.append(f"rank {rank}: synchronisation {state['step']}, waits for {state['waits_for']}")
+        else:
+            lines.append(f"rank {rank}: synchronisation {state['step']}, {state['doing']}")
+            lines += [f"  {line}" for line in state["stack"]]
+    return "\n  ".join(lines)
+
+
+def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
+    """What a thread with these frames, the innermost last, is doing; `modules` are the model's, by id, with their names."""
+    for frame in reversed(frames):
+        path = frame.f_code.co_filename
+        if _lies_in(path, "torch", "utils", "data"):
+            return "loading data"
+        if _lies_in(path, "torch", "optim"):
+            return "in the optimizer"
+        if _lies_in(path, "torch", "autograd") or path.endswith(os.path.join("torch", "_tensor.py")):
+            return "in backward"
+        if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in modules:
+            name = modules[id(frame.f_locals["self"])]
+            return f"in the forward of {name!r}" if name else "in the forward of the model"
+    return "in code outside of the model"
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """The stack of a thread, the innermost frame last."""
+    frame = sys._current_frames().get(thread)
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def stack_lines(frames: Sequence[FrameType]) -> list[str]:
+    """File, line and function of the innermost frames; no values, which may be secret, and no source, which may have changed."""
+    return [f"{_short(frame.f_code)}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200] for frame in frames[-_NUM_FRAMES:]]
+
+
+def state_from(message: Mapping[str, Any]) -> State:
+    """A state that came from another rank; ValueError, TypeError or KeyError for what is none."""
+    return State(
+        rank=int(message["rank"]),
+        step=int(message["step"]),
+        doing=str(message["doing"])[:_MAX_TEXT],
+        waits_for=str(message["waits_for"])[:_MAX_TEXT],
+        waited_s=float(message["waited_s"]),
+        stack=[str(line)[:200] for line in message["stack"][:_NUM_FRAMES]],
+    )
+
+
+def tell(text: str) -> None:
+    """By logging; where nobody has set that up on standard error, for a report that nobody sees is none."""
+    is_heard = any(not isinstance(handler, logging.NullHandler) for handler in (*_log.handlers, *logging.getLogger().handlers))
+    if is_heard:
+        _log.warning("%s", text)
+    else:
+        print(f"undertow: {text}", file=sys.stderr, flush=True)
+
+
+def _lies_in(path: str, *folders: str) -> bool:
+    return os.path.join("", *folders, "") in path
+
+
+def _short(code: CodeType) -> str:
+    return os.sep.join(code.co_filename.split(os.sep)[-3:])

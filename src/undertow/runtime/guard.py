@@ -1,0 +1,448 @@
+"""Who is still there: what ranks tell each other beside the collectives, so that nobody waits for one that will not come.
+
+    Guard     one for a process: a thread that sleeps until a neighbour says something, is gone, or a wait is long
+    Ring      the ranks of a process group: messages go round both ways, each rank passes on what is new
+    Member    one process group of ours: what this rank waits for, and why it cannot go on
+
+A fault is latched here first and then the groups are interrupted, so that whoever wakes up from a broken collective finds
+the reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import math
+import multiprocessing.util
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from undertow.config import SyncConfig
+from undertow.errors import PeerFailed, RankLost, StallTimeout, UndertowError
+from undertow.runtime import faults
+from undertow.runtime.faults import Fault, State
+from undertow.runtime.ring import Neighbour, close_all
+
+__all__ = ["GUARD", "Member", "Ring"]
+
+Message = dict[str, Any]
+_Heard = tuple["Ring", Neighbour, list[Message], bool]
+
+_log = logging.getLogger("undertow")
+_ANSWERS_S = 1.0  # that ranks have to say what they are doing
+_VERDICT_S = 5.0  # from a broken connection until it is known who is gone
+_TICK_S = 5.0  # at most, between two looks at how long we wait
+_FLUSH_S = 1.0  # that neighbours have to take our last words
+_GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
+_MAX_SEEN = 4096
+
+
+class Member:
+    """One process group of ours: what this rank is doing there. Written where things happen, read when somebody asks."""
+
+    def __init__(
+        self, ring: Ring, number: int, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]
+    ) -> None:
+        self.ring = ring
+        self.number = number  # the same on every rank
+        self.waits_for = ""  # empty where this rank does not wait
+        self.since_s = 0.0
+        self.limits = limits
+        self.is_made = False  # all ranks have it; until then nobody is late
+        self.num_steps: Callable[[], int] = int  # synchronisations that this rank has completed
+        self.module: Callable[[], Any] | None = None  # a weak reference
+        self.thread = threading.get_ident()  # which trains
+        self.fault: Fault | None = None  # of this group alone
+        self.interrupt = interrupt
+        self.destroy = destroy
+        self.asked_s = -math.inf  # when ranks were last asked, by anybody
+        self.asking: State | None = None  # who has asked
+        self.states: dict[int, State] = {}
+        self.is_told = True
+        self.left: dict[int, Fault] = {}  # ranks that have closed this group
+
+    @property
+    def known_fault(self) -> Fault | None:
+        return self.fault or self.ring.fault
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since_s if self.waits_for else 0.0
+
+    def state(self) -> State:
+        """What this rank is doing."""
+        waits_for, frames = self.waits_for, faults.frames_of(self.thread)
+        model = None if self.module is None else self.module()
+        names: dict[int, str] = {}
+        with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
+            names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+        return State(
+            rank=self.ring.rank,
+            step=self.num_steps(),
+            doing=faults.activity(frames, names),
+            waits_for=waits_for,
+            waited_s=self.waited_s(),
+            stack=faults.stack_lines(frames),
+        )
+
+    def is_asked_by(self, asking: State) -> bool:
+        """A rank has waited for long. Whether this rank should answer; of several that ask at once, the first one counts."""
+        now_s = time.monotonic()
+        if self.asking is not None and now_s < self.asked_s + _ANSWERS_S:
+            self.states[asking["rank"]] = asking
+            if asking["rank"] < self.asking["rank"]:
+                self.asking = asking
+            return False
+        self.asking, self.asked_s, self.is_told = asking, now_s, False
+        self.states = {asking["rank"]: asking}
+        return True
+
+    def meet(self) -> None:
+        """Returns when all ranks have come to this group, which is about to be made; raises the fault where one has not."""
+        ring = self.ring
+        ring.say("opens", number=self.number)
+        with ring.condition:
+            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[self.number]) == ring.num_ranks)
+            ring.opened.pop(self.number, None)
+
+    def reason(self, error: BaseException) -> Fault | None:
+        """Why a collective has failed with `error`; all ranks learn of it. None where it is not known."""
+        ring = self.ring
+        with ring.condition:
+            ring.condition.wait_for(lambda: self.known_fault or self.left or ring.ended, timeout=_VERDICT_S)
+            # A word that one has ended well may be overtaken by none that it has not.
+            fault = self.known_fault or next(iter((self.left | ring.ended).values()), None)
+        if fault is None:
+            ring.say("failed", text=faults.text_of(error))
+        elif self.known_fault is None:
+            self.fails(fault)
+        return fault
+
+    def fails(self, fault: Fault) -> None:
+        """All ranks of this group give up."""
+        self.ring.say(
+            "stops", number=self.number, error=fault.kind.__name__, what=fault.what, remedy=fault.remedy, told=fault.told
+        )
+
+    def close(self) -> None:
+        """This rank leaves; it may be about to fail, which others are told if they wait for it."""
+        error = sys.exc_info()[1]
+        text = "" if error is None or self.known_fault else faults.text_of(error)
+        if self.known_fault is None:
+            self.ring.say("left", number=self.number, steps=self.num_steps(), text=text)
+        self.ring.members.pop(self.number, None)
+
+
+class Ring:
+    """The ranks of a group, as this rank knows them."""
+
+    def __init__(self, neighbours: Sequence[Neighbour], *, rank: int, num_ranks: int, world: object) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.neighbours = list(neighbours)
+        self.world = weakref.ref(world, lambda _: GUARD.ends(self))  # which torch.distributed owns
+        self.condition = threading.Condition(threading.RLock())
+        self.fault: Fault | None = None  # of every group
+        self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+        self.opened: dict[int, set[int]] = {}
+        self.ended: dict[int, Fault] = {}  # ranks whose process has ended well
+        self._numbers = itertools.count()
+        self._said = itertools.count()
+        self._seen: dict[str, None] = {}
+        self._has_left = False
+
+    def join(self, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]) -> Member:
+        """A new group of these ranks; a call for each of them, in the same order."""
+        member = Member(self, next(self._numbers), limits, interrupt=interrupt, destroy=destroy)
+        with self.condition:
+            self.members[member.number] = member
+            self.opened.setdefault(member.number, set())
+        GUARD.wake()  # there is something to watch
+        return member
+
+    def say(self, kind: str, **content: Any) -> None:
+        """Tells every rank, this one too."""
+        message = {"kind": kind, "from": self.rank, "id": f"{self.rank}/{next(self._said)}", **content}
+        with self.condition:
+            self._seen[message["id"]] = None
+        for neighbour in tuple(self.neighbours):
+            neighbour.send(message)
+        self.hear(message)
+
+    def receive(self, message: Message, source: Neighbour) -> None:
+        """Passes on what is new before anything is done about it: we may not live long."""
+        number = str(message.get("id"))
+        with self.condition:
+            if number in self._seen:
+                return
+            self._seen[number] = None
+            if len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+        for neighbour in self.neighbours:
+            if neighbour is not source:
+                neighbour.send(message)
+        try:
+            self.hear(message)
+        except (KeyError, TypeError, ValueError):
+            _log.warning("a message of another rank made no sense: %r", message)
+
+    def is_cut_off(self, neighbour: Neighbour) -> None:
+        """The connection to a neighbour is gone."""
+        self.neighbours.remove(neighbour)
+        neighbour.close()
+        if neighbour.rank not in self.ended and self.fault is None:
+            self.say("lost", rank=neighbour.rank)
+
+    def hear(self, message: Message) -> None:
+        """What this rank makes of a message."""
+        member = self.members.get(message.get("number", -1))
+        source = int(message["from"])
+        match message["kind"]:
+            case "opens":
+                with self.condition:
+                    self.opened.setdefault(int(message["number"]), set()).add(source)
+                    self.condition.notify_all()
+            case "failed":
+                self._latch(faults.failed(source, str(message["text"])))
+            case "lost":
+                self._latch(faults.lost(int(message["rank"])))
+            case "ended" | "left" as kind if kind == "ended" or member is not None:
+                text, steps = str(message["text"]), int(message["steps"])
+                left = self.ended if member is None else member.left
+                with self.condition:
+                    left[source] = faults.failed(source, text) if text else faults.finished(source, steps)
+                    self.condition.notify_all()
+            case "stops" if member is not None:
+                self._latch(_fault_from(message), member)
+            case "asks" if member is not None:
+                if member.is_asked_by(faults.state_from(message)):
+                    self._answer(member, has_asked=source == self.rank)
+            case "does" if member is not None:
+                state = faults.state_from(message)
+                member.states[state["rank"]] = state
+
+    def _answer(self, member: Member, *, has_asked: bool) -> None:
+        if not has_asked:
+            self.say("does", number=member.number, **member.state())
+        for neighbour in self.neighbours:
+            if neighbour.is_stopped():  # and cannot answer
+                self.say("does", number=member.number, **faults.stopped(neighbour.rank))
+
+    def look(self) -> None:
+        """From time to time: whether this rank has waited for long."""
+        for member in list(self.members.values()):
+            if self.fault is None and member.fault is None:
+                self._look_at(member)
+
+    def _look_at(self, member: Member) -> None:
+        now_s, waited_s = time.monotonic(), member.waited_s()
+        has_answers = member.asking is not None and now_s > member.asked_s + _ANSWERS_S
+        if member.asking is not None and has_answers and not member.is_told:
+            member.is_told = True
+            faults.tell(self._report(member, member.asking))
+        limits = member.limits
+        is_over = waited_s > limits.stall_timeout_s
+        if waited_s < limits.stall_warning_s and not is_over:
+            return
+        if now_s > member.asked_s + (2 * _ANSWERS_S if is_over else max(limits.stall_warning_s, 2 * _ANSWERS_S)):
+            self.say("asks", number=member.number, **member.state())
+        elif has_answers and member.asking is not None:
+            gone = next(iter((member.left | self.ended).values()), None)
+            if gone is not None:
+                member.fails(gone)
+            elif is_over and member.is_made:
+                member.fails(faults.stalled(self._report(member, member.asking)))
+
+    def _report(self, member: Member, asking: State) -> str:
+        gone = {rank: fault.what for rank, fault in (self.ended | member.left).items()}
+        return faults.stall_text(asking, member.states, gone, ranks=range(self.num_ranks))
+
+    def _latch(self, fault: Fault, member: Member | None = None) -> None:
+        """The first fault counts, and everything that waits wakes up."""
+        with self.condition:
+            if self.fault is not None or (member is not None and member.fault is not None):
+                return
+            if member is None:
+                self.fault = fault
+            else:
+                member.fault = fault
+            self.condition.notify_all()
+        GUARD.interrupts(list(self.members.values()) if member is None else [member])
+
+    def leaves(self, error: BaseException | None) -> None:
+        """This process is about to end."""
+        if self._has_left:
+            return
+        self._has_left = True
+        if self.fault is not None:
+            return
+        # One of our errors every rank is about to raise, in its own words: it counts only where somebody waits for this rank.
+        if error is not None and not isinstance(error, UndertowError):
+            self.say("failed", text=faults.text_of(error))
+        else:
+            steps = max((member.num_steps() for member in list(self.members.values())), default=0)
+            self.say("ended", steps=steps, text="" if error is None else faults.text_of(error))
+
+
+class Guard:
+    """All rings of this process, and the one thread that listens."""
+
+    def __init__(self) -> None:
+        self._rings: dict[tuple[int, ...], Ring] = {}
+        self._heard: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()  # None wakes the thread
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+        self._breaking: list[tuple[Member, float]] = []  # groups to interrupt, and when
+
+    def ring_of(self, ranks: tuple[int, ...], world: object) -> Ring | None:
+        """The ring of these ranks; none where torch.distributed has begun anew since it was made."""
+        ring = self._rings.get(ranks)
+        return ring if ring is not None and ring.world() is world else None
+
+    def adopt(self, ranks: tuple[int, ...], ring: Ring) -> None:
+        """Listens to a ring from now on."""
+        before = self._rings.get(ranks)
+        self._rings[ranks] = ring
+        if before is not None:
+            self.ends(before)
+        if self._thread is None:
+            self._begin()
+        for neighbour in ring.neighbours:
+            neighbour.listen(lambda *heard: self._heard.put((ring, *heard)))
+        self.wake()
+
+    def ends(self, ring: Ring) -> None:
+        """Leaves a ring: its process groups are gone, or the process is about to end."""
+        ring.leaves(_raised())
+        neighbours, ring.neighbours = ring.neighbours, []
+        for neighbour in neighbours:
+            neighbour.flush(_FLUSH_S)
+        close_all(neighbours)
+
+    def wake(self) -> None:
+        self._heard.put(None)
+
+    def interrupts(self, members: Iterable[Member]) -> None:
+        """Has whoever waits there wake up, soon."""
+        due_s = time.monotonic() + _GRACE_S
+        self._breaking += [(member, due_s) for member in members]
+        self.wake()
+
+    def leaves(self, error: BaseException | None = None) -> None:
+        """Last words of this process."""
+        for ring in self._rings.values():
+            ring.leaves(error)
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
+        self._thread.start()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+        # Also called where multiprocessing ends a process without atexit.
+        multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        atexit.register(self._at_exit)
+        sys.excepthook = _telling(sys.excepthook, self.leaves)
+        threading.excepthook = _telling_of_threads(threading.excepthook, self)
+
+    def _at_exit(self) -> None:
+        self.leaves(_raised())
+        for ring in self._rings.values():
+            for member in list(ring.members.values()):
+                if member.known_fault is not None:  # the process may abort where broken groups are still there when it ends
+                    member.destroy()
+        for ring in list(self._rings.values()):
+            self.ends(ring)
+        self._is_over = True
+        self.wake()
+        if self._thread is not None:
+            self._thread.join(_FLUSH_S)
+
+    def trains_in(self, thread: int) -> bool:
+        """Whether a group of ours was made in this thread."""
+        return any(member.thread == thread for ring in self._rings.values() for member in list(ring.members.values()))
+
+    def _forget(self) -> None:
+        """In a child process."""
+        for ring in self._rings.values():
+            for neighbour in ring.neighbours:
+                neighbour.forget()
+            ring.neighbours = []
+        self.__init__()  # type: ignore[misc]  # it has not begun there
+
+    def _listen(self) -> None:
+        while not self._is_over:
+            try:
+                self._listen_once()
+            except Exception:
+                _log.exception("the thread that listens to other ranks goes on after an error of its own.")
+                time.sleep(_ANSWERS_S)
+
+    def _listen_once(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            heard = self._heard.get(timeout=self._tick_s())
+            if heard is not None:
+                self._hear(*heard)
+        now_s = time.monotonic()
+        due = [(member, due_s) for member, due_s in self._breaking if due_s <= now_s]
+        for member, due_s in due:
+            self._breaking.remove((member, due_s))
+            member.interrupt()
+        for ring in list(self._rings.values()):
+            ring.look()
+
+    def _hear(self, ring: Ring, neighbour: Neighbour, messages: list[Message], is_there: bool) -> None:
+        for message in messages:
+            ring.receive(message, neighbour)
+        if not is_there and neighbour in ring.neighbours:
+            ring.is_cut_off(neighbour)
+
+    def _tick_s(self) -> float | None:
+        """How long to sleep: for ever where nothing is trained."""
+        if self._breaking:
+            return max(0.0, self._breaking[0][1] - time.monotonic())
+        members = [member for ring in list(self._rings.values()) for member in list(ring.members.values())]
+        if not members:
+            return None
+        if any(not member.is_told for member in members):
+            return 0.1 * _ANSWERS_S
+        return min(_TICK_S, *(0.25 * min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members))
+
+
+def _raised() -> BaseException | None:
+    """The exception that this thread is leaving with."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.__context__ if error.code else None
+    return error
+
+
+def _telling(before: Callable[..., object], leaves: Callable[[BaseException], object]) -> Callable[..., object]:
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> object:
+        leaves(error)
+        return before(kind, error, trace)
+
+    return hook
+
+
+def _telling_of_threads(before: Callable[..., object], guard: Guard) -> Callable[..., object]:
+    def hook(args: Any) -> object:
+        if args.exc_value is not None and args.thread is not None and guard.trains_in(args.thread.ident):
+            guard.leaves(args.exc_value)
+        return before(args)
+
+    return hook
+
+
+def _fault_from(message: Message) -> Fault:
+    kinds = {kind.__name__: kind for kind in (PeerFailed, RankLost, StallTimeout)}
+    return Fault(kinds[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
+
+
+GUARD = Guard()  # of the process, as sys.excepthook and the exit of the process are

@@ -1,0 +1,131 @@
+"""Waits for other ranks: named while they last, and ended with the reason where a rank does not come."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from undertow.config import SyncConfig
+from undertow.errors import RankLost, StallTimeout, UndertowError
+from undertow.runtime import faults, private
+from undertow.runtime.guard import GUARD, Member, Ring
+from undertow.runtime.ring import make_ring
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_log = logging.getLogger("undertow")
+# What a transport says when a connection breaks: gloo, NCCL, the store. Other errors are not made to wait for a verdict.
+_OF_TRANSPORTS = re.compile(r"connection|closed|reset|broken pipe|time.?out|timed out|socket|gloo|nccl|peer|abort", re.IGNORECASE)
+
+
+class Waiting:
+    """`with` it something is waited for that other ranks bring; without a name it only ends with the reason."""
+
+    __slots__ = ("_before", "_member", "_what")
+
+    def __init__(self, member: Member | None, what: str) -> None:
+        self._member = member
+        self._what = what
+
+    def __enter__(self) -> None:
+        member = self._member
+        if member is not None and self._what:
+            self._before = member.waits_for, member.since_s
+            member.since_s = time.monotonic()
+            member.waits_for = self._what
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        member = self._member
+        if member is None:
+            return
+        if self._what:
+            member.waits_for, member.since_s = self._before
+        if isinstance(error, RuntimeError) and not isinstance(error, UndertowError):
+            is_broken = member.known_fault is not None or _OF_TRANSPORTS.search(str(error))
+            fault = member.reason(error) if is_broken else None
+            if fault is not None:
+                raise fault.error(where_of(member)) from error
+
+
+def where_of(member: Member) -> str:
+    return f"synchronisation {member.num_steps()}, rank {member.ring.rank}"
+
+
+def require_no_fault(member: Member | None) -> None:
+    """Raises where a rank is gone, or has failed; costs two attributes where none has."""
+    if member is not None and (member.fault or member.ring.fault):
+        fault = member.known_fault
+        assert fault is not None  # it never goes away
+        raise fault.error(where_of(member))
+
+
+def join_ring(
+    ranks: tuple[int, ...], rank: int, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]
+) -> Member | None:
+    """A new group of these ranks of the world, of which this is number `rank`; a collective call.
+
+    None where no ring can be made. RankLost where a rank has died before, StallTimeout where one does not come within the
+    time that process groups wait.
+    """
+    world = dist.group.WORLD
+    ring = GUARD.ring_of(ranks, world)
+    if ring is None:
+        ring = _new_ring(ranks, rank, limits, world)
+        if ring is None:
+            return None
+        GUARD.adopt(ranks, ring)
+    member = ring.join(limits, interrupt=interrupt, destroy=destroy)
+    require_no_fault(member)
+    return member
+
+
+def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, world: object) -> Ring | None:
+    store, members = private.default_store(), "_".join(map(str, ranks))
+    began_s, told_s = time.monotonic(), time.monotonic()
+    patience = private.timeout_of(world) if isinstance(world, dist.ProcessGroup) else None
+    patience_s = 1800.0 if patience is None else patience.total_seconds()
+    where = f"the making of a process group, rank {rank}"
+
+    def each(late: Sequence[int]) -> None:
+        nonlocal told_s
+        waited_s, named = time.monotonic() - began_s, ", ".join(map(str, late))
+        if waited_s > patience_s:
+            raise StallTimeout(
+                f"rank {named} has not come to synchronise a model within {patience_s:.0f} s.",
+                where=where,
+                remedy="Wrap the model on every rank of the group.",
+            )
+        if time.monotonic() - told_s > limits.stall_warning_s:
+            told_s = time.monotonic()
+            faults.tell(f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronise a model.")
+
+    try:
+        number = (int(store.add(f"undertow/ring/{members}", 1)) - 1) // len(ranks)
+        neighbours = make_ring(
+            store,
+            f"undertow/ring/{members}/{number}",
+            rank=rank,
+            num_ranks=len(ranks),
+            is_gone=lambda other: private.is_gone(ranks[other]),
+            each=each,
+        )
+    except UndertowError:
+        raise
+    except RuntimeError as error:  # of the store
+        raise RankLost(
+            "the store by which ranks meet is gone, and with it most likely the rank that served it.",
+            where=where,
+            remedy="Look for what has ended that process, often rank 0's, and start again.",
+        ) from error
+    if isinstance(neighbours, int):
+        raise faults.lost(neighbours).error(where)
+    if neighbours is None:
+        _log.warning("rank %d reaches no ring of connections: lost ranks are found by the backend and its timeout alone.", rank)
+        return None
+    return Ring(neighbours, rank=rank, num_ranks=len(ranks), world=world)

@@ -1,0 +1,43 @@
+"""Collects how long each fault took to be told; `--reliability PATH` writes them as a table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from support.faults import Outcome
+
+Record = Callable[[str, Sequence[Outcome]], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reliability", default=None, help="file that gets a table of the faults and of the seconds they took")
+
+
+@pytest.fixture(scope="session")
+def times(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, str], list[float]]]:
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    yield found
+    path = request.config.getoption("--reliability", default=None)
+    if path is None:
+        return
+    rows = ["| fault | the others raise | median s | worst s | times | test |", "| --- | --- | ---: | ---: | ---: | --- |"]
+    for (fault, kind, test), seconds in found.items():
+        rows.append(f"| {fault} | `{kind}` | {median(seconds):.2f} | {max(seconds):.2f} | {len(seconds)} | `{test}` |")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest, times: dict[tuple[str, str, str], list[float]]) -> Record:
+    """Notes the times of ranks that have raised."""
+
+    def note(fault: str, survivors: Sequence[Outcome]) -> None:
+        for outcome in survivors:
+            times[fault, outcome.kind, request.node.originalname].append(outcome.seconds)
+
+    return note

@@ -1,0 +1,92 @@
+"""A rank that ends with an exception tells the others, wherever it was raised."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from faults.conftest import Record
+from faults.test_lost_ranks import WHERE, WITHIN_S
+from support.faults import FAULTY_STEP, Fault, outcomes
+
+FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label
+  {where}
+  The step is incomplete on every rank. The traceback is in the log of rank {faulty}."""
+POINTS = ["in_data", "in_forward", "in_backward", "in_comm_hook", "in_optimizer", "in_gathers", "in_construction"]
+FINISHED = """rank {faulty} has left: it has finished after {num_steps} synchronisations, and others wait for it.
+  synchronisation 3, rank {rank}
+  Give every rank as many batches, or train inside model.join()."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("point", POINTS)
+def test_an_exception_is_told_to_all_others(point: str, num_ranks: int, record: Record) -> None:
+    fault = Fault("raises", point, rank=num_ranks - 1, num_ranks=num_ranks)
+    found = outcomes(fault)
+    assert (found[fault.rank].kind, found[fault.rank].text) == ("BadBatch", "row 7 has no label")
+    for rank, outcome in enumerate(found[: fault.rank]):
+        where = WHERE[point].format(step=FAULTY_STEP, next_step=FAULTY_STEP + 1, rank=rank)
+        assert (outcome.kind, outcome.text) == ("PeerFailed", FAILED.format(faulty=fault.rank, where=where))
+        assert outcome.seconds < WITHIN_S
+    record(f"exception {point.replace('_', ' ')}", found[: fault.rank])
+
+
+@pytest.mark.parametrize("kind", ["closes", "exits"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_has_finished_early_is_named_with_its_steps(num_ranks: int, kind: str, record: Record) -> None:
+    fault = Fault(kind, "in_data", rank=num_ranks - 1, num_ranks=num_ranks)
+    found = outcomes(fault)
+    for rank, outcome in enumerate(found[: fault.rank]):
+        text = FINISHED.format(faulty=fault.rank, num_steps=FAULTY_STEP, rank=rank)
+        assert (outcome.kind, outcome.text) == ("RankLost", text)
+        assert outcome.seconds < WITHIN_S
+    record(f"{kind} early, without join", found[: fault.rank])
+
+
+SCRIPT = """
+    import sys, torch, torch.distributed as dist
+    import undertow
+
+    rank, meeting_point = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(meeting_point, 2), rank=rank, world_size=2)
+    model = undertow.DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if (rank, step) == (1, 2):
+            {fault}
+        model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ('raise ValueError("row 7 has no label")', "PeerFailed: rank 1 has failed: ValueError: row 7 has no label"),
+        ("sys.exit(0)", "RankLost: rank 1 has left: it has finished after 2 synchronisations, and others wait for it."),
+        ("import os; os._exit(0)", "RankLost: rank 1 is gone: its process has ended without a word, or was killed."),
+    ],
+    ids=["exception", "exit", "without a word"],
+)
+def test_the_way_a_script_ends_is_told(fault: str, told: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT).replace("{fault}", fault)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "here")], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        first, second = (rank.communicate(timeout=60)[1] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[0].returncode == 1
+    first = first.replace("[rank0]: ", "")  # torch's hook puts it before each line
+    assert re.search(rf"^undertow\.errors\.{re.escape(told)}$", first, re.MULTILINE), first
+    assert ("ValueError: row 7 has no label" in second) == ("ValueError" in told)

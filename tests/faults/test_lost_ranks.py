@@ -1,0 +1,55 @@
+"""A rank that is killed, wherever it is, is named by all others within seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.conftest import Record
+from support.faults import FAULTY_STEP, Fault, Outcome, outcomes
+
+WITHIN_S = 10.0
+GONE = """rank {faulty} is gone: its process has ended without a word, or was killed.
+  {where}
+  The step is incomplete on every rank. Look for what has ended it (memory, the scheduler), and start from a checkpoint."""
+WHERE = {  # what the others wait for has a number: after a step they are in the next one
+    "in_data": "synchronisation {step}, rank {rank}",
+    "in_forward": "synchronisation {step}, rank {rank}",
+    "in_backward": "synchronisation {step}, rank {rank}",
+    "in_sharded_backward": "synchronisation {step}, rank {rank}",
+    "in_comm_hook": "synchronisation {step}, rank {rank}",
+    "in_buffers": "synchronisation {step}, rank {rank}",
+    "in_optimizer": "synchronisation {next_step}, rank {rank}",
+    "in_gathers": "synchronisation {next_step}, rank {rank}",
+    "in_construction": "synchronisation 0, rank {rank}",
+    "before_construction": "the making of a process group, rank {rank}",
+}
+
+
+def require_gone(fault: Fault, found: list[Outcome]) -> list[Outcome]:
+    """All ranks but the killed one say so, in time."""
+    assert found[fault.rank].exit_code == -9
+    for rank, outcome in enumerate(found):
+        if rank != fault.rank:
+            where = WHERE[fault.point].format(step=FAULTY_STEP, next_step=FAULTY_STEP + 1, rank=rank)
+            assert (outcome.kind, outcome.text) == ("RankLost", GONE.format(faulty=fault.rank, where=where))
+            assert outcome.seconds < WITHIN_S
+    return [outcome for rank, outcome in enumerate(found) if rank != fault.rank]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("point", WHERE)
+def test_a_killed_rank_is_named_on_all_others(point: str, num_ranks: int, record: Record) -> None:
+    fault = Fault("killed", point, rank=num_ranks - 1, num_ranks=num_ranks)
+    record(f"killed {point.replace('_', ' ')}", require_gone(fault, outcomes(fault)))
+
+
+@pytest.mark.parametrize("point", ["in_forward", "in_gathers"])
+def test_a_rank_that_served_the_store_is_named_too(point: str, record: Record) -> None:
+    fault = Fault("killed", point, rank=0, num_ranks=3, is_env=True)
+    record("killed, and it served the store", require_gone(fault, outcomes(fault)))
+
+
+def test_a_rank_far_away_from_the_killed_one_learns_of_it(record: Record) -> None:
+    """Of four, rank 3 has no connection of the ring to rank 1."""
+    fault = Fault("killed", "in_backward", rank=1, num_ranks=4)
+    record("killed, not a neighbour", require_gone(fault, outcomes(fault)))

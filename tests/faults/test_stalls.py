@@ -1,0 +1,83 @@
+"""A rank that keeps others waiting is named, with what it is doing; then the step fails on every rank."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from faults.conftest import Record
+from faults.test_lost_ranks import WITHIN_S
+from support.faults import Fault, outcomes
+
+FIRST = "bucket 0 ('last.bias')"
+THIRD = "bucket 2 ('norm.weight', 'norm.bias', 'first.bias')"  # those before it have left
+HEAD = "rank R has waited N s for {bucket}: rank {faulty} has not come."
+DOING = {
+    "in_data": "in code outside of the model",
+    "in_forward": "in the forward of 'norm'",
+    "in_backward": "in backward",
+}
+
+
+def plain(text: str) -> str:
+    """Without what differs from run to run: who asked first, seconds, lines, and frames but the innermost."""
+    lines = re.sub(r"rank \d has waited \d+ s", "rank R has waited N s", text).split("\n")
+    frames = [line for line in lines if ", line " in line]
+    return "\n".join(re.sub(r", line \d+,", ",", line) for line in lines if line not in frames[:-1])
+
+
+def report(fault: Fault, doing: str, bucket: str = FIRST) -> list[str]:
+    waiting = [f"  rank {rank}: synchronisation 3, waits for {bucket}" for rank in range(fault.num_ranks - 1)]
+    late = f"  rank {fault.rank}: synchronisation 3, {doing}"
+    return [HEAD.format(faulty=fault.rank, bucket=bucket), *waiting, late, "    tests/support/faults.py, in is_late"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("point", ["in_data", "in_forward", "in_backward"])
+def test_a_late_rank_is_reported_on_every_rank_and_training_goes_on(point: str, num_ranks: int) -> None:
+    settings = {"stall_warning_s": 1.0, "stall_timeout_s": math.inf, "buffers": "off"}
+    fault = Fault("is_late", point, rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
+    found = outcomes(fault)
+    assert [outcome.kind for outcome in found] == [""] * num_ranks
+    for outcome in found:
+        assert "\n".join(report(fault, DOING[point], THIRD if point == "in_backward" else FIRST)) in [
+            plain(text) for text in outcome.logged
+        ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, record: Record) -> None:
+    settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
+    fault = Fault("is_late", "in_data", rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
+    found = outcomes(fault)
+    for rank, outcome in enumerate(found):
+        first, *rest = report(fault, DOING["in_data"])
+        remedy = "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
+        text = "\n".join([first, f"  synchronisation 3, rank {rank}", *rest, remedy])
+        assert (outcome.kind, plain(outcome.text)) == ("StallTimeout", text)
+        assert outcome.seconds < WITHIN_S
+    record("late, beyond stall_timeout_s=1.5", found[: fault.rank])
+
+
+def test_a_rank_that_has_not_wrapped_its_model_is_reported() -> None:
+    fault = Fault("is_late", "before_construction", settings={"stall_warning_s": 0.5})
+    found = outcomes(fault)
+    assert [outcome.kind for outcome in found] == ["", ""]
+    assert "rank 0 has waited N s for rank 1 to synchronise a model." in [
+        re.sub(r"\d+ s", "N s", text) for text in found[0].logged
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_is_stopped_is_said_to_be(num_ranks: int, record: Record) -> None:
+    settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
+    fault = Fault("is_stopped", "in_forward", rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
+    found = outcomes(fault)[: fault.rank]
+    for outcome in found:
+        assert outcome.kind == "StallTimeout"
+        assert plain(outcome.text).split("\n")[0] == HEAD.format(faulty=fault.rank, bucket=FIRST)
+        assert f"\n  rank {fault.rank}: stopped by a signal\n" in outcome.text
+        assert outcome.seconds < WITHIN_S
+    record("stopped, beyond stall_timeout_s=1.5", found)

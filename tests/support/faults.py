@@ -1,0 +1,342 @@
+"""Ranks of which one fails: real processes, at a point that a test chooses, and what the others say.
+
+Before the faulty rank does anything it waits until all others have come to the same point of the same step, so that the step
+that they name is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import support.ranks  # noqa: F401  # has what ranks import be imported once, before they are forked
+import undertow.sync
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+
+FAULTY_STEP = 3
+_NUM_STEPS = 6
+_PATIENCE_S = 60.0
+_STAYS_S = 15.0  # longer than any rank may take to learn of a fault
+_FORKSERVER = multiprocessing.get_context("forkserver")
+
+
+class BadBatch(ValueError):
+    """What the user's code raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, where, and on which rank."""
+
+    kind: str  # a function of this module
+    point: str  # the same
+    rank: int = 1
+    num_ranks: int = 2
+    settings: dict[str, Any] = field(default_factory=dict)
+    is_env: bool = False  # meets by env://, where rank 0 serves the store
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended."""
+
+    kind: str = ""  # of the error; empty where there was none
+    text: str = ""
+    seconds: float = 0.0  # from the fault until the error was raised
+    logged: tuple[str, ...] = ()
+    exit_code: int | None = None
+
+
+def outcomes(fault: Fault) -> list[Outcome]:
+    """Of every rank, in order; the faulty one's has an exit code and perhaps no more."""
+    with tempfile.TemporaryDirectory() as directory:
+        port = _free_port()
+        ours, processes = [], []
+        for rank in range(fault.num_ranks):
+            receiving, sending = _FORKSERVER.Pipe(duplex=False)
+            process = _FORKSERVER.Process(target=_rank, args=(rank, fault, Path(directory), port, sending), daemon=True)
+            process.start()
+            sending.close()
+            ours.append(receiving)
+            processes.append(process)
+        try:
+            said = _listen(ours)
+        finally:
+            codes = []
+            for process in processes:
+                process.join(0.0 if fault.kind == "is_stopped" else 10.0)
+                process.kill()
+                process.join()
+                codes.append(process.exitcode)
+        began_s = min((float(words["fault"]) for words in said if "fault" in words), default=0.0)
+        return [
+            Outcome(
+                kind=words.get("kind", ""),
+                text=words.get("text", ""),
+                seconds=words.get("at", began_s) - began_s,
+                logged=tuple(words.get("logged", ())),
+                exit_code=code,
+            )
+            for words, code in zip(said, codes, strict=True)
+        ]
+
+
+def _listen(connections: list[Connection]) -> list[dict[str, Any]]:
+    said: list[dict[str, Any]] = [{} for _ in connections]
+    still_open, until_s = list(connections), time.monotonic() + _PATIENCE_S
+    while still_open and (ready := wait(still_open, timeout=max(0.0, until_s - time.monotonic()))):
+        for connection in ready:
+            try:
+                said[connections.index(connection)].update(connection.recv())
+            except EOFError:
+                still_open.remove(connection)
+        if all("at" in words or "fault" in words for words in said) and any("stopped" in words for words in said):
+            break  # the stopped one will never say more
+    return said
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class _Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class _Script:
+    """What one rank does."""
+
+    def __init__(self, rank: int, fault: Fault, directory: Path, connection: Connection) -> None:
+        self.rank = rank
+        self.fault = fault
+        self.step = -1
+        self.has_acted = False
+        self.model: DistributedDataParallel | None = None
+        self._directory = directory
+        self._connection = connection
+
+    def act(self, *_: Any) -> None:
+        """The fault, where it is this rank's turn."""
+        if self.step != FAULTY_STEP or self.has_acted:
+            return
+        self.has_acted = True
+        (self._directory / f"here-{self.rank}").touch()
+        if self.rank != self.fault.rank:
+            return
+        while any(not (self._directory / f"here-{rank}").exists() for rank in range(self.fault.num_ranks)):
+            time.sleep(0.005)
+        self._connection.send({"fault": time.monotonic()})
+        globals()[self.fault.kind](self)
+
+    def stays_for_others(self) -> None:
+        """Keeps its connections until all others have learnt of the fault: when they break, it must not be for us."""
+        if self.rank == self.fault.rank:
+            return
+        (self._directory / f"told-{self.rank}").touch()
+        others = [rank for rank in range(self.fault.num_ranks) if rank != self.fault.rank]
+        until_s = time.monotonic() + _STAYS_S
+        while time.monotonic() < until_s and any(not (self._directory / f"told-{rank}").exists() for rank in others):
+            time.sleep(0.005)
+
+    def say(self, **words: Any) -> None:
+        self._connection.send(words)
+
+
+# Kinds of faults.
+
+
+def killed(_script: _Script) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises(_script: _Script) -> None:
+    raise BadBatch("row 7 has no label")
+
+
+def is_late(_script: _Script) -> None:
+    time.sleep(4.0)
+
+
+def is_stopped(script: _Script) -> None:
+    script.say(stopped=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def closes(script: _Script) -> None:
+    script.model.close()
+    time.sleep(3.0)  # its process stays
+
+
+def exits(_script: _Script) -> None:
+    raise SystemExit(0)
+
+
+# Points: each makes the model of a script, and has `act` called somewhere in its step.
+
+
+class Net(nn.Module):
+    """Layers with buffers between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def _optimizer(script: _Script) -> torch.optim.Optimizer:
+    return torch.optim.SGD(script.model.parameters(), lr=0.01)
+
+
+def in_data(script: _Script) -> torch.optim.Optimizer:
+    script.before_forward = script.act
+    return _optimizer(script)
+
+
+def in_forward(script: _Script) -> torch.optim.Optimizer:
+    script.model.module.norm.register_forward_pre_hook(script.act)
+    return _optimizer(script)
+
+
+def in_backward(script: _Script) -> torch.optim.Optimizer:
+    """Some buckets have left, others have not."""
+    script.model.module.norm.weight.register_hook(script.act)
+    return _optimizer(script)
+
+
+def in_optimizer(script: _Script) -> torch.optim.Optimizer:
+    optimizer = _optimizer(script)
+    optimizer.register_step_pre_hook(script.act)
+    return optimizer
+
+
+def in_gathers(script: _Script) -> torch.optim.Optimizer:
+    """Behind the step of a sharded optimizer, whose parameters are on their way."""
+    script.after_step = script.act
+    return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
+
+
+def in_sharded_backward(script: _Script) -> torch.optim.Optimizer:
+    """Reductions are sends and receives, in threads."""
+    script.model.module.norm.weight.register_hook(script.act)
+    return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
+
+
+def in_comm_hook(script: _Script) -> torch.optim.Optimizer:
+    """Whose collectives go over the user's own group."""
+
+    def hook(_, bucket):  # torch compares annotations, if there are any
+        script.act()
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    script.model.register_comm_hook(None, hook)
+    return _optimizer(script)
+
+
+def in_buffers(script: _Script) -> torch.optim.Optimizer:
+    optimizer, broadcast = _optimizer(script), undertow.sync.broadcast_buffers
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        script.act()
+        broadcast(*args, **kwargs)
+
+    undertow.sync.broadcast_buffers = broken
+    return optimizer
+
+
+def in_construction(script: _Script) -> torch.optim.Optimizer:
+    return _optimizer(script)  # it has happened before
+
+
+def before_construction(script: _Script) -> torch.optim.Optimizer:
+    return _optimizer(script)
+
+
+def _constructed(script: _Script) -> DistributedDataParallel:
+    point = script.fault.point
+    if point.endswith("construction"):
+        script.step = FAULTY_STEP
+    if point == "before_construction":
+        script.act()
+    if point == "in_construction":
+        broadcast = undertow.sync.broadcast_in_place
+
+        def broken(*args: Any, **kwargs: Any) -> None:
+            script.act()
+            broadcast(*args, **kwargs)
+
+        undertow.sync.broadcast_in_place = broken
+    config = SyncConfig(bucket_cap_mb=1e-4, **script.fault.settings)
+    return DistributedDataParallel(Net(), config=config)
+
+
+def _train(script: _Script) -> None:
+    script.before_forward = script.after_step = lambda: None
+    script.model = _constructed(script)
+    optimizer = globals()[script.fault.point](script)
+    for step in range(_NUM_STEPS):
+        script.step = step
+        script.before_forward()
+        optimizer.zero_grad()
+        script.model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        script.after_step()
+
+
+def _rank(rank: int, fault: Fault, directory: Path, port: int, connection: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    logged = _Logged()
+    logging.getLogger("undertow").addHandler(logged)
+    meet: Callable[[], object] = partial(
+        dist.init_process_group,
+        "gloo",
+        store=dist.FileStore(str(directory / "meeting-point"), fault.num_ranks),
+        rank=rank,
+        world_size=fault.num_ranks,
+    )
+    if fault.is_env:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(fault.num_ranks)}
+        meet = partial(dist.init_process_group, "gloo")
+    meet()
+    script = _Script(rank, fault, directory, connection)
+    with _reported(script, logged):
+        _train(script)
+    # Not closed: a rank that learns of a fault may have nothing but its exit left.
+
+
+@contextlib.contextmanager
+def _reported(script: _Script, logged: _Logged) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        script.say(kind=type(error).__name__, text=str(error), at=time.monotonic(), logged=logged.texts)
+        script.stays_for_others()
+        raise
+    script.say(at=time.monotonic(), logged=logged.texts)

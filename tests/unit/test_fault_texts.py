@@ -1,0 +1,130 @@
+"""What is told of other ranks, as text: without processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from undertow import PeerFailed, RankLost, StallTimeout
+from undertow.runtime import faults
+from undertow.runtime.faults import State
+
+ASKING = State(rank=0, step=7, doing="", waits_for="bucket 2 ('a', 'b')", waited_s=31.4, stack=[])
+LATE = State(rank=1, step=7, doing="loading data", waits_for="", waited_s=0.0, stack=["train.py, line 4, in rows"])
+WAITING = State(rank=2, step=7, doing="", waits_for="bucket 2 ('a', 'b')", waited_s=30.0, stack=[])
+
+
+def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
+    states = {0: ASKING, 1: LATE, 2: WAITING}
+    assert faults.stall_text(ASKING, states, {4: "rank 4 has left: so it is."}, ranks=range(5)) == (
+        "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3, 4 has not come.\n"
+        "  rank 0: synchronisation 7, waits for bucket 2 ('a', 'b')\n"
+        "  rank 1: synchronisation 7, loading data\n"
+        "    train.py, line 4, in rows\n"
+        "  rank 2: synchronisation 7, waits for bucket 2 ('a', 'b')\n"
+        "  rank 3: no answer; it is stopped, or in a call that keeps Python from running\n"
+        "  rank 4: rank 4 has left: so it is."
+    )
+
+
+def test_a_report_says_where_all_wait_for_different_things() -> None:
+    other: State = {**WAITING, "rank": 1, "waits_for": "the norm of all gradients"}
+    text = faults.stall_text(ASKING, {0: ASKING, 1: other}, {}, ranks=range(2))
+    assert text.split("\n")[0] == "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things."
+
+
+def test_an_error_of_a_fault_has_three_parts() -> None:
+    error = faults.stalled("rank 0 has waited.\n  rank 1: loading data").error("synchronisation 7, rank 2")
+    assert isinstance(error, StallTimeout)
+    assert isinstance(error, TimeoutError)
+    assert str(error) == (
+        "rank 0 has waited.\n"
+        "  synchronisation 7, rank 2\n"
+        "  rank 1: loading data\n"
+        "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
+    )
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(faults.failed(1, "x"), PeerFailed), (faults.lost(1), RankLost)])
+def test_every_error_of_a_fault_is_a_new_one(fault: faults.Fault, kind: type[Exception]) -> None:
+    first, second = fault.error("here"), fault.error("here")
+    assert first is not second
+    assert type(first) is type(second) is kind
+
+
+def test_a_long_message_of_an_exception_is_cut() -> None:
+    assert len(faults.text_of(ValueError("x" * 100_000))) == 2000
+
+
+class Asked(nn.Module):
+    """Says in the middle of its forward, or of its backward, what this thread is doing."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.inner = nn.Identity()
+        self.inner.register_forward_hook(lambda *_: self.note("forward"))
+        self.layer.weight.register_hook(lambda _: self.note("backward"))
+        self.when, self.said = when, ""
+
+    def note(self, when: str) -> None:
+        if when == self.when:
+            self.said = doing(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.layer(x))
+
+
+def doing(model: nn.Module) -> str:
+    names = {id(module): name for name, module in model.named_modules()}
+    return faults.activity(faults.frames_of(threading.get_ident()), names)
+
+
+@pytest.mark.parametrize(("when", "expected"), [("forward", "in the forward of 'inner'"), ("backward", "in backward")])
+def test_forward_and_backward_are_told_from_the_stack(when: str, expected: str) -> None:
+    model = Asked(when)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.said == expected
+
+
+def test_an_optimizer_is_told_from_the_stack() -> None:
+    model, said = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: said.append(doing(model)))
+    optimizer.step()
+    assert said == ["in the optimizer"]
+
+
+class Rows(IterableDataset):
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __iter__(self) -> Iterator[str]:
+        yield doing(self.model)
+
+
+def test_loading_data_is_told_from_the_stack() -> None:
+    assert next(iter(DataLoader(Rows(nn.Identity()), batch_size=None))) == "loading data"
+
+
+def test_other_code_is_told_from_the_stack() -> None:
+    assert doing(nn.Identity()) == "in code outside of the model"
+
+
+def test_a_stack_has_places_and_no_values() -> None:
+    secret = "swordfish"
+    lines = faults.stack_lines(faults.frames_of(threading.get_ident()))
+    assert lines[-2].endswith(", in test_a_stack_has_places_and_no_values")
+    assert not any(secret in line for line in lines)
+    assert len(lines) <= 12
+
+
+@pytest.mark.parametrize("broken", [{}, {**LATE, "stack": None}, {**LATE, "step": "x"}])
+def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        faults.state_from(broken)

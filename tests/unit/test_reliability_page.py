@@ -1,0 +1,40 @@
+"""What docs/reliability.md quotes is what the library says, and its table is of tests that there are."""
+
+from __future__ import annotations
+
+import re
+
+from support.pages import snippets
+from support.project import ROOT
+from undertow.runtime import faults
+from undertow.runtime.faults import State
+
+PAGE = ROOT / "docs" / "reliability.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+QUOTED = [snippet.code.rstrip("\n") for snippet in snippets(PAGE) if snippet.language == "text"]
+BUCKET = "bucket 0 ('last.bias')"
+
+
+def test_the_error_of_the_page_is_ours() -> None:
+    error = faults.failed(1, "ValueError: row 7 has no label").error("synchronisation 118, rank 0")
+    assert QUOTED[0] == f"PeerFailed: {error}"
+
+
+def test_the_report_of_the_page_is_ours() -> None:
+    asking = State(rank=0, step=3, doing="", waits_for=BUCKET, waited_s=30.0, stack=[])
+    line = QUOTED[1].split("\n")[-1].strip()
+    late = State(rank=1, step=3, doing="in the forward of 'norm'", waits_for="", waited_s=0.0, stack=[line])
+    assert QUOTED[1] == faults.stall_text(asking, {0: asking, 1: late}, {}, ranks=range(2))
+
+
+def test_the_settings_of_the_page_work() -> None:
+    (code,) = (snippet.code for snippet in snippets(PAGE) if snippet.language == "python")
+    exec(compile(code, str(PAGE), "exec"), {})
+
+
+def test_every_test_of_the_table_exists_and_took_less_than_ten_seconds() -> None:
+    rows = re.findall(r"^\| .* \| `\w+` \| [\d.]+ \| ([\d.]+) \| \d+ \| `(test_\w+)` \|$", TEXT, re.MULTILINE)
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "faults").glob("*.py"))
+    assert len(rows) > 15
+    assert [test for _, test in rows if f"def {test}(" not in tests] == []
+    assert max(float(worst) for worst, _ in rows) < 10.0

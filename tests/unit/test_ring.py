@@ -1,0 +1,205 @@
+"""Rings of pairs, among threads of one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from undertow.runtime import private, ring
+from undertow.runtime.ring import Neighbour, close_all, make_ring
+
+WITHIN = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def pair(over_loopback: None) -> Iterator[tuple[Neighbour, Neighbour]]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda place: private.pair(store, "pair", place, private.gloo_device(), WITHIN), range(2)))
+    neighbours = Neighbour(groups[0], 0, 1), Neighbour(groups[1], 1, 0, os.getpid())
+    yield neighbours
+    close_all(neighbours)
+
+
+def made(num_ranks: int, **changed: Any) -> list[list[Neighbour] | int | None]:
+    """What every rank gets."""
+    path = Path(tempfile.mkdtemp()) / "store"
+
+    def rank(number: int) -> list[Neighbour] | int | None:
+        store = dist.FileStore(str(path), num_ranks)
+        how = {"is_gone": lambda _: False, "each": lambda _: None, **changed}
+        return make_ring(store, "ring", rank=number, num_ranks=num_ranks, **how)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(rank, range(num_ranks)))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_every_rank_is_connected_to_the_next_and_the_one_before(num_ranks: int) -> None:
+    rings = made(num_ranks)
+    for rank, neighbours in enumerate(rings):
+        assert isinstance(neighbours, list)
+        assert [neighbour.rank for neighbour in neighbours] == [(rank + 1) % num_ranks, (rank - 1) % num_ranks]
+        neighbours[0].send({"from": rank})
+    for rank, neighbours in enumerate(rings):
+        assert neighbours[1].read() == ([{"from": (rank - 1) % num_ranks}], True)
+        close_all(neighbours)
+
+
+def test_ranks_that_cannot_be_connected_leave_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = private.pair
+
+    def broken(store: Any, key: str, place: int, *args: Any) -> Any:
+        if (key, place) == ("ring/line/1", 0):
+            raise RuntimeError("Gloo connectFullMesh failed")
+        return connect(store, key, place, *args)
+
+    monkeypatch.setattr(ring, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(private, "pair", broken)
+    assert made(3) == [None, None, None]
+
+
+def test_a_torch_without_gloo_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert made(2) == [None, None]
+
+
+def test_a_rank_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_PROBE_S", 0.0)
+    store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 3)
+    found = make_ring(store, "ring", rank=0, num_ranks=3, is_gone=lambda rank: rank == 2, each=lambda _: None)
+    assert found == 2
+
+
+def test_ranks_that_have_not_come_are_named_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_PROBE_S", 0.0)
+    store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 3)
+
+    def each(late: Sequence[int]) -> None:
+        raise TimeoutError(str(list(late)))
+
+    with pytest.raises(TimeoutError, match=r"\[1, 2\]"):
+        make_ring(store, "ring", rank=0, num_ranks=3, is_gone=lambda _: False, each=each)
+
+
+def test_messages_come_whole_and_in_order(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    sent = [{"number": number, "text": "ü" * 1000} for number in range(10)]
+    for message in sent:
+        first.send(message)
+    received = []
+    while len(received) < len(sent):
+        received += second.read()[0]
+    assert received == sent
+
+
+def test_what_is_no_message_is_dropped(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    first._send(b'no json\n[1]\n{"a": 1}\n')
+    assert second.read() == ([{"a": 1}], True)
+
+
+def test_a_message_that_is_too_long_is_not_sent(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    first.send({"text": "x" * (1 << 17)})
+    first.send({"text": "short"})
+    assert second.read() == ([{"text": "short"}], True)
+
+
+def test_the_end_of_a_connection_is_read(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    first.close()
+    assert second.read() == ([], False)
+    second.send({"a": 1})  # is dropped
+
+
+def test_last_words_are_read_before_the_end(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    first.send({"text": "x" * 3 * ring._FRAME})
+    first.flush(30.0)
+    first.close()
+    heard = []
+    while (said := second.read())[1]:
+        heard += said[0]
+    assert heard == [{"text": "x" * 3 * ring._FRAME}]
+
+
+def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    heard: list[tuple[Any, ...]] = []
+    second.listen(lambda *said: heard.append(said))
+    first.listen(lambda *_: None)
+    first.close()
+    assert second._thread is not None
+    second._thread.join(30.0)
+    assert heard == [(second, [], False)]
+    assert not any(thread.name.startswith("undertow-hears") for thread in threading.enumerate())
+
+
+def test_a_neighbour_that_reads_is_told_any_number_of_messages(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    for number in range(1, 3 * ring._MAX_SENT):
+        first.send({"number": number})
+        assert second.read() == ([{"number": number}], True)
+        if number % ring._NUM_UNTOLD == 0:  # it says that it has them
+            assert first.read() == ([], True)
+            assert not first._sent
+
+
+def test_a_neighbour_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    for number in range(ring._MAX_SENT + 5):
+        first.send({"number": number})
+    heard = [second.read()[0][0]["number"] for _ in range(ring._MAX_SENT)]
+    assert heard == list(range(ring._MAX_SENT))
+    for _ in range(ring._MAX_SENT // ring._NUM_UNTOLD):
+        assert first.read() == ([], True)
+    assert not first._sent
+    first.send({"number": -1})
+    assert second.read() == ([{"number": -1}], True)
+
+
+def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Neighbour, Neighbour]) -> None:
+    sleeping = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+    first, second = pair
+    try:
+        os.waitpid(sleeping.pid, os.WUNTRACED)
+        first._process = sleeping.pid
+        assert first.is_stopped()
+        assert not second.is_stopped()  # it is this process
+        second._process = None
+        assert not second.is_stopped()
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
+def test_a_store_is_asked_for_nothing_that_waits() -> None:
+    """A rank that waits inside of the store cannot be woken when another one is gone."""
+    asked = []
+
+    class Store:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return partial(int, 3)
+
+    with pytest.raises((TypeError, ValueError)):
+        make_ring(Store(), "ring", rank=0, num_ranks=3, is_gone=lambda _: False, each=lambda _: None)
+    assert set(asked) <= {"set", "add", "check", "get"}
