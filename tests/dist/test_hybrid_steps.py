@@ -263,7 +263,7 @@ def delayed_in_threads(axis: str, where: str, eager: bool) -> None:
     require_equal(expected, trained_on_mesh(TIED, "SGD", num_steps=5, each=each, eager=eager, **ORDERED))
 
 
-@pytest.mark.parametrize(("axis", "where"), [("exchanges", "_send"), ("across", "_send"), ("across", "_post_all_reduce_and_trailer")])
+@pytest.mark.parametrize(("axis", "where"), [("exchanges", "_send"), ("across", "_send"), ("across", "_post_both")])
 @pytest.mark.parametrize("eager", [False, True])
 def test_nor_does_one_in_a_thread_of_either_axis(four_ranks: Ranks, axis: str, where: str, eager: bool) -> None:
     four_ranks.run(delayed_in_threads, axis, where, eager)
@@ -307,7 +307,7 @@ def both_axes_at_work(eager: bool) -> None:
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step == 1:
             inside, across = sharding_of(ddp).exchanges, sharding_of(ddp).across
-            reduce, post, num_calls = inside.reduce_scatter, across._post_all_reduce_and_trailer, count()
+            reduce, post, num_calls = inside.reduce_scatter, across._post_both, count()
 
             def reduced(*args: Any, **kwargs: Any) -> Any:
                 handle = reduce(*args, **kwargs)
@@ -319,7 +319,7 @@ def both_axes_at_work(eager: bool) -> None:
                 assert is_reduced.wait(40.0)
                 return post(*args)
 
-            inside.reduce_scatter, across._post_all_reduce_and_trailer = reduced, posted
+            inside.reduce_scatter, across._post_both = reduced, posted
         one_step(ddp, opt, step)
 
     require_equal(expected, trained_on_mesh(MLP, "SGD", num_steps=3, each=each, eager=eager, **ORDERED))
