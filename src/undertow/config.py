@@ -61,8 +61,8 @@ class SyncConfig:
         is no real or complex number follows rank 0), or are left alone ("off").
     reduce_dtype: "float32": gradients of parameters of 16 bits are accumulated over micro-batches and reduced in it, and `.grad`
         is of it; an optimizer must take such gradients, as a ShardedOptimizer and torch's SGD do. None: in their own.
-    wire_dtype: "bfloat16" or "float16": in it wider gradients travel, half the bytes; where ranks add up themselves (shards,
-        "ordered") they add in fp32.
+    wire_dtype: "bfloat16" or "float16": in it wider gradients travel, half the bytes; where ranks add up themselves ("ordered",
+        and shards over gloo) they add in fp32.
     ignore: names of parameters and buffers that are left alone.
     stall_warning_s: after how many seconds of waiting a rank has all ranks report who is late, for what, and what it is doing.
     stall_timeout_s: after how many the step fails, with StallTimeout on every rank. Infinity switches either off.

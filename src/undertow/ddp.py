@@ -247,6 +247,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def close(self) -> None:
         """Takes the hooks off and destroys our process group; the module goes on without synchronisation."""
         self.sync.close()
+        if self._precision is not None:
+            self._precision.close()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -401,7 +403,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self.sync.has_comm_hook:
             warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
         self.sync.wait_for_parameters()
-        own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow")}
+        own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow", "_precision")}
         return {**own, "sync_config": self.sync.config, "sync_group": self.sync.group_reference}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -410,6 +412,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
+        self._precision = mixed_precision_of(self.mixed_precision, self.module, config.ignore)
         self.sync = Sync(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:

@@ -76,10 +76,20 @@ def _run(stages: Sequence[Stage], bucket: Any, buffer: Tensor) -> Any:
 def _put(result: Any, buffer: Tensor) -> None:
     if isinstance(result, list | tuple) and len(result) == 1:  # as collectives have them
         (result,) = result
+    if not isinstance(result, Tensor) or (not result.is_sparse and result.numel() != buffer.numel()):
+        raise WrongType(
+            f"expected the future of a hook to hold a tensor of {buffer.numel()} elements, got {_described(result)}.",
+            where="a stage of chain()",
+            remedy="Set it to the bucket's buffer, or to a tensor as large.",
+        )
     if result.is_sparse:
         buffer.copy_(result)
     elif result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
         buffer.copy_(result.view_as(buffer))
+
+
+def _described(result: object) -> str:
+    return f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__
 
 
 def _name(hook: Hook) -> str:

@@ -1,20 +1,22 @@
 """torch's `_MixedPrecision`: forward and backward in a narrower dtype; parameters, gradients and optimizer in their own.
 
 Parameters are cast where a forward begins, by an operation that autograd knows: its backward gives each gradient the dtype of
-its parameter, and that is what is reduced.
+its parameter. After the forward modules have their parameters back, so that one that computes again, in a checkpoint's backward,
+would do so in another dtype: it raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, PhaseError
 from undertow.runtime import private
 
 _FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
@@ -28,12 +30,22 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None
     buffer_dtype: torch.dtype | None
     ignored: frozenset[str] = frozenset()  # names of parameters and buffers that keep theirs
+    hooks: list[RemovableHandle] = field(default_factory=list, compare=False)
 
     def cast_buffers(self, module: nn.Module) -> None:
         """For good, as in torch."""
         for name, buffer in module.named_buffers():
             if self.buffer_dtype is not None and buffer.is_floating_point() and name not in self.ignored:
                 buffer.data = buffer.to(self.buffer_dtype)
+
+    def refuse_recomputation(self, module: nn.Module) -> None:
+        """Has a module raise whose forward runs again in a backward, until `close`."""
+        parts = [part for part in module.modules() if part._parameters] if self.param_dtype is not None else []
+        self.hooks.extend(part.register_forward_pre_hook(_require_first_forward) for part in parts)
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
     def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module's forward returns, computed in `param_dtype`."""
@@ -49,7 +61,7 @@ class MixedPrecision:
 
 
 def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str]) -> MixedPrecision | None:
-    """What the argument of torch's constructor asks for, buffers cast already; ConfigError for what is no `_MixedPrecision`."""
+    """What the argument of torch's constructor asks for, at work on `module`; ConfigError for what is no `_MixedPrecision`."""
     if given is None:
         return None
     dtypes: dict[str, Any] = {name: getattr(given, name, given) for name in _FIELDS}
@@ -61,7 +73,18 @@ def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str
         )
     made = MixedPrecision(**dtypes, ignored=frozenset(ignored))
     made.cast_buffers(module)
+    made.refuse_recomputation(module)
     return made
+
+
+def _require_first_forward(module: nn.Module, _inputs: object) -> None:
+    is_narrow = any(type(param) is Tensor for param in module._parameters.values())
+    if private.graph_task_id() != -1 and not is_narrow:
+        raise PhaseError(
+            f"{type(module).__name__} computes again in a backward, where its parameters are not narrow any more.",
+            where="DistributedDataParallel(mixed_precision=...), with activation checkpoints",
+            remedy="Use torch.autocast around the forward in place of mixed_precision, or leave checkpoints out.",
+        )
 
 
 def _is_floating(dtype: object) -> bool:

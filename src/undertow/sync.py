@@ -192,7 +192,7 @@ class Sync:
     no_sync = accumulate
 
     def weight(self, n: float | Tensor) -> None:
-        """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank; 0 where it has none.
+        """Says, before each backward, that its loss is the sum over `n` tokens or samples of this rank; 0 where it has none.
 
         A synchronisation then makes every `.grad` the sum over ranks divided by the sum of all weights, those of all ranks and
         micro-batches, also where several backwards of a step synchronise. One more small all-reduce, of fp64, leaves when the

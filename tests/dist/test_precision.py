@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 from support.errors import text_of
 from support.models import CASES, noise
 from support.ranks import Ranks
 from support.sharded import require_equal, training
 from undertow import DistributedDataParallel, SyncConfig
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, PhaseError
 
 MLP = CASES["mlp"]
 LR = 0.05
@@ -82,7 +83,10 @@ def test_gradients_of_sixteen_bits_add_up_in_fp32(two_ranks: Ranks, strategy: st
 def restored_when_closed() -> list[torch.dtype]:
     model = narrow_model()
     ddp = DistributedDataParallel(model, config=SyncConfig(reduce_dtype="float32"))
+    narrow_loss(ddp, 0).backward()
+    means = {name: param.grad.bfloat16() for name, param in model.named_parameters() if param.grad is not None}
     ddp.close()
+    require_equal(means, {name: param.grad for name, param in model.named_parameters() if param.grad is not None})
     narrow_loss(model, 0).backward()
     return [param.grad.dtype for param in model.parameters() if param.grad is not None]
 
@@ -290,4 +294,69 @@ def test_a_hook_and_a_wire_dtype_are_one_too_many(two_ranks: Ranks) -> None:
         "a communication hook decides in which dtype gradients travel, and wire_dtype does so too.\n"
         "  register_comm_hook\n"
         "  Leave one of the two out."
+    )
+
+
+class Rows(nn.Module):
+    """An embedding that the second rank does not always use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 3, sparse=True)
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, tokens: Tensor | None) -> Tensor:
+        rows = torch.ones(2, 3, dtype=self.out.weight.dtype) if tokens is None else self.embedding(tokens)
+        out: Tensor = self.out(rows)
+        return out
+
+
+def sparse_in_fp32() -> None:
+    rank, model, reference = dist.get_rank(), Rows().bfloat16(), Rows().bfloat16()
+    ddp = DistributedDataParallel(model, config=SyncConfig(reduce_dtype="float32"))
+    for step in range(4):
+        tokens = None if rank == 1 and step % 2 else torch.tensor([step, rank + 1])
+        ddp.zero_grad()
+        reference.zero_grad()
+        ddp(tokens).float().square().sum().backward()
+        reference(tokens).float().square().sum().backward()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            mean = torch.zeros(theirs.shape) if theirs.grad is None else theirs.grad.to_dense().float()
+            dist.all_reduce(mean)
+            assert mine.grad is not None
+            assert torch.equal(mine.grad.to_dense(), mean / dist.get_world_size())
+    ddp.close()
+
+
+@needs_grad_dtype
+def test_sparse_gradients_add_up_in_fp32_also_where_a_rank_has_none(two_ranks: Ranks) -> None:
+    two_ranks.run(sparse_in_fp32)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.use_reentrant = nn.Linear(4, 4), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+        return out
+
+
+def checkpointed(use_reentrant: bool) -> str:
+    ddp = DistributedDataParallel(Checkpointed(use_reentrant), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    x = torch.ones(2, 4, requires_grad=True)
+    text = text_of(PhaseError, lambda: ddp(x).sum().backward())
+    ddp.close()
+    ddp.module(x).sum().backward()  # on its own it may
+    return text
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_mixed_precision_refuses_to_compute_again(two_ranks: Ranks, use_reentrant: bool) -> None:
+    assert two_ranks.run(checkpointed, use_reentrant)[0] == (
+        "Linear computes again in a backward, where its parameters are not narrow any more.\n"
+        "  DistributedDataParallel(mixed_precision=...), with activation checkpoints\n"
+        "  Use torch.autocast around the forward in place of mixed_precision, or leave checkpoints out."
     )

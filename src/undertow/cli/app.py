@@ -180,7 +180,8 @@ def simulate(  # noqa: PLR0913  # one for each option
     ] = 0.0,
     contention: Annotated[float, typer.Option(help="Share of its speed that computing loses while the network works.")] = 0.0,
     eager: Annotated[
-        bool, typer.Option("--eager", help="Buckets are stepped and gathered while backward goes on; with zero1 or zero2.")
+        bool,
+        typer.Option("--eager", help="Buckets are stepped and gathered while backward goes on; not with ddp."),
     ] = False,
     sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),

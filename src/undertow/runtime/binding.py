@@ -319,7 +319,7 @@ def _rows(param: Tensor, grad: Tensor | None) -> Tensor:
     """A sparse tensor of our own with `grad`'s rows, each once; none where that is None. [rows, *] of param's shape"""
     if grad is None:
         indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
-        values = param.new_empty(0, *param.shape[1:])
+        values = param.new_empty(0, *param.shape[1:], dtype=private.gradient_dtype(param))
         return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
     if not grad.is_sparse:
         return grad.to_sparse(1).coalesce()

@@ -165,9 +165,11 @@ class PostedExchanges:
 
         return _Posted(works, add_up)
 
-    def _post_all_reduce(self, values: Tensor, target: Tensor, exchange: Exchange, tag: int) -> _Posted:
+    def _post_all_reduce(
+        self, values: Tensor, target: Tensor, exchange: Exchange, tag: int, *, is_divided: bool = False
+    ) -> _Posted:
         num_ranks, rank = self.group.num_ranks, self.group.rank
-        tensor = narrowed(values, self._wire)
+        tensor, divisor = narrowed(values, self._wire), 1 if is_divided else self._divisor
         parts = list(tensor.tensor_split(num_ranks))
         own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
         received = self._received_beside([own] * num_ranks)
@@ -176,7 +178,7 @@ class PostedExchanges:
         returning = self._receive(parts, tag=tag + 1)
 
         def add_up() -> None:
-            own.copy_(sum_in_order(received, into=total, rows=self._rows).div_(self._divisor))
+            own.copy_(sum_in_order(received, into=total, rows=self._rows).div_(divisor))
             self._scratch.give([*self._of_peers(received), total])
             last = [*returning, *self._send([own] * num_ranks, tag=tag + 1)]
             widen = int if tensor is target else partial(target.copy_, tensor)
@@ -187,8 +189,12 @@ class PostedExchanges:
     def _post_both(self, tensor: Tensor, trailer: Tensor, exchange: Exchange, tag: int, trailer_tag: int) -> _Posted:
         received = self._received_beside([trailer] * self.group.num_ranks)
         works = self._post(sent=[trailer] * self.group.num_ranks, received=received, tag=trailer_tag)
+        # What was added up inside and is not divided yet may be too large for 16 bits: it is divided before they take it.
+        is_divided = torch.float16 in (self._wire, trailer.dtype)
+        if is_divided:
+            tensor.div_(self._divisor)
         sent = tensor if self._in_order else tensor.to(trailer.dtype)
-        mean = self._post_all_reduce(sent, tensor, exchange, tag)
+        mean = self._post_all_reduce(sent, tensor, exchange, tag, is_divided=is_divided)
 
         def add_up() -> None:
             trailer.copy_(sum_in_order(received, into=torch.empty_like(trailer)))

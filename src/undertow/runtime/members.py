@@ -58,10 +58,12 @@ class Members:
         return [(name, param) for name, param in named_params if param.requires_grad]
 
     def close(self) -> None:
-        """Gradients have the dtype of their parameters again, where none of another dtype is left."""
+        """Gradients have the dtype of their parameters again."""
         for _, param in self.trained_now() if self._wide is not None else ():
-            if param.grad is None or param.grad.dtype == param.dtype:
+            if private.gradient_dtype(param) != param.dtype:
+                grad, param.grad = param.grad, None
                 private.set_gradient_dtype(param, param.dtype)
+                param.grad = None if grad is None else grad.to(param.dtype)
 
     @property
     def ids(self) -> frozenset[int]:

@@ -14,7 +14,7 @@ from undertow.runtime import private
 from undertow.runtime.collectives import Handle
 from undertow.runtime.exchange import Exchanges, PostedExchanges, sum_in_order, wide_dtype
 from undertow.runtime.group import OwnGroup
-from undertow.runtime.narrow import narrowed
+from undertow.runtime.narrow import narrowed, travels_narrower
 
 _BACKENDS_TO_POST_ON = ("gloo", "emulated")
 
@@ -52,7 +52,10 @@ class NativeExchanges:
         with torch.no_grad():
             pack()
         num_ranks, pg = self.group.num_ranks, self.group.process_group
-        parts = narrowed(storage[: num_ranks * shard.numel()], self._wire)
+        values = storage[: num_ranks * shard.numel()]
+        # Which the backend adds up in 16 bits, for which the sum may be too large.
+        is_divided = not self._in_order and travels_narrower(storage.dtype, self._wire)
+        parts = narrowed(values.div(self._divisor) if is_divided else values, self._wire)
         own_trailer = storage[trailer.start : trailer.stop]
         if self._in_order:
             work, add_up = self._exchanged(parts, into=shard)
@@ -66,7 +69,7 @@ class NativeExchanges:
 
         def finish() -> None:
             add_up()
-            if self._divisor != 1:
+            if self._divisor != 1 and not is_divided:
                 shard.div_(self._divisor)
 
         return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
@@ -93,9 +96,9 @@ class NativeExchanges:
             if self._in_order:
                 mean = self.all_reduce(tensor)
                 return _NativeExchange([trailers, *mean.works], mean.wait)
-            sent = narrowed(tensor.to(trailer.dtype), self._wire)
+            sent = narrowed(tensor.div(self._divisor).to(trailer.dtype), self._wire)
             work = _started(dist.all_reduce(sent, group=pg, async_op=True))
-        return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)).div_(self._divisor))
+        return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)))
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
         first()

@@ -88,7 +88,8 @@ def make_gradients_whole(named_params: Iterable[tuple[str, Tensor]], *, rank: in
         if not isinstance(grad, GradientPlaceholder):
             continue
         if grad.is_cleared:
-            param.grad = torch.zeros_like(param) if grad.added is None else grad.added
+            cleared = torch.zeros_like(param, dtype=private.gradient_dtype(param))
+            param.grad = cleared if grad.added is None else grad.added
         else:
             raise PhaseError(
                 "the parameters have changed while sharded gradients are held.",

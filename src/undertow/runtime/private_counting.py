@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,20 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         self._parent = parent
 
     def __enter__(self) -> CollectiveBytes:
-        torch._C.Future.then = _then_counting  # type: ignore[assignment, method-assign]
+        global _num_counting
+        with _counting:
+            _num_counting += 1
+            torch._C.Future.then = _then_counting  # type: ignore[assignment, method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        global _num_counting
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        with _counting:
+            _num_counting -= 1
+            if _num_counting == 0:
+                torch._C.Future.then = _then  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if op.namespace == "c10d":
@@ -48,6 +60,8 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 _then = torch._C.Future.then
+_counting = threading.Lock()
+_num_counting = 0  # inside, of all threads: `then` is torch's own where it is 0
 
 
 def _then_counting(future: Any, callback: Callable[[Any], Any]) -> Any:

@@ -135,7 +135,7 @@ def _common_dtype(bucket: Bucket, params: Sequence[Tensor]) -> torch.dtype:
         raise ConfigError(
             f"parameters of {' and '.join(sorted(map(str, dtypes)))} have gradients of one dtype, {bucket.dtype}.",
             where=f"bucket {bucket.index}, under a sharded optimizer",
-            remedy="Leave grad_dtype alone, or use a plain optimizer.",
+            remedy="Give all parameters one dtype, leave reduce_dtype and grad_dtype alone, or use a plain optimizer.",
         )
     dtype: torch.dtype = dtypes.pop() if dtypes else getattr(torch, bucket.dtype)
     return dtype

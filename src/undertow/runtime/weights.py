@@ -132,8 +132,11 @@ class Weights:
         self._unchecked: tuple[Weighing, str] | None = None
 
     def give(self, weight: object) -> None:
-        """The loss of the next backward is a sum over so many; calls add up."""
-        self._next = (self._next or 0.0) + _checked(weight)
+        """The loss of the next backward is a sum over so many; the last call before it counts.
+
+        Of an earlier one no backward has come: its forward has failed, or was for something else.
+        """
+        self._next = _checked(weight)
 
     def forget_gradients(self, *, has_accumulated: bool) -> None:
         """The user has thrown them away."""
