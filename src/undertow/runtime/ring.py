@@ -260,7 +260,7 @@ def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neigh
             private.disconnect(group)
         return None
     sockets = _open_sockets() - were_open
-    return [Neighbour(groups[rank], 0, after, process, sockets), Neighbour(groups[before], 1, before, sockets)]
+    return [Neighbour(groups[rank], 0, after, process, sockets), Neighbour(groups[before], 1, before, None, sockets)]
 
 
 def _open_sockets() -> frozenset[Socket]:
