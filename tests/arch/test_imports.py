@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,12 @@ def test_every_exported_name_exists(module: str) -> None:
     imported = importlib.import_module(module)
     exported = getattr(imported, "__all__", [])
     assert [name for name in exported if not hasattr(imported, name)] == []
+
+
+def test_nothing_of_ours_opens_sockets() -> None:
+    """Transports, and what listens on them, are torch.distributed's."""
+    opens = re.compile(r"^\s*(?:import|from) (?:_?socket|socketserver|ssl|http|urllib)\b", re.M)
+    assert [path.name for path in SOURCES if opens.search(path.read_text())] == []
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -13,6 +13,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from support.errors import text_of
+from support.hybrid import hybrid
 from support.models import CASES, noise
 from support.ranks import Ranks
 from support.sharded import require_equal, training
@@ -360,3 +361,36 @@ def test_mixed_precision_refuses_to_compute_again(two_ranks: Ranks, use_reentran
         "  DistributedDataParallel(mixed_precision=...), with activation checkpoints\n"
         "  Use torch.autocast around the forward in place of mixed_precision, or leave checkpoints out."
     )
+
+
+class Steep(nn.Module):
+    """Every gradient is 40,000: two of them are more than fp16 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self) -> Tensor:
+        return (self.weight * 4e4).sum()
+
+
+def across_in_half(shape: tuple[int, int], model: nn.Module, settings: dict[str, Any]) -> None:
+    with hybrid(model, "SGD", shape=shape, **settings) as (ddp, opt):
+        for step in range(3):
+            opt.zero_grad()
+            ddp().backward()
+            grad = ddp.full_gradient(ddp.module.weight)  # type: ignore[arg-type]
+            assert grad is not None
+            # The first step is one of whole gradients, of which gloo adds up those of 16 bits before it divides.
+            assert step == 0 or torch.equal(grad.float(), torch.full((8,), 4e4))  # a multiple of 32: fp16 has it
+            opt.step()
+
+
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("is_wire", [True, False])
+def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(
+    four_ranks: Ranks, reduction: str, shape: tuple[int, int], is_wire: bool
+) -> None:
+    settings = {"reduction": reduction, "wire_dtype": "float16" if is_wire else None}
+    four_ranks.run(across_in_half, shape, Steep() if is_wire else Steep().half(), settings)

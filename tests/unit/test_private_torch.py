@@ -6,6 +6,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -366,3 +367,35 @@ def test_what_is_there_may_be_taken_out_before_a_gradient_is_added() -> None:
     assert param.grad is not earlier
     assert torch.equal(param.grad, torch.full((2,), 3.0))
     assert torch.equal(earlier, torch.ones(2))
+
+
+def test_a_pair_of_gloos_tells_both_sides_of_its_end_and_torch_knows_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store, within = dist.HashStore(), timedelta(seconds=30)
+    with ThreadPoolExecutor(2) as threads:
+        pairs = list(threads.map(lambda place: private.pair(store, "pair", place, private.gloo_device(), within), range(2)))
+    assert not dist.is_initialized()
+    received = torch.zeros(3)
+    works = [pairs[1].recv([tensor], 0, 7) for tensor in (received, torch.zeros(3))]
+    other = pairs[0].recv([torch.zeros(3)], 1, 7)
+    pairs[0].send([torch.ones(3)], 1, 7).wait(within)
+    private.disconnect(pairs[0])
+    works[0].wait(within)  # it was there before the end
+    assert torch.equal(received, torch.ones(3))
+    with pytest.raises(RuntimeError, match="Application timeout caused pair closure"):
+        other.wait(timedelta(days=3650))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        works[1].wait(timedelta(days=3650))
+    private.disconnect(pairs[0])  # again, which does nothing
+
+
+def test_the_default_groups_device_connects_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "here"), 1), rank=0, world_size=1)
+    try:
+        devices = dist.group.WORLD._get_backend(torch.device("cpu")).options._devices
+        assert devices == [private.gloo_device()]
+        monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+        assert private.gloo_device() not in devices
+    finally:
+        dist.destroy_process_group()

@@ -140,6 +140,12 @@ def stack_lines(frames: Sequence[FrameType]) -> list[str]:
     return [f"{_short(frame.f_code)}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200] for frame in frames[-_NUM_FRAMES:]]
 
 
+def fault_from(message: Mapping[str, Any]) -> Fault:
+    """A fault that another rank has found; KeyError for what is none."""
+    kinds = {kind.__name__: kind for kind in (PeerFailed, RankLost, StallTimeout)}
+    return Fault(kinds[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
+
+
 def state_from(message: Mapping[str, Any]) -> State:
     """A state that came from another rank; ValueError, TypeError or KeyError for what is none."""
     return State(

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from undertow.config import SyncConfig
-from undertow.errors import PeerFailed, RankLost, StallTimeout, UndertowError
+from undertow.errors import UndertowError
 from undertow.runtime import faults
 from undertow.runtime.faults import Fault, State
 from undertow.runtime.ring import Neighbour, close_all
@@ -195,7 +195,10 @@ class Ring:
 
     def is_cut_off(self, neighbour: Neighbour) -> None:
         """The connection to a neighbour is gone."""
-        self.neighbours.remove(neighbour)
+        with self.condition:
+            if neighbour not in self.neighbours:  # we have left
+                return
+            self.neighbours.remove(neighbour)
         neighbour.close()
         if neighbour.rank not in self.ended and self.fault is None:
             self.say("lost", rank=neighbour.rank)
@@ -220,7 +223,7 @@ class Ring:
                     left[source] = faults.failed(source, text) if text else faults.finished(source, steps)
                     self.condition.notify_all()
             case "stops" if member is not None:
-                self._latch(_fault_from(message), member)
+                self._latch(faults.fault_from(message), member)
             case "asks" if member is not None:
                 if member.is_asked_by(faults.state_from(message)):
                     self._answer(member, has_asked=source == self.rank)
@@ -321,7 +324,8 @@ class Guard:
     def ends(self, ring: Ring) -> None:
         """Leaves a ring: its process groups are gone, or the process is about to end."""
         ring.leaves(_raised())
-        neighbours, ring.neighbours = ring.neighbours, []
+        with ring.condition:
+            neighbours, ring.neighbours = ring.neighbours, []
         for neighbour in neighbours:
             neighbour.flush(_FLUSH_S)
         close_all(neighbours)
@@ -400,7 +404,7 @@ class Guard:
     def _hear(self, ring: Ring, neighbour: Neighbour, messages: list[Message], is_there: bool) -> None:
         for message in messages:
             ring.receive(message, neighbour)
-        if not is_there and neighbour in ring.neighbours:
+        if not is_there:
             ring.is_cut_off(neighbour)
 
     def _tick_s(self) -> float | None:
@@ -438,11 +442,6 @@ def _telling_of_threads(before: Callable[..., object], guard: Guard) -> Callable
         return before(args)
 
     return hook
-
-
-def _fault_from(message: Message) -> Fault:
-    kinds = {kind.__name__: kind for kind in (PeerFailed, RankLost, StallTimeout)}
-    return Fault(kinds[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
 
 
 GUARD = Guard()  # of the process, as sys.excepthook and the exit of the process are

@@ -96,7 +96,7 @@ def is_gone(rank: int) -> bool:
     A receive that is posted and dropped: on a connection that is closed it fails at once.
     """
     gloo = _gloo_of(dist.group.WORLD)
-    if gloo is None or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+    if gloo is None or _connects_lazily():
         return False
     try:
         gloo.recv([torch.zeros(1)], rank, _NOBODYS_TAG)
@@ -119,13 +119,23 @@ def interrupt(group: dist.ProcessGroup) -> None:
 
 
 def gloo_device() -> Any:
-    """What connects pairs: of the interface that gloo is given, or the one that the machine's name stands for."""
+    """What connects pairs: that of the default group, or one of the interface that gloo is given.
+
+    Each has a thread of gloo's that looks a hundred times a second whether it shall end. RuntimeError where there is none.
+    """
     if not dist.is_gloo_available():
         raise RuntimeError("this build of torch has no gloo.")
+    world = _gloo_of(dist.group.WORLD) if dist.is_initialized() else None
+    if world is not None and not _connects_lazily():
+        return world._get_backend(torch.device("cpu")).options._devices[0]
     gloo: Any = dist.ProcessGroupGloo
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     # Not lazily: ranks that cannot be connected shall be found when they connect.
     return gloo.create_device(interface=interface, lazy_init=False) if interface else gloo.create_default_device(lazy_init=False)
+
+
+def _connects_lazily() -> bool:
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
 
 
 def pair(store: Any, key: str, place: int, device: Any, timeout: timedelta) -> Any:
@@ -134,11 +144,11 @@ def pair(store: Any, key: str, place: int, device: Any, timeout: timedelta) -> A
     It is nobody's: torch.distributed does not count, name or destroy it, and its other groups may be of any backend.
     RuntimeError where the other one is not connected within `timeout`.
     """
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
+    c10d: Any = torch.distributed.distributed_c10d
+    options = c10d.ProcessGroupGloo._Options()
     options._devices, options._timeout = [device], timeout
     options._threads = 1  # for collectives; there are none
-    return gloo(dist.PrefixStore(key, store), place, 2, options)
+    return c10d.ProcessGroupGloo(c10d.PrefixStore(key, store), place, 2, options)
 
 
 def disconnect(group: Any) -> None:

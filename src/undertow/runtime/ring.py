@@ -74,8 +74,8 @@ class Neighbour:
         self._sockets = sockets
         self._group = group  # of two; this process is number `place`
         self._other = 1 - place
-        self._sending = threading.RLock()
-        self._sent: deque[dist.Work] = deque()  # which the other side may not have taken; an unfinished one must not be dropped
+        self._sending = threading.RLock()  # a group that is freed in the middle of a send may have us leave
+        self._sent: deque[dist.Work] = deque()  # that the other side may not have taken, or all that follow were stuck
         self._num_sent = 0
         self._num_taken = 0
         self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -260,7 +260,7 @@ def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neigh
             private.disconnect(group)
         return None
     sockets = _open_sockets() - were_open
-    return [Neighbour(groups[rank], 0, after, process, sockets), Neighbour(groups[before], 1, before, sockets)]
+    return [Neighbour(groups[rank], 0, after, process, sockets), Neighbour(groups[before], 1, before, None, sockets)]
 
 
 def _open_sockets() -> frozenset[Socket]:
