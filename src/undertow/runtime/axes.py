@@ -22,12 +22,12 @@ from undertow.runtime.native_exchange import exchanges_over
 class Axes:
     """Exchanges over groups of their own, `inside` and, where ranks form a mesh, `across`; making them is a collective call.
 
-    `rank` and `num_ranks` are of all of them; they reduce to means over those, or with `sums` to sums, of what travels in
-    `wire`. `close` ends their threads and destroys the groups.
+    `rank` and `num_ranks` are of all of them; they reduce to sums over those, divided by `divisor`, of what travels in `wire`.
+    `close` ends their threads and destroys the groups.
     """
 
     def __init__(
-        self, user: GroupRef, *, device: torch.device, in_order: bool, sums: bool = False, wire: torch.dtype | None = None
+        self, user: GroupRef, *, device: torch.device, in_order: bool, divisor: float, wire: torch.dtype | None = None
     ) -> None:
         self.rank, self.num_ranks = user.rank, len(user.ranks)
         refs = [user] if user.across is None else [user.inside, user.across]
@@ -36,7 +36,6 @@ class Axes:
             for group in self._groups:
                 group.open()
         # Sums inside are not divided: the mean is rounded once, when all summands are in it.
-        divisor = 1 if sums else self.num_ranks
         divisors = [divisor] if user.across is None else [1, divisor]
         exchanges = [
             exchanges_over(group, in_order=in_order, divisor=divisor, wire=wire)
