@@ -177,13 +177,15 @@ class SyncWithExperts(Sync):
         What it returns is of the dense parameters; `experts[0].report()` has the first group's.
         """
         report = super().report(show=show)
-        self._for_each_group(lambda expert: expert.report(show=show), show=show)
+        if show:
+            self._show_each_group(lambda expert: expert.report())
         return report
 
     def explain(self, *, show: bool = True) -> Explanation:
         """Why the plans are as they are, that of the dense parameters first; it is the one that is returned."""
         explanation = super().explain(show=show)
-        self._for_each_group(lambda expert: expert.explain(show=show), show=show)
+        if show:
+            self._show_each_group(lambda expert: expert.explain())
         return explanation
 
     def measure_network(self) -> None:
@@ -196,12 +198,10 @@ class SyncWithExperts(Sync):
         """Takes everything off the module and destroys our process groups, once."""
         _all_of(super().close, *(expert.close for expert in self.experts))
 
-    def _for_each_group(self, call: Callable[[Sync], object], *, show: bool) -> None:
+    def _show_each_group(self, show: Callable[[Sync], object]) -> None:
         for group, expert in zip(self._groups, self.experts, strict=True):
-            if show:
-                ranks = ", ".join(map(str, group.process_group.ranks))
-                print(f"\nExperts {group.match!r}, ranks {ranks}:")
-            call(expert)
+            print(f"\nExperts {group.match!r}, ranks {', '.join(map(str, group.process_group.ranks))}:")
+            show(expert)
 
 
 class _Matching:

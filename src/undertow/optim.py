@@ -292,6 +292,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._sync.process_group
 
     @property
+    def has_experts(self) -> bool:
+        """Whether it is of a model with experts."""
+        return bool(self._sync.config.experts)
+
+    @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         return self._cls
 

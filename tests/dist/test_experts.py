@@ -29,6 +29,7 @@ from support.mixture import (
 )
 from support.ranks import Ranks
 from undertow import (
+    CheckpointError,
     ConfigError,
     DistributedDataParallel,
     ExpertGroup,
@@ -39,6 +40,7 @@ from undertow import (
     WrongType,
     attach,
     clip_grad_norm_,
+    save_checkpoint,
 )
 
 NUM_STEPS = 8
@@ -444,17 +446,15 @@ def test_clipping_goes_without_experts_as_well(two_ranks: Ranks) -> None:
 ADAMW = {"lr": 0.01}
 
 
-def optimizers_of(ddp: DistributedDataParallel) -> list[ShardedOptimizer]:
-    dense = [param for _, param in ddp.sync.named_parameters()]
-    return [
-        ShardedOptimizer(torch.optim.AdamW, sync, params, **ADAMW)
-        for sync, params in ((ddp.sync, dense), (ddp.sync.experts[0], None))
-    ]
+def optimizers_of(ddp: DistributedDataParallel, *, eager: bool = False) -> list[ShardedOptimizer]:
+    dense, (experts,) = [param for _, param in ddp.sync.named_parameters()], ddp.sync.experts
+    parts: tuple[tuple[Any, Any], ...] = ((ddp, dense), (experts, None))
+    return [ShardedOptimizer(torch.optim.AdamW, target, params, eager=eager, **ADAMW) for target, params in parts]
 
 
-def sharded(strategy: str, settings: dict[str, Any]) -> None:
+def sharded(strategy: str, is_eager: bool, settings: dict[str, Any]) -> None:
     with wrapped_mixture(mixture(), strategy=strategy, **settings) as (ddp, bare, group):
-        optimizers = optimizers_of(ddp)
+        optimizers = optimizers_of(ddp, eager=is_eager)
         for step in range(NUM_STEPS):
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -462,14 +462,17 @@ def sharded(strategy: str, settings: dict[str, Any]) -> None:
             for optimizer in optimizers:
                 optimizer.step()
         ddp.wait()
-        trained_naively(bare, group, num_steps=NUM_STEPS, optimizer=torch.optim.AdamW, settings=ADAMW)
+        trained_naively(bare, group, torch.optim.AdamW(bare.parameters(), **ADAMW), num_steps=NUM_STEPS)
         require_equal_values(ddp.module, bare)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("is_eager", [False, True], ids=["barrier", "eager"])
 @pytest.mark.parametrize("settings", [{}, {"bucket_cap_mb": 1e-4}], ids=str)
-def test_shards_of_experts_over_their_group_make_the_same_model(four_ranks: Ranks, strategy: str, settings: Any) -> None:
-    four_ranks.run(sharded, strategy, settings)
+def test_shards_of_experts_over_their_group_make_the_same_model(
+    four_ranks: Ranks, strategy: str, is_eager: bool, settings: Any
+) -> None:
+    four_ranks.run(sharded, strategy, is_eager, settings)
 
 
 def sharded_and_clipped(strategy: str) -> None:
@@ -507,7 +510,7 @@ def test_clipping_is_exact_over_shards_of_both(four_ranks: Ranks, strategy: str)
 def hooked() -> list[int]:
     seen: list[int] = []
 
-    def hook(_state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         seen.append(bucket.buffer().numel())
         work = dist.all_reduce(bucket.buffer().div_(4), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
@@ -538,8 +541,7 @@ def reports() -> tuple[int, int, int]:
 
 def test_each_part_has_a_report(four_ranks: Ranks) -> None:
     for dense, experts, num_buckets in four_ranks.run(reports):
-        assert dense == experts > 0
-        assert num_buckets > 0
+        assert min(dense, experts, num_buckets) > 0
 
 
 def refusals() -> dict[str, str]:
@@ -564,6 +566,7 @@ def refusals() -> dict[str, str]:
         sync.close()
         ddp = DistributedDataParallel(model, config=SyncConfig(experts=(mine,)))
         found["join"] = text_of(PhaseError, lambda: ddp.join_hook())
+        found["checkpoint"] = text_of(CheckpointError, lambda: save_checkpoint("nowhere", ddp))
         ddp.close()
     return found
 
@@ -602,4 +605,7 @@ def test_what_cannot_be_is_refused(four_ranks: Ranks) -> None:
         "join": "a rank that has run out of data cannot leave a model with experts: tokens of others need those that it holds.\n"
         "  join\n"
         "  Give every rank as many batches.",
+        "checkpoint": "this model has experts: ranks have other tensors under the same names, and a checkpoint has one of each.\n"
+        "  save_checkpoint, load_checkpoint\n"
+        "  Save model.state_dict() and optimizer.full_state_dict() on each rank, in a file of its own.",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,23 +108,10 @@ def require_equal_values(ours: nn.Module, reference: nn.Module) -> None:
         assert torch.equal(param, wanted), name
 
 
-def trained_naively(
-    model: nn.Module,
-    group: dist.ProcessGroup,
-    *,
-    num_steps: int,
-    divisor: float = 4,
-    optimizer: type[Any] = torch.optim.SGD,
-    settings: dict[str, Any] | None = None,
-    between: Callable[[nn.Module, int], None] | None = None,
-) -> nn.Module:
-    """The bare model after those steps; `between` is called between the reduction and the step."""
-    opt = optimizer(model.parameters(), **(SGD if settings is None else settings))
+def trained_naively(model: nn.Module, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, *, num_steps: int) -> None:
+    """Trains a bare model."""
     for step in range(num_steps):
-        opt.zero_grad()
+        optimizer.zero_grad()
         loss(model, step).backward()
-        reduce_naively(model, group, divisor=divisor)
-        if between is not None:
-            between(model, step)
-        opt.step()
-    return model
+        reduce_naively(model, group)
+        optimizer.step()

@@ -41,7 +41,7 @@ class ShardedSteps:
         if formation.group.num_ranks == 1 and formation.assembly.reducer.is_active:
             raise ConfigError(
                 "these experts are on one rank only, which has nobody to share an optimizer with.",
-                where=f"ShardedOptimizer, {config.experts}",
+                where=f"ShardedOptimizer, ExpertGroup(match={config.experts[0].match!r})",
                 remedy="Give them to a plain optimizer.",
             )
         if formation.group.num_ranks == 1 and formation.is_active:
