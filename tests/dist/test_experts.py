@@ -475,6 +475,39 @@ def test_shards_of_experts_over_their_group_make_the_same_model(
     four_ranks.run(sharded, strategy, is_eager, settings)
 
 
+def sharded_beside_plain() -> str:
+    """Dense state in shards, all of the experts' on each rank that holds them, in groups of one rank."""
+    torch.manual_seed(dist.get_rank())
+    model = Mixture()
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    experts = (ExpertGroup(match=MATCH, process_group=alone, divisor=4),)
+    sync = attach(model, config=SyncConfig(experts=experts, reduction="ordered"))
+    bare = copy.deepcopy(model)
+    dense = ShardedOptimizer(torch.optim.AdamW, sync, [param for _, param in sync.named_parameters()], **ADAMW)
+    plain = torch.optim.AdamW([param for _, param in sync.experts[0].named_parameters()], **ADAMW)
+    for step in range(NUM_STEPS):
+        for optimizer in (dense, plain):
+            optimizer.zero_grad()
+        loss(model, step).backward()
+        for optimizer in (dense, plain):
+            optimizer.step()
+    sync.wait()
+    trained_naively(bare, alone, torch.optim.AdamW(bare.parameters(), **ADAMW), num_steps=NUM_STEPS)
+    require_equal_values(model, bare)
+    refusal = text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.AdamW, sync.experts[0], **ADAMW))
+    sync.close()
+    dist.destroy_process_group(alone)
+    return refusal
+
+
+def test_experts_on_one_rank_each_go_with_a_plain_optimizer(four_ranks: Ranks) -> None:
+    assert four_ranks.run(sharded_beside_plain)[0] == (
+        "these experts are on one rank only, which has nobody to share an optimizer with.\n"
+        "  ShardedOptimizer, ExpertGroup(match='*experts.*')\n"
+        "  Give them to a plain optimizer."
+    )
+
+
 def sharded_and_clipped(strategy: str) -> None:
     with wrapped_mixture(mixture(), strategy=strategy) as (ddp, bare, group):
         optimizers = optimizers_of(ddp)
