@@ -6,7 +6,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from undertow.config import SyncConfig
+from undertow.config import ExpertGroup, SyncConfig
 from undertow.errors import (
     CheckpointError,
     ConfigError,
@@ -25,6 +25,7 @@ from undertow.errors import (
 if TYPE_CHECKING:
     from undertow.attached import BucketedDDPHooks, attach
     from undertow.checkpoint import load_checkpoint, save_checkpoint
+    from undertow.clipping import clip_grad_norm_
     from undertow.ddp import DistributedDataParallel
     from undertow.hooks import chain
     from undertow.optim import ShardedOptimizer
@@ -46,6 +47,7 @@ _LAZY = {
     "attach": "undertow.attached",
     "average_gradients": "undertow.runtime.average",
     "chain": "undertow.hooks",
+    "clip_grad_norm_": "undertow.clipping",
     "load_checkpoint": "undertow.checkpoint",
     "save_checkpoint": "undertow.checkpoint",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "ConfigError",
     "Desync",
     "DistributedDataParallel",
+    "ExpertGroup",
     "GradientBucket",
     "GradientBucketManager",
     "NonFiniteGradient",
@@ -73,6 +76,7 @@ __all__ = [
     "attach",
     "average_gradients",
     "chain",
+    "clip_grad_norm_",
     "load_checkpoint",
     "save_checkpoint",
 ]

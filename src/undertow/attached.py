@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
+from undertow.experts import synchronised
 from undertow.sync import Sync
 
 
@@ -27,7 +28,7 @@ def attach(
     `strategy="hybrid"`, of which the first replicates and the second shards. What `ignore` names (parameters, buffers,
     submodules, by name or the thing itself) is left alone.
     """
-    sync = Sync(module, mesh=mesh, process_group=process_group, config=config, ignore=ignore)
+    sync = synchronised(module, mesh=mesh, process_group=process_group, config=config, ignore=ignore)
     sync.watch_forwards()
     return sync
 

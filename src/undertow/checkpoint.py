@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from undertow import checkpoint_files as files
 from undertow.checkpoint_files import Stored
+from undertow.ddp import DistributedDataParallel
 from undertow.errors import CheckpointError
 from undertow.optim import ShardedOptimizer
 from undertow.optim_state import MASTER, OF_THE_WHOLE, ShardedState
@@ -80,6 +81,7 @@ class _Ranks:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Ranks:
+        _require_no_experts(model, optimizer)
         if not dist.is_available() or not dist.is_initialized():
             return cls(None, torch.device("cpu"))
         given = optimizer if isinstance(optimizer, ShardedOptimizer) else model
@@ -132,6 +134,16 @@ class _Ranks:
         rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
         dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
         return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
+
+
+def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    is_of_experts = isinstance(optimizer, ShardedOptimizer) and optimizer.has_experts
+    if is_of_experts or (isinstance(model, DistributedDataParallel) and model.sync.config.experts):
+        raise CheckpointError(
+            "this model has experts: ranks have other tensors under the same names, and a checkpoint has one of each.",
+            where="save_checkpoint, load_checkpoint",
+            remedy="Save model.state_dict() and optimizer.full_state_dict() on each rank, in a file of its own.",
+        )
 
 
 class _Names:

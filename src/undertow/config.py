@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,6 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "auto_tune": (True, False),
     "reduce_dtype": (None, "float32"),
     "wire_dtype": (None, "bfloat16", "float16"),
-    "experts": ((),),
     "nonfinite": ("ignore",),
     "overlap": (True, False),
     "average_in_collective": (True, False),
@@ -30,6 +30,43 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _NOT_BUILT: dict[str, tuple[object, ...]] = {
     "nonfinite": ("warn", "skip", "raise"),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGroup:
+    """Experts whose gradients are reduced over ranks of their own: those that hold the same experts.
+
+    match: a pattern of names of parameters and buffers, such as "*.experts.*"; `*`, `?` and `[...]` as in `fnmatch`.
+    process_group: the torch.distributed.ProcessGroup of the ranks that hold the same experts as this one.
+    divisor: what the sum over those ranks is divided by. Where tokens of all ranks reach an expert it is the number of all
+        ranks, over whose batches the mean is; None is the number of ranks of the group.
+
+    Raises ConfigError for a pattern that is no text, and a divisor that is no positive number.
+    """
+
+    match: str
+    process_group: Any
+    divisor: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.match, str) or not self.match:
+            raise ConfigError(
+                f"match must be a pattern of parameter names, got {self.match!r}.",
+                where="ExpertGroup",
+                remedy='Write match="*.experts.*"; for several patterns give several groups.',
+            )
+        divisor = self.divisor
+        is_number = isinstance(divisor, int | float) and not isinstance(divisor, bool)
+        if divisor is not None and not (is_number and math.isfinite(divisor) and divisor > 0):
+            raise ConfigError(
+                f"divisor must be a positive number, got {divisor!r}.",
+                where=f"ExpertGroup(match={self.match!r})",
+                remedy="Give the number of ranks whose tokens reach the experts, or leave it out for that of the group.",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the process group, which is of this process."""
+        return {"match": self.match, "divisor": self.divisor}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +103,11 @@ class SyncConfig:
     ignore: names of parameters and buffers that are left alone.
     stall_warning_s: after how many seconds of waiting a rank has all ranks report who is late, for what, and what it is doing.
     stall_timeout_s: after how many the step fails, with StallTimeout on every rank. Infinity switches either off.
+    experts: groups of parameters that are reduced over ranks of their own, each an ExpertGroup, in the same order on every rank.
+        Not with "hybrid". A process group is of one process: the JSON form says what there is, and is not read back.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
-    `experts` and `nonfinite` have one value so far; another one is refused. Raises ConfigError
-    for every value that cannot work.
+    `nonfinite` has one value so far; another one is refused. Raises ConfigError for every value that cannot work.
     """
 
     strategy: str | None = None
@@ -85,7 +123,7 @@ class SyncConfig:
     wire_dtype: str | None = None
     buffers: str = "rank0"
     ignore: tuple[str, ...] = ()
-    experts: tuple[object, ...] = ()
+    experts: tuple[ExpertGroup, ...] = ()
     nonfinite: str = "ignore"
     stall_warning_s: float = 30.0
     stall_timeout_s: float = 300.0
@@ -109,9 +147,13 @@ class SyncConfig:
         for name in ("stall_warning_s", "stall_timeout_s"):
             _require_seconds(getattr(self, name), name=name)
         object.__setattr__(self, "ignore", _sorted_names(self.ignore))
+        object.__setattr__(self, "experts", _expert_groups(self.experts))
+        for group in self.experts:
+            _check_goes_with_experts(self, group)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        groups = tuple(group.to_dict() for group in self.experts)
+        return {**dataclasses.asdict(dataclasses.replace(self, experts=())), "experts": groups}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
@@ -129,6 +171,11 @@ class SyncConfig:
         for name in data:
             if name not in known:
                 raise _unreadable(f"there is no setting {name!r}.", remedy=_did_you_mean(name, known))
+        if data.get("experts"):
+            raise _unreadable(
+                f"these settings have {len(data['experts'])} groups of experts, whose process groups are not in a text.",
+                remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
+            )
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**values)
 
@@ -157,7 +204,7 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
     if any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         return
     allowed = ", ".join(repr(choice) for choice in choices)
-    if value in _NOT_BUILT.get(name, ()) or name == "experts":
+    if value in _NOT_BUILT.get(name, ()):
         raise ConfigError(f"{name}={value!r} is not built yet.", where="SyncConfig", remedy=f"What works today: {allowed}.")
     shards_parameters = name == "strategy" and value in ("zero3", "fsdp")
     remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters." if shards_parameters else f"Choose one of: {allowed}."
@@ -174,6 +221,27 @@ def _sorted_names(names: object) -> tuple[str, ...]:
             remedy='Write ignore=("embedding.weight",).',
         )
     return tuple(sorted(listed))
+
+
+def _expert_groups(groups: object) -> tuple[ExpertGroup, ...]:
+    listed = tuple(groups) if isinstance(groups, tuple | list) else None
+    if listed is None or not all(isinstance(group, ExpertGroup) for group in listed):
+        raise ConfigError(
+            f"experts must be a tuple of ExpertGroup, got {groups!r}.",
+            where="SyncConfig",
+            remedy='Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).',
+        )
+    return listed
+
+
+def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
+    if config.strategy == "hybrid":
+        what, remedy = 'experts do not go with strategy="hybrid".', 'Use "ddp", "zero1" or "zero2".'
+    elif config.op == "sum" and group.divisor is not None:
+        what, remedy = 'op="sum" does not divide, and a group of experts has a divisor.', 'Leave op="sum" or the divisor out.'
+    else:
+        return
+    raise ConfigError(what, where=f"SyncConfig, ExpertGroup(match={group.match!r})", remedy=remedy)
 
 
 def _unreadable(what: str, *, remedy: str = "Use text that to_json() has written.") -> ConfigError:

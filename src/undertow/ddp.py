@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from undertow import ddp_arguments as arguments
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.experts import synchronised
 from undertow.mixed_precision import MixedPrecision, mixed_precision_of
 from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.runtime import private
 from undertow.runtime.ignore import names_to_ignore, still_there
 from undertow.runtime.reduction import Reduction
-from undertow.sync import Sync
 from undertow.trace import StepReport, Trace
 from undertow.tune import Explanation
 from undertow.uneven import ShadowHook, UnevenInputs, announce_forward
@@ -102,7 +102,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ignored = (*names_to_ignore(module, ignore), *arguments.ignored_by_torchs_way(module))
         self._precision = mixed_precision_of(mixed_precision, module, ignored)
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
-        self.sync = Sync(
+        self.sync = synchronised(
             module,
             process_group=process_group,
             mesh=device_mesh,
@@ -413,7 +413,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         Joinable.__init__(self)
         config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
         self._precision = mixed_precision_of(self.mixed_precision, self.module, config.ignore)
-        self.sync = Sync(self.module, process_group=group, config=config)
+        self.sync = synchronised(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:
         if name == "reducer":

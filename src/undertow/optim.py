@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from undertow.clipping import checked_norm_type, require_finite, total_norm
 from undertow.elementwise import MakeOptimizer, require_elementwise, state_of_one_element
-from undertow.errors import ConfigError, NonFiniteGradient, PhaseError, WrongType
+from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.optim_state import (
     MASTER,
     FullStates,
@@ -43,6 +43,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     every rank has updated is gathered under the next forward: wait with `target.wait()` before you read parameters elsewhere.
     Parameters of 16 bits are updated in fp32. Raises ConfigError for an optimizer that is not elementwise.
 
+    Of a model with experts an optimizer has the parameters of one group of ranks: make one for the model with its dense ones
+    as `params`, and one for each of `sync.experts`. Their norm is that of `undertow.clip_grad_norm_`.
+
     `eager`: from the second step on parameters are updated bucket by bucket while backward goes on, with the hyper-parameters
     of its begin, and `step()` confirms that. What needs all gradients before the update raises: clipping, a GradScaler, closures.
     """
@@ -57,6 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         sync = _checked(cls, getattr(target, "sync", target))
+        _require_one_group_of_ranks(sync, params)
         self._cls = cls
         make: Any = cls  # whose constructor is another one than that of its base
         # Not the groups alone: some settings are read by a constructor only.
@@ -129,22 +133,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` is accepted.
         """
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
-        norm_type = float(norm_type)
-        if not norm_type > 0:
-            raise ConfigError(
-                f"norm_type must be above zero, got {norm_type}.",
-                where="clip_grad_norm_",
-                remedy="Give 2.0, another power, or infinity for the largest element.",
-            )
+        norm_type = checked_norm_type(norm_type)
         sharding = self._begin()
         grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
-        total = _total_norm(grads, norm_type, sharding)
-        if error_if_nonfinite and not total.isfinite():
-            raise NonFiniteGradient(
-                f"the total norm of order {norm_type} of the gradients is {total.item()}.",
-                where=f"clip_grad_norm_, rank {sharding.rank}",
-                remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
-            )
+        total = total_norm(grads, norm_type, device=sharding.group.device, group=sharding.group)
+        if error_if_nonfinite:
+            require_finite(total, norm_type, rank=sharding.rank)
         sharding.scale_gradients([owned.part for owned in self._owned], (max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
@@ -297,6 +291,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._sync.process_group
 
     @property
+    def has_experts(self) -> bool:
+        """Whether it is of a model with experts."""
+        return bool(self._sync.config.experts)
+
+    @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         return self._cls
 
@@ -397,26 +396,18 @@ def _checked(cls: object, sync: object) -> Sync:
     return sync
 
 
+def _require_one_group_of_ranks(sync: Sync, params: _ParamGroups | None) -> None:
+    if sync.experts and params is None:
+        raise ConfigError(
+            "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense ones.",
+            where="ShardedOptimizer",
+            remedy="Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and "
+            "one for each of sync.experts.",
+        )
+
+
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _total_norm(grads: list[Tensor], norm_type: float, sharding: Sharding) -> Tensor:
-    """Of all ranks' gradients as one vector. [] fp32 on the device of the group"""
-    is_largest = math.isinf(norm_type)
-    total = torch.zeros((), dtype=torch.float64, device=sharding.group.device)
-    for grad in grads:
-        norm = torch.linalg.vector_norm(grad, norm_type, dtype=_double(grad.dtype)).to(total)
-        total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
-    if sharding.group.num_ranks > 1:
-        op = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-        with sharding.group.waiting("the norm of all gradients"):
-            dist.all_reduce(total, op=op, group=sharding.group.process_group)
-    return (total if is_largest else total ** (1.0 / norm_type)).to(torch.float32)
-
-
-def _double(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def _described(cls: type[Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from undertow.report.terminal import print_report
 from undertow.runtime import private
 from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm_hook import CommHook
+from undertow.runtime.companions import Companions
 from undertow.runtime.engine import Engine
 from undertow.runtime.group import GroupRef, OwnGroup
-from undertow.runtime.hooks import ModuleHook
+from undertow.runtime.hooks import ModuleHook, is_outermost_forward
 from undertow.runtime.ignore import names_to_ignore
-from undertow.runtime.members import Members
+from undertow.runtime.members import AnyOf, Members
 from undertow.runtime.mesh import chosen_group, other_group
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
 from undertow.runtime.recorder import Recorder, clock_for
@@ -48,7 +49,9 @@ class Sync:
     ConfigError, and PlanMismatch on every rank if ranks hold different parameters or settings.
     """
 
-    def __init__(
+    experts: Sequence[Sync] = ()  # what synchronises each group of experts, in the order of the settings
+
+    def __init__(  # noqa: PLR0913  the choices of its users, and what is not its affair
         self,
         module: nn.Module,
         *,
@@ -57,16 +60,18 @@ class Sync:
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
         shared: Collection[str] = ("parameters", "buffers"),
+        elsewhere: Container[str] = frozenset(),
     ) -> None:
+        # Names that somebody else synchronises are in `elsewhere`, and may be others on other ranks than those to ignore.
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
         self._module = module
-        self._members = Members(module, ignored, reduce_dtype=config.reduce_dtype)
+        self._members = Members(module, AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = False
         self._hook: CommHook | None = None
-        self._steps: ShardedSteps | None = None
+        self.steps: ShardedSteps | None = None
         self._is_compiled = False
         self._set_up(chosen_group(process_group, mesh, config.strategy))
         if isinstance(process_group, GroupRef):
@@ -81,13 +86,10 @@ class Sync:
     def _set_up(self, group: GroupRef) -> None:
         """Makes everything that belongs to one process group; communicates nothing."""
         params = [param for _, param in self._members.trained()]
-        self._group = OwnGroup(group, device=params[0].device if params else torch.device("cpu"), limits=self._config)
-        self._group.module = weakref.ref(self._module)
-        self.waiting = self._group.waiting
-        self._recorder = Recorder(
-            clock_for(self._group.device, self._group.backend), rank=self._group.rank, level=self._config.record
-        )
-        self._engine = Engine(self._members, self._group, self._config, self._recorder)
+        own = self._group = OwnGroup(group, device=params[0].device if params else torch.device("cpu"), limits=self._config)
+        own.module, self.waiting = weakref.ref(self._module), own.waiting
+        self._recorder = Recorder(clock_for(own.device, own.backend), rank=own.rank, level=self._config.record)
+        self._engine = Engine(self._members, own, self._config, self._recorder)
         if self._hook is not None:
             self._engine.use_hook(self._hook)
         attached = contextlib.ExitStack()
@@ -107,9 +109,9 @@ class Sync:
         return self._group.process_group if group is None else group
 
     @property
-    def own_process_group(self) -> dist.ProcessGroup:
+    def own_group(self) -> OwnGroup:
         """The clone of the user's group, over which everything of ours travels."""
-        return self._group.process_group
+        return self._group
 
     @property
     def group_reference(self) -> GroupRef:
@@ -141,7 +143,7 @@ class Sync:
     @property
     def is_training_forward(self) -> bool:
         """Whether a forward that begins now is one that all ranks run: in training mode, and to be differentiated."""
-        return self._module.training and _is_outermost_forward()
+        return self._module.training and is_outermost_forward()
 
     @property
     def rescale(self) -> float:
@@ -163,8 +165,13 @@ class Sync:
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """All parameters of the module that are not left alone, trained or not."""
-        ignored = set(self._config.ignore)
-        return [(name, param) for name, param in self._module.named_parameters() if name not in ignored]
+        return self._members.named_params()
+
+    def take_part_with(self, others: Iterable[Sync]) -> None:
+        """From now on a backward that reaches a parameter of one of us is a synchronisation of all."""
+        engines = [self._engine, *(other._engine for other in others)]
+        for engine in engines:
+            engine.companions = Companions(engines)
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
@@ -183,11 +190,11 @@ class Sync:
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backwards inside only accumulate; the next one outside synchronises the sum."""
-        before, self._engine.is_accumulating = self._engine.is_accumulating, True
+        before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
         finally:
-            self._engine.is_accumulating = before
+            self.is_accumulating = before
 
     no_sync = accumulate
 
@@ -200,7 +207,7 @@ class Sync:
         that add up to 0 (on GPUs one step late); a rank that joins by `finish()`, without data, need not give any.
         ConfigError, at the call, for what is no number from 0 on, with `op="sum"` and with a communication hook.
         """
-        is_alone_with_shards = self._steps is not None and self.num_ranks == 1
+        is_alone_with_shards = self.steps is not None and self.num_ranks == 1
         require_means(self._config.op, has_hook=self.has_comm_hook, is_alone_with_shards=is_alone_with_shards)
         self._engine.combination.weigh(n)
 
@@ -222,7 +229,7 @@ class Sync:
         PhaseError inside a backward, where nothing was accumulated since the last synchronisation, and while an
         earlier reduction is not waited for.
         """
-        return start_reduction(self._engine)
+        return start_reduction([self._engine, *(expert._engine for expert in self.experts)])
 
     def wait(self) -> None:
         """Returns when nothing is in flight: every gradient and every parameter is what it will be."""
@@ -231,8 +238,8 @@ class Sync:
 
     def wait_for_parameters(self) -> None:
         """Returns when every parameter is what a sharded optimizer has made of it."""
-        if self._steps is not None:
-            self._steps.wait()
+        if self.steps is not None:
+            self.steps.wait()
 
     def shard(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool = False) -> ShardedSteps:
         """From its first step on, only `stepper` updates the parameters, each rank a shard of them; the newest one counts.
@@ -240,24 +247,24 @@ class Sync:
         A collective call. ConfigError where the settings do not go with shards, PlanMismatch on every rank where ranks give
         different `settings`.
         """
-        if self._steps is None:
+        if self.steps is None:
             self._engine.open()
             how = {"is_compiled": self._is_compiled, "is_eager": is_eager}
-            self._steps = ShardedSteps(self._module, self._engine.formation, self._config, **how)
-            self._attached.callback(self._steps.close)
-        self._steps.hand_to(stepper, settings, is_eager=is_eager)
-        return self._steps
+            self.steps = ShardedSteps(self._module, self._engine.formation, self._config, **how)
+            self._attached.callback(self.steps.close)
+        self.steps.hand_to(stepper, settings, is_eager=is_eager)
+        return self.steps
 
     def require_stepper(self, optimizer: Optimizer) -> None:
         """PhaseError for an optimizer that is not the one to update our parameters."""
-        if self._steps is None:
+        if self.steps is None:
             require_plain_strategy(self._config, optimizer)
         else:
-            self._steps.require_stepper(optimizer)
+            self.steps.require_stepper(optimizer)
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter, None where it has none; a collective call under a sharded optimizer."""
-        return param.grad if self._steps is None else self._steps.full_gradient(param)
+        return param.grad if self.steps is None else self.steps.full_gradient(param)
 
     def broadcast_parameters(self) -> None:
         """Gives every rank rank 0's; a collective call."""
@@ -270,7 +277,7 @@ class Sync:
         hook sees is not divided: the mean is the hook's affair. On the host it runs in a thread, one bucket after another. Once,
         and not within a backward: else PhaseError; `undertow.chain` makes one hook of several.
         """
-        if self._steps is not None:
+        if self.steps is not None:
             raise no_hooks_with_shards()
         self._engine.combination.require_plain_mean()
         chosen = CommHook(state, hook)
@@ -279,7 +286,7 @@ class Sync:
 
     def change_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Averages over the ranks of `process_group` from the next forward on; a call for each of its ranks."""
-        if self._steps is not None:
+        if self.steps is not None:
             raise PhaseError(
                 "the ranks of a model whose optimizer is sharded over them cannot change.",
                 where="_update_process_group",
@@ -318,7 +325,7 @@ class Sync:
 
     def require_whole_optimizer(self, where: str) -> None:
         """PhaseError under a sharded optimizer: a rank without data would still have to step on its shards."""
-        if self._steps is not None:
+        if self.steps is not None:
             raise PhaseError(
                 "a rank that has run out of data cannot leave a sharded optimizer: the others need its shards.",
                 where=where,
@@ -353,11 +360,11 @@ class Sync:
             if self.is_training_forward and not self._is_closed:
                 self._engine.require_successor()
             return
-        if _is_outermost_forward():
+        if is_outermost_forward():
             self._engine.forward_begins(is_training=self._module.training)
-        if self._steps is not None:  # behind the mark of the forward, to which this wait belongs
-            self._steps.forward_begins(is_training=self.is_training_forward, is_compiled=is_compiled)
-        if not _is_outermost_forward():
+        if self.steps is not None:  # behind the mark of the forward, to which this wait belongs
+            self.steps.forward_begins(is_training=self.is_training_forward, is_compiled=is_compiled)
+        if not is_outermost_forward():
             return
         if buffers_follow is not None and self.is_training_forward and not self._engine.is_accumulating:
             self.synchronise_buffers(source=buffers_follow)
@@ -365,9 +372,9 @@ class Sync:
     @private.untraced
     def forward_ends(self) -> None:
         """Called after each forward of the module."""
-        if self._steps is not None:
-            self._steps.forward_ends()
-        if not self._engine.is_closed and _is_outermost_forward():
+        if self.steps is not None:
+            self.steps.forward_ends()
+        if not self._engine.is_closed and is_outermost_forward():
             self._recorder.forward_ends()
 
     def report(self, *, show: bool = True) -> StepReport:
@@ -440,8 +447,3 @@ class Sync:
             self._let_go()
             for hook in self._forward_hooks:
                 hook.remove()
-
-
-def _is_outermost_forward() -> bool:
-    """Not a recomputation inside a backward, nor an evaluation, for which no other rank waits."""
-    return private.graph_task_id() == -1 and torch.is_grad_enabled()

@@ -67,7 +67,7 @@ def _exchange(sync: Sync, *, source: int | None, synchronises: bool) -> tuple[in
     """The highest rank that offers its tensors, and whether any rank's backward will synchronise."""
     said = torch.tensor([0 if source is None else source + 1, int(synchronises)], device=sync.device)
     with sync.waiting("all ranks, to tell whether they have data"):
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=sync.own_process_group)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=sync.own_group.process_group)
     highest, any_synchronises = said.tolist()
     return (highest - 1 if highest else None), bool(any_synchronises)
 

@@ -102,3 +102,13 @@ def test_the_bucketing_example_sends_less_often_and_gets_the_same(num_ranks: int
     assert one_by_one == 48
     assert in_buckets < one_by_one
     assert lines[-1] == "gradients equal: yes"
+
+
+def test_the_mixture_of_experts_learns_and_reports_its_experts() -> None:
+    text = output_of("experts.py", num_ranks=4)
+    losses = losses_in(text)
+    assert len(losses) == 6
+    assert losses[-1] < 0.5 * losses[0]
+    norms = [float(norm) for norm in re.findall(r"gradient norm (\S+)", text)]
+    assert min(norms) > 0.0
+    assert "Experts '*.experts.*', ranks 0, 2:" in text

@@ -256,7 +256,7 @@ def after_the_group_is_gone(in_forward: bool) -> str:
     model = Branches()
     sync = attach(model)
     result = None if in_forward else loss(model)
-    dist.destroy_process_group(sync.own_process_group)
+    dist.destroy_process_group(sync.own_group.process_group)
     text = text_of(PhaseError, lambda: (loss(model) if result is None else result).backward())
     sync.close()
     return text

@@ -151,7 +151,7 @@ def groups_of_a_model(way: Callable[..., Any], members: list[int] | None) -> tup
         return None
     holder = way(mlp(), process_group=None if members is None else group)
     sync = holder.sync if isinstance(holder, nn.Module) else holder
-    own = sync.own_process_group
+    own = sync.own_group.process_group
     is_named = sync.process_group is holder.process_group is group
     is_other = own is not group and dist.get_process_group_ranks(own) == dist.get_process_group_ranks(group)
     description = own.group_desc
@@ -176,7 +176,7 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(
 def timeouts() -> list[timedelta | None]:
     group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=77))
     with wrapped(mlp(), process_group=group) as ddp, wrapped(mlp()) as other:
-        found = [private.timeout_of(each.sync.own_process_group) for each in (ddp, other)]
+        found = [private.timeout_of(each.sync.own_group.process_group) for each in (ddp, other)]
         usual = private.timeout_of(dist.group.WORLD)
     dist.destroy_process_group(group)
     return [*found, usual]
@@ -253,7 +253,7 @@ def freed(way: Callable[[nn.Module], object], close: bool) -> list[str]:
     watched = {"model": model, "sync": sync, "engine": sync._engine, "parameter": model[0].weight}
     bucket = sync._engine.formation.assembly.executor._bindings[0].bucket.storage
     watches = {name: weakref.ref(it) for name, it in {**watched, "bucket": bucket}.items()}
-    group = sync.own_process_group
+    group = sync.own_group.process_group
     if close:
         sync.close()
     del model, holder, sync, watched, bucket

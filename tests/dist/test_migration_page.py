@@ -84,7 +84,6 @@ def test_everything_of_fully_shard_has_a_row() -> None:
 def texts_of_what_is_not_built() -> dict[str, str]:
     """The error of every setting that the page calls not built yet, under its name there."""
     settings: dict[str, dict[str, object]] = {
-        "experts": {"experts": ("experts.*",)},
         "nonfinite": {"nonfinite": "raise"},
     }
     return {name: text_of(ConfigError, lambda given=given: SyncConfig(**given)) for name, given in settings.items()}

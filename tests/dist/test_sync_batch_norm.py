@@ -45,7 +45,7 @@ def with_collectives_of_its_own(settings: dict[str, Any], strategy: str) -> None
     model = nn.Sequential(*(Centred(6, 6, bias=False) for _ in range(5)))
     bare = copy.deepcopy(model)
     with wrapped(model, bucket_cap_mb=1e-6, strategy=strategy, **settings) as ddp:
-        assert ddp.sync.own_process_group is not dist.group.WORLD
+        assert ddp.sync.own_group.process_group is not dist.group.WORLD
         make = ShardedOptimizer if strategy != "ddp" else (lambda cls, target, **given: cls(target.parameters(), **given))
         optimizers = [make(torch.optim.SGD, ddp, lr=0.1), torch.optim.SGD(bare.parameters(), lr=0.1)]
         for step in range(4):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.errors import text_of
-from undertow.config import SyncConfig, bytes_from_mib
+from undertow.config import ExpertGroup, SyncConfig, bytes_from_mib
 from undertow.errors import ConfigError
 
 DEFAULTS = {
@@ -86,7 +86,6 @@ def test_json_may_leave_out_settings() -> None:
         ({"nonfinite": "warn"}, "'ignore'"),
         ({"nonfinite": "skip"}, "'ignore'"),
         ({"nonfinite": "raise"}, "'ignore'"),
-        ({"experts": ("expert",)}, "()"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(settings: dict[str, Any], choices: str) -> None:
@@ -160,6 +159,56 @@ def test_plan_must_be_text() -> None:
     assert refusal(plan={"format": 1}) == (
         "plan must be the JSON text of a plan, got dict.\n  SyncConfig\n"
         "  Write plan=pathlib.Path(path).read_text() for a file that save_plan() has written."
+    )
+
+
+def test_experts_are_groups() -> None:
+    group = ExpertGroup(match="*.experts.*", process_group=None, divisor=4)
+    assert SyncConfig(experts=[group]).experts == (group,)  # type: ignore[arg-type]
+    for value in ("experts.*", ("experts.*",), group):
+        assert refusal(experts=value) == (
+            f"experts must be a tuple of ExpertGroup, got {value!r}.\n"
+            "  SyncConfig\n"
+            '  Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).'
+        )
+
+
+def test_a_group_of_experts_has_a_pattern_and_perhaps_a_divisor() -> None:
+    def text(**given: Any) -> str:
+        return text_of(ConfigError, lambda: ExpertGroup(**{"match": "a.*", "process_group": None, **given}))
+
+    for match in ("", None, ("a.*",)):
+        assert text(match=match) == (
+            f"match must be a pattern of parameter names, got {match!r}.\n"
+            "  ExpertGroup\n"
+            '  Write match="*.experts.*"; for several patterns give several groups.'
+        )
+    for divisor in (0, -1, math.nan, math.inf, "4", True):
+        assert text(divisor=divisor) == (
+            f"divisor must be a positive number, got {divisor!r}.\n"
+            "  ExpertGroup(match='a.*')\n"
+            "  Give the number of ranks whose tokens reach the experts, or leave it out for that of the group."
+        )
+
+
+def test_what_does_not_go_with_experts_is_refused() -> None:
+    where = "  SyncConfig, ExpertGroup(match='a.*')\n"
+    group = ExpertGroup(match="a.*", process_group=None, divisor=2)
+    assert refusal(experts=(group,), strategy="hybrid") == (
+        f'experts do not go with strategy="hybrid".\n{where}  Use "ddp", "zero1" or "zero2".'
+    )
+    assert refusal(experts=(group,), op="sum") == (
+        f'op="sum" does not divide, and a group of experts has a divisor.\n{where}  Leave op="sum" or the divisor out.'
+    )
+
+
+def test_the_text_of_settings_names_experts_and_is_not_read_back() -> None:
+    text = SyncConfig(experts=(ExpertGroup(match="a.*", process_group=object(), divisor=4),)).to_json()
+    assert '"experts": [{"divisor": 4, "match": "a.*"}]' in text
+    assert reading_error(text) == (
+        "these settings have 1 groups of experts, whose process groups are not in a text.\n"
+        "  SyncConfig.from_json\n"
+        "  Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...))."
     )
 
 

@@ -81,7 +81,7 @@ class _Shipment:
         self._gradients = [gradients[index] for index in self._params]
         self._missing = [position for position, gradient in enumerate(self._gradients) if gradient is None]
         self._bucket = GradientBucket(layout.index, layout.num_bytes, (), layout=layout)
-        self._trailer = TrailerCodec(layout, self._bucket, num_ranks=num_ranks, is_averaged=True)
+        self._trailer = TrailerCodec(layout, self._bucket, divisor=num_ranks)
         # Elements in their logical order, whatever the strides: those may differ from rank to rank, more so where one rank
         # has None.
         self._views = [

@@ -25,11 +25,11 @@ from undertow.runtime.native_exchange import exchanges_over
 class Axes:
     """Exchanges over groups of their own, `inside` and, where ranks form a mesh, `across`; making them is a collective call.
 
-    `all_ranks` is the group of all of them. They reduce to means over those, or to sums, as the settings have it. `close` ends
-    their threads and destroys the groups.
+    `all_ranks` is the group of all of them. They reduce to sums over those, divided by `divisor`. `close` ends their threads and
+    destroys the groups.
     """
 
-    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, module: nn.Module) -> None:
+    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, module: nn.Module, *, divisor: float) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
         refs = [user] if user.across is None else [user.inside, user.across]
@@ -40,7 +40,6 @@ class Axes:
                 group.open()
         in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)
         # Sums inside are not divided: the mean is rounded once, when all summands are in it.
-        divisor = 1 if config.op == "sum" else self.num_ranks
         divisors = [divisor] if user.across is None else [1, divisor]
         exchanges = [
             exchanges_over(group, in_order=in_order, divisor=divisor, wire=wire)

@@ -15,12 +15,12 @@ from undertow.runtime.weights import Weighing, Weights
 class Combination:
     """Sums and weights of one engine; `is_between` says whether no round is under way, and ends one that failed."""
 
-    def __init__(self, formation: Formation, *, op: str, is_between: Callable[[], bool]) -> None:
+    def __init__(self, formation: Formation, *, is_between: Callable[[], bool]) -> None:
         self._formation = formation
         self._is_between = is_between
         self._weights = Weights(formation.group)
         self._apart: Apart | None = None  # for the mean nothing need be kept apart
-        if op == "sum" and formation.group.num_ranks > 1:
+        if formation.assembly.reducer.divisor != formation.group.num_ranks:
             self._keep_apart()
 
     def weigh(self, weight: object) -> None:

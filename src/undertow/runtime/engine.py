@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from undertow.runtime import private
 from undertow.runtime.binding import gradients_aside
 from undertow.runtime.combination import Combination
 from undertow.runtime.comm_hook import CommHook, no_second_hook
+from undertow.runtime.companions import Companions
 from undertow.runtime.dist_autograd import DistributedBackwards
 from undertow.runtime.executor import Round
 from undertow.runtime.formation import Formation
@@ -30,26 +30,11 @@ from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.hooks import OutermostEnd
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
+from undertow.runtime.open_round import OpenRound
 from undertow.runtime.outcome import all_have_other_buffers, late_buckets, not_waited_for, require_sound
 from undertow.runtime.progress import Progress
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch
-from undertow.schedule import Releases
-
-
-@dataclass(slots=True)
-class _OpenRound:
-    """The round under way, and how far it has come."""
-
-    round: Round
-    releases: Releases
-    holds_back: bool  # nothing leaves before the end of backward, as under a plan that not all ranks have agreed on
-    ending: Iterator[None] | None = None  # what follows backward, in parts: see Engine._end_round
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether its last bucket has left, or may leave."""
-        return self.ending is not None
 
 
 class Engine:
@@ -66,11 +51,12 @@ class Engine:
         self._is_passed_on, self._recorder = False, recorder  # to somebody who came later
         self._progress = Progress()
         group.num_steps = self._progress.rounds
-        self._open: _OpenRound | None = None
+        self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
         self.formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
-        self.combination = Combination(self.formation, op=config.op, is_between=self._is_between_rounds)
+        self.combination = Combination(self.formation, is_between=self._is_between_rounds)
+        self.companions = Companions([self])
 
     @property
     def plan(self) -> Plan:
@@ -272,14 +258,20 @@ class Engine:
             formation.settle()
             if gradient_of not in formation.watch.ids:
                 return  # it was in the module for one forward only, or is no more
-            self._begin(is_synchronised=self._synchronises)
+            self.companions.take_part(task)
         self._end.watch(task)
         now = formation.watch
         if now is not before and now is not watch:  # since a moment ago, and this gradient counts there
             for index in now.indices({gradient_of}):
                 now.arrivals.arrive(index)
 
-    def _leave_behind(self, this: _OpenRound) -> None:
+    def take_part(self, task: int) -> None:
+        """Begins a round in backward `task`, unless one is under way, whether a gradient of ours will come or not."""
+        if self.formation.is_active and not self.is_closed and self._is_between_rounds():
+            self._begin(is_synchronised=self._synchronises)
+            self._end.watch(task)
+
+    def _leave_behind(self, this: OpenRound) -> None:
         """A new backward has begun, and `this` round is not its own."""
         if this.is_launched:
             raise not_waited_for(this.round)
@@ -326,7 +318,7 @@ class Engine:
         )
         # A hook that the user has put on since the forward may run after ours, once, on the first gradient.
         holds_back = formation.retiring is not None or formation.watch.run_last()
-        self._open = _OpenRound(this_round, assembly.releases(this_round), holds_back=holds_back)
+        self._open = OpenRound(this_round, assembly.releases(this_round), holds_back=holds_back)
         assembly.executor.begin(this_round)
         self._recorder.backward_begins(generation=assembly.generation)
 
@@ -361,10 +353,11 @@ class Engine:
             return
         except BaseException:
             self._close_round()
+            self.companions.complete()
             raise
         private.call_after_backward(self._go_on)
 
-    def _end_round(self, this: _OpenRound) -> Iterator[None]:
+    def _end_round(self, this: OpenRound) -> Iterator[None]:
         """What follows backward, in parts: it yields wherever it is about to wait for other ranks."""
         formation = self.formation
         if formation.retiring is not None and this.round.is_synchronised:
@@ -414,7 +407,7 @@ class Engine:
         else:
             self._give_up(self._open)
 
-    def _give_up(self, this: _OpenRound) -> None:
+    def _give_up(self, this: OpenRound) -> None:
         """Ends a round whose backward failed: the other ranks are waiting for our buckets, and drop what they get.
 
         Every `.grad` is afterwards what it is now: the user may have cleared it, or another backward have begun.

@@ -85,7 +85,7 @@ class PostedExchanges:
     may_differ_in_order = True
 
     def __init__(
-        self, group: OwnGroup, *, in_order: bool = True, divisor: int | None = None, wire: torch.dtype | None = None
+        self, group: OwnGroup, *, in_order: bool = True, divisor: float | None = None, wire: torch.dtype | None = None
     ) -> None:
         self.group = group
         self._wire = wire

@@ -75,7 +75,7 @@ class Executor:
             for bucket in plan.buckets
         ]
         self._trailers = [
-            TrailerCodec(bucket, binding.bucket, num_ranks=group.num_ranks, is_averaged=reducer.averages_trailers)
+            TrailerCodec(bucket, binding.bucket, divisor=reducer.trailer_divisor)
             for bucket, binding in zip(plan.buckets, self._bindings, strict=True)
         ]
         self._handles: dict[int, list[Handle]] = {}
@@ -350,7 +350,7 @@ class Reducer:
 
     group: OwnGroup
     average_in_collective: bool
-    sums: bool = False  # over ranks, in place of the mean
+    divisor: float  # of the sum over ranks: how many they are, for the mean; another one for experts
     hook: CommHook | None = None
     in_order: Exchanges | None = None  # adds up in rank order, where that is wanted
     sharding: Sharding | None = None  # where each rank needs its shards only
@@ -359,10 +359,10 @@ class Reducer:
     @classmethod
     def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
         """As the settings have it."""
-        sums, wire = config.op == "sum", wire_dtype_named(config.wire_dtype)
+        divisor, wire = _divisor(group, config), wire_dtype_named(config.wire_dtype)
         is_ordered = config.reduction == "ordered"
-        in_order = exchanges_over(group, in_order=True, divisor=1 if sums else None, wire=wire) if is_ordered else None
-        return cls(group, config.average_in_collective, sums, in_order=in_order, wire=wire)
+        in_order = exchanges_over(group, in_order=True, divisor=divisor, wire=wire) if is_ordered else None
+        return cls(group, config.average_in_collective, divisor, in_order=in_order, wire=wire)
 
     def __post_init__(self) -> None:
         if self.hook is not None and self.wire is not None:
@@ -373,15 +373,21 @@ class Reducer:
             )
 
     @property
-    def averages(self) -> bool:
-        """Whether what comes back is divided all over; else we divide before a sum, which may be too large for 16 bits."""
-        is_native = self.average_in_collective and self.group.can_average and self.wire is None
-        return not self.sums and (self.in_order is not None or is_native)
+    def is_active(self) -> bool:
+        """Whether there is anything to do: one rank alone has its mean already, unless a hook or a divisor changes it."""
+        return self.group.num_ranks > 1 or self.hook is not None or self.divisor != 1
 
     @property
-    def averages_trailers(self) -> bool:
-        """Whether trailers come back divided: those of shards are added up."""
-        return self.averages and self.sharding is None
+    def averages(self) -> bool:
+        """Whether the backend divides; else we divide before a sum, which may be too large for 16 bits."""
+        is_mean = self.divisor == self.group.num_ranks
+        return is_mean and self.average_in_collective and self.group.can_average and self.wire is None
+
+    @property
+    def trailer_divisor(self) -> float:
+        """By what trailers come back divided: those of shards are added up."""
+        is_divided = self.sharding is None and (self.averages or self.in_order is not None)
+        return self.divisor if is_divided else 1
 
     def close(self) -> None:
         """Ends threads that hold something of ours."""
@@ -395,8 +401,8 @@ class Reducer:
             return self.in_order.all_reduce(tensor)
         if self.averages and not tensor.is_sparse:
             return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.AVG)
-        if not self.sums:
-            (tensor if tensor.is_sparse else tensor[:numel]).div_(self.group.num_ranks)
+        if self.divisor != 1:
+            (tensor if tensor.is_sparse else tensor[:numel]).div_(self.divisor)
         narrow = narrowed(tensor, self.wire)
         handle = all_reduce_async(narrow, self.group.process_group, dist.ReduceOp.SUM)
         return handle if narrow is tensor else Widened(handle, narrow, into=tensor)
@@ -421,6 +427,14 @@ def _label(bucket: Bucket, plan: Plan) -> str:
     names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"bucket {bucket.index} ({shown or 'flags only'})"
+
+
+def _divisor(group: OwnGroup, config: SyncConfig) -> float:
+    """Of the sum over ranks; the settings of a group of experts have that group, and no other ones have any."""
+    if config.op == "sum":
+        return 1
+    own = config.experts[0].divisor if config.experts else None
+    return group.num_ranks if own is None else own
 
 
 def _rescale(values: Sequence[Tensor], this_round: Round) -> None:

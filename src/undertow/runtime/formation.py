@@ -96,7 +96,7 @@ class Formation:
     @property
     def is_active(self) -> bool:
         """Whether there is anything to do: one rank alone has its mean already, if nothing weighs it."""
-        return self.group.num_ranks > 1 or self.assembly.reducer.hook is not None or self._call_before is not None
+        return self.assembly.reducer.is_active or self._call_before is not None
 
     @property
     def has_result(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -43,6 +44,11 @@ def _watchers_of(param: Tensor) -> Iterator[Any]:
         arrivals = getattr(hook.func, "__self__", None) if isinstance(hook, partial) else None
         if isinstance(arrivals, Arrivals):
             yield arrivals.listener
+
+
+def is_outermost_forward() -> bool:
+    """Not a recomputation inside a backward, nor an evaluation, for which no other rank waits."""
+    return private.graph_task_id() == -1 and torch.is_grad_enabled()
 
 
 class ModuleHook:

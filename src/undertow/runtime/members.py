@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -25,27 +25,35 @@ _is_trained = attrgetter("requires_grad")
 _children_of = attrgetter("_modules")
 
 
+class AnyOf:
+    """Names that are in any of those."""
+
+    def __init__(self, names: Sequence[Container[str]]) -> None:
+        self._names = names
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in names for names in self._names)
+
+
 class Members:
     """The tensors of `module` that are synchronised: all but the names in `ignored`.
 
     Narrower parameters accumulate their gradients in `reduce_dtype`, if that is not None, until `close`.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str], *, reduce_dtype: str | None = None) -> None:
+    def __init__(self, module: nn.Module, ignored: Container[str], *, reduce_dtype: str | None = None) -> None:
         # Weakly: parameters' hooks hold us, and the garbage collector does not see through those.
         self._module = weakref.ref(module)
-        self._ignored = frozenset(ignored)
+        self._ignored = ignored
         self._wide: torch.dtype | None = None if reduce_dtype is None else getattr(torch, reduce_dtype)
-        self._seen = _Census.of(module)
-        self._is_unseen = False
+        self._see(module)
         self.common_buffers = CommonBuffers(())
 
     def trained(self) -> list[tuple[str, Tensor]]:
         """Parameters to synchronise, by name, as they are now; `has_changed` compares with this moment."""
         module = self._module()
         assert module is not None  # a forward of it runs, or its optimizer steps
-        self._seen = _Census.of(module)
-        self._is_unseen = False
+        self._see(module)
         trained = self.trained_now()
         if self._wide is not None:
             _accumulate_in(self._wide, trained)
@@ -65,10 +73,10 @@ class Members:
                 private.set_gradient_dtype(param, param.dtype)
                 param.grad = None if grad is None else grad.to(param.dtype)
 
-    @property
-    def ids(self) -> frozenset[int]:
-        """All parameters of the module, trained or not, by id, when its parameters were last asked for."""
-        return self._seen.ids
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        """Parameters as they are now, trained or not. None where the module is gone."""
+        module = self._module()
+        return [] if module is None else self._named_params(module)
 
     def left_alone(self) -> list[tuple[str, Tensor]]:
         """What is broadcast and never reduced: parameters that are frozen, and buffers."""
@@ -122,6 +130,12 @@ class Members:
         tables = [part._buffers for part in module.modules()]
         self.common_buffers = CommonBuffers(_buffer_owners(module, self._ignored), tables)
 
+    def _see(self, module: nn.Module) -> None:
+        self._seen = _Census.of(module)
+        self._is_unseen = False
+        # Of this moment: an optimizer that steps on other parameters does not concern us.
+        self.ids = frozenset(id(param) for _, param in self._named_params(module))
+
     def _described_others(self) -> list[dict[str, Any]]:
         return [_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()]
 
@@ -137,7 +151,6 @@ class _Census:
         # Weakly, unlike the tables of parameters: a child may refer to its parent, and hold it for ever.
         self._modules = list(map(weakref.ref, modules))
         params = self.present()
-        self.ids = frozenset(map(id, params))
         self._params = params  # held, so that no other one gets the same id
         self._child_ids = _ids(map(_children_of, modules))
         self._param_ids = _ids(self._parameters)
@@ -203,7 +216,7 @@ def _ids(owned: Iterable[dict[str, Any]]) -> list[int]:
     return list(map(id, chain.from_iterable(map(dict.values, owned))))
 
 
-def _buffer_owners(module: nn.Module, ignored: Collection[str]) -> list[BufferOwner]:
+def _buffer_owners(module: nn.Module, ignored: Container[str]) -> list[BufferOwner]:
     """Every place where a buffer to synchronise is registered."""
     return [
         BufferOwner(part._buffers, name)

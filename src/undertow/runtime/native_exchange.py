@@ -19,7 +19,9 @@ from undertow.runtime.narrow import narrowed, travels_narrower
 _BACKENDS_TO_POST_ON = ("gloo", "emulated")
 
 
-def exchanges_over(group: OwnGroup, *, in_order: bool, divisor: int | None = None, wire: torch.dtype | None = None) -> Exchanges:
+def exchanges_over(
+    group: OwnGroup, *, in_order: bool, divisor: float | None = None, wire: torch.dtype | None = None
+) -> Exchanges:
     """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order.
 
     `divisor` is that of means, if not the number of ranks. What is reduced travels in `wire`, if that is narrower.
@@ -40,7 +42,7 @@ class NativeExchanges:
 
     may_differ_in_order = False
 
-    def __init__(self, group: OwnGroup, *, in_order: bool, divisor: int | None = None, wire: torch.dtype | None = None) -> None:
+    def __init__(self, group: OwnGroup, *, in_order: bool, divisor: float | None = None, wire: torch.dtype | None = None) -> None:
         self.group = group
         self._wire = wire
         self._in_order = in_order

@@ -37,6 +37,12 @@ class ShardedSteps:
             )
         if formation.assembly.reducer.hook is not None:
             raise no_hooks_with_shards()
+        if formation.group.num_ranks == 1 and formation.assembly.reducer.is_active:
+            raise ConfigError(
+                "these experts are on one rank only, which has nobody to share an optimizer with.",
+                where=f"ShardedOptimizer, ExpertGroup(match={config.experts[0].match!r})",
+                remedy="Give them to a plain optimizer.",
+            )
         if formation.group.num_ranks == 1 and formation.is_active:
             require_means(config.op, has_hook=False, is_alone_with_shards=True)
         self._module = weakref.ref(module)  # which holds us, by its hooks
@@ -44,7 +50,7 @@ class ShardedSteps:
         self._overlap = config.overlap
         self._settings = config.to_dict()
         self._group = formation.group
-        self._axes = Axes(formation.group, config, module)
+        self._axes = Axes(formation.group, config, module, divisor=formation.assembly.reducer.divisor)
         self.is_eager = is_eager
         try:
             self.eager = eager_steps_over(self._axes, overlap=config.overlap) if is_eager else None
@@ -96,6 +102,16 @@ class ShardedSteps:
         sharding.follow_parameters()
         sharding.adopt_gradients()
         return sharding
+
+    def begin_clipping(self) -> Sharding:
+        """The same, before the optimizer steps; PhaseError in eager form, where it has stepped already."""
+        if self.is_eager:
+            raise PhaseError(
+                "clip_grad_norm_ does not go with eager=True: the norm is known when parameters are updated already.",
+                where=f"clip_grad_norm_, rank {self._group.rank}",
+                remedy="Leave eager=True out: gathers lie under the next forward, and updates between them and backward.",
+            )
+        return self.begin()
 
     def end(self) -> None:
         """It has stepped: every rank's shards are on their way to the others."""

@@ -46,12 +46,12 @@ class Reading:
 
 
 class TrailerCodec:
-    """The trailer of one bucket."""
+    """The trailer of one bucket, whose sum over ranks comes back divided by `divisor`."""
 
-    def __init__(self, layout: Bucket, bucket: GradientBucket, *, num_ranks: int, is_averaged: bool) -> None:
+    def __init__(self, layout: Bucket, bucket: GradientBucket, *, divisor: float) -> None:
         self._fields = layout.trailer
         self._bucket = bucket
-        self._busy_scale = num_ranks if is_averaged else 1
+        self._divisor = divisor
         self._mine = bucket.storage.new_zeros(self._fields.stop - self._fields.start)
         self._mine[: self._fields.num_slots] = 1
         self._unused: Sequence[int] = ()
@@ -105,7 +105,7 @@ class TrailerCodec:
     def busy_ms(self) -> tuple[float, ...]:
         """How long each rank was busy since the previous round. Waits for the device."""
         part = self._bucket.storage[self._fields.busy.start : self._fields.busy.stop]
-        return tuple(float(busy) * self._busy_scale for busy in part.abs().tolist())
+        return tuple(float(busy) * self._divisor for busy in part.abs().tolist())
 
     def _write_verdict(self, verdict: Verdict) -> None:
         fields = self._fields

@@ -1,0 +1,79 @@
+"""A mixture of experts. Run with: torchrun --nproc-per-node=4 examples/experts.py
+
+Ranks 0 and 1 hold two of four experts each, ranks 2 and 3 the same; tokens travel between 0 and 1, or 2 and 3. Dense gradients
+are averaged over all ranks, an expert's are added up over the two that hold it and divided by four: tokens of all are in them.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from undertow import ExpertGroup, SyncConfig, attach, clip_grad_norm_
+
+WIDTH, NUM_EXPERTS = 8, 4
+
+
+class Exchange(torch.autograd.Function):
+    """Sends rows to the ranks of a group, `sent[i]` to rank i, which sends `received[i]`; gradients take the way back."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back = received, sent, group
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return Exchange.apply(grad, *ctx.back), None, None, None
+
+
+class ExpertLayer(nn.Module):
+    """Sends every token to the expert that a router likes best."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.num_here = group, NUM_EXPERTS // group.size()
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS)
+        layers = (nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(self.num_here))
+        self.experts = nn.ModuleList(layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [token, WIDTH]
+        gate, chosen = self.router(tokens).softmax(dim=1).max(dim=1)
+        order = chosen.argsort()
+        counts, each = (chosen // self.num_here).bincount(minlength=self.group.size()), [1] * self.group.size()
+        sent, received = counts.tolist(), Exchange.apply(counts, each, each, self.group).tolist()
+        kind, here = (Exchange.apply(it[order], sent, received, self.group) for it in (chosen % self.num_here, tokens))
+        done = torch.zeros_like(here)
+        for index, expert in enumerate(self.experts):  # also one without tokens
+            done = done.index_put((kind == index,), expert(here[kind == index]))
+        back = Exchange.apply(done, received, sent, self.group)
+        return tokens + gate[:, None] * torch.zeros_like(back).index_put((order,), back)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank := dist.get_rank())  # other experts on other ranks; what some share they take from their first one
+    sharing_tokens = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    sharing_experts = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ExpertLayer(sharing_tokens), nn.Linear(WIDTH, 1))
+    experts = (ExpertGroup(match="*.experts.*", process_group=sharing_experts, divisor=4),)
+    sync = attach(model, config=SyncConfig(experts=experts))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(1, 121):
+        tokens = torch.randn(64, WIDTH)
+        wanted = tokens.gather(1, 1 + tokens[:, :3].argmax(dim=1, keepdim=True)).abs()  # one rule for each kind of token
+        optimizer.zero_grad()
+        (loss := mse_loss(model(tokens), wanted)).backward()
+        norm = clip_grad_norm_(sync, max_norm=1.0)  # of all experts, wherever they are
+        optimizer.step()
+        if rank == 0 and step % 20 == 0:
+            print(f"step {step:3d}  loss {loss.item():.3f}  gradient norm {norm.item():.3f}")
+    sync.report(show=rank == 0)
+    sync.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

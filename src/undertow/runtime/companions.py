@@ -1,0 +1,43 @@
+"""Engines of one module, which meet other ranks in the same backwards."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from undertow.errors import UndertowError
+
+
+class Companion(Protocol):
+    """What an engine is to others."""
+
+    def take_part(self, task: int) -> None: ...
+
+    def complete(self) -> None: ...
+
+
+class Companions:
+    """Engines whose rounds belong to the same backwards: one that reaches any of them is a round of all.
+
+    None of a rank's tokens may reach its experts; the ranks that hold the same ones wait for it in that backward all the same.
+    The order is the same on every rank, so that they also wait for one another in one order.
+    """
+
+    def __init__(self, engines: Sequence[Companion]) -> None:
+        self._engines = [weakref.ref(engine) for engine in engines]  # which hold us
+
+    def take_part(self, task: int) -> None:
+        """Every engine begins a round in backward `task`, unless it is in one."""
+        for engine in self._present():
+            engine.take_part(task)
+
+    def complete(self) -> None:
+        """One of them has failed: what the others have launched ends, and their errors, if any, come second."""
+        for engine in self._present():
+            with contextlib.suppress(UndertowError):
+                engine.complete()
+
+    def _present(self) -> Iterator[Companion]:
+        return (engine for ref in self._engines if (engine := ref()) is not None)

@@ -1,0 +1,117 @@
+"""A model with experts on 2 x 2 ranks, and the naive reference: each gradient added up in rank order over its own ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.hybrid import chain
+from undertow import DistributedDataParallel, ExpertGroup, SyncConfig
+
+MATCH = "*experts.*"
+WIDTH = 6
+SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+
+# Which of its two experts a rank uses in which step: both, one, none, or one that its peer does not use.
+ROUTES = (((0, 1), (0,), (1,), (0, 1)), ((0,), (1,), (1,), (1,)), ((), (), (0, 1), ()), ((1,), (0, 1), (), (0, 1)))
+
+
+class Mixture(nn.Module):
+    """Two experts on each rank, and dense layers around them."""
+
+    def __init__(self, names: Sequence[str] = ("0", "1")) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in names})
+        self.after = nn.Linear(WIDTH, 1)
+
+    def forward(self, rows: Tensor, route: Sequence[int] = (0, 1)) -> Tensor:
+        hidden = self.before(rows).tanh()
+        for index in route:
+            hidden = hidden + self.experts[self.names[index]](hidden).tanh()
+        return self.after(hidden)
+
+
+def mixture(names: Sequence[str] = ("0", "1")) -> Mixture:
+    """Another one on every rank: what ranks have in common they are given."""
+    torch.manual_seed(dist.get_rank())
+    return Mixture(names)
+
+
+def loss(model: nn.Module, step: int, *, part: int = 0) -> Tensor:
+    rank = dist.get_rank()
+    rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * part + rank))
+    return model(rows, ROUTES[(step + part) % len(ROUTES)][rank]).square().mean()
+
+
+@contextlib.contextmanager
+def experts_group() -> Iterator[dist.ProcessGroup]:
+    """The group of the ranks with the same experts as this one: 0 and 2, or 1 and 3."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[dist.get_rank() % 2]
+    try:
+        yield mine
+    finally:
+        dist.destroy_process_group(mine)
+
+
+@contextlib.contextmanager
+def wrapped_mixture(
+    model: nn.Module, *, divisor: float | None = 4, **settings: Any
+) -> Iterator[tuple[DistributedDataParallel, nn.Module, dist.ProcessGroup]]:
+    """`model` under our wrapper, a bare copy of what it is then, and the group of its experts."""
+    with experts_group() as group:
+        experts = (ExpertGroup(match=MATCH, process_group=group, divisor=divisor),)
+        ddp = DistributedDataParallel(model, config=SyncConfig(**{"reduction": "ordered", **settings}, experts=experts))
+        try:
+            yield ddp, copy.deepcopy(model), group
+        finally:
+            ddp.close()
+
+
+def reduce_naively(model: nn.Module, group: dist.ProcessGroup, *, divisor: float = 4, dense_divisor: float = 4) -> None:
+    """Makes every `.grad` the sum over its ranks, in their order, over its divisor; one that none of them has stays None."""
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            is_expert = ".experts." in f".{name}"
+            param.grad = reduced(param, group if is_expert else None, divisor=divisor if is_expert else dense_divisor)
+
+
+def reduced(param: Tensor, group: dist.ProcessGroup | None, *, divisor: float) -> Tensor | None:
+    has_gradient = torch.tensor(float(param.grad is not None))
+    dist.all_reduce(has_gradient, group=group)
+    if not has_gradient:
+        return None
+    mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, mine, group=group)
+    return chain(of_ranks) / divisor
+
+
+def require_equal_gradients(ours: nn.Module, reference: nn.Module) -> None:
+    for (name, param), wanted in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        if wanted.grad is None or param.grad is None:
+            assert param.grad is wanted.grad, name
+        else:
+            assert torch.equal(param.grad, wanted.grad), name
+
+
+def require_equal_values(ours: nn.Module, reference: nn.Module) -> None:
+    for (name, param), wanted in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param, wanted), name
+
+
+def trained_naively(model: nn.Module, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, *, num_steps: int) -> None:
+    """Trains a bare model."""
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        reduce_naively(model, group)
+        optimizer.step()
