@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,7 @@ class CommHook:
         self._state = state
         self._hook = hook
         self._thread: ThreadPoolExecutor | None = None
+        self._calls = _Calls()
 
     def start(self, bucket: HookedBucket, *, is_counted: bool = False) -> HookHandle | QueuedHook:
         """Calls the hook; what its future holds at the end is written into the bucket's buffer.
@@ -74,7 +76,11 @@ class CommHook:
             return self.call(bucket, is_counted=is_counted)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undertow-hooks")
-        return QueuedHook(self._thread, partial(self.call, bucket, is_counted=is_counted))
+        index = bucket.index()
+        if index < self._calls.last or (index == self._calls.last and not bucket.buffer().is_sparse):
+            self._calls = _Calls()  # of another round
+        self._calls.last = index
+        return QueuedHook(self._thread, partial(self.call, bucket, is_counted=is_counted), self._calls)
 
     def close(self) -> None:
         """Ends the thread, when it has done what was started."""
@@ -138,11 +144,20 @@ class HookHandle:
         self._future.add_done_callback(callback)
 
 
+@dataclass(slots=True)
+class _Calls:
+    """The calls of a round: behind one that has failed no other one is made, for what it sends would meet the failed one's."""
+
+    last: int = -1  # index of the bucket
+    failure: BaseException | None = None
+
+
 class QueuedHook:
     """A call of a hook that waits for its turn in another thread."""
 
-    def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], HookHandle]) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], HookHandle], calls: _Calls) -> None:
         self._handle: HookHandle | None = None
+        self._calls = calls
         self._done = thread.submit(self._run, call)
 
     @property
@@ -165,8 +180,14 @@ class QueuedHook:
         self._done.add_done_callback(callback)
 
     def _run(self, call: Callable[[], HookHandle]) -> None:
-        self._handle = call()
-        self._handle.wait()
+        if self._calls.failure is not None:
+            raise self._calls.failure
+        try:
+            self._handle = call()
+            self._handle.wait()
+        except BaseException as error:
+            self._calls.failure = error
+            raise
 
 
 def no_second_hook(earlier: CommHook | None) -> PhaseError:
