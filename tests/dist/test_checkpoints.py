@@ -400,7 +400,12 @@ OTHERS: dict[str, tuple[Setup, Setup, bool, str]] = {
         False,
         "the checkpoint holds the state of AdamW, and the optimizer is SGD.",
     ),
-    "model of 16 bits is no other model": (Setup(), Setup("oddities"), True, "the checkpoint has no 'empty', which the model has."),
+    "model of 16 bits is no other model": (
+        Setup(),
+        Setup("oddities"),
+        True,
+        "the checkpoint has no 'empty', which the model has.",
+    ),
 }
 
 
@@ -460,7 +465,9 @@ def extra_states_and_wrappings(path: Path) -> None:
     require_equal(dict(other.state_dict()), dict(model.state_dict()) | {"0._extra_state": {"num_calls": 5}})
 
 
-def test_names_are_the_modules_however_it_is_wrapped_and_extra_states_are_the_first_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_names_are_the_modules_however_it_is_wrapped_and_extra_states_are_the_first_ranks(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
     two_ranks.run(extra_states_and_wrappings, tmp_path / "saved")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -229,7 +229,7 @@ def plans_under_a_hook() -> list[str]:
 
 
 def test_a_hook_keeps_the_plan(two_ranks: Ranks) -> None:
-    assert len(set(sum(two_ranks.run(plans_under_a_hook), []))) == 1
+    assert len({plan for plans in two_ranks.run(plans_under_a_hook) for plan in plans}) == 1
 
 
 def sent_bytes(name: str) -> tuple[list[int], list[int]]:

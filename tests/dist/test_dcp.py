@@ -241,5 +241,3 @@ def test_what_a_part_of_a_state_refuses(two_ranks: Ranks) -> None:
         "  Load through torch.distributed.checkpoint, or from full_state_dict().",
         "full_state_dict=True": pickle,
     }
-
-

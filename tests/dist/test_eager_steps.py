@@ -139,7 +139,10 @@ def unscaling() -> None:
     scaler = torch.amp.GradScaler("cpu")
     with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
         scaler.scale(MLP.loss(ddp, 0)).backward()
-        with pytest.raises(PhaseError, match="GradScaler does not go with eager=True: it looks for infinite gradients when parameters are updated"):
+        with pytest.raises(
+            PhaseError,
+            match="GradScaler does not go with eager=True: it looks for infinite gradients when parameters are updated",
+        ):
             scaler.step(opt)  # the very first, before anything is updated
 
 
@@ -148,9 +151,11 @@ def test_a_scaler_is_refused_before_the_first_update(two_ranks: Ranks) -> None:
 
 
 def made_impossibly() -> None:
-    with training(MLP.model(), eager=False) as (ddp, _):
-        with pytest.raises(ConfigError, match="an optimizer of this model was made with eager=False before"):
-            optimizer_for(ddp, "zero1", eager=True)
+    with (
+        training(MLP.model(), eager=False) as (ddp, _),
+        pytest.raises(ConfigError, match="an optimizer of this model was made with eager=False before"),
+    ):
+        optimizer_for(ddp, "zero1", eager=True)
     ddp = DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1", overlap=False))
     with pytest.raises(ConfigError, match="eager=True steps under backward, and overlap=False lets nothing lie there"):
         optimizer_for(ddp, "zero1", eager=True)
@@ -361,7 +366,9 @@ def unexpected_second_use(calls_layer: bool) -> None:
         one_step(ddp, opt, 0)
         one_step(ddp, opt, 1)
         ddp.module.runs_twice = calls_layer or dist.get_rank() == 0
-        found = "a forward inside backward reads parameters that this backward has updated" if calls_layer else "arrived again after"
+        found = (
+            "a forward inside backward reads parameters that this backward has updated" if calls_layer else "arrived again after"
+        )
         with pytest.raises(PhaseError, match=found):
             backward(ddp, opt, 2)
 

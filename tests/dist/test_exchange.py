@@ -176,7 +176,9 @@ def averaged_behind(kind: str, in_order: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("kind", ["posted", "native"])
-def test_a_all_reduce_behind_a_reduction_is_over_what_that_brings(ranks: Ranks, kind: str, in_order: bool, dtype: torch.dtype) -> None:
+def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(
+    ranks: Ranks, kind: str, in_order: bool, dtype: torch.dtype
+) -> None:
     ranks.run(averaged_behind, kind, in_order, dtype)
 
 

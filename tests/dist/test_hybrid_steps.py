@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support.errors import text_of
 from support.hybrid import destroy, hybrid, mean_row_by_row, mesh_of, trained_naively, trained_on_mesh
-from support.models import CASES, Case, noise
+from support.models import CASES
 from support.ranks import Ranks
 from support.sharded import OPTIMIZERS, parameters, require_equal
 from undertow import (

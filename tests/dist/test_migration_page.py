@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -16,7 +15,7 @@ from support.errors import text_of
 from support.pages import Snippet, execute, snippets, titles
 from support.project import ROOT
 from support.ranks import Ranks
-from undertow import ConfigError, ShardedOptimizer, SyncConfig, attach
+from undertow import ConfigError, SyncConfig
 
 PAGE = ROOT / "docs" / "migration.md"
 TEXT = PAGE.read_text(encoding="utf-8")

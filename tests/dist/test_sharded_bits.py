@@ -104,7 +104,9 @@ def test_a_fused_optimizer_is_near(ranks: Ranks) -> None:
 
 def sixteen_bits(dtype: torch.dtype) -> None:
     case = CASES["mlp"]
-    narrow = Case(lambda: case.make().to(dtype), lambda model, step: model(noise(5, 6, step=step).to(dtype)).float().square().sum())
+    narrow = Case(
+        lambda: case.make().to(dtype), lambda model, step: model(noise(5, 6, step=step).to(dtype)).float().square().sum()
+    )
     settings: dict[str, Any] = {"reduction": "ordered", "num_steps": 8}
     expected = trained(narrow, "zero1", **settings)
     assert {param.dtype for param in expected.values()} == {dtype}

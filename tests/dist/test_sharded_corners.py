@@ -109,9 +109,7 @@ def other_memory_format(strategy: str) -> None:
     held: list[Any] = []
     ddp = DistributedDataParallel(copy.deepcopy(bare), config=SyncConfig(strategy=strategy, **SMALL))
     opt: Any = (
-        torch.optim.AdamW(ddp.parameters(), lr=0.01)
-        if strategy == "ddp"
-        else ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.01)
+        torch.optim.AdamW(ddp.parameters(), lr=0.01) if strategy == "ddp" else ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.01)
     )
     reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
     for step in range(6):
@@ -153,10 +151,9 @@ def graph_of_gradients_in_pieces() -> None:
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         opt.zero_grad()
-        with ddp.no_sync():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, of a cycle, which is cut below
-                MLP.loss(ddp, 2 * step).backward(create_graph=step % 2 == 0)
+        with ddp.no_sync(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a cycle, which is cut below
+            MLP.loss(ddp, 2 * step).backward(create_graph=step % 2 == 0)
         for param in ddp.module.parameters():
             if param.grad is not None and param.grad.requires_grad:
                 param.grad = param.grad.detach()

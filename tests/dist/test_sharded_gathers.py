@@ -109,7 +109,9 @@ def gathers_leave_in_forward_order() -> list[list[int]]:
                 orders.append(first_needed)
         names = [ddp.plan.params[ddp.plan.buckets[bucket].params[0]].name for bucket in orders[0]]
     assert names[0] == "embedding.weight"
-    assert max(at for at, name in enumerate(names) if "attn" in name) < min(at for at, name in enumerate(names) if "linear2" in name)
+    assert max(at for at, name in enumerate(names) if "attn" in name) < min(
+        at for at, name in enumerate(names) if "linear2" in name
+    )
     return orders
 
 
@@ -310,7 +312,10 @@ def traced() -> list[tuple[str, int]]:
         kinds = [event.kind for event in trace.communication]
         num_buckets = len(ddp.plan.buckets)
         assert all(event.start_us <= event.stop_us for event in trace.events)
-        return [("reduce_scatter", kinds.count("reduce_scatter") - num_buckets), ("all_gather", kinds.count("all_gather") - num_buckets)]
+        return [
+            ("reduce_scatter", kinds.count("reduce_scatter") - num_buckets),
+            ("all_gather", kinds.count("all_gather") - num_buckets),
+        ]
 
 
 def test_the_trace_has_both_ways_of_every_bucket(two_ranks: Ranks) -> None:

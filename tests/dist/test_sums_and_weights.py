@@ -126,7 +126,9 @@ def follow_pattern(pattern: str, kind: str, strategy: str, settings: dict[str, A
     model = Integers()
     reference = Reference(model, kind)
     config = SyncConfig(strategy=strategy, op="sum" if kind == "sum" else "mean", **settings)
-    is_exact = kind == "sum" or (pattern.count("s") + pattern.count("r") == 1 and dist.get_world_size() == 2 and strategy != "zero2")
+    is_exact = kind == "sum" or (
+        pattern.count("s") + pattern.count("r") == 1 and dist.get_world_size() == 2 and strategy != "zero2"
+    )
     ddp = DistributedDataParallel(model, config=config)
     try:
         sharded = strategy != "ddp"
@@ -575,7 +577,7 @@ def test_weights_on_some_ranks_only_are_an_error_on_every_rank(ranks: Ranks, num
     for rank, (text, is_fine) in enumerate(ranks.run(errors_of_weights, only_first, num_good, timeout_s=TIMEOUT_S)):
         assert is_fine
         assert text == (
-            "weights were given on some ranks and not on others.\n" f"  synchronisation {num_good}, rank {rank}{who}\n{REMEDY}"
+            f"weights were given on some ranks and not on others.\n  synchronisation {num_good}, rank {rank}{who}\n{REMEDY}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Layers that communicate by themselves, as torch's SyncBatchNorm does on GPUs: over the user's group, in forward and backward."""
+"""Layers that communicate by themselves, as torch's SyncBatchNorm does on GPUs: over the user's group, both ways."""
 
 from __future__ import annotations
 

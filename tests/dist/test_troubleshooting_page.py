@@ -57,7 +57,9 @@ def test_a_snippet_of_three_ranks_holds(three_ranks: Ranks, snippet: Snippet) ->
 @pytest.mark.parametrize(("snippet", "quoted"), failures())
 def test_a_snippet_fails_with_the_words_of_the_page(two_ranks: Ranks, snippet: Snippet, quoted: Snippet) -> None:
     assert quoted.language == "text"
-    said, shown = (FINGERPRINT.sub("fingerprint", text) for text in (two_ranks.run(error_of, snippet)[0], quoted.code.rstrip("\n")))
+    said, shown = (
+        FINGERPRINT.sub("fingerprint", text) for text in (two_ranks.run(error_of, snippet)[0], quoted.code.rstrip("\n"))
+    )
     assert said == shown
 
 
@@ -92,7 +94,9 @@ def test_the_contents_lead_to_every_section() -> None:
 def test_the_rows_of_the_printed_reports_are_ours() -> None:
     rows = set(re.findall(r"^│ +([a-z][a-z ]*?) +│ +[\d.]+ │", TEXT, re.MULTILINE))
     assert len(rows) == 10
-    assert [row for row in sorted(rows) if f'"{row}"' not in SOURCE and f'"  {row}"' not in SOURCE and f'"    {row}"' not in SOURCE] == []
+    assert [
+        row for row in sorted(rows) if f'"{row}"' not in SOURCE and f'"  {row}"' not in SOURCE and f'"    {row}"' not in SOURCE
+    ] == []
 
 
 def test_the_reasons_of_a_plan_are_ours() -> None:
