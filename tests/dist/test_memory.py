@@ -44,8 +44,9 @@ def gradient_storages() -> tuple[int, int, bool]:
 
 
 def storages() -> dict[int, int]:
-    """Address and bytes of every storage above 1 KB of a tensor that Python sees."""
-    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+    """Address and bytes of every storage above 1 KB of a tensor that Python sees, but for messages, which are of bytes."""
+    kinds = (torch.Tensor, nn.Parameter)
+    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.dtype != torch.uint8]
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return {pointer: size for pointer, size in found.items() if size > 1024}
 
