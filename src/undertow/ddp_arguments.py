@@ -170,17 +170,15 @@ def settings_of(config: SyncConfig | None, given: dict[str, Any], mixed_precisio
 
     With torch's mixed precision gradients travel in its `reduce_dtype`, else in its `param_dtype`, if `config` says nothing.
     """
-    wire = getattr(mixed_precision, "reduce_dtype", None) or getattr(mixed_precision, "param_dtype", None)
-    is_narrow = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize == 2
-    if is_narrow and (config is None or config.wire_dtype is None):
-        chosen = settings_of(config, given, None)
-        return dataclasses.replace(chosen, wire_dtype=str(wire).removeprefix("torch."))
-    if config is None:
-        return SyncConfig(**given)
-    if given:
+    if config is not None and given:
         raise ConfigError(
             f"settings are given twice: {', '.join(sorted(given))} by arguments of torch's, and config.",
             where=_WHERE,
             remedy=f"Put {', '.join(sorted(given))} into config=SyncConfig(...).",
         )
-    return config
+    chosen = SyncConfig(**given) if config is None else config
+    wire = getattr(mixed_precision, "reduce_dtype", None) or getattr(mixed_precision, "param_dtype", None)
+    is_narrow = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize == 2
+    if is_narrow and chosen.wire_dtype is None:
+        return dataclasses.replace(chosen, wire_dtype=str(wire).removeprefix("torch."))
+    return chosen

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.models import CASES, noise
+from support.models import CASES, Fragile, noise
 from support.ranks import Ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
-from support.sharded import optimizer_for, parameters, require_equal, trained, training
+from support.sharded import delay, optimizer_for, parameters, require_equal, trained, training
 from undertow import ConfigError, DistributedDataParallel, PeerFailed, PhaseError, SyncConfig
 from undertow.schedule import OpKind
 
@@ -171,15 +171,7 @@ def delayed(kind: OpKind, late_rank: int) -> None:
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step == 1:
-            table = assembly_of(ddp).executor._table
-            act = table[kind]
-
-            def late(*args: Any) -> None:
-                if dist.get_rank() == late_rank:
-                    time.sleep(0.004)
-                act(*args)
-
-            table[kind] = late
+            delay(ddp, kind, late_rank, seconds=0.004)
         opt.zero_grad()
         TIED.loss(ddp, step).backward()
         opt.step()
@@ -266,29 +258,6 @@ def exception_in_an_update() -> None:
 
 def test_an_exception_in_an_update_comes_out_of_backward_as_itself(fresh_pair: Ranks) -> None:
     fresh_pair.run(exception_in_an_update)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
-        raise ZeroDivisionError("in the middle of backward")
-
-
-class Fragile(nn.Module):
-    """Its backward fails behind the last layer where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        return self.last(Fails.apply(hidden) if self.fails else hidden)
 
 
 def failure_in_backward(num_failing: int) -> None:

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support.errors import text_of
 from support.hybrid import destroy, hybrid, mean_row_by_row, mesh_of, trained_naively, trained_on_mesh
-from support.models import CASES
+from support.models import CASES, Fragile
 from support.ranks import Ranks
-from support.sharded import OPTIMIZERS, parameters, require_equal
+from support.sharded import OPTIMIZERS, delay, parameters, require_equal
 from undertow import (
     ConfigError,
     Desync,
@@ -211,15 +211,7 @@ def delayed(kind: OpKind, late_rank: int, eager: bool) -> None:
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step == 1:
-            table = ddp.sync._engine.formation.assembly.executor._table
-            act = table[kind]
-
-            def late(*args: Any) -> None:
-                if dist.get_rank() == late_rank:
-                    time.sleep(0.003)
-                act(*args)
-
-            table[kind] = late
+            delay(ddp, kind, late_rank, seconds=0.003)
         opt.zero_grad()
         TIED.loss(ddp, step).backward()
         opt.step()
@@ -341,29 +333,6 @@ def alone(eager: bool) -> None:
 def test_a_mesh_of_one_rank_trains_as_that_rank_does(eager: bool) -> None:
     with Ranks(1) as one_rank:
         one_rank.run(alone, eager)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
-        raise ZeroDivisionError("in the middle of backward")
-
-
-class Fragile(nn.Module):
-    """Its backward fails behind the last layer where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        return self.last(Fails.apply(hidden) if self.fails else hidden)
 
 
 def failure_in_backward(failing: int, eager: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from support.models import CASES, Branches, Case, noise
 from support.ranks import Ranks
-from support.sharded import parameters, require_equal, trained, training
+from support.sharded import delay, parameters, require_equal, trained, training
 from undertow import DistributedDataParallel
 from undertow.runtime.gathers import Gathers
 from undertow.schedule import OpKind
@@ -282,15 +282,7 @@ def delayed(kind: OpKind, late_rank: int, strategy: str) -> None:
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step == 1:
-            table = ddp.sync._engine.formation.assembly.executor._table
-            act = table[kind]
-
-            def late(*args: Any) -> None:
-                if dist.get_rank() == late_rank:
-                    time.sleep(0.004)
-                act(*args)
-
-            table[kind] = late
+            delay(ddp, kind, late_rank, seconds=0.004)
         step_of(ddp, opt, TIED, step)
 
     require_equal(expected, trained(TIED, strategy, "SGD", num_steps=5, each=each, reduction="ordered", **SMALL))

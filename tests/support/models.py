@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,29 @@ def convolutions() -> nn.Module:
     """Two batch norms, so that buffers of two dtypes alternate; channels-last weights."""
     layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2))
     return nn.Sequential(layers, nn.Flatten(), nn.Linear(8, 2)).to(memory_format=torch.channels_last)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
+        raise ZeroDivisionError("in the middle of backward")
+
+
+class Fragile(nn.Module):
+    """Its backward fails behind the last layer where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(Fails.apply(hidden) if self.fails else hidden)
 
 
 @dataclass(frozen=True)

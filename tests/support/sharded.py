@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.models import Case
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow.schedule import OpKind
 
 Parameters = dict[str, Tensor]
 OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -80,3 +83,16 @@ def require_equal(first: Parameters, second: Parameters, *, what: str = "") -> N
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert first.keys() == second.keys()
     assert different == [], what
+
+
+def delay(ddp: DistributedDataParallel, kind: OpKind, late_rank: int, *, seconds: float) -> None:
+    """From now on that rank is late with every op of this kind, under the present plan."""
+    table = ddp.sync._engine.formation.assembly.executor._table
+    act = table[kind]
+
+    def late(*args: Any) -> None:
+        if dist.get_rank() == late_rank:
+            time.sleep(seconds)
+        act(*args)
+
+    table[kind] = late

@@ -98,9 +98,7 @@ class HierarchicalCosts:
         """See `Costs`."""
         _check_kind(kind, _REDUCES, "nodes")
         sizes = _sizes(num_bytes)
-        inside = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
-        across = self._across.collective_us(kind, sizes / self._per_node)
-        return sum((self._inside.collective_us(phase, sizes) for phase in inside), start=across)
+        return _with_inside_us(self._across.collective_us(kind, sizes / self._per_node), self._inside, kind, sizes)
 
 
 @final
@@ -120,9 +118,8 @@ class MeshCosts:
         """See `Costs`."""
         _check_kind(kind, _REDUCES, "a mesh")
         sizes = _sizes(num_bytes)
-        inside = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
         across = self._across.collective_us("all_reduce", sizes / self._per_node) if _REDUCES[kind] else np.zeros_like(sizes)
-        return sum((self._inside.collective_us(phase, sizes) for phase in inside), start=across)
+        return _with_inside_us(across, self._inside, kind, sizes)
 
 
 # What stands for a kind that was not measured, the best first: as in a ring, where an all-reduce is a reduce-scatter and
@@ -187,6 +184,12 @@ class TransferredCosts:
 
     def _above(self, kind: str, num_bytes: ArrayLike) -> _Floats:
         return self._measured.collective_us(kind, num_bytes) - self._was.collective_us(kind, num_bytes)
+
+
+def _with_inside_us(across: _Floats, inside: Costs, kind: str, sizes: _Floats) -> _Floats:
+    """With what a node takes, where an all-reduce is a reduce-scatter before what crosses and an all-gather behind it."""
+    phases = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
+    return sum((inside.collective_us(phase, sizes) for phase in phases), start=across)
 
 
 def is_power_of_two(number: int) -> bool:

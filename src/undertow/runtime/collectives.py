@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -70,6 +71,28 @@ class ReductionHandle:
         self.on_done(done)
         yield from arrived
         self.wait()
+
+
+class FutureHandle:
+    """Something that another thread of the host completes."""
+
+    def __init__(self, done: Future[None]) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        """Returns when it is complete; raises what failed."""
+        self._done.result()
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def block_stream(self) -> None:
+        """The same as `wait`: the host knows no streams."""
+        self.wait()
+
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        """Calls `callback` when it is complete, from another thread or now."""
+        self._done.add_done_callback(callback)
 
 
 def all_reduce_async(

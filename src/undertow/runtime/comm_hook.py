@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.runtime.collectives import FutureHandle
 from undertow.runtime.private_counting import CollectiveBytes
 
 
@@ -152,32 +153,18 @@ class _Calls:
     failure: BaseException | None = None
 
 
-class QueuedHook:
+class QueuedHook(FutureHandle):
     """A call of a hook that waits for its turn in another thread."""
 
     def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], HookHandle], calls: _Calls) -> None:
         self._handle: HookHandle | None = None
         self._calls = calls
-        self._done = thread.submit(self._run, call)
+        super().__init__(thread.submit(self._run, call))
 
     @property
     def num_bytes(self) -> int:
         """What the hook's collectives were handed so far; 0 where that is not counted."""
         return 0 if self._handle is None else self._handle.num_bytes
-
-    def wait(self) -> None:
-        """Returns when the result is in the bucket; raises what the hook raised."""
-        self._done.result()
-
-    def is_completed(self) -> bool:
-        return self._done.done()
-
-    def block_stream(self) -> None:
-        """The same as `wait`: on the host there are no streams."""
-        self.wait()
-
-    def on_done(self, callback: Callable[[object], None]) -> None:
-        self._done.add_done_callback(callback)
 
     def _run(self, call: Callable[[], HookHandle]) -> None:
         if self._calls.failure is not None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.runtime.collectives import Handle
+from undertow.runtime.collectives import FutureHandle, Handle
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.narrow import narrowed
 
@@ -251,11 +251,11 @@ class _Posted:
     is_last: bool = True  # whether the exchange is complete then
 
 
-class Exchange:
+class Exchange(FutureHandle):
     """A handle of something that PostedExchanges has started."""
 
     def __init__(self) -> None:
-        self._done: Future[None] = Future()
+        super().__init__(Future())
 
     def begin(self, post: Callable[[], _Posted], thread: ThreadPoolExecutor) -> None:
         """Posts, and has `thread` complete it; whoever waits for the exchange learns of an error."""
@@ -284,21 +284,6 @@ class Exchange:
     def fail(self, error: BaseException) -> None:
         """Whoever waits for the exchange learns of it."""
         self._done.set_exception(error)
-
-    def wait(self) -> None:
-        """Returns when it is complete; raises what the backend raised."""
-        self._done.result()
-
-    def is_completed(self) -> bool:
-        return self._done.done()
-
-    def block_stream(self) -> None:
-        """The same as `wait`: sends and receives of gloo know no streams."""
-        self.wait()
-
-    def on_done(self, callback: Callable[[object], None]) -> None:
-        """Calls `callback` when it is complete, from another thread or now."""
-        self._done.add_done_callback(callback)
 
 
 class _Scratch:
