@@ -41,6 +41,7 @@ class SystemSpec:
     is_eager: bool = False  # nothing waits for a barrier: the limit is that with the next forward
     num_settling: int = 0  # steps before the turns in which it finds its plan
     steps_per_turn: int = 1  # at least 4 if communication is carried over into the next step
+    is_study: bool = False  # too many variants for every cell: measured where it is asked for by name
     note: str = ""  # what would be unfair to conclude
 
     def jobs(self) -> list[SystemJob]:
@@ -74,6 +75,7 @@ SYSTEMS = {
             title="Undertow, best bucket size of a sweep",
             module=f"{_MODULES}.ours",
             variants={f"@{size}MB": {"bucket_cap_mb": size} for size in FIXED_MB},
+            is_study=True,
             note="The best of several medians is chosen after the fact: noise is in its favour.",
         ),
         SystemSpec(
@@ -160,6 +162,7 @@ SYSTEMS = {
     )
 }
 BARE, OURS, PER_PARAMETER, TORCH = "bare", "ours", "per-parameter", "torch-ddp"
+FULL = tuple(name for name, spec in SYSTEMS.items() if not spec.is_study)
 OWN = tuple(name for name in SYSTEMS if name.startswith(OURS))  # what is not a peer
 
 

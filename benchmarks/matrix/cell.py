@@ -31,19 +31,6 @@ _SHARE_OF_MEMORY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    workload: WorkloadSpec
-    num_ranks: int
-    link: str
-    kind: str  # "shaped" or "emulated"
-    systems: tuple[SystemSpec, ...]
-
-    @property
-    def title(self) -> str:
-        return f"{self.workload.label}, {self.num_ranks} ranks, {self.link} {self.kind}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How much is measured."""
 
@@ -51,6 +38,25 @@ class Effort:
     num_turns: int
     num_repetitions: int
     has_start_up: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    workload: WorkloadSpec
+    num_ranks: int
+    link: str
+    kind: str  # "shaped" or "emulated"
+    systems: tuple[SystemSpec, ...]
+    effort: Effort
+
+    @property
+    def place(self) -> tuple[str, int, str, str]:
+        """What tells it from every other one, see `finished.place_of`."""
+        return self.workload.label, self.num_ranks, self.link, self.kind
+
+    @property
+    def title(self) -> str:
+        return f"{self.workload.label}, {self.num_ranks} ranks, {self.link} {self.kind}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +95,18 @@ def max_systems(num_bytes: int, num_ranks: int, available_bytes: int) -> int:
     return max(2, int(_SHARE_OF_MEMORY * available_bytes / (_COPIES * num_bytes * num_ranks)))
 
 
-def measure_cell(cell: Cell, effort: Effort, num_bytes: int, tell: Tell) -> CellResult:
+def measure_cell(cell: Cell, tell: Tell) -> CellResult:
     """Runs everything; a system that cannot be measured has its error in the result."""
     result = CellResult(timed=[], start_up={}, errors={})
     specs = [spec for spec in cell.systems if _is_made(spec, result)]
     available = psutil.virtual_memory().available
-    runs = runs_of(specs, max_systems=max_systems(num_bytes, cell.num_ranks, available))
+    runs = runs_of(specs, max_systems=max_systems(cell.workload.gradient_bytes, cell.num_ranks, available))
+    effort = cell.effort
     with _network(cell) as network:
         for repetition in range(effort.num_repetitions):
             for run in runs:
                 tell(f"{cell.title}: repetition {repetition + 1} of {effort.num_repetitions}, {_names(run)}")
-                _measure_run(cell, effort, run, network, result)
+                _measure_run(cell, run, network, result)
         for spec in specs if effort.has_start_up else ():
             tell(f"{cell.title}: start-up and memory of {spec.name}")
             _measure_start_up(cell, spec, network, result)
@@ -126,10 +133,10 @@ def _names(run: Run) -> str:
     return ", ".join(job.name for job in run.systems)
 
 
-def _measure_run(cell: Cell, effort: Effort, run: Run, network: Network, result: CellResult) -> None:
+def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult) -> None:
     jobs = [job for job in run.systems if job.name not in result.errors]
     try:
-        result.timed.append(_run(cell, run.environment, jobs, network, effort))
+        result.timed.append(_run(cell, run.environment, jobs, network, cell.effort))
         return
     except RankFailed as error:
         if len(jobs) <= 2:
@@ -138,7 +145,7 @@ def _measure_run(cell: Cell, effort: Effort, run: Run, network: Network, result:
     # One of them took the others down: each alone with the bare model, so that only that one is lost.
     bare, *others = jobs
     for job in others:
-        _measure_run(cell, effort, Run(environment=run.environment, systems=(bare, job)), network, result)
+        _measure_run(cell, Run(environment=run.environment, systems=(bare, job)), network, result)
 
 
 def _measure_start_up(cell: Cell, spec: SystemSpec, network: Network, result: CellResult) -> None:

@@ -110,3 +110,7 @@ def test_what_a_worker_imports_before_its_system_is_there_in_every_environment()
 
 def _names(run: Run) -> tuple[str, list[str]]:
     return run.environment, [job.name for job in run.systems]
+
+
+def test_a_full_run_leaves_out_what_is_a_study_of_its_own() -> None:
+    assert set(catalog.SYSTEMS) - set(catalog.FULL) == {"ours-fixed-best"}
