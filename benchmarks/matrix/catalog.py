@@ -173,15 +173,14 @@ class WorkloadSpec:
     name: str
     title: str
     scale: float = 1.0
-    real_bytes: int = 0  # of gradients, of a workload that is not replayed
+    real_bytes: Mapping[str, int] = field(default_factory=dict)  # by device, of gradients that are not replayed
 
     @property
     def is_replayed(self) -> bool:
         return self.name in PROFILES
 
-    @property
-    def gradient_bytes(self) -> int:
-        return 4 * scaled(PROFILES[self.name](), self.scale).numel if self.is_replayed else self.real_bytes
+    def gradient_bytes(self, device: str = "cpu") -> int:
+        return 4 * scaled(PROFILES[self.name](), self.scale).numel if self.is_replayed else self.real_bytes[device]
 
     @property
     def label(self) -> str:
@@ -192,9 +191,15 @@ WORKLOADS = {
     spec.name: spec
     for spec in (
         WorkloadSpec(name="replay", title="replay: 24 equal layers, 48 MB, forward 120 ms, backward 240 ms"),
-        WorkloadSpec(name="gpt", title="a real GPT on CPU: 8 layers, 42 MB", real_bytes=42_000_000),
         WorkloadSpec(
-            name="resnet", title="a real residual network on CPU: convolutions, batch norm, 11 MB", real_bytes=11_000_000
+            name="gpt",
+            title="a real GPT: on CPU 8 layers, 42 MB; on CUDA GPT-2 small, 498 MB",
+            real_bytes={"cpu": 42_000_000, "cuda": 498_000_000},
+        ),
+        WorkloadSpec(
+            name="resnet",
+            title="a real residual network, convolutions and batch norm: on CPU 11 MB, on CUDA 177 MB",
+            real_bytes={"cpu": 11_000_000, "cuda": 177_000_000},
         ),
         WorkloadSpec(name="resnet50", title="replay of ResNet-50 on a V100"),
         WorkloadSpec(name="gpt2", title="replay of GPT-2 small", scale=0.125),
@@ -203,6 +208,7 @@ WORKLOADS = {
     )
 }
 LINKS = tuple(SHAPES)
+DEVICES = ("cpu", "cuda")
 RANKS = (2, 4)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import torch
 
 from benchmarks.matrix.catalog import BARE, SYSTEMS, SystemSpec, WorkloadSpec
 from benchmarks.matrix.environments import python_of, why_absent
@@ -48,15 +49,17 @@ class Cell:
     kind: str  # "shaped" or "emulated"
     systems: tuple[SystemSpec, ...]
     effort: Effort
+    device: str = "cpu"
 
     @property
-    def place(self) -> tuple[str, int, str, str]:
+    def place(self) -> tuple[str, int, str, str, str]:
         """What tells it from every other one, see `finished.place_of`."""
-        return self.workload.label, self.num_ranks, self.link, self.kind
+        return self.workload.label, self.num_ranks, self.link, self.kind, self.device
 
     @property
     def title(self) -> str:
-        return f"{self.workload.label}, {self.num_ranks} ranks, {self.link} {self.kind}"
+        on = "" if self.device == "cpu" else f", {self.device}"
+        return f"{self.workload.label}, {self.num_ranks} ranks, {self.link} {self.kind}{on}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +102,9 @@ def measure_cell(cell: Cell, tell: Tell) -> CellResult:
     """Runs everything; a system that cannot be measured has its error in the result."""
     result = CellResult(timed=[], start_up={}, errors={})
     specs = [spec for spec in cell.systems if _is_made(spec, result)]
-    available = psutil.virtual_memory().available
-    runs = runs_of(specs, max_systems=max_systems(cell.workload.gradient_bytes, cell.num_ranks, available))
+    available = psutil.virtual_memory().available if cell.device == "cpu" else torch.cuda.mem_get_info()[0]
+    num_bytes = cell.workload.gradient_bytes(cell.device)
+    runs = runs_of(specs, max_systems=max_systems(num_bytes, cell.num_ranks, available))
     effort = cell.effort
     with _network(cell) as network:
         for repetition in range(effort.num_repetitions):
@@ -123,6 +127,8 @@ def _is_made(spec: SystemSpec, result: CellResult) -> bool:
 @contextmanager
 def _network(cell: Cell) -> Iterator[Network]:
     if cell.kind == "emulated":
+        if cell.device != "cpu":
+            raise MatrixError("the emulated link carries tensors of processors only; as root, links are shaped")
         yield emulated_network(cell.link)
         return
     with shaped_network(cell.link, cell.num_ranks) as network:
@@ -161,6 +167,8 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
     python = python_of(environment)
     if python is None:
         raise MatrixError(f"the virtual environment {environment!r} has gone")
+    # NCCL wants a device for each rank, and finds a way between them that no token bucket shapes.
+    uses_nccl = cell.link == "none" and cell.device == "cuda" and torch.cuda.device_count() >= cell.num_ranks
     with tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder:
         job = Job(
             num_ranks=cell.num_ranks,
@@ -170,8 +178,10 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
             num_warmup=effort.num_warmup,
             num_turns=effort.num_turns,
             turn_budget_s=_TURN_BUDGET_S,
-            counted_interface=network.interface if network.namespaces else None,
+            counted_interface=network.interface if network.namespaces and not uses_nccl else None,
             emulated=network.emulated,
+            device=cell.device,
+            backend="cpu:gloo,cuda:nccl" if uses_nccl else "gloo",
             folder=folder,
         )
         return run_job(job, network, python=str(python), silence_s=_SILENCE_S)

@@ -11,9 +11,9 @@ from benchmarks.matrix.catalog import LINKS, WORKLOADS
 
 Document = dict[str, Any]
 ROW, MACHINE = "row", "machine"  # types of lines
-OF_THE_CELL = ("workload", "workload_title", "num_params", "ranks", "link", "kind", "link_measured", "conditions")
-_PLACE = ("workload", "ranks", "link", "kind")
-_OF_OLD_FILES = {"conditions": {}}
+OF_THE_CELL = ("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "link_measured", "conditions")
+_PLACE = ("workload", "ranks", "link", "kind", "device")
+_OF_OLD_FILES = {"conditions": {}, "device": "cpu"}
 
 
 def place_of(cell: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -51,6 +51,6 @@ def in_order(cells: Sequence[Document]) -> list[Document]:
 
     def key(cell: Document) -> tuple[Any, ...]:
         name, _, scale = cell["workload"].partition("@")
-        return workloads.index(name), scale, links.index(cell["link"]), cell["ranks"], cell["kind"] != "shaped"
+        return workloads.index(name), scale, links.index(cell["link"]), cell["ranks"], cell["kind"] != "shaped", cell["device"]
 
     return sorted(cells, key=key)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from benchmarks.machine import machine
 from benchmarks.matrix import catalog, guard
 from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
@@ -36,6 +38,7 @@ class Asked:
     links: tuple[str, ...]
     systems: tuple[catalog.SystemSpec, ...]
     effort: Effort
+    device: str
     out: Path
     records: bool
     resumes: bool
@@ -102,7 +105,8 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
             for num_ranks in asked.ranks:
                 if (workload.name, num_ranks) in asked.left_out:
                     continue
-                cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=asked.systems, effort=effort)
+                place = {"workload": workload, "num_ranks": num_ranks, "link": link, "kind": kind, "device": asked.device}
+                cell = Cell(**place, systems=asked.systems, effort=effort)
                 effort = brief
                 cells.append(cell)
                 if is_shaped and not asked.is_quick and (workload.label, link) == _VALIDATED[:2]:
@@ -128,6 +132,7 @@ def _measured(cell: Cell) -> Document:
         "ranks": cell.num_ranks,
         "link": cell.link,
         "kind": cell.kind,
+        "device": cell.device,
         "link_measured": link_of_cell(result.timed),
         "conditions": {
             "date": before["date"],
@@ -142,7 +147,7 @@ def _measured(cell: Cell) -> Document:
 def _write(out: Path, header: Document, cells: Sequence[Document]) -> None:
     for cell in cells:
         for system, profile in cell["profiles"].items():
-            name = f"{cell['workload']}-{cell['ranks']}-{cell['link']}-{cell['kind']}-{system}.json"
+            name = "-".join(str(part) for part in (*place_of(cell)[:4], system)) + ".json"
             (out / "profiles").mkdir(exist_ok=True)
             (out / "profiles" / name).write_text(profile, encoding="utf-8")
     lines = lines_of(header, cells)
@@ -179,6 +184,7 @@ def _asked(given: argparse.Namespace) -> Asked:
         links=tuple(dict.fromkeys(given.link or (("1gbit",) if given.quick else catalog.LINKS))),
         systems=tuple(catalog.SYSTEMS[name] for name in chosen),
         effort=effort,
+        device=_device(given.device),
         out=given.out,
         records=given.record,
         resumes=given.resume,
@@ -194,12 +200,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", action="append", type=_num_ranks, metavar="N", help="2 to 64, default 2 and 4; may be repeated")
     add("--link", action="append", metavar="NAME", help=f"{', '.join(catalog.LINKS)}; may be repeated")
     add("--system", action="append", metavar="NAME", help=f"{', '.join(catalog.SYSTEMS)}; may be repeated")
+    add("--device", default="cpu", metavar="NAME", help=f"{', '.join(catalog.DEVICES)}: where models compute (default: cpu)")
     add("--steps", type=_positive, metavar="N", help="steps of each system in each cell (at most, for slow ones)")
     add("--quick", action="store_true", help="replay and gpt at 1gbit, three systems, few steps: below 3 minutes")
     add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
     add("--resume", action="store_true", help="keep the cells that are in --out already, and measure the others")
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
     return parser
+
+
+def _device(name: str) -> str:
+    require_known("device", name, catalog.DEVICES)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UnknownName("there is no CUDA device here, or this torch was built without CUDA")
+    return name
 
 
 def _num_ranks(text: str) -> int:

@@ -45,6 +45,7 @@ def cell(*names: str, errors: dict[str, str] | None = None, **systems: Any) -> d
         "ranks": 2,
         "link": "1gbit",
         "kind": "shaped",
+        "device": "cpu",
         "link_measured": link_of_cell(timed),
         "conditions": {"date": "2026-01-01", "load_average": 0.5, "load_average_after": 0.7},
         "rows": rows_of_cell([SYSTEMS[name] for name in names], timed, {}, errors or {}),

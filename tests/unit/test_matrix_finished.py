@@ -52,10 +52,10 @@ def test_a_run_that_is_resumed_measures_what_is_missing(tmp_path: Path, monkeypa
     write(tmp_path / "matrix.jsonl", *kept)
     asked = ("--workload", "gpt", "--link", "1gbit", "--link", "none", "--system", "ours", "--out", str(tmp_path))
     assert run.main([*asked, "--resume"]) == 0
-    places = [("gpt", 4, "1gbit", "shaped"), ("gpt", 2, "none", "shaped"), ("gpt", 4, "none", "shaped")]
+    places = [("gpt", 4, "1gbit"), ("gpt", 2, "none"), ("gpt", 4, "none")]
     # The workload's first cell, where start-up is measured, is there already.
-    assert measured == [(place, False) for place in places]
+    assert measured == [((*place, "shaped", "cpu"), False) for place in places]
     assert read_cells(tmp_path / "matrix.jsonl") == kept
     measured.clear()
     run.main(asked)
-    assert measured == [(("gpt", 2, "1gbit", "shaped"), True), *((place, False) for place in places)]
+    assert measured == [(("gpt", 2, "1gbit", "shaped", "cpu"), True), *(((*place, "shaped", "cpu"), False) for place in places)]
