@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
@@ -35,7 +35,7 @@ from undertow.runtime.mesh import chosen_group, other_group
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction, start_reduction
-from undertow.runtime.stepping import ShardedSteps, finish_before_step, no_hooks_with_shards, require_plain_strategy
+from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy, watch_steps
 from undertow.runtime.sweep import sweep
 from undertow.runtime.weights import require_means
 from undertow.trace import StepReport, Trace, summarize
@@ -96,7 +96,7 @@ class Sync:
         attached.callback(self._group.close)
         attached.callback(self._members.close)
         attached.callback(self._engine.close)
-        attached.callback(register_optimizer_step_pre_hook(finish_before_step(self, self._engine)).remove)
+        attached.callback(watch_steps(self, self._engine))
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
         self._let_go = weakref.finalize(self, attached.close)

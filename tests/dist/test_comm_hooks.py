@@ -275,6 +275,32 @@ def test_the_report_shows_what_a_hook_really_sends(two_ranks: Ranks, name: str) 
         assert len(sent) == 3
 
 
+@torch.compile(backend="aot_eager", fullgraph=True)
+def halves(buffer: torch.Tensor) -> torch.Tensor:
+    return (buffer / 2).half()
+
+
+def compiled_in_one_graph() -> tuple[int, int]:
+    """fullgraph=True is an error where anything keeps torch.compile from compiling, such as looking on."""
+
+    def hook(_state, bucket):
+        work = dist.all_reduce(halves(bucket.buffer()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0].float())
+
+    with wrapped(nn.Linear(16, 16, bias=False), record="full") as ddp:
+        ddp.register_comm_hook(None, hook)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(noise(5, 16, step=step)).square().mean().backward()
+        bucket = ddp.plan.buckets[0]
+        return ddp.report(show=False).sent_bytes, MATRIX // 2 + (bucket.storage_numel - bucket.trailer.start) * 4
+
+
+def test_what_a_compiled_hook_sends_is_counted_without_cutting_its_graph(two_ranks: Ranks) -> None:
+    for sent, expected in two_ranks.run(compiled_in_one_graph, timeout_s=TIMEOUT_S):
+        assert sent == expected
+
+
 SHAPE = GptShape(num_layers=2, num_heads=4, width=128, context=32, batch=8)
 NUM_TRAINED, NUM_LAST = 80, 20
 

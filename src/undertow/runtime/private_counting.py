@@ -37,6 +37,11 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             if _num_counting == 0:
                 torch._C.Future.then = _then  # type: ignore[method-assign]
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by torch.compile, which else compiles nothing inside: fullgraph=True would be an error."""
+        return True
+
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if op.namespace == "c10d":
             self._add(max(map(_tensor_bytes, args), default=0))
