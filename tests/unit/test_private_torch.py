@@ -334,7 +334,7 @@ def test_a_callback_put_on_a_future_while_collectives_are_counted_counts_whereve
         untouched.wait()
         assert counting.num_bytes == 4 * (3 + 5 + 17 + 7)
         with counting:
-            functional.wait_tensor(functional.all_reduce(torch.ones(19), "sum", dist.group.WORLD))  # which calls the same op
+            functional.wait_tensor(functional.all_reduce(torch.ones(19), "sum", dist.group.WORLD))
         assert counting.num_bytes == 4 * (3 + 5 + 17 + 7 + 19)
     finally:
         dist.destroy_process_group()
