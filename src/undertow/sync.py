@@ -33,6 +33,7 @@ from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf, Members
 from undertow.runtime.mesh import chosen_group, other_group
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
+from undertow.runtime.private_graphs import cut_bytes, cut_graphs
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction, start_reduction
 from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy, watch_steps
@@ -346,6 +347,7 @@ class Sync:
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),
             self._module.register_forward_hook(ends, always_call=True),
+            *cut_graphs(self._module, lambda: cut_bytes(self.plan, num_ranks=self.num_ranks)),
         ]
 
     def _attached_forward_begins(self) -> None:
@@ -382,8 +384,7 @@ class Sync:
 
         Never communicates: a single rank may ask.
         """
-        records = self._recorder.records(generation=self._engine.generation)
-        report = summarize(records, self._engine.plan, rank=self._group.rank)
+        report = summarize(self._recorder.records(generation=self._engine.generation), self._engine.plan, rank=self._group.rank)
         if show:
             print_report(report)
         return report

@@ -285,16 +285,50 @@ def test_torchs_mixed_precision_says_what_travels(two_ranks: Ranks) -> None:
     assert two_ranks.run(torchs_wire_dtype)[0] == ["bfloat16", None, "float16", "bfloat16"]
 
 
-def hook_and_wire() -> str:
-    ddp = DistributedDataParallel(nn.Linear(2, 2), config=SyncConfig(wire_dtype="bfloat16"))
-    return text_of(ConfigError, lambda: ddp.register_comm_hook(None, bf16_compress_hook))
+def hook_and_wire() -> list[str]:
+    narrow = _MixedPrecision(param_dtype=torch.bfloat16)
+    found = []
+    for how in ({"config": SyncConfig(wire_dtype="bfloat16")}, {"mixed_precision": narrow}):
+        ddp = DistributedDataParallel(nn.Linear(2, 2), **how)  # type: ignore[arg-type]
+        found.append(text_of(ConfigError, lambda ddp=ddp: ddp.register_comm_hook(None, bf16_compress_hook)))
+        ddp.close()
+    whole = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ddp = DistributedDataParallel(nn.Linear(2, 2), mixed_precision=whole)  # the way out
+    ddp.register_comm_hook(None, bf16_compress_hook)
+    ddp(torch.ones(1, 2)).float().sum().backward()
+    assert ddp.module.weight.grad.tolist() == [[1.0, 1.0]] * 2
+    ddp.close()
+    return found
 
 
 def test_a_hook_and_a_wire_dtype_are_one_too_many(two_ranks: Ranks) -> None:
-    assert two_ranks.run(hook_and_wire)[0] == (
-        "a communication hook decides in which dtype gradients travel, and wire_dtype does so too.\n"
-        "  register_comm_hook\n"
-        "  Leave one of the two out."
+    text = (
+        "a communication hook decides in which dtype gradients travel, and they are to travel in torch.bfloat16.\n"
+        "  register_comm_hook, with wire_dtype=... or mixed_precision=...\n"
+        "  Leave wire_dtype out; with mixed_precision let reduce_dtype=torch.float32 say that they travel as they are."
+    )
+    assert two_ranks.run(hook_and_wire) == [[text, text]] * 2
+
+
+def mixed_and_sparse() -> str:
+    model, narrow = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)), _MixedPrecision(param_dtype=torch.bfloat16)
+    text = text_of(ConfigError, lambda: DistributedDataParallel(model, mixed_precision=narrow))
+    ddp = DistributedDataParallel(model.bfloat16(), mixed_precision=narrow)  # nothing is to be cast
+    ddp(torch.tensor([1, 2])).float().sum().backward()
+    assert model[0].weight.grad.is_sparse
+    ddp.close()
+    return text
+
+
+def test_a_sparse_gradient_that_would_be_cast_is_refused(two_ranks: Ranks) -> None:
+    assert (
+        two_ranks.run(mixed_and_sparse)
+        == [
+            "mixed_precision casts parameter '0.weight', whose gradient is sparse, and autograd cannot cast that back.\n"
+            "  DistributedDataParallel(mixed_precision=...)\n"
+            "  Make the embedding with sparse=False, or use torch.autocast around the forward."
+        ]
+        * 2
     )
 
 
