@@ -335,4 +335,7 @@ def test_power_sgd_trains_the_demos_gpt_to_the_same_loss_with_a_tenth_of_the_byt
     for (loss, num_bytes), (compressed_loss, compressed_bytes) in two_ranks.run(gpt_with_and_without, timeout_s=240.0):
         assert compressed_loss <= 1.02 * loss, (loss, compressed_loss)  # what the design promises: within 2 %
         assert compressed_bytes <= num_bytes / 10, (num_bytes, compressed_bytes)
+        # Shown by -rP, for docs/concepts.md.
+        print(f"loss {loss:.4f}, compressed {compressed_loss:.4f}: ratio {compressed_loss / loss:.4f}")
+        print(f"bytes {num_bytes}, compressed {compressed_bytes}: ratio {compressed_bytes / num_bytes:.4f}")
         assert loss < 4.0  # it has learned something: untrained it is that of 256 equally likely bytes, 5.5
