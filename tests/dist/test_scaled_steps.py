@@ -14,7 +14,7 @@ from support.drop_in import TIMEOUT_S, SideBySide
 from support.mixture import SGD, loss, mixture, reduce_naively, require_equal_values, wrapped_mixture
 from support.models import Branches, noise
 from support.ranks import Ranks
-from undertow import DistributedDataParallel, ShardedOptimizer, clip_grad_norm_
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, clip_grad_norm_
 
 NUM_STEPS = 6
 SCALE = 2.0**10
@@ -157,6 +157,30 @@ def nothing_reached(set_to_none: bool) -> list[float]:
                 reference.step()
             side.compare_parameters()
     return scales
+
+
+def nothing_reached_and_clipped(strategy: str, by_optimizer: bool) -> float:
+    """In the second step rank 1's backward reaches no parameter, and the norm is the first that asks."""
+    ddp = DistributedDataParallel(Branches(), config=SyncConfig(strategy=strategy))
+    optimizer: Any = (
+        torch.optim.SGD(ddp.parameters(), lr=0.125) if strategy == "ddp" else ShardedOptimizer(torch.optim.SGD, ddp, lr=0.125)
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        value = branches_loss(ddp, step)
+        if step == 1 and dist.get_rank() == 1:
+            value = value.detach().requires_grad_()
+        value.backward()
+        total = optimizer.clip_grad_norm_(1e9) if by_optimizer else clip_grad_norm_(ddp, 1e9)
+        optimizer.step()
+    ddp.close()
+    return total.item()
+
+
+@pytest.mark.parametrize(("strategy", "by_optimizer"), [("ddp", False), ("zero1", False), ("zero1", True), ("zero2", True)])
+def test_a_rank_without_gradients_joins_before_they_are_clipped(two_ranks: Ranks, strategy: str, by_optimizer: bool) -> None:
+    first, second = two_ranks.run(nothing_reached_and_clipped, strategy, by_optimizer, timeout_s=TIMEOUT_S)
+    assert first == second > 0.0
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

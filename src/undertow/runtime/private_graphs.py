@@ -33,15 +33,19 @@ def cut_bytes(plan: Plan, *, num_ranks: int) -> int:
 def cut_graphs(module: nn.Module, size: Callable[[], int]) -> list[RemovableHandle]:
     """Hooks that have graphs cut which are compiled in forwards of `module`, at every `size()` bytes of parameters."""
 
+    around: list[DistributedDataParallel | None] = []  # what was there before, for each forward that runs
+
     @private.untraced
     def begin() -> None:
+        around.append(DistributedDataParallel._active_ddp_module)
         num_bytes = size()
         if num_bytes:
             DistributedDataParallel._active_ddp_module = cast(DistributedDataParallel, _Cuts(num_bytes))
 
     @private.untraced
     def end() -> None:
-        DistributedDataParallel._active_ddp_module = None
+        if around:  # else a hook before ours has failed
+            DistributedDataParallel._active_ddp_module = around.pop()
 
     return [
         module.register_forward_pre_hook(ModuleHook(module, begin)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -203,6 +203,13 @@ def require_plain_strategy(config: SyncConfig, optimizer: Optimizer) -> None:
 
 def _leave(_order: object) -> None:
     return None
+
+
+def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
+    """Runs a round if one is owed before somebody looks at the gradients of these parameters: other ranks may be in theirs."""
+    ids, engine = set(map(id, params)), sync._engine
+    if engine.concerns(ids):
+        engine.finish_before_step(ids, steps=False)
 
 
 def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
