@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
@@ -33,9 +33,10 @@ from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf, Members
 from undertow.runtime.mesh import chosen_group, other_group
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
+from undertow.runtime.private_graphs import cut_bytes, cut_graphs
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction, start_reduction
-from undertow.runtime.stepping import ShardedSteps, finish_before_step, no_hooks_with_shards, require_plain_strategy
+from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy, watch_steps
 from undertow.runtime.sweep import sweep
 from undertow.runtime.weights import require_means
 from undertow.trace import StepReport, Trace, summarize
@@ -96,7 +97,7 @@ class Sync:
         attached.callback(self._group.close)
         attached.callback(self._members.close)
         attached.callback(self._engine.close)
-        attached.callback(register_optimizer_step_pre_hook(finish_before_step(self, self._engine)).remove)
+        attached.callback(watch_steps(self, self._engine))
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
         self._let_go = weakref.finalize(self, attached.close)
@@ -346,6 +347,7 @@ class Sync:
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),
             self._module.register_forward_hook(ends, always_call=True),
+            *cut_graphs(self._module, lambda: cut_bytes(self.plan, num_ranks=self.num_ranks)),
         ]
 
     def _attached_forward_begins(self) -> None:
@@ -382,8 +384,7 @@ class Sync:
 
         Never communicates: a single rank may ask.
         """
-        records = self._recorder.records(generation=self._engine.generation)
-        report = summarize(records, self._engine.plan, rank=self._group.rank)
+        report = summarize(self._recorder.records(generation=self._engine.generation), self._engine.plan, rank=self._group.rank)
         if show:
             print_report(report)
         return report

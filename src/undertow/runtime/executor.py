@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError
 from undertow.plan import Bucket, Plan, signature_bits
 from undertow.plan.layout import with_weights
 from undertow.runtime import private
 from undertow.runtime.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import Handle, all_reduce_async
-from undertow.runtime.comm_hook import CommHook, HookedBucket, HookHandle, QueuedHook
+from undertow.runtime.comm_hook import CommHook, HookedBucket, HookHandle, QueuedHook, no_hook_with_wire_dtype
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.narrow import Widened, narrowed, travels_narrower, wire_dtype_named
@@ -106,7 +105,8 @@ class Executor:
             eager = self._sharding.eager
             this_round.is_eager = eager is not None
             if eager is not None and this_round.is_synchronised and not this_round.has_changed:
-                this_round.steps = eager.begin_round(self._sharding) and this_round.is_last
+                is_late = this_round.weighing is not None and this_round.weighing.is_too_late
+                this_round.steps = eager.begin_round(self._sharding) and this_round.is_last and not is_late
         self._num_rounds += this_round.is_synchronised
         self._signatures.clear()
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.is_there()]:
@@ -229,7 +229,7 @@ class Executor:
         self._handles[index].append(self._steps[index])
 
     def _settle(self, index: int, this_round: Round) -> bool:
-        """Reads the trailer of a bucket that is reduced. Returns whether all ranks have packed it in the same place."""
+        """Reads the trailer of a reduced bucket. Returns whether all ranks have packed it in one place, none with new weights."""
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         num_readings = len(this_round.readings)
@@ -238,7 +238,7 @@ class Executor:
             binding.weigh(divisor=sums.divisor, keep=sums.keep)
         used = self._used_elsewhere(index, this_round)
         binding.settle(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
-        return not any(reading.ranks_differ for reading in this_round.readings[num_readings:])
+        return not any(reading.ranks_differ or reading.some_have_weights for reading in this_round.readings[num_readings:])
 
     def _all_gather(self, index: int) -> None:
         assert self._sharding is not None
@@ -326,8 +326,7 @@ class Executor:
             # Another step than everybody's has the others leave a bucket unstepped long before the verdict comes.
             step = this_round.number if is_sound else ~this_round.number
             bits = signature_bits(step=step, generation=this_round.generation, mode=this_round.mode)
-            weighing = this_round.weighing
-            bits = with_weights(bits, has_weights=False if weighing is None else weighing.says)
+            bits = with_weights(bits, has_weights=False if (weighing := this_round.weighing) is None else weighing.says)
             self._signatures[kind] = to_device(bits, like.dtype, like.device)
         return self._signatures[kind]
 
@@ -366,11 +365,7 @@ class Reducer:
 
     def __post_init__(self) -> None:
         if self.hook is not None and self.wire is not None:
-            raise ConfigError(
-                "a communication hook decides in which dtype gradients travel, and wire_dtype does so too.",
-                where="register_comm_hook",
-                remedy="Leave one of the two out.",
-            )
+            raise no_hook_with_wire_dtype(self.wire)
 
     @property
     def is_active(self) -> bool:
