@@ -250,7 +250,8 @@ class Sync:
         if self.steps is None:
             self._engine.open()
             how = {"is_compiled": self._is_compiled, "is_eager": is_eager}
-            self.steps = ShardedSteps(self._module, self._engine.formation, self._config, **how)
+            numbers = self._engine.checks.numbers
+            self.steps = ShardedSteps(self._module, self._engine.formation, self._config, numbers=numbers, **how)
             self._attached.callback(self.steps.close)
         self.steps.hand_to(stepper, settings, is_eager=is_eager)
         return self.steps
@@ -383,7 +384,7 @@ class Sync:
         Never communicates: a single rank may ask.
         """
         records = self._recorder.records(generation=self._engine.generation)
-        report = summarize(records, self._engine.plan, rank=self._group.rank)
+        report = summarize(records, self._engine.plan, rank=self.rank, num_skipped=self._engine.checks.numbers.num_skipped)
         if show:
             print_report(report)
         return report

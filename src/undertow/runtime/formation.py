@@ -19,7 +19,7 @@ from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.eager import EagerSteps
-from undertow.runtime.executor import Executor, Reducer, Round
+from undertow.runtime.executor import Executor, Round
 from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.hooks import earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
@@ -28,6 +28,7 @@ from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require
 from undertow.runtime.placeholder import make_gradients_whole
 from undertow.runtime.planning import follows_observed_order, measure, planned
 from undertow.runtime.recorder import Recorder
+from undertow.runtime.reducer import Reducer
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.watch import Watch, params_of_bucket
 from undertow.schedule import Strategy, strategy_named
