@@ -23,7 +23,7 @@ from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
 from support.models import Branches, noise
 from support.ranks import Ranks
-from support.sharded import Parameters, parameters, require_equal, training
+from support.sharded import Parameters, optimizer_for, parameters, require_equal, training
 from undertow import (
     ConfigError,
     DistributedDataParallel,
@@ -507,6 +507,37 @@ def test_looking_costs_no_collective(two_ranks: Ranks, strategy: str) -> None:
     assert two_ranks.run(collectives_of_two_steps, "raise", strategy) == two_ranks.run(
         collectives_of_two_steps, "ignore", strategy
     )
+
+
+def alone(policy: str, strategy: str) -> tuple[str, int]:
+    """Every rank by itself; gradients of the second step are bad."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    mine = groups[dist.get_rank()]
+    config = SyncConfig(strategy=strategy, nonfinite=policy)
+    text, model = "", layers()
+    with contextlib.closing(DistributedDataParallel(model, process_group=mine, config=config)) as ddp:
+        optimizer = optimizer_for(ddp, strategy)
+        for step in range(3):
+            before = parameters(ddp)
+            optimizer.zero_grad()
+            model.factor = torch.nan if step == 1 else None
+            ddp(noise(5, 4, step=step)).square().mean().backward()
+            try:
+                optimizer.step()
+            except NonFiniteGradient as error:
+                text = str(error)
+            if step == 1:
+                require_equal(parameters(ddp), before)
+        num_skipped = ddp.report(show=False).num_skipped
+    dist.destroy_process_group(mine)
+    return text, num_skipped
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_rank_alone_looks_when_it_steps(two_ranks: Ranks, strategy: str) -> None:
+    text = f"the gradient of 'first.weight' is infinite or no number on rank 0.\n  one rank, when its optimizer steps\n{REMEDY}"
+    assert two_ranks.run(alone, "raise", strategy) == [(text, 0)] * 2
+    assert two_ranks.run(alone, "skip", strategy) == [("", 1)] * 2
 
 
 def in_backward() -> None:

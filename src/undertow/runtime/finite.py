@@ -62,13 +62,26 @@ class FiniteCheck:
         return self._as_sent(largest, of=parts[0].dtype).isfinite().logical_not()
 
     def _leaves_finite(self, values: Tensor) -> bool:
-        """Waits. Both comparisons carry a NaN on; a sum or a norm of finite values could overflow."""
-        if not values.numel():
-            return True
-        real = torch.view_as_real(values) if values.is_complex() else values
-        extremes = self._as_sent(torch.stack(torch.aminmax(real)), of=values.dtype)
-        return all(map(math.isfinite, extremes.tolist()))
+        """Waits."""
+        return not values.numel() or _are_finite(self._as_sent(_extremes(values), of=values.dtype))
 
     def _as_sent(self, extremes: Tensor, *, of: torch.dtype) -> Tensor:
         """Of the largest values what becomes of them on the wire: the smaller ones stay below."""
         return extremes if of.is_complex else self._reducer.as_sent(extremes)
+
+
+@torch.no_grad()
+def not_finite(gradients: Sequence[Tensor]) -> list[int]:
+    """Places of those that have an infinity or a NaN; waits when all have been looked at."""
+    parts = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    extremes = {place: _extremes(part) for place, part in enumerate(parts) if part.numel()}
+    return [place for place, found in extremes.items() if not _are_finite(found)]
+
+
+def _extremes(values: Tensor) -> Tensor:
+    """Smallest and largest value, NaN where there is one; sums and norms of finite values could overflow. [2]"""
+    return torch.stack(torch.aminmax(torch.view_as_real(values) if values.is_complex() else values))
+
+
+def _are_finite(extremes: Tensor) -> bool:
+    return all(map(math.isfinite, extremes.tolist()))

@@ -45,13 +45,15 @@ class Finding:
 class NonFinite:
     """What the last synchronisation has found, and what follows by `policy`: "raise", "skip", "warn" or "ignore".
 
-    It follows at the optimizer's step: a GradScaler makes gradients overflow on purpose, and does not step on those.
+    It follows at the optimizer's step: a GradScaler makes gradients overflow on purpose, and does not step on those. `look`
+    is asked there for what no synchronisation could find.
     """
 
-    def __init__(self, policy: str, *, rank: int) -> None:
+    def __init__(self, policy: str, *, rank: int, look: Callable[[], Finding | None]) -> None:
         self.num_skipped = 0  # steps
         self._policy = policy
         self._rank = rank
+        self._look = look
         self._num_told = 0
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has come to it
@@ -72,13 +74,15 @@ class NonFinite:
 
         `has_begun`: buckets that were reduced before the first such gradient have been updated.
         """
-        finding = self._finding
         # Torch's own kernels skip the step by this.
-        if finding is None or getattr(optimizer, "found_inf", None) is not None:
+        if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
+            return False
+        finding = self._finding or self._look()
+        if finding is None:
             return False
         if self._policy == "raise":
             raise finding.error(has_begun=has_begun)
-        is_first, self._is_judged = not self._is_judged, True
+        is_first, self._is_judged = self._finding is None or not self._is_judged, True
         is_skipped = self._policy == "skip"
         self.num_skipped += is_first and is_skipped
         if is_first:
