@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.errors import text_of
 from support.strategies import spec
+from undertow.errors import NonFiniteGradient
 from undertow.plan import plan_from_groups
 from undertow.runtime.executor import Round
 from undertow.runtime.nonfinite import NonFinite
+from undertow.runtime.trailer import Reading
 
 PLAN = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
 # LBFGS needs a closure, with which a step cannot be skipped.
@@ -47,17 +50,12 @@ def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
     return judge
 
 
-def a_round(is_found: bool, *, keeps_earlier: bool = False) -> Round:
-    this = Round(
-        number=4,
-        generation=0,
-        is_synchronised=True,
-        not_arrived=lambda _bucket: [],
-        has_repeats=bool,
-        keeps_earlier=keeps_earlier,
-    )
+def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> Round:
+    this = Round(number=number, generation=0, is_synchronised=True, not_arrived=lambda _: [], has_repeats=bool)
+    this.keeps_earlier = keeps_earlier
     if is_found:
         this.nonfinite[0] = frozenset({0})
+        this.readings.append(Reading(used=frozenset({0}), ranks_differ=False, nonfinite_ranks=ranks))
     return this
 
 
@@ -148,3 +146,13 @@ def test_what_was_found_counts_until_a_round_that_does_not_add_to_it() -> None:
     judge.round_ends(a_round(True), PLAN)
     assert judge.skips(optimizer)
     assert judge.num_skipped == 2
+
+
+def test_the_first_of_several_rounds_of_a_step_is_named() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.randn(3))], lr=0.1)
+    judge = numbers("raise", is_found=True)
+    judge.round_ends(a_round(True, number=5, ranks=(0, 1)), PLAN)  # the mean of the one before, and what is new
+    text = "the gradient of 'weight' is infinite or no number on rank 1.\n  synchronisation 4, bucket 0\n"
+    assert text_of(NonFiniteGradient, lambda: judge.skips(optimizer)).startswith(text)
+    judge.round_ends(a_round(True, number=6), PLAN)
+    assert "on rank 1.\n  synchronisation 6," in text_of(NonFiniteGradient, lambda: judge.skips(optimizer))

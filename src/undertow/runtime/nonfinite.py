@@ -37,6 +37,10 @@ class Finding:
         ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
         return f"{gradients} {_listed(list(map(repr, self.params)))} {verb} infinite or no number on {ranks}."
 
+    def covers(self, other: Finding) -> bool:
+        """Whether all of `other` is in it."""
+        return set(self.params) >= set(other.params) and set(self.ranks) >= set(other.ranks)
+
     def error(self, *, has_begun: bool = False) -> NonFiniteGradient:
         """A new one each time; `has_begun`: other buckets are updated already."""
         return NonFiniteGradient(self.what, where=self.where, remedy=_PARTLY_TAKEN if has_begun else _NOT_TAKEN)
@@ -65,7 +69,10 @@ class NonFinite:
     def round_ends(self, this_round: Round, plan: Plan) -> None:
         """Takes over what a synchronisation has found. What an earlier one has found counts as long as it is part of the sum."""
         if this_round.nonfinite and not this_round.has_failed:
-            self._finding, self._is_judged = _finding_of(this_round, plan), False
+            found = _finding_of(this_round, plan)
+            # Where a step synchronises several times the mean of an earlier one comes again, from every rank.
+            is_echo = self._finding is not None and not self._is_judged and found.covers(self._finding)
+            self._finding, self._is_judged = self._finding if is_echo else found, False
         elif not this_round.keeps_earlier:
             self._finding = None
 
@@ -80,9 +87,9 @@ class NonFinite:
         finding = self._finding or self._look()
         if finding is None:
             return False
+        is_first, self._is_judged = self._finding is None or not self._is_judged, True
         if self._policy == "raise":
             raise finding.error(has_begun=has_begun)
-        is_first, self._is_judged = self._finding is None or not self._is_judged, True
         is_skipped = self._policy == "skip"
         self.num_skipped += is_first and is_skipped
         if is_first:
