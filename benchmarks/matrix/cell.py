@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import torch
 
 from benchmarks.matrix.catalog import BARE, SYSTEMS, SystemSpec, WorkloadSpec
 from benchmarks.matrix.environments import python_of, why_absent
@@ -31,19 +32,6 @@ _SHARE_OF_MEMORY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    workload: WorkloadSpec
-    num_ranks: int
-    link: str
-    kind: str  # "shaped" or "emulated"
-    systems: tuple[SystemSpec, ...]
-
-    @property
-    def title(self) -> str:
-        return f"{self.workload.label}, {self.num_ranks} ranks, {self.link} {self.kind}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How much is measured."""
 
@@ -51,6 +39,27 @@ class Effort:
     num_turns: int
     num_repetitions: int
     has_start_up: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    workload: WorkloadSpec
+    num_ranks: int
+    link: str
+    kind: str  # "shaped" or "emulated"
+    systems: tuple[SystemSpec, ...]
+    effort: Effort
+    device: str = "cpu"
+
+    @property
+    def place(self) -> tuple[str, int, str, str, str]:
+        """What tells it from every other one, see `finished.place_of`."""
+        return self.workload.label, self.num_ranks, self.link, self.kind, self.device
+
+    @property
+    def title(self) -> str:
+        on = "" if self.device == "cpu" else f", {self.device}"
+        return f"{self.workload.label}, {self.num_ranks} ranks, {self.link} {self.kind}{on}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +98,19 @@ def max_systems(num_bytes: int, num_ranks: int, available_bytes: int) -> int:
     return max(2, int(_SHARE_OF_MEMORY * available_bytes / (_COPIES * num_bytes * num_ranks)))
 
 
-def measure_cell(cell: Cell, effort: Effort, num_bytes: int, tell: Tell) -> CellResult:
+def measure_cell(cell: Cell, tell: Tell) -> CellResult:
     """Runs everything; a system that cannot be measured has its error in the result."""
     result = CellResult(timed=[], start_up={}, errors={})
     specs = [spec for spec in cell.systems if _is_made(spec, result)]
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available if cell.device == "cpu" else torch.cuda.mem_get_info()[0]
+    num_bytes = cell.workload.gradient_bytes(cell.device)
     runs = runs_of(specs, max_systems=max_systems(num_bytes, cell.num_ranks, available))
+    effort = cell.effort
     with _network(cell) as network:
         for repetition in range(effort.num_repetitions):
             for run in runs:
                 tell(f"{cell.title}: repetition {repetition + 1} of {effort.num_repetitions}, {_names(run)}")
-                _measure_run(cell, effort, run, network, result)
+                _measure_run(cell, run, network, result)
         for spec in specs if effort.has_start_up else ():
             tell(f"{cell.title}: start-up and memory of {spec.name}")
             _measure_start_up(cell, spec, network, result)
@@ -116,6 +127,8 @@ def _is_made(spec: SystemSpec, result: CellResult) -> bool:
 @contextmanager
 def _network(cell: Cell) -> Iterator[Network]:
     if cell.kind == "emulated":
+        if cell.device != "cpu":
+            raise MatrixError("the emulated link carries tensors of processors only; as root, links are shaped")
         yield emulated_network(cell.link)
         return
     with shaped_network(cell.link, cell.num_ranks) as network:
@@ -126,10 +139,10 @@ def _names(run: Run) -> str:
     return ", ".join(job.name for job in run.systems)
 
 
-def _measure_run(cell: Cell, effort: Effort, run: Run, network: Network, result: CellResult) -> None:
+def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult) -> None:
     jobs = [job for job in run.systems if job.name not in result.errors]
     try:
-        result.timed.append(_run(cell, run.environment, jobs, network, effort))
+        result.timed.append(_run(cell, run.environment, jobs, network, cell.effort))
         return
     except RankFailed as error:
         if len(jobs) <= 2:
@@ -138,7 +151,7 @@ def _measure_run(cell: Cell, effort: Effort, run: Run, network: Network, result:
     # One of them took the others down: each alone with the bare model, so that only that one is lost.
     bare, *others = jobs
     for job in others:
-        _measure_run(cell, effort, Run(environment=run.environment, systems=(bare, job)), network, result)
+        _measure_run(cell, Run(environment=run.environment, systems=(bare, job)), network, result)
 
 
 def _measure_start_up(cell: Cell, spec: SystemSpec, network: Network, result: CellResult) -> None:
@@ -154,6 +167,8 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
     python = python_of(environment)
     if python is None:
         raise MatrixError(f"the virtual environment {environment!r} has gone")
+    # NCCL wants a device for each rank, and finds a way between them that no token bucket shapes.
+    uses_nccl = cell.link == "none" and cell.device == "cuda" and torch.cuda.device_count() >= cell.num_ranks
     with tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder:
         job = Job(
             num_ranks=cell.num_ranks,
@@ -163,8 +178,10 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
             num_warmup=effort.num_warmup,
             num_turns=effort.num_turns,
             turn_budget_s=_TURN_BUDGET_S,
-            counted_interface=network.interface if network.namespaces else None,
+            counted_interface=network.interface if network.namespaces and not uses_nccl else None,
             emulated=network.emulated,
+            device=cell.device,
+            backend="cpu:gloo,cuda:nccl" if uses_nccl else "gloo",
             folder=folder,
         )
         return run_job(job, network, python=str(python), silence_s=_SILENCE_S)

@@ -10,19 +10,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from benchmarks.machine import machine
 from benchmarks.matrix import catalog, guard
 from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
 from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
+from benchmarks.matrix.finished import Document, in_order, lines_of, place_of, read_cells
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
 from benchmarks.matrix.picture import save_picture
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
 from benchmarks.matrix.table import markdown
 
-Document = dict[str, Any]
-FULL = Effort(num_warmup=3, num_turns=8, num_repetitions=2, has_start_up=True)
+FULL = Effort(num_warmup=1, num_turns=6, num_repetitions=1, has_start_up=True)
 QUICK = Effort(num_warmup=2, num_turns=5, num_repetitions=1, has_start_up=False)
 _QUICK_LEAVES_OUT = ("gpt", 4)  # real arithmetic on more ranks than many machines have processors: noise
 _VALIDATED = ("replay", "1gbit", (catalog.OURS, catalog.TORCH, catalog.PER_PARAMETER))
@@ -37,8 +38,10 @@ class Asked:
     links: tuple[str, ...]
     systems: tuple[catalog.SystemSpec, ...]
     effort: Effort
+    device: str
     out: Path
     records: bool
+    resumes: bool
     is_quick: bool
     left_out: tuple[tuple[str, int], ...]  # cells of a workload and a number of ranks
 
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(asked: Asked, command: str) -> int:
-    """Measures cell by cell and writes what there is after each, so that an interrupted run is not lost."""
+    """Measures cell by cell and writes what there is after each: an interrupted run is not lost, and can be resumed."""
     asked.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C: everything that has been set up is torn down
     for name in remove_abandoned():
@@ -64,10 +67,13 @@ def run(asked: Asked, command: str) -> int:
     if missing is not None:
         _tell(f"no shaped links: {missing}. Going on with the emulated link.")
     header = {**machine(), "command": command, "links": "shaped" if missing is None else f"emulated ({missing})"}
-    cells: list[Document] = []
+    cells = read_cells(asked.out / "matrix.jsonl") if asked.resumes else []
+    finished = {place_of(cell) for cell in cells}
+    wanted = [cell for cell in _cells(asked, is_shaped=missing is None) if cell.place not in finished]
     try:
-        for cell in _cells(asked, is_shaped=missing is None):
-            cells.append(_measured(cell, asked.effort))
+        for number, cell in enumerate(wanted, start=1):
+            _tell(f"cell {number} of {len(wanted)}")
+            cells = in_order([*cells, _measured(cell)])
             _write(asked.out, header, cells)
     except KeyboardInterrupt:
         _tell("interrupted; what was measured before is kept")
@@ -86,25 +92,34 @@ def run(asked: Asked, command: str) -> int:
 
 
 def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
-    """The cells in the order in which they run; a full run validates the emulated link beside the shaped one."""
+    """The cells in the order in which they run; a full run validates the emulated link beside the shaped one.
+
+    Start-up and memory are measured in a workload's first cell: they hardly depend on the link.
+    """
     kind = "shaped" if is_shaped else "emulated"
-    cells = []
+    brief = replace(asked.effort, has_start_up=False)
+    cells: list[Cell] = []
     for workload in asked.workloads:
+        effort = asked.effort
         for link in asked.links:
             for num_ranks in asked.ranks:
                 if (workload.name, num_ranks) in asked.left_out:
                     continue
-                cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=asked.systems)
+                place = {"workload": workload, "num_ranks": num_ranks, "link": link, "kind": kind, "device": asked.device}
+                cell = Cell(**place, systems=asked.systems, effort=effort)
+                effort = brief
                 cells.append(cell)
                 if is_shaped and not asked.is_quick and (workload.label, link) == _VALIDATED[:2]:
                     validated = tuple(spec for spec in asked.systems if spec.name in _VALIDATED[2])
-                    cells.append(replace(cell, kind="emulated", systems=(catalog.SYSTEMS[catalog.BARE], *validated)))
+                    systems = (catalog.SYSTEMS[catalog.BARE], *validated)
+                    cells.append(replace(cell, kind="emulated", systems=systems, effort=brief))
     return cells
 
 
-def _measured(cell: Cell, effort: Effort) -> Document:
+def _measured(cell: Cell) -> Document:
+    before = machine()
     try:
-        result = measure_cell(cell, effort, cell.workload.gradient_bytes, _tell)
+        result = measure_cell(cell, _tell)
     except MatrixError as error:
         # The cell is lost, not the bench.
         result = CellResult(timed=[], start_up={}, errors={spec.name: str(error) for spec in cell.systems})
@@ -117,21 +132,25 @@ def _measured(cell: Cell, effort: Effort) -> Document:
         "ranks": cell.num_ranks,
         "link": cell.link,
         "kind": cell.kind,
+        "device": cell.device,
         "link_measured": link_of_cell(result.timed),
+        "conditions": {
+            "date": before["date"],
+            "load_average": before["load_average"],
+            "load_average_after": machine()["load_average"],
+        },
         "rows": rows_of_cell(cell.systems, result.timed, result.start_up, result.errors),
         "profiles": profiles_of(result.timed),
     }
 
 
 def _write(out: Path, header: Document, cells: Sequence[Document]) -> None:
-    lines = [{"type": "machine", **header}]
     for cell in cells:
-        place = {key: value for key, value in cell.items() if key not in ("rows", "profiles")}
-        lines += [{"type": "row", **place, **row} for row in cell["rows"]]
         for system, profile in cell["profiles"].items():
-            name = f"{cell['workload']}-{cell['ranks']}-{cell['link']}-{cell['kind']}-{system}.json"
+            name = "-".join(str(part) for part in (*place_of(cell)[:4], system)) + ".json"
             (out / "profiles").mkdir(exist_ok=True)
             (out / "profiles" / name).write_text(profile, encoding="utf-8")
+    lines = lines_of(header, cells)
     (out / "matrix.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (out / "matrix.md").write_text(markdown(header, cells), encoding="utf-8")
 
@@ -152,7 +171,7 @@ def _asked(given: argparse.Namespace) -> Asked:
         require_known("system", system, catalog.SYSTEMS)
     workloads = given.workload or (["replay", "gpt"] if given.quick else list(catalog.WORKLOADS))
     quick_systems = [catalog.PER_PARAMETER, catalog.OURS, catalog.TORCH]
-    names = given.system or (quick_systems if given.quick else list(catalog.SYSTEMS))
+    names = given.system or (quick_systems if given.quick else catalog.FULL)
     chosen = [name for name in catalog.SYSTEMS if name in (catalog.BARE, *names)]  # the bare model is always there
     effort = QUICK if given.quick else FULL
     if given.steps is not None:
@@ -165,8 +184,10 @@ def _asked(given: argparse.Namespace) -> Asked:
         links=tuple(dict.fromkeys(given.link or (("1gbit",) if given.quick else catalog.LINKS))),
         systems=tuple(catalog.SYSTEMS[name] for name in chosen),
         effort=effort,
+        device=_device(given.device),
         out=given.out,
         records=given.record,
+        resumes=given.resume,
         is_quick=given.quick,
         left_out=(_QUICK_LEAVES_OUT,) if given.quick and not given.workload and not given.ranks else (),
     )
@@ -179,11 +200,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", action="append", type=_num_ranks, metavar="N", help="2 to 64, default 2 and 4; may be repeated")
     add("--link", action="append", metavar="NAME", help=f"{', '.join(catalog.LINKS)}; may be repeated")
     add("--system", action="append", metavar="NAME", help=f"{', '.join(catalog.SYSTEMS)}; may be repeated")
+    add("--device", default="cpu", metavar="NAME", help=f"{', '.join(catalog.DEVICES)}: where models compute (default: cpu)")
     add("--steps", type=_positive, metavar="N", help="steps of each system in each cell (at most, for slow ones)")
     add("--quick", action="store_true", help="replay and gpt at 1gbit, three systems, few steps: below 3 minutes")
     add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
+    add("--resume", action="store_true", help="keep the cells that are in --out already, and measure the others")
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
     return parser
+
+
+def _device(name: str) -> str:
+    require_known("device", name, catalog.DEVICES)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UnknownName("there is no CUDA device here, or this torch was built without CUDA")
+    return name
 
 
 def _num_ranks(text: str) -> int:

@@ -72,7 +72,11 @@ def _cell_heading(cell: Row) -> str:
     if speed is None:
         return heading
     measured = f"an all-reduce carries {speed} MB/s, a small one takes {small} ms"
-    return f"{heading}\n\n{cell['workload_title']}; {cell['num_params'] / 1e6:.1f} M parameters. On this link {measured}."
+    about = f"{cell['workload_title']}; {cell['num_params'] / 1e6:.1f} M parameters. On this link {measured}."
+    if conditions := cell.get("conditions"):
+        load = " to ".join(f"{conditions[key]:.1f}" for key in ("load_average", "load_average_after"))
+        about += f" {conditions['date']}, load average {load}."
+    return f"{heading}\n\n{about}"
 
 
 def _cells_of(row: Row) -> list[str]:

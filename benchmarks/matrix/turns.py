@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.matrix.clock import Clock
 from benchmarks.matrix.systems import System
 from benchmarks.matrix.systems.bare import Bare
 
@@ -58,6 +59,7 @@ class Table:
     batch: tuple[Tensor, ...]
     count_sent: Callable[[], int] | None  # None where ranks share the interface
     group: dist.ProcessGroup
+    clock: Clock
     beat: Callable[[], None]  # tells the runner that this rank is alive
 
 
@@ -77,25 +79,25 @@ def play(players: Sequence[Player], table: Table, *, num_warmup: int, num_turns:
 
 
 def _take_turn(player: Player, table: Table) -> None:
-    system, starts, backwards = player.system, [], []
+    system, clock, starts, backwards = player.system, table.clock, [], []
     table.beat()
     dist.barrier(group=table.group)
     sent = table.count_sent() if table.count_sent is not None else 0
     cpu_s = time.process_time()
     for _ in range(player.steps_per_turn):
-        starts.append(time.perf_counter())
+        starts.append(clock.now())
         system.backward(table.batch)
-        backwards.append(time.perf_counter() - starts[-1])
+        backwards.append(clock.now())
         system.update()
-    starts.append(time.perf_counter())
+    starts.append(clock.now())
     system.finish()
+    clock.settle()
     player.cpu_s.append((time.process_time() - cpu_s) / player.steps_per_turn)
     if table.count_sent is not None:
         player.sent_bytes.append((table.count_sent() - sent) / player.steps_per_turn)
-    steps = [stop - start for start, stop in pairwise(starts)]
     is_steady = slice(None) if player.steps_per_turn == 1 else slice(1, -1)
-    player.step_s += steps[is_steady]
-    player.backward_s += backwards[is_steady]
+    player.step_s += [clock.seconds(start, stop) for start, stop in pairwise(starts)][is_steady]
+    player.backward_s += [clock.seconds(start, stop) for start, stop in zip(starts, backwards, strict=False)][is_steady]
     if isinstance(system, Bare):
         player.ready_s.append(list(system.ready_s))
         player.used_s.append(list(system.used_s))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.matrix.job import Job, SystemJob, job_from_file
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
     from benchmarks.matrix.systems import System
@@ -39,7 +40,7 @@ def main(job_path: str, rank: int) -> None:
     _die_with(job.runner_pid)
     torch_import_s = _import_torch()
     with _process_group(job, rank) as group:
-        result = _run(job, rank, group)
+        result = _run(job, rank, group, _device_of(job, rank))
     result["torch_import_s"] = torch_import_s
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     whole = job.result_path(rank)
@@ -66,13 +67,24 @@ def _import_torch() -> float:
     return took_s
 
 
+def _device_of(job: Job, rank: int) -> torch.device:
+    """A CUDA device of its own, or one that ranks share."""
+    import torch
+
+    if job.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 @contextmanager
 def _process_group(job: Job, rank: int) -> Iterator[dist.ProcessGroup]:
     import torch.distributed as dist
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.num_ranks)}
     store = dist.FileStore(f"{job.folder}/meeting-point", job.num_ranks)
-    with _backend(job.emulated) as backend:
+    with _backend(job) as backend:
         dist.init_process_group(backend, store=store, rank=rank, world_size=job.num_ranks)
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
@@ -83,25 +95,26 @@ def _process_group(job: Job, rank: int) -> Iterator[dist.ProcessGroup]:
 
 
 @contextmanager
-def _backend(emulated: str | None) -> Iterator[str]:
-    if emulated is None:
-        yield "gloo"
+def _backend(job: Job) -> Iterator[str]:
+    if job.emulated is None:
+        yield job.backend
         return
     from undertow.cost import link_from_text
     from undertow.runtime.emulated_link import BACKEND, emulated_backend
 
-    with emulated_backend(link_from_text(emulated)):
+    with emulated_backend(link_from_text(job.emulated)):
         yield BACKEND
 
 
-def _run(job: Job, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     from benchmarks.matrix import truth, turns
     from benchmarks.matrix.calibrate import calibrate
+    from benchmarks.matrix.clock import clock_of
     from benchmarks.matrix.workloads import make_workload
 
-    workload = make_workload(job.workload, job.scale)
+    workload = make_workload(job.workload, job.scale, device)
     batch = workload.make_batch(rank)
-    calibration = calibrate(group) if job.num_turns else None
+    calibration = calibrate(group, device) if job.num_turns else None
     model = workload.make_model()
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     right = truth.right_parameters(model, batch, group)
@@ -126,7 +139,9 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     gc.freeze()  # what the systems are made of is not looked through again while they are timed
     if job.num_turns and players:
         count_sent = turns.sent_bytes_of(job.counted_interface) if job.counted_interface else None
-        table = turns.Table(batch=batch, count_sent=count_sent, group=group, beat=job.alive_path(rank).touch)
+        table = turns.Table(
+            batch=batch, count_sent=count_sent, group=group, clock=clock_of(device), beat=job.alive_path(rank).touch
+        )
         budget = {"num_warmup": job.num_warmup, "num_turns": job.num_turns}
         turns.play(players, table, **budget, turn_budget_s=job.turn_budget_s)
         for player in players:
@@ -165,6 +180,7 @@ class _Seat:
             self.report["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def _first_step(self, job: SystemJob, model: Any, batch: Any, group: dist.ProcessGroup) -> Player:
+        from benchmarks.matrix.clock import clock_of
         from benchmarks.matrix.systems import Setting
         from benchmarks.matrix.turns import Player
 
@@ -176,6 +192,7 @@ class _Seat:
         system.backward(batch)
         system.update()
         system.finish()
+        clock_of(next(model.parameters()).device).settle()
         stamps.append(time.perf_counter())
         names = ("import_s", "wrap_s", "first_step_s")
         self.report |= {name: stop - begin for name, begin, stop in zip(names, stamps, stamps[1:], strict=False)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from undertow.errors import ConfigError, NonFiniteGradient, WrongType
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.sharding import Sharding
+from undertow.runtime.stepping import finish_before_look
 from undertow.sync import Sync
 
 
@@ -33,6 +34,8 @@ def clip_grad_norm_(
             remedy="For a bare model use torch.nn.utils.clip_grad_norm_.",
         )
     norm_type = checked_norm_type(norm_type)
+    for each in (sync, *sync.experts):
+        finish_before_look(each, [param for _, param in each.named_parameters()])
     parts = [_Gradients(each) for each in (sync, *sync.experts)]
     sharding = parts[0].sharding
     # Without experts the ranks with shards of one another: on a mesh each row has all of them.

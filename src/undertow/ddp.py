@@ -25,12 +25,11 @@ from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.runtime import private
 from undertow.runtime.ignore import names_to_ignore, still_there
+from undertow.runtime.private_graphs import cut_bytes
 from undertow.runtime.reduction import Reduction
 from undertow.trace import StepReport, Trace
 from undertow.tune import Explanation
 from undertow.uneven import ShadowHook, UnevenInputs, announce_forward
-
-_LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no graph into less
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -384,8 +383,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _cutting_graphs(self) -> AbstractContextManager[None]:
         """Has torch.compile cut graphs where buckets end, so that a bucket leaves before the next graph's backward."""
-        is_cut = self.sync.num_ranks > 1 and self.bucket_bytes_cap >= _LEAST_CUT_BYTES
-        return self._inside_ddp_forward() if is_cut else nullcontext()
+        return self._inside_ddp_forward() if cut_bytes(self.plan, num_ranks=self.sync.num_ranks) else nullcontext()
 
     def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = torch.device(self.device_type, self.device_ids[0])  # type: ignore[index]  # asked before

@@ -10,18 +10,21 @@ Each has its own process group, buckets, plan and lane, and all of them take par
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer
 
 from undertow.config import ExpertGroup, SyncConfig
 from undertow.errors import ConfigError, PhaseError, UndertowError, WrongType
-from undertow.runtime import private
+from undertow.runtime import private, private_scaling
 from undertow.runtime.group import GroupRef
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf
@@ -74,6 +77,7 @@ class SyncWithExperts(Sync):
             self.close()
             raise
         self.take_part_with(self.experts)
+        self._attached.callback(private_scaling.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(self))))
 
     @property
     def config(self) -> SyncConfig:
@@ -231,6 +235,29 @@ def _all_of(*calls: Callable[[], object]) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+def _alike_on_all_ranks(
+    weak_sync: weakref.ref[SyncWithExperts], optimizer: Optimizer, look: private_scaling.Look
+) -> private_scaling.Found:
+    """What a scaler has found, on any rank: each has looked at its own experts only, and all must skip the same steps.
+
+    One all-reduce of one number, for every optimizer that holds a parameter of the model, an expert or not: which experts are
+    trained may differ from group to group.
+    """
+    found, sync = look(), weak_sync()
+    parts = () if sync is None else (sync, *sync.experts)
+    ours = {id(param) for part in parts for _, param in part.named_parameters()}
+    is_ours = any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
+    if sync is None or not is_ours or sync.num_ranks == 1:
+        return found
+    on_any = torch.zeros((), device=sync.device)
+    for on_device in found.values():
+        on_any = torch.maximum(on_any, on_device.to(sync.device))
+    with sync.waiting("whether all ranks' gradients are finite"):
+        dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=sync.own_group.process_group)
+    # A rank none of whose experts was used has looked at nothing, which scalers refuse.
+    return {device: on_any.to(device, copy=True) for device in found or (sync.device,)}
 
 
 def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.runtime import private
+from undertow.runtime.members import sparse_params
 
 _FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
@@ -37,6 +38,17 @@ class MixedPrecision:
         for name, buffer in module.named_buffers():
             if self.buffer_dtype is not None and buffer.is_floating_point() and name not in self.ignored:
                 buffer.data = buffer.to(self.buffer_dtype)
+
+    def refuse_sparse_gradients(self, module: nn.Module) -> None:
+        """ConfigError for a layer with such gradients, which autograd cannot bring back to the parameter's own dtype."""
+        sparse = sparse_params(module) if self.param_dtype is not None else set()
+        for name, param in module.named_parameters():
+            if id(param) in sparse and param.dtype != self.param_dtype and name not in self.ignored:
+                raise ConfigError(
+                    f"mixed_precision casts parameter {name!r}, whose gradient is sparse, and autograd cannot cast that back.",
+                    where="DistributedDataParallel(mixed_precision=...)",
+                    remedy="Make the embedding with sparse=False, or use torch.autocast around the forward.",
+                )
 
     def refuse_recomputation(self, module: nn.Module) -> None:
         """Has a module raise whose forward runs again in a backward, until `close`."""
@@ -72,6 +84,7 @@ def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str
             remedy="Pass torch's _MixedPrecision(param_dtype=torch.bfloat16), or use torch.autocast around the forward.",
         )
     made = MixedPrecision(**dtypes, ignored=frozenset(ignored))
+    made.refuse_sparse_gradients(module)
     made.cast_buffers(module)
     made.refuse_recomputation(module)
     return made

@@ -30,6 +30,7 @@ from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.inner import InnerOptimizer, Owned, changed_settings, owned_part
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.shards import ShardPart
+from undertow.runtime.stepping import finish_before_look
 from undertow.sync import Sync
 
 _ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -136,6 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
         norm_type = checked_norm_type(norm_type)
+        finish_before_look(self._sync, self._params())
         sharding = self._begin()
         grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
         total = total_norm(grads, norm_type, device=sharding.group.device, group=sharding.group)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
@@ -33,9 +33,10 @@ from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf, Members
 from undertow.runtime.mesh import chosen_group, other_group
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
+from undertow.runtime.private_graphs import cut_bytes, cut_graphs
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction, start_reduction
-from undertow.runtime.stepping import ShardedSteps, finish_before_step, no_hooks_with_shards, require_plain_strategy
+from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy, watch_steps
 from undertow.runtime.sweep import sweep
 from undertow.runtime.weights import require_means
 from undertow.trace import StepReport, Trace, summarize
@@ -69,10 +70,9 @@ class Sync:
         self._module = module
         self._members = Members(module, AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []
-        self._is_closed = False
+        self._is_closed = self._is_compiled = False
         self._hook: CommHook | None = None
         self.steps: ShardedSteps | None = None
-        self._is_compiled = False
         self._set_up(chosen_group(process_group, mesh, config.strategy))
         if isinstance(process_group, GroupRef):
             return  # a copy: the ranks that hold it open it when they first use it
@@ -96,7 +96,7 @@ class Sync:
         attached.callback(self._group.close)
         attached.callback(self._members.close)
         attached.callback(self._engine.close)
-        attached.callback(register_optimizer_step_pre_hook(finish_before_step(self, self._engine)).remove)
+        attached.callback(watch_steps(self, self._engine))
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
         self._let_go = weakref.finalize(self, attached.close)
@@ -249,9 +249,8 @@ class Sync:
         """
         if self.steps is None:
             self._engine.open()
-            how = {"is_compiled": self._is_compiled, "is_eager": is_eager}
-            numbers = self._engine.checks.numbers
-            self.steps = ShardedSteps(self._module, self._engine.formation, self._config, numbers=numbers, **how)
+            how: dict[str, Any] = {"is_compiled": self._is_compiled, "is_eager": is_eager, "numbers": self._engine.checks.numbers}
+            self.steps = ShardedSteps(self._module, self._engine.formation, self._config, **how)
             self._attached.callback(self.steps.close)
         self.steps.hand_to(stepper, settings, is_eager=is_eager)
         return self.steps
@@ -347,6 +346,7 @@ class Sync:
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),
             self._module.register_forward_hook(ends, always_call=True),
+            *cut_graphs(self._module, lambda: cut_bytes(self.plan, num_ranks=self.num_ranks)),
         ]
 
     def _attached_forward_begins(self) -> None:

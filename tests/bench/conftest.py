@@ -29,8 +29,8 @@ def measure() -> Callable[..., Rows]:
     def measure_rows(*systems: str | SystemSpec, kind: str, link: str = "1gbit", num_ranks: int = 2) -> Rows:
         specs = tuple(SYSTEMS[system] if isinstance(system, str) else system for system in systems)
         workload = workload_from_text("replay@0.01")
-        cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=specs)
-        result: CellResult = measure_cell(cell, SMALL, workload.gradient_bytes, lambda _line: None)
+        cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=specs, effort=SMALL)
+        result: CellResult = measure_cell(cell, lambda _line: None)
         rows = rows_of_cell(specs, result.timed, result.start_up, result.errors)
         return {row["system"]: row for row in rows}
 

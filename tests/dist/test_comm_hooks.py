@@ -275,6 +275,32 @@ def test_the_report_shows_what_a_hook_really_sends(two_ranks: Ranks, name: str) 
         assert len(sent) == 3
 
 
+@torch.compile(backend="aot_eager", fullgraph=True)
+def halves(buffer: torch.Tensor) -> torch.Tensor:
+    return (buffer / 2).half()
+
+
+def compiled_in_one_graph() -> tuple[int, int]:
+    """fullgraph=True is an error where anything keeps torch.compile from compiling, such as looking on."""
+
+    def hook(_state, bucket):
+        work = dist.all_reduce(halves(bucket.buffer()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0].float())
+
+    with wrapped(nn.Linear(16, 16, bias=False), record="full") as ddp:
+        ddp.register_comm_hook(None, hook)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(noise(5, 16, step=step)).square().mean().backward()
+        bucket = ddp.plan.buckets[0]
+        return ddp.report(show=False).sent_bytes, MATRIX // 2 + (bucket.storage_numel - bucket.trailer.start) * 4
+
+
+def test_what_a_compiled_hook_sends_is_counted_without_cutting_its_graph(two_ranks: Ranks) -> None:
+    for sent, expected in two_ranks.run(compiled_in_one_graph, timeout_s=TIMEOUT_S):
+        assert sent == expected
+
+
 SHAPE = GptShape(num_layers=2, num_heads=4, width=128, context=32, batch=8)
 NUM_TRAINED, NUM_LAST = 80, 20
 
@@ -309,4 +335,7 @@ def test_power_sgd_trains_the_demos_gpt_to_the_same_loss_with_a_tenth_of_the_byt
     for (loss, num_bytes), (compressed_loss, compressed_bytes) in two_ranks.run(gpt_with_and_without, timeout_s=240.0):
         assert compressed_loss <= 1.02 * loss, (loss, compressed_loss)  # what the design promises: within 2 %
         assert compressed_bytes <= num_bytes / 10, (num_bytes, compressed_bytes)
+        # Shown by -rP, for docs/concepts.md.
+        print(f"loss {loss:.4f}, compressed {compressed_loss:.4f}: ratio {compressed_loss / loss:.4f}")
+        print(f"bytes {num_bytes}, compressed {compressed_bytes}: ratio {compressed_bytes / num_bytes:.4f}")
         assert loss < 4.0  # it has learned something: untrained it is that of 256 equally likely bytes, 5.5

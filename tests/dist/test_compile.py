@@ -13,7 +13,7 @@ from support.models import noise
 from support.naive import naive_mean
 from support.ranks import Ranks
 from support.sharded import require_equal, training
-from undertow import DistributedDataParallel, SyncConfig
+from undertow import DistributedDataParallel, SyncConfig, attach
 
 NUM_LAYERS, WIDTH = 5, 600  # 1.4 MB each: torch cuts graphs of 1 MiB and more
 MIB = 1.2
@@ -51,14 +51,18 @@ def logging_backend(log: list[str]) -> Callable[..., Any]:
     return made  # type: ignore[no-any-return]
 
 
-def what_happened(make: Callable[[int], nn.Module], is_before: bool, width: int) -> list[str]:
+def what_happened(make: Callable[[int], nn.Module], when: str, width: int) -> list[str]:
+    """`when`: "before" or "after" it is wrapped, with "attach" in place of the wrapper, or "in place" under it."""
     torch._dynamo.reset()
     log: list[str] = []
     model, bare, backend = make(width), make(width), logging_backend(log)
     config = SyncConfig(bucket_cap_mb=MIB, order="reverse")
-    inner = torch.compile(model, backend=backend) if is_before else model
-    ddp = DistributedDataParallel(inner, config=config)
-    run = ddp if is_before else torch.compile(ddp, backend=backend)
+    inner = torch.compile(model, backend=backend) if "before" in when else model
+    ddp = attach(inner, config=config) if "attach" in when else DistributedDataParallel(inner, config=config)
+    wrapped = inner if "attach" in when else ddp
+    run = torch.compile(wrapped, backend=backend) if "after" in when else wrapped
+    if "in place" in when:
+        model.compile(backend=backend)
     for index, param in enumerate(model.parameters()):
         param.register_post_accumulate_grad_hook(lambda _, index=index: log.append(f"gradient {index}"))
     for step in range(3):
@@ -76,9 +80,9 @@ def what_happened(make: Callable[[int], nn.Module], is_before: bool, width: int)
 
 
 @pytest.mark.parametrize("make", [Layers, sequential])
-@pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after wrapping"])
-def test_graphs_are_cut_where_buckets_end(two_ranks: Ranks, make: Callable[[int], nn.Module], is_before: bool) -> None:
-    log, other = two_ranks.run(what_happened, make, is_before, WIDTH)
+@pytest.mark.parametrize("when", ["before", "after", "before attach", "after attach", "in place, attach"])
+def test_graphs_are_cut_where_buckets_end(two_ranks: Ranks, make: Callable[[int], nn.Module], when: str) -> None:
+    log, other = two_ranks.run(what_happened, make, when, WIDTH)
     assert log == other
     assert log.count("backward") == NUM_LAYERS
     # The gradients of the last layer are there before the next graph's backward, and so on.
@@ -88,8 +92,9 @@ def test_graphs_are_cut_where_buckets_end(two_ranks: Ranks, make: Callable[[int]
     assert between == [{f"gradient {2 * layer}", f"gradient {2 * layer + 1}"} for layer in layers]
 
 
-def test_a_small_model_is_one_graph(two_ranks: Ranks) -> None:
-    log, _ = two_ranks.run(what_happened, Layers, True, 60)
+@pytest.mark.parametrize("when", ["before", "before attach"])
+def test_a_small_model_is_one_graph(two_ranks: Ranks, when: str) -> None:
+    log, _ = two_ranks.run(what_happened, Layers, when, 60)
     assert log.count("backward") == 1
 
 

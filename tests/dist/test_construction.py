@@ -200,8 +200,22 @@ def test_ranks_with_different_settings_are_told_the_first_difference(ranks: Rank
         assert first == "ranks disagree on the settings."
         assert rest == [
             f"  first difference: {name} is {values[0]!r} on rank 0 and {values[1]!r} on rank 1",
-            "  Give every rank the same settings and the same version of torch.",
+            "  Give every rank the same settings and the same versions.",
         ]
+
+
+def versions_differ(where: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, f"1.{min(dist.get_rank(), 1)}")
+        return text_of(PlanMismatch, lambda: attach(mlp()))
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [("torch.__version__", "torch"), ("undertow.runtime.formation.__version__", "undertow")]
+)
+def test_ranks_with_different_versions_are_told_so(ranks: Ranks, where: str, name: str) -> None:
+    for text in ranks.run(versions_differ, where):
+        assert f"  first difference: {name} is '1.0' on rank 0 and '1.1' on rank 1" in text
 
 
 def step_is_right(model: nn.Module, bare: nn.Module, step: int) -> None:

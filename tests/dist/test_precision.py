@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,8 +34,11 @@ def narrow_loss(model: nn.Module, number: int) -> Tensor:
     return model(noise(5, 6, step=number).bfloat16()).float().square().mean()
 
 
-def mean_of_micro_batches(model: nn.Module, numbers: list[int]) -> dict[str, Tensor]:
+def mean_of_micro_batches(model: nn.Module, numbers: list[int], *, is_each_reduced: bool) -> dict[str, Tensor]:
     """The mean over ranks of sums in fp32 of gradients of bfloat16; of two ranks there is one order only."""
+    if is_each_reduced:
+        means = [mean_of_micro_batches(model, [number], is_each_reduced=False) for number in numbers]
+        return {name: sum((mean[name] for mean in means[1:]), start=means[0][name]) for name in means[0]}
     sums: dict[str, Tensor] = {}
     for number in numbers:
         model.zero_grad()
@@ -47,10 +51,23 @@ def mean_of_micro_batches(model: nn.Module, numbers: list[int]) -> dict[str, Ten
     return {name: total / dist.get_world_size() for name, total in sums.items()}
 
 
-def accumulates_in_fp32(strategy: str) -> None:
-    reference = narrow_model()
+class NarrowAndWide(nn.Module):
+    """Parameters of two dtypes, whose gradients have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow, self.wide = nn.Linear(6, 5).bfloat16(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.wide(self.narrow(x).float().tanh())
+        return out
+
+
+def accumulates_in_fp32(make: Callable[[], nn.Module], strategy: str) -> None:
+    reference = make()
     masters = {name: param.detach().float() for name, param in reference.named_parameters()}
-    with training(narrow_model(), strategy, "SGD", reduce_dtype="float32") as (ddp, opt):
+    with training(make(), strategy, "SGD", reduce_dtype="float32") as (ddp, opt):
         for group in opt.param_groups:
             group |= {"lr": LR, "momentum": 0.0, "weight_decay": 0.0}
         for step in range(6):
@@ -60,7 +77,8 @@ def accumulates_in_fp32(strategy: str) -> None:
                 for number in numbers[:-1]:
                     narrow_loss(ddp, number).backward()
             narrow_loss(ddp, numbers[-1]).backward()
-            expected = mean_of_micro_batches(reference, numbers)
+            is_each_reduced = strategy == "zero2" and step > 0  # from the optimizer's first step on
+            expected = mean_of_micro_batches(reference, numbers, is_each_reduced=is_each_reduced)
             actual = {name: ddp.full_gradient(param) for name, param in ddp.module.named_parameters()}
             assert {grad.dtype for grad in actual.values() if grad is not None} == {torch.float32}
             require_equal(expected, actual, what=f"step {step}")  # type: ignore[arg-type]
@@ -76,9 +94,10 @@ def accumulates_in_fp32(strategy: str) -> None:
 
 
 @needs_grad_dtype
+@pytest.mark.parametrize("make", [narrow_model, NarrowAndWide])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_gradients_of_sixteen_bits_add_up_in_fp32(two_ranks: Ranks, strategy: str) -> None:
-    two_ranks.run(accumulates_in_fp32, strategy)
+def test_gradients_of_sixteen_bits_add_up_in_fp32(two_ranks: Ranks, make: Callable[[], nn.Module], strategy: str) -> None:
+    two_ranks.run(accumulates_in_fp32, make, strategy)
 
 
 def restored_when_closed() -> list[torch.dtype]:
@@ -245,6 +264,7 @@ def sent_bytes(strategy: str, wire: str | None) -> int:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_sixteen_bits_halve_the_bytes(two_ranks: Ranks, strategy: str) -> None:
     wide, narrow = (two_ranks.run(sent_bytes, strategy, wire)[0] for wire in (None, "bfloat16"))
+    print(f"bytes {wide}, in bfloat16 {narrow}: ratio {narrow / wide:.4f}")  # shown by -rP, for docs/concepts.md
     # A megabyte of gradients; of shards the trailer, some hundred elements, stays as it is.
     assert 0.5 <= narrow / wide < 0.501
 
@@ -285,16 +305,50 @@ def test_torchs_mixed_precision_says_what_travels(two_ranks: Ranks) -> None:
     assert two_ranks.run(torchs_wire_dtype)[0] == ["bfloat16", None, "float16", "bfloat16"]
 
 
-def hook_and_wire() -> str:
-    ddp = DistributedDataParallel(nn.Linear(2, 2), config=SyncConfig(wire_dtype="bfloat16"))
-    return text_of(ConfigError, lambda: ddp.register_comm_hook(None, bf16_compress_hook))
+def hook_and_wire() -> list[str]:
+    narrow = _MixedPrecision(param_dtype=torch.bfloat16)
+    found = []
+    for how in ({"config": SyncConfig(wire_dtype="bfloat16")}, {"mixed_precision": narrow}):
+        ddp = DistributedDataParallel(nn.Linear(2, 2), **how)  # type: ignore[arg-type]
+        found.append(text_of(ConfigError, lambda ddp=ddp: ddp.register_comm_hook(None, bf16_compress_hook)))
+        ddp.close()
+    whole = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ddp = DistributedDataParallel(nn.Linear(2, 2), mixed_precision=whole)  # the way out
+    ddp.register_comm_hook(None, bf16_compress_hook)
+    ddp(torch.ones(1, 2)).float().sum().backward()
+    assert ddp.module.weight.grad.tolist() == [[1.0, 1.0]] * 2
+    ddp.close()
+    return found
 
 
 def test_a_hook_and_a_wire_dtype_are_one_too_many(two_ranks: Ranks) -> None:
-    assert two_ranks.run(hook_and_wire)[0] == (
-        "a communication hook decides in which dtype gradients travel, and wire_dtype does so too.\n"
-        "  register_comm_hook\n"
-        "  Leave one of the two out."
+    text = (
+        "a communication hook decides in which dtype gradients travel, and they are to travel in torch.bfloat16.\n"
+        "  register_comm_hook, with wire_dtype=... or mixed_precision=...\n"
+        "  Leave wire_dtype out; with mixed_precision let reduce_dtype=torch.float32 say that they travel as they are."
+    )
+    assert two_ranks.run(hook_and_wire) == [[text, text]] * 2
+
+
+def mixed_and_sparse() -> str:
+    model, narrow = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)), _MixedPrecision(param_dtype=torch.bfloat16)
+    text = text_of(ConfigError, lambda: DistributedDataParallel(model, mixed_precision=narrow))
+    ddp = DistributedDataParallel(model.bfloat16(), mixed_precision=narrow)  # nothing is to be cast
+    ddp(torch.tensor([1, 2])).float().sum().backward()
+    assert model[0].weight.grad.is_sparse
+    ddp.close()
+    return text
+
+
+def test_a_sparse_gradient_that_would_be_cast_is_refused(two_ranks: Ranks) -> None:
+    assert (
+        two_ranks.run(mixed_and_sparse)
+        == [
+            "mixed_precision casts parameter '0.weight', whose gradient is sparse, and autograd cannot cast that back.\n"
+            "  DistributedDataParallel(mixed_precision=...)\n"
+            "  Make the embedding with sparse=False, or use torch.autocast around the forward."
+        ]
+        * 2
     )
 
 

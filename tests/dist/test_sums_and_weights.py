@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -632,28 +632,122 @@ def test_what_does_not_go_with_weights_is_refused(two_ranks: Ranks) -> None:
         }
 
 
-def too_late_for_eager_steps() -> str:
-    ddp = DistributedDataParallel(Integers())
+def weight_zero(letters: str, weights: Sequence[int], strategy: str) -> None:
+    """Of some micro-batches, on every rank: the result is the sum of gradients over the sum of weights all the same."""
+    model = Integers()
+    bare = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, config=SyncConfig(strategy=strategy))
     try:
-        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.0, eager=True)
-        for number in range(2):
+        optimizer = (
+            torch.optim.SGD(model.parameters(), lr=0.0) if strategy == "ddp" else ShardedOptimizer(torch.optim.SGD, ddp, lr=0.0)
+        )
+        for step in range(3):
             optimizer.zero_grad()
-            loss_of(ddp, number).backward()
+            bare.zero_grad()
+            for number, (letter, weight) in enumerate(zip(letters, weights, strict=True)):
+                ddp.weight(weight)
+                with ddp.accumulate() if letter == "a" else contextlib.nullcontext():
+                    loss_of(ddp, 10 * step + number).backward()
+                loss_of(bare, 10 * step + number).backward()
+            for ours, wanted in zip(model.parameters(), bare.parameters(), strict=True):
+                expected = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
+                dist.all_reduce(expected)
+                expected /= dist.get_world_size() * sum(weights)
+                got = ddp.full_gradient(ours)
+                # A division for each synchronisation, in fp32.
+                tolerance = 4 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+                torch.testing.assert_close(torch.zeros_like(ours) if got is None else got, expected, rtol=0.0, atol=tolerance)
             optimizer.step()
+    finally:
+        ddp.close()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("letters", "weights"), [("as", (0, 3)), ("as", (3, 0)), ("aas", (0, 0, 3)), ("ss", (3, 0)), ("sas", (3, 0, 2))]
+)
+def test_micro_batches_of_weight_zero_add_what_they_have(
+    two_ranks: Ranks, letters: str, weights: tuple[int, ...], strategy: str
+) -> None:
+    two_ranks.run(weight_zero, letters, weights, strategy, timeout_s=TIMEOUT_S)
+
+
+def nothing_in_all_micro_batches(strategy: str) -> str:
+    ddp = DistributedDataParallel(Integers(), config=SyncConfig(strategy=strategy))
+    try:
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.0)
+        ddp.weight(1)
+        loss_of(ddp, 0).backward()
+        optimizer.step()
         optimizer.zero_grad()
-        ddp.weight(3)
+        ddp.weight(0)
+        with ddp.accumulate():
+            loss_of(ddp, 1).backward()
+        ddp.weight(0)
         return text_of(PhaseError, lambda: loss_of(ddp, 2).backward())
     finally:
         ddp.close()
 
 
-def test_weights_of_eager_steps_begin_with_the_first(two_ranks: Ranks) -> None:
-    for rank, text in enumerate(two_ranks.run(too_late_for_eager_steps, timeout_s=TIMEOUT_S)):
-        assert text == (
-            "weights come for the first time in a step of eager form, which divides before all ranks are known to have some.\n"
-            f"  rank {rank}\n"
-            "  Give weights from the first step on, or leave eager=True out."
-        )
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_step_of_weight_zero_is_an_error_when_it_ends(two_ranks: Ranks, strategy: str) -> None:
+    for text in two_ranks.run(nothing_in_all_micro_batches, strategy, timeout_s=TIMEOUT_S):
+        assert text.startswith("the weights of all ranks add up to 0, and gradients cannot be divided by that.")
+
+
+def too_late_for_eager_steps(has_weights: tuple[bool, ...], has_data: tuple[bool, ...], strategy: str) -> str:
+    """The error of the third step, after which parameters are what they were, and training goes on without weights."""
+    rank, model = dist.get_rank(), Integers()
+    ddp = DistributedDataParallel(model, config=SyncConfig(strategy=strategy, bucket_cap_mb=1e-6))
+    try:
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=2.0**-10, eager=True)
+
+        def train(number: int) -> None:
+            optimizer.zero_grad()
+            loss_of(ddp, number).backward()
+            optimizer.step()
+            ddp.wait()
+
+        for number in range(2):
+            train(number)
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.zero_grad()
+        if has_weights[rank]:
+            ddp.weight(3)
+        text = text_of(PhaseError, (lambda: loss_of(ddp, 2).backward()) if has_data[rank] else ddp.finish)
+        ddp.wait()
+        assert all(map(torch.equal, before, model.parameters()))
+        train(3)
+        assert not torch.equal(before[0], model.layers[0].weight)
+        return text
+    finally:
+        ddp.close()
+
+
+DIFFER = f"weights were given on some ranks and not on others.\n  {{where}}\n{REMEDY}"
+TOO_LATE = (
+    "weights come for the first time in a step of eager form, which divides before all ranks are known to have some.\n"
+    "  {where}\n"
+    "  The parameters are as they were: drop the gradients. Give weights from the first step on, or leave eager=True out."
+)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("has_weights", "has_data", "text"),
+    [
+        ((True, True), (True, True), TOO_LATE),
+        ((True, False), (True, True), DIFFER),
+        ((False, True), (True, True), DIFFER),
+        ((True, False), (True, False), TOO_LATE),
+    ],
+    ids=["all", "rank 0", "rank 1", "rank 0, and rank 1 has no data"],
+)
+def test_weights_of_eager_steps_begin_with_the_first(
+    two_ranks: Ranks, has_weights: tuple[bool, ...], has_data: tuple[bool, ...], text: str, strategy: str
+) -> None:
+    answers = two_ranks.run(too_late_for_eager_steps, has_weights, has_data, strategy, timeout_s=TIMEOUT_S)
+    assert answers == [text.format(where=f"synchronisation 2, rank {rank}") for rank in range(2)]
 
 
 def alone_with_shards() -> tuple[str, str]:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.matrix import catalog
 from benchmarks.matrix.cell import Run, max_systems, runs_of
 from benchmarks.matrix.errors import UnknownName, require_known
@@ -26,6 +27,7 @@ def test_an_unknown_name_is_answered_with_the_list_and_a_guess() -> None:
         (["--workload", "xyz"], "there is no workload 'xyz'.\n  workloads: replay, gpt,"),
         (["--workload", "gpt@2"], "workload 'gpt@2': gpt computes for real and has one size."),
         (["--workload", "gpt2@x"], "workload 'gpt2@x': a scale is a positive number, as in 'gpt2@0.5'."),
+        (["--device", "tpu"], "there is no device 'tpu'. Did you mean 'cpu'?\n  devices: cpu, cuda"),
         (["--link", "infiniband"], "there is no link 'infiniband'.\n  links: 1gbit, 5gbit, none"),
     ],
 )
@@ -45,7 +47,7 @@ def test_impossible_numbers_are_refused(arguments: list[str], capsys: pytest.Cap
 def test_a_workload_may_be_asked_for_at_another_scale() -> None:
     assert catalog.workload_from_text("gpt2").label == "gpt2@0.125"
     full = catalog.workload_from_text("gpt2@1")
-    assert (full.label, full.gradient_bytes) == ("gpt2", 4 * 124_438_272)
+    assert (full.label, full.gradient_bytes()) == ("gpt2", 4 * 124_438_272)
 
 
 def test_every_profile_has_the_size_that_its_model_has() -> None:
@@ -110,3 +112,13 @@ def test_what_a_worker_imports_before_its_system_is_there_in_every_environment()
 
 def _names(run: Run) -> tuple[str, list[str]]:
     return run.environment, [job.name for job in run.systems]
+
+
+def test_a_full_run_leaves_out_what_is_a_study_of_its_own() -> None:
+    assert set(catalog.SYSTEMS) - set(catalog.FULL) == {"ours-fixed-best"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda"]) == 2
+    assert "benchmarks matrix: there is no CUDA device here" in capsys.readouterr().err

@@ -5,50 +5,10 @@ from typing import Any
 import pytest
 from benchmarks.matrix import guard
 from benchmarks.matrix.catalog import SYSTEMS
-from benchmarks.matrix.rows import link_of_cell, rows_of_cell
+from benchmarks.matrix.rows import rows_of_cell
 from benchmarks.matrix.table import markdown, validation_rows
 
-MS = 1e-3
-
-
-def played(backward_ms: list[float], **more: Any) -> dict[str, Any]:
-    """One system's turns on one rank; its update takes 1 ms."""
-    num_turns = len(backward_ms)
-    return {
-        "backward_s": [ms * MS for ms in backward_ms],
-        "step_s": [(ms + 1) * MS for ms in backward_ms],
-        "cpu_s": [0.002] * num_turns,
-        "sent_bytes": [4e6] * num_turns,
-        "ready_s": [],
-        "used_s": [],
-        "facts": {"collectives": 2, "version": "1"},
-        **more,
-    }
-
-
-def rank_result(systems: dict[str, Any], num_turns: int = 2) -> dict[str, Any]:
-    """Two gradients of 1 MB, ready at 10 and 20 ms, over a link that takes 50 ms per MB."""
-    bare = played([20.0] * num_turns, ready_s=[[0.010, 0.020]] * num_turns, used_s=[[0.005, 0.0]] * num_turns)
-    return {
-        "calibration": {"small_s": 0.001, "trains": [{"bytes": 1_000_000, "seconds": 0.050}]},
-        "params": [[250_000, 1_000_000], [250_000, 1_000_000]],
-        "systems": {"bare": bare, **systems},
-    }
-
-
-def cell(*names: str, errors: dict[str, str] | None = None, **systems: Any) -> dict[str, Any]:
-    result = rank_result({name.replace("_", "-"): report for name, report in systems.items()})
-    timed = [[result, result]]
-    return {
-        "workload": "replay",
-        "workload_title": "replay: layers",
-        "num_params": 500_000,
-        "ranks": 2,
-        "link": "1gbit",
-        "kind": "shaped",
-        "link_measured": link_of_cell(timed),
-        "rows": rows_of_cell([SYSTEMS[name] for name in names], timed, {}, errors or {}),
-    }
+from support.matrix import cell, played, rank_result
 
 
 def test_a_row_stands_beside_the_limit_of_its_own_run() -> None:

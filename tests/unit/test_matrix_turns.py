@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.matrix import turns
+from benchmarks.matrix.clock import HostClock
 from benchmarks.matrix.systems.bare import Bare, Setting
 from benchmarks.matrix.turns import Player, Table
 from torch import Tensor
@@ -49,7 +50,7 @@ def player(calls: list[str], *, steps_per_turn: int = 1) -> Player:
 
 
 def table() -> Table:
-    return Table(batch=(), count_sent=None, group=None, beat=lambda: None)  # type: ignore[arg-type]
+    return Table(batch=(), count_sent=None, group=None, clock=HostClock(), beat=lambda: None)  # type: ignore[arg-type]
 
 
 def test_every_step_of_a_turn_follows_a_barrier(calls: list[str]) -> None:

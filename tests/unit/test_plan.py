@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.errors import text_of
 from support.strategies import plans, spec
 from undertow.errors import ConfigError
-from undertow.plan import Bucket, ParamSpec, Piece, Plan, Slot, plan_from_groups
+from undertow.plan import Bucket, ParamSpec, Piece, Plan, SizeCaps, Slot, group_by_size, plan_from_groups
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
 PLAN = plan_from_groups(PARAMS, [(1, 0), (2,)], num_ranks=2)
@@ -96,7 +96,7 @@ def test_a_sparse_parameter_has_a_flag_and_takes_no_room() -> None:
 def test_room_of_a_parameter_in_its_bucket(is_sparse: bool, room: int) -> None:
     param = spec("rows", 6, is_sparse=is_sparse)
     assert (param.numel, param.slot_numel * param.itemsize, param.num_bytes) == (6, room, room)
-    assert param.kind == ("float32", "cpu", is_sparse)
+    assert param.kind == ("float32", "cpu", is_sparse, None)
 
 
 def test_a_sparse_and_a_dense_parameter_in_one_group_are_refused() -> None:
@@ -106,6 +106,16 @@ def test_a_sparse_and_a_dense_parameter_in_one_group_are_refused() -> None:
         "  it has 0 elements of float32 on cpu; the bucket holds float32 on cpu and is free from 6\n"
         "  Slots do not overlap, and are of one dtype and device."
     )
+
+
+def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_have_one() -> None:
+    params = (spec("wide", 6), dataclasses.replace(spec("narrow", 6), own_dtype="bfloat16"))
+    assert len(group_by_size(params, (0, 1), SizeCaps(cap_bytes=1e6))) == 2
+    assert "narrow" in text_of(ConfigError, lambda: plan_from_groups(params, [(0, 1)], num_ranks=2))
+    plan = plan_from_groups(params, [(0,), (1,)], num_ranks=2)
+    assert [bucket.own_dtype for bucket in plan.buckets] == [None, "bfloat16"]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "own_dtype" not in plan_from_groups(params[:1], [(0,)], num_ranks=2).to_json()  # as plans were saved before
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
@@ -129,7 +139,7 @@ def test_every_parameter_has_exactly_one_slot(plan: Plan) -> None:
 @given(plans() | plans(splits=True))
 def test_kinds_do_not_share_a_bucket(plan: Plan) -> None:
     for bucket in plan.buckets:
-        assert {plan.params[i].kind for i in bucket.params} <= {(bucket.dtype, bucket.device, bucket.is_sparse)}
+        assert {plan.params[i].kind for i in bucket.params} <= {bucket.kind}
 
 
 @given(plans() | plans(splits=True))

@@ -8,16 +8,18 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from undertow.boxes import Box
-from undertow.runtime import private, private_checkpoint
+from undertow.runtime import private, private_checkpoint, private_scaling
 from undertow.runtime.private_counting import CollectiveBytes
 
 
@@ -340,6 +342,9 @@ def test_a_callback_put_on_a_future_while_collectives_are_counted_counts_whereve
         after.wait()
         untouched.wait()
         assert counting.num_bytes == 4 * (3 + 5 + 17 + 7)
+        with counting:
+            functional.wait_tensor(functional.all_reduce(torch.ones(19), "sum", dist.group.WORLD))
+        assert counting.num_bytes == 4 * (3 + 5 + 17 + 7 + 19)
     finally:
         dist.destroy_process_group()
 
@@ -408,3 +413,35 @@ def test_the_default_groups_device_connects_pairs(tmp_path: Path, monkeypatch: p
         assert private.gloo_device() not in devices
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["unscale_", "step", "fused step"])
+def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) -> None:
+    param = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=how == "fused step")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    seen: list[str] = []
+
+    def around(name: str, looking: torch.optim.Optimizer, look: private_scaling.Look) -> private_scaling.Found:
+        assert looking is optimizer
+        seen.append(f"{name} begins")
+        found = look()
+        seen.append(f"{name} ends")
+        return {device: torch.ones_like(value) for device, value in found.items()}
+
+    original = torch.amp.GradScaler._unscale_grads_
+    undo = [private_scaling.around_unscaling(partial(around, name)) for name in ("first", "second")]
+    scaler.scale(param.sum()).backward()
+    if how == "unscale_":
+        scaler.unscale_(optimizer)
+        assert param.grad is not None
+        assert param.grad.tolist() == [1.0, 1.0]
+    scaler.step(optimizer)
+    scaler.update()
+    assert seen == ["first begins", "second begins", "second ends", "first ends"]
+    assert param.tolist() == [1.0, 1.0]  # skipped, for they have said so
+    assert scaler.get_scale() == 2.0
+    for each in undo:
+        assert torch.amp.GradScaler._unscale_grads_ is not original
+        each()
+    assert torch.amp.GradScaler._unscale_grads_ is original

@@ -24,7 +24,7 @@ class Fsdp2(PlainSystem):
 
 
 def build(setting: Setting) -> System:
-    mesh = DeviceMesh.from_group(setting.group, "cpu")
+    mesh = DeviceMesh.from_group(setting.group, next(setting.model.parameters()).device.type)
     for group in _groups(setting.model.blocks):
         fully_shard(group, mesh=mesh, reshard_after_forward=False)  # type: ignore[call-overload]
     fully_shard(setting.model, mesh=mesh, reshard_after_forward=False)

@@ -23,15 +23,19 @@ class Workload:
     make_batch: Callable[[int], tuple[Tensor, ...]]
 
 
-def make_workload(name: str, scale: float) -> Workload:
-    """The workload that the catalog calls `name`; only replayed ones know another scale than 1."""
+def make_workload(name: str, scale: float, device: torch.device) -> Workload:
+    """The workload that the catalog calls `name`, on `device`; only replayed ones know another scale than 1."""
     if name in PROFILES:
         profile = scaled(PROFILES[name](), scale)
-        return Workload(make_model=lambda: _seeded(lambda: replay.Replay(profile)), make_batch=replay.batch_of)
+        return _on(device, lambda: replay.Replay(profile), replay.batch_of)
     module = {"gpt": gpt, "resnet": resnet}[name]
-    return Workload(make_model=lambda: _seeded(module.make_model), make_batch=module.batch_of)
+    size = module.SIZES[device.type]
+    return _on(device, lambda: module.make_model(size), lambda rank: module.batch_of(rank, size))
 
 
-def _seeded(make_model: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return make_model()
+def _on(device: torch.device, make_model: Callable[[], nn.Module], batch_of: Callable[[int], tuple[Tensor, ...]]) -> Workload:
+    def make_seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return make_model().to(device)
+
+    return Workload(make_model=make_seeded, make_batch=lambda rank: tuple(part.to(device) for part in batch_of(rank)))

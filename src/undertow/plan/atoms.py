@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from undertow.errors import ConfigError
 from undertow.plan.finish import StepTiming
 from undertow.plan.layout import Member, Piece, piece_of, unit_numel
-from undertow.plan.spec import ParamSpec
+from undertow.plan.spec import Kind, ParamSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -62,7 +62,7 @@ def atoms_of(
     Up to twice as many where `max_bucket_bytes` asks for them; ConfigError if that is not enough.
     """
     specs = [params[piece.param] for piece in pieces]
-    index_of_kind: dict[tuple[str, str, bool], int] = {}
+    index_of_kind: dict[Kind, int] = {}
     kinds = np.array([index_of_kind.setdefault(spec.kind, len(index_of_kind)) for spec in specs], dtype=np.int64)
     sizes = np.array([piece.numel * spec.itemsize for piece, spec in zip(pieces, specs, strict=True)], dtype=np.float64)
     ready = np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from undertow.errors import ConfigError
 from undertow.plan.layout import Member, Piece, member_of, piece_of, unit_numel
-from undertow.plan.spec import ParamSpec
+from undertow.plan.spec import Kind, ParamSpec
 
 _MIB = 1024 * 1024
 _SMALLEST, _LARGEST = float(_MIB), 25.0 * _MIB
@@ -93,7 +93,7 @@ class _Members:
     params: Sequence[ParamSpec]
     num_ranks: int | None  # None where parameters stay whole
 
-    def kind(self, piece: Piece) -> tuple[str, str, bool]:
+    def kind(self, piece: Piece) -> Kind:
         return self.params[piece.param].kind
 
     def num_bytes(self, piece: Piece) -> int:
@@ -151,8 +151,8 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
     """Groups under those caps, one after another; the last cap holds for all that follow."""
     position = {piece.param: at for at, piece in enumerate(pieces)}
     closed: list[list[Piece]] = []
-    open_groups: dict[tuple[str, str, bool], list[Piece]] = defaultdict(list)
-    sizes: Counter[tuple[str, str, bool]] = Counter()
+    open_groups: dict[Kind, list[Piece]] = defaultdict(list)
+    sizes: Counter[Kind] = Counter()
     waiting = deque(pieces)
     while waiting:
         cap = caps_bytes[min(len(closed), len(caps_bytes) - 1)]

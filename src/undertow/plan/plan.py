@@ -13,7 +13,7 @@ from typing import Any
 
 from undertow.errors import ConfigError
 from undertow.plan.layout import Groups, Member, Piece, Slot, Trailer, member_of, padded_numel, piece_of, slots_of
-from undertow.plan.spec import ParamSpec
+from undertow.plan.spec import Kind, ParamSpec
 
 _FORMAT = 1
 
@@ -33,6 +33,7 @@ class Bucket:
     trailer: Trailer
     shard_numel: int  # of each rank's equal part of gradients and padding, which lie before the trailer
     storage_numel: int  # gradients, padding and trailer
+    own_dtype: str | None = None  # the parameters', where their gradients have another one
 
     @property
     def numel(self) -> int:
@@ -50,9 +51,9 @@ class Bucket:
         return self.storage_numel * self.itemsize
 
     @property
-    def kind(self) -> tuple[str, str, bool]:
+    def kind(self) -> Kind:
         """That of its parameters."""
-        return self.dtype, self.device, self.is_sparse
+        return self.dtype, self.device, self.is_sparse, self.own_dtype
 
     @property
     def params(self) -> tuple[int, ...]:
@@ -167,6 +168,7 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
         trailer=Trailer(start=storage_numel - trailer_numel, num_slots=len(slots), **verdict),
         shard_numel=sharded_numel // num_ranks,
         storage_numel=storage_numel,
+        own_dtype=first.own_dtype,
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from undertow.errors import ConfigError
 
+Kind = tuple[str, str, bool, str | None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
@@ -19,6 +21,7 @@ class ParamSpec:
     itemsize: int  # bytes per element
     device: str = "cpu"
     is_sparse: bool = False  # its gradient lists rows in place of holding all of them
+    own_dtype: str | None = None  # the parameter's, where its gradient has another one
 
     def __post_init__(self) -> None:
         if not all(isinstance(size, int) and size >= 0 for size in (*self.shape, self.itemsize - 1)):
@@ -42,10 +45,13 @@ class ParamSpec:
         return self.slot_numel * self.itemsize
 
     @property
-    def kind(self) -> tuple[str, str, bool]:
-        """Gradients share a bucket only if they are of one kind: dtype, device, and sparse or not."""
-        return self.dtype, self.device, self.is_sparse
+    def kind(self) -> Kind:
+        """Gradients share a bucket only if they are of one kind: dtype, device, sparse or not, and of parameters of one dtype."""
+        return self.dtype, self.device, self.is_sparse, self.own_dtype
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
-        return {**asdict(self), "shape": list(self.shape)}
+        values = {**asdict(self), "shape": list(self.shape)}
+        if self.own_dtype is None:
+            del values["own_dtype"]
+        return values

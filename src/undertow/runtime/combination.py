@@ -38,7 +38,7 @@ class Combination:
                 remedy="Leave the hook out, or have it divide by what you want.",
             )
 
-    def begins(self, *, is_synchronised: bool, is_shadow: bool) -> Weighing | None:
+    def begins(self, *, is_synchronised: bool, is_shadow: bool, is_last: bool) -> Weighing | None:
         """A round begins; what this rank says of its weight, if anything."""
         self._take()
         formation = self._formation
@@ -47,12 +47,13 @@ class Combination:
             is_synchronised=is_synchronised,
             is_without_data=is_outside and not formation.watch.arrived_before,
             can_wait=formation.assembly.eager is None,
+            is_last=is_last,
         )
 
     def sends(self, this_round: Round, executor: Executor) -> bool:
         """Everything has left: sends the sum of weights where all ranks are found to have some for the first time."""
         weighing = this_round.weighing
-        if weighing is None or weighing.is_sent or not executor.have_all_weights():
+        if weighing is None or weighing.is_sent or not weighing.can_wait or not executor.have_all_weights():
             return False
         weighing.send()
         return True

@@ -186,6 +186,15 @@ def no_second_hook(earlier: CommHook | None) -> PhaseError:
     )
 
 
+def no_hook_with_wire_dtype(wire: torch.dtype) -> ConfigError:
+    """The error where gradients are to travel in that dtype by the settings, or by what torch's mixed_precision asks for."""
+    return ConfigError(
+        f"a communication hook decides in which dtype gradients travel, and they are to travel in {wire}.",
+        where="register_comm_hook, with wire_dtype=... or mixed_precision=...",
+        remedy="Leave wire_dtype out; with mixed_precision let reduce_dtype=torch.float32 say that they travel as they are.",
+    )
+
+
 def _check_signature(hook: object) -> None:
     """What torch demands of a hook, in its words."""
     if not callable(hook):

@@ -45,8 +45,7 @@ class Engine:
     """
 
     def __init__(self, members: Members, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
-        self.is_accumulating = False
-        self.is_closed = False
+        self.is_accumulating = self.is_closed = False
         self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self._is_passed_on, self._recorder = False, recorder  # to somebody who came later
@@ -135,10 +134,9 @@ class Engine:
         watch.arrived_before |= watch.indices(accumulated)
         self._progress.has_accumulated |= bool(accumulated)
 
-    def finish_before_step(self, params: Collection[int]) -> None:
-        """Runs a round if one is owed before an optimizer updates these parameters, by id.
-
-        PhaseError for an optimizer that steps in the middle of a backward.
+    def finish_before_step(self, params: Collection[int], *, steps: bool) -> None:
+        """Runs a round if one is owed before an optimizer updates these parameters, by id, or before their gradients are looked
+        at, and it does not step. PhaseError in the middle of a backward.
         """
         if self._open is not None and private.graph_task_id() != -1:
             raise PhaseError(
@@ -156,7 +154,8 @@ class Engine:
         if progress.is_owed and not (is_up_to_date and formation.has_result):
             self._run_outside_of_backward()
         self.checks.require_alike()
-        progress.steps(params)
+        if steps:
+            progress.steps(params)
 
     @property
     def is_step_empty(self) -> bool:
@@ -304,7 +303,8 @@ class Engine:
         if is_synchronised:
             formation.open()
             formation.adopt_plan()
-        weighing = self.combination.begins(is_synchronised=is_synchronised, is_shadow=is_shadow)
+        is_last = not self.is_accumulating
+        weighing = self.combination.begins(is_synchronised=is_synchronised, is_shadow=is_shadow, is_last=is_last)
         assembly, arrivals = formation.assembly, formation.watch.arrivals
         arrivals.reset()
         this_round = Round(
@@ -313,7 +313,7 @@ class Engine:
             mode=None if is_shadow else self._progress.mode,
             is_shadow=is_shadow,
             is_synchronised=is_synchronised,
-            is_last=not self.is_accumulating,
+            is_last=is_last,
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
             has_other_buffers=is_synchronised and formation.has_other_buffers,

@@ -106,7 +106,8 @@ class Executor:
             eager = self._sharding.eager
             this_round.is_eager = eager is not None
             if eager is not None and this_round.is_synchronised and not this_round.has_changed:
-                this_round.steps = eager.begin_round(self._sharding) and this_round.is_last
+                is_late = this_round.weighing is not None and this_round.weighing.is_too_late
+                this_round.steps = eager.begin_round(self._sharding) and this_round.is_last and not is_late
         self._num_rounds += this_round.is_synchronised
         if self._finite is not None:
             self._finite.begin()
@@ -254,7 +255,7 @@ class Executor:
         self._handles[index].append(self._steps[index])
 
     def _settle(self, index: int, this_round: Round) -> bool:
-        """Reads the trailer of a bucket that is reduced. Returns whether all ranks may step it."""
+        """Reads the trailer of a bucket that is reduced. Returns whether it may be stepped, which all ranks find alike."""
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         num_readings = len(this_round.readings)
@@ -265,7 +266,7 @@ class Executor:
         binding.settle(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
         if self._finite is not None and self._finite.stops_updates and index in this_round.nonfinite:
             return False
-        return not any(reading.ranks_differ for reading in this_round.readings[num_readings:])
+        return not any(reading.ranks_differ or reading.some_have_weights for reading in this_round.readings[num_readings:])
 
     def _all_gather(self, index: int) -> None:
         assert self._sharding is not None
@@ -355,8 +356,7 @@ class Executor:
             # Another step than everybody's has the others leave a bucket unstepped long before the verdict comes.
             step = this_round.number if is_sound else ~this_round.number
             bits = signature_bits(step=step, generation=this_round.generation, mode=this_round.mode)
-            weighing = this_round.weighing
-            bits = with_weights(bits, has_weights=False if weighing is None else weighing.says)
+            bits = with_weights(bits, has_weights=False if (weighing := this_round.weighing) is None else weighing.says)
             self._signatures[kind] = to_device(bits, like.dtype, like.device)
         return self._signatures[kind]
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from undertow import __version__
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
@@ -209,9 +210,8 @@ class Formation:
         if plan is None or plan.fingerprint == now.plan.fingerprint or now.reducer.sharding is not None:
             return now
         # The old buckets' storage goes when the last `.grad` has moved into the new ones.
-        moved = Assembly(
-            plan, now.params, now.reducer, self._recorder, generation=now.generation + 1, overlap=self._config.overlap
-        )
+        generation, overlap = now.generation + 1, self._config.overlap
+        moved = Assembly(plan, now.params, now.reducer, self._recorder, generation=generation, overlap=overlap)
         moved.executor.take_over_readings(now.executor)
         return moved
 
@@ -400,6 +400,7 @@ class Formation:
         """Compares the parameters and settings of all ranks; a collective call."""
         settings = {
             "torch": str(torch.__version__),
+            "undertow": __version__,
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
             "mesh": self.group.user.rows or None,
             **self._config.to_dict(),

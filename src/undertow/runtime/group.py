@@ -298,7 +298,7 @@ def _mismatch(first: dict[str, Any], second: dict[str, Any], rank: int, *, finge
     elif difference := _tensor_difference(first["others"], second["others"], rank, kind="tensor"):
         what = "ranks disagree on the frozen parameters or the buffers."
     else:
-        what, remedy = "ranks disagree on the settings.", "Give every rank the same settings and the same version of torch."
+        what, remedy = "ranks disagree on the settings.", "Give every rank the same settings and the same versions."
         difference = _setting_difference(first["settings"], second["settings"], rank)
     where = f"{summary(0, first)}   {summary(rank, second)}\n  first difference: {difference}"
     return PlanMismatch(what, where=where, remedy=remedy)

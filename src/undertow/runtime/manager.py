@@ -106,6 +106,7 @@ def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
         itemsize=dtype.itemsize,
         device=str(tensor.device),
         is_sparse=is_sparse,
+        own_dtype=None if dtype == tensor.dtype else str(tensor.dtype).removeprefix("torch."),
     )
 
 

@@ -105,7 +105,7 @@ class Members:
     def specs(self, named_params: Sequence[tuple[str, Tensor]]) -> list[ParamSpec]:
         """What the planner needs to know of the parameters."""
         module = self._module()
-        sparse = set() if module is None else _sparse_params(module)
+        sparse = set() if module is None else sparse_params(module)
         return [spec_of(name, param, is_sparse=id(param) in sparse) for name, param in named_params]
 
     def compare(
@@ -239,7 +239,8 @@ def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]
         private.set_gradient_dtype(param, wide)
 
 
-def _sparse_params(module: nn.Module) -> set[int]:
+def sparse_params(module: nn.Module) -> set[int]:
+    """The parameters, by id, of layers that say that their gradients are sparse."""
     embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     return {id(layer.weight) for layer in embeddings if layer.sparse}
 

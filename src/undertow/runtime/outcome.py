@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
 from undertow.runtime.executor import Round
-from undertow.runtime.weights import weights_differ
+from undertow.runtime.weights import weights_differ, weights_too_late
 
 
 def late_buckets(this_round: Round) -> list[int]:
@@ -27,6 +27,8 @@ def require_sound(this_round: Round, *, rank: int) -> None:
         )
     if any(reading.weights_differ for reading in this_round.readings) and not failed and not this_round.has_failed:
         raise weights_differ(where)
+    if this_round.is_eager and not failed and not this_round.has_failed and _some_have_weights(this_round):
+        raise weights_too_late(where)
     if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
         raise Desync(
             "gradients arrived again after their bucket had left, and were left out.",
@@ -76,6 +78,12 @@ def changed_unlike(this_round: Round, *, rank: int, num_ranks: int, change: str 
         where=f"synchronisation {this_round.number}, rank {rank}{change and f': {change}'}",
         remedy="Freeze, unfreeze, add and replace parameters in the same step on every rank.",
     )
+
+
+def _some_have_weights(this_round: Round) -> bool:
+    """Of which this round is the first: this rank itself, or another one by its signature."""
+    own = this_round.weighing
+    return (own is not None and own.is_too_late) or any(reading.some_have_weights for reading in this_round.readings)
 
 
 def _reported(flags: Iterable[Sequence[int]]) -> list[int]:

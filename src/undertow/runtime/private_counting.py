@@ -37,10 +37,18 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             if _num_counting == 0:
                 torch._C.Future.then = _then  # type: ignore[method-assign]
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by torch.compile, which else compiles nothing inside: fullgraph=True would be an error."""
+        return True
+
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = op(*args, **(kwargs or {}))
         if op.namespace == "c10d":
             self._add(max(map(_tensor_bytes, args), default=0))
-        return op(*args, **(kwargs or {}))
+        elif op.namespace == "_c10d_functional" and op.name() not in _NO_COLLECTIVES:
+            self._add(max(map(_tensor_bytes, (*args, result))))
+        return result
 
     def around(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The callback, which counts here."""
@@ -59,6 +67,7 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             self._parent._add(num_bytes)
 
 
+_NO_COLLECTIVES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 _then = torch._C.Future.then
 _counting = threading.Lock()
 _num_counting = 0  # inside, of all threads: `then` is torch's own where it is 0

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError
 from undertow.plan import Bucket
 from undertow.runtime.collectives import Handle, all_reduce_async
-from undertow.runtime.comm_hook import CommHook
+from undertow.runtime.comm_hook import CommHook, no_hook_with_wire_dtype
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.narrow import Widened, narrowed, travels_narrower, wire_dtype_named
@@ -43,11 +42,7 @@ class Reducer:
 
     def __post_init__(self) -> None:
         if self.hook is not None and self.wire is not None:
-            raise ConfigError(
-                "a communication hook decides in which dtype gradients travel, and wire_dtype does so too.",
-                where="register_comm_hook",
-                remedy="Leave one of the two out.",
-            )
+            raise no_hook_with_wire_dtype(self.wire)
 
     @property
     def is_active(self) -> bool:

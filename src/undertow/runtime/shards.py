@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undertow.errors import ConfigError
 from undertow.plan import Bucket, Slot
 from undertow.runtime.buckets import strides_of_gradient
 
@@ -64,7 +63,8 @@ class FlatParams:
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], parts: Sequence[ShardPart], *, num_ranks: int) -> None:
         self.params = tuple(params)
-        dtype = _common_dtype(bucket, params)
+        # The parameters' own; that of the bucket is their gradients'.
+        dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
         device = torch.device(bucket.device)
         self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=device)  # [ranks * shard], padded
         # Of parameters in several buckets, which keep memory of their own; with the strides that they are to have.
@@ -126,16 +126,3 @@ def _in_memory(param: Tensor, strides: tuple[int, ...]) -> Tensor:
     if param.stride() != strides:
         param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
     return param.detach().as_strided((param.numel(),), (1,))
-
-
-def _common_dtype(bucket: Bucket, params: Sequence[Tensor]) -> torch.dtype:
-    """The parameters' own; that of the bucket is their gradients'."""
-    dtypes = {param.dtype for param in params}
-    if len(dtypes) > 1:
-        raise ConfigError(
-            f"parameters of {' and '.join(sorted(map(str, dtypes)))} have gradients of one dtype, {bucket.dtype}.",
-            where=f"bucket {bucket.index}, under a sharded optimizer",
-            remedy="Give all parameters one dtype, leave reduce_dtype and grad_dtype alone, or use a plain optimizer.",
-        )
-    dtype: torch.dtype = dtypes.pop() if dtypes else getattr(torch, bucket.dtype)
-    return dtype

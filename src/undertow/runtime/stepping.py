@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
+from undertow.runtime import private_scaling
 from undertow.runtime.axes import Axes
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.formation import Formation
@@ -232,19 +235,41 @@ def _leave(_order: object) -> None:
     return None
 
 
-def finish_before_step(sync: Any, engine: Any) -> Any:
-    """A hook for all optimizers: one that holds our parameters must not step on gradients that are not synchronised."""
+def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
+    """Runs a round if one is owed before somebody looks at the gradients of these parameters: other ranks may be in theirs."""
+    ids, engine = set(map(id, params)), sync._engine
+    if engine.concerns(ids):
+        engine.finish_before_step(ids, steps=False)
+
+
+def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
+    """Hooks for all optimizers and gradient scalers; returns what takes them off.
+
+    An optimizer that holds our parameters must not step on gradients that are not synchronised yet, and a scaler that unscales
+    before it steps must not look at them.
+    """
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def finish(optimizer: Optimizer, *, steps: bool) -> NonFinite | None:
         sync, engine = weak_sync(), weak_engine()
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if engine is not None and sync is not None and engine.concerns(params):
             sync.require_stepper(optimizer)
-            engine.finish_before_step(params)
+            engine.finish_before_step(params, steps=steps)
             if sync.steps is None:
                 numbers: NonFinite = engine.checks.numbers
-                return numbers.before_step(optimizer, args, kwargs)
+                return numbers
         return None
 
-    return hook
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        numbers = finish(optimizer, steps=True)
+        return None if numbers is None else numbers.before_step(optimizer, args, kwargs)
+
+    def around_unscaling(optimizer: Optimizer, look: private_scaling.Look) -> private_scaling.Found:
+        finish(optimizer, steps=False)
+        return look()
+
+    hooks = contextlib.ExitStack()
+    hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
+    hooks.callback(private_scaling.around_unscaling(around_unscaling))
+    return hooks.close

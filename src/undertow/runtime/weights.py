@@ -27,17 +27,33 @@ class Sums:
 
     divisor: float | Tensor  # of the mean over ranks
     keep: float | Tensor  # factor for what earlier synchronisations of the step have brought
-    total: float | Tensor  # the weight of both together
+    total: float | Tensor  # the weight of both together; sums over nothing at all are left as they are, for what comes
+    is_weighted: bool | Tensor = True  # on a device a plain mean has sums as well
 
 
 class Weighing:
-    """The weights of one round; `before` is that of what earlier synchronisations of the step have brought."""
+    """The weights of one round; `before` is what earlier synchronisations of the step have brought, if anything.
 
-    def __init__(self, group: OwnGroup, weight: float | None, *, before: float | Tensor, is_without_data: bool) -> None:
+    Where it cannot wait until it is known whether all ranks have weights, the first ones come too late. The `is_last` round of a
+    step must have some.
+    """
+
+    def __init__(
+        self,
+        group: OwnGroup,
+        weight: float | None,
+        *,
+        before: Sums | None,
+        is_without_data: bool,
+        can_wait: bool,
+        is_last: bool,
+    ) -> None:
+        self.can_wait = can_wait
         self._group = group
         self._weight = weight
         self._before = before
         self._is_without_data = is_without_data
+        self._is_last = is_last
         self._handle: ReductionHandle | None = None
         self._tensor = torch.empty(0)
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # on its way from a device to the host
@@ -52,6 +68,11 @@ class Weighing:
     @property
     def is_sent(self) -> bool:
         return self._handle is not None
+
+    @property
+    def is_too_late(self) -> bool:
+        """Whether this rank has weights of which nothing is known in time."""
+        return self._weight is not None and not self.can_wait and not self.is_sent
 
     def send(self) -> None:
         """Starts the sum over ranks; a collective call."""
@@ -78,7 +99,10 @@ class Weighing:
         """Of a device: starts to bring there what `require_sound` reads; nobody waits for it now."""
         if self._handle is None or self._group.device.type == "cpu":
             return
-        on_host = torch.empty_like(self._tensor, device="cpu", pin_memory=True).copy_(self._tensor, non_blocking=True)
+        said = self._tensor.clone()
+        if self._before is not None:
+            said[0] += self._before.total
+        on_host = torch.empty_like(said, device="cpu", pin_memory=True).copy_(said, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         self._copy = on_host, copied
@@ -87,16 +111,18 @@ class Weighing:
         """PhaseError, on every rank, where some have weights and others not, or all of them add up to 0."""
         if self._handle is None:
             return
-        tensor = self._tensor
         if self._copy is not None:
-            tensor, copied = self._copy
+            on_host, copied = self._copy
             copied.synchronize()  # of a copy that began a step ago
-        said = tensor.tolist()
-        having = [rank for rank, state in enumerate(said[1:]) if state == _HAS]
-        lacking = [rank for rank, state in enumerate(said[1:]) if state == 0.0]
+            total, *said = on_host.tolist()
+        else:
+            total, *said = self._tensor.tolist()
+            total += 0.0 if self._before is None else float(self._before.total)
+        having = [rank for rank, state in enumerate(said) if state == _HAS]
+        lacking = [rank for rank, state in enumerate(said) if state == 0.0]
         if having and lacking:
             raise weights_differ(f"{where}: with {_listed(having)}, without {_listed(lacking)}")
-        if having and said[0] == 0.0:
+        if having and total == 0.0 and self._is_last:
             raise PhaseError(
                 "the weights of all ranks add up to 0, and gradients cannot be divided by that.",
                 where=where,
@@ -104,20 +130,26 @@ class Weighing:
             )
 
     def _on_host(self) -> Sums | None:
-        before, (new, *said) = float(self._before), self._tensor.tolist()
-        if new == 0.0 or 0.0 in said:  # of no rank, or not sound
+        new, *said = self._tensor.tolist()
+        if _HAS not in said or 0.0 in said:  # of no rank, or not sound
             return None
-        keep = before / (before + new) if before else 1.0
-        return Sums((before + new) / self._group.num_ranks, keep, before + new)
+        before = self._before
+        total = new + (0.0 if before is None else float(before.total))
+        keep = 1.0 if before is None else (float(before.total) or 1.0) / (total or 1.0)
+        return Sums((total or 1.0) / self._group.num_ranks, keep, total)
 
     def _on_device(self) -> Sums:
         new, said = self._tensor[0], self._tensor[1:]
-        is_weighted = (new > 0) & (said == _HAS).any() & (said != 0).all()
-        total = torch.where(is_weighted, self._before + new, torch.zeros_like(new))
-        one = torch.ones_like(new)
-        before = torch.as_tensor(self._before, dtype=new.dtype, device=new.device)
-        keep = torch.where(is_weighted & (before > 0), before / (before + new), one)
-        return Sums(torch.where(is_weighted, total / self._group.num_ranks, one), keep, total)
+        one, before = torch.ones_like(new), self._before
+        is_weighted = (said == _HAS).any() & (said != 0).all()
+        total = torch.where(is_weighted, new if before is None else new + before.total, 0.0)
+        divisor = torch.where(total > 0, total, one)
+        keep = one
+        if before is not None:
+            earlier = torch.as_tensor(before.total, dtype=new.dtype, device=new.device)
+            is_kept_apart = is_weighted & torch.as_tensor(before.is_weighted, device=new.device)
+            keep = torch.where(is_kept_apart, torch.where(earlier > 0, earlier, one) / divisor, one)
+        return Sums(torch.where(is_weighted, divisor / self._group.num_ranks, one), keep, total, is_weighted)
 
 
 class Weights:
@@ -127,7 +159,7 @@ class Weights:
         self._group = group
         self._next: float | None = None  # of the backwards that come
         self._accumulated: float | None = None  # of those that have only accumulated
-        self._total: float | Tensor = 0.0  # of what synchronisations have brought that is there still
+        self._brought: Sums | None = None  # by synchronisations, as far as it is there still
         self._are_sent = False  # in every round: all ranks have had weights
         self._unchecked: tuple[Weighing, str] | None = None
 
@@ -140,15 +172,12 @@ class Weights:
 
     def forget_gradients(self, *, has_accumulated: bool) -> None:
         """The user has thrown them away."""
-        self._total = 0.0
+        self._brought = None
         if has_accumulated:
             self._accumulated = None
 
-    def begins(self, *, is_synchronised: bool, is_without_data: bool, can_wait: bool) -> Weighing | None:
-        """A backward begins, or a round outside of one, on a rank `is_without_data` perhaps; None where there is nothing to say.
-
-        PhaseError where the round cannot wait until it is known whether other ranks have weights: `can_wait` is false.
-        """
+    def begins(self, *, is_synchronised: bool, is_without_data: bool, can_wait: bool, is_last: bool) -> Weighing | None:
+        """A backward begins, or a round outside of one, on a rank `is_without_data` perhaps; None where nothing is to be said."""
         self.require_sound()
         if self._next is not None:
             self._accumulated, self._next = (self._accumulated or 0.0) + self._next, None
@@ -156,15 +185,10 @@ class Weights:
             return None
         weight, self._accumulated = self._accumulated, None
         is_without_data = is_without_data and weight is None
-        if not self._are_sent and weight is not None and not can_wait:
-            raise PhaseError(
-                "weights come for the first time in a step of eager form, which divides before all ranks are known to have some.",
-                where=f"rank {self._group.rank}",
-                remedy="Give weights from the first step on, or leave eager=True out.",
-            )
         if not self._are_sent and weight is None and not is_without_data:
             return None
-        made = Weighing(self._group, weight, before=self._total, is_without_data=is_without_data)
+        how = {"is_without_data": is_without_data, "can_wait": can_wait, "is_last": is_last}
+        made = Weighing(self._group, weight, before=self._brought, **how)
         if self._are_sent:
             made.send()
         return made
@@ -175,7 +199,7 @@ class Weights:
         sums = None if weighing is None else weighing.sums()
         if weighing is not None:
             weighing.copy_to_host()
-        self._total = 0.0 if sums is None else sums.total
+        self._brought = sums
         self._unchecked = None if weighing is None or has_failed else (weighing, where)
 
     def require_sound(self) -> None:
@@ -199,6 +223,16 @@ def require_means(op: str, *, has_hook: bool, is_alone_with_shards: bool) -> Non
     else:
         return
     raise ConfigError(what, where="weight(n)", remedy=remedy)
+
+
+def weights_too_late(where: str) -> PhaseError:
+    """The error of the first weights, where nobody can wait until it is known whether all ranks have some."""
+    return PhaseError(
+        "weights come for the first time in a step of eager form, which divides before all ranks are known to have some.",
+        where=where,
+        remedy="The parameters are as they were: drop the gradients. Give weights from the first step on, or leave eager=True "
+        "out.",
+    )
 
 
 def weights_differ(where: str) -> PhaseError:

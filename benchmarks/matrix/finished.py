@@ -1,0 +1,56 @@
+"""Cells that an earlier run has written: `--resume` keeps them, and measures the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.matrix.catalog import LINKS, WORKLOADS
+
+Document = dict[str, Any]
+ROW, MACHINE = "row", "machine"  # types of lines
+OF_THE_CELL = ("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "link_measured", "conditions")
+_PLACE = ("workload", "ranks", "link", "kind", "device")
+_OF_OLD_FILES = {"conditions": {}, "device": "cpu"}
+
+
+def place_of(cell: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a cell from every other one."""
+    return tuple(cell[key] for key in _PLACE)
+
+
+def lines_of(header: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[Document]:
+    """A line for the machine, then one for each row, with what is true of its whole cell."""
+    lines: list[Document] = [{"type": MACHINE, **header}]
+    for cell in cells:
+        shared = {key: cell[key] for key in OF_THE_CELL}
+        lines += [{"type": ROW, **shared, **row} for row in cell["rows"]]
+    return lines
+
+
+def read_cells(path: Path) -> list[Document]:
+    """The cells in a matrix.jsonl, in its order, without those that have no figure at all; none where there is no file."""
+    if not path.exists():
+        return []
+    cells: dict[tuple[Any, ...], Document] = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = {**_OF_OLD_FILES, **json.loads(text)}
+        if line["type"] != ROW:
+            continue
+        shared = {key: line[key] for key in OF_THE_CELL}
+        cell = cells.setdefault(place_of(line), {**shared, "rows": [], "profiles": {}})
+        cell["rows"].append({key: value for key, value in line.items() if key not in (*OF_THE_CELL, "type")})
+    return [cell for cell in cells.values() if any(row["error"] is None for row in cell["rows"])]
+
+
+def in_order(cells: Sequence[Document]) -> list[Document]:
+    """By workload, link and ranks, whenever they were measured."""
+    workloads, links = list(WORKLOADS), list(LINKS)
+
+    def key(cell: Document) -> tuple[Any, ...]:
+        name, _, scale = cell["workload"].partition("@")
+        return workloads.index(name), scale, links.index(cell["link"]), cell["ranks"], cell["kind"] != "shaped", cell["device"]
+
+    return sorted(cells, key=key)

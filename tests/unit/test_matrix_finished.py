@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.matrix import run
+from benchmarks.matrix.cell import Cell, CellResult
+from benchmarks.matrix.finished import in_order, lines_of, read_cells
+
+from support.matrix import cell, played
+
+
+def at(workload: str = "replay", ranks: int = 2, link: str = "1gbit") -> dict[str, Any]:
+    return {**cell("bare", "ours", ours=played([121.0, 121.0])), "workload": workload, "ranks": ranks, "link": link}
+
+
+def write(path: Path, *cells: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines_of({"cpu": "one"}, cells)), encoding="utf-8")
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    cells = [at(ranks=2), at(ranks=4)]
+    write(tmp_path / "matrix.jsonl", *cells)
+    assert read_cells(tmp_path / "matrix.jsonl") == cells
+    assert read_cells(tmp_path / "absent.jsonl") == []
+
+
+def test_a_cell_without_a_figure_is_measured_again(tmp_path: Path) -> None:
+    lost = {**at(ranks=2), "rows": [{**row, "error": "no memory"} for row in at()["rows"]]}
+    write(tmp_path / "matrix.jsonl", lost, at(ranks=4))
+    assert [found["ranks"] for found in read_cells(tmp_path / "matrix.jsonl")] == [4]
+
+
+def test_cells_stand_in_one_order_whenever_they_were_measured() -> None:
+    right = [at(), at(ranks=4), at(link="none"), at("gpt"), at("gpt2"), at("gpt2@0.125")]
+    assert in_order(right[::-1]) == right
+
+
+def test_a_run_that_is_resumed_measures_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(one: Cell, _tell: Any) -> CellResult:
+        measured.append((one.place, one.effort.has_start_up))
+        return CellResult(timed=[], start_up={}, errors={"ours": "not in a test"})
+
+    monkeypatch.setattr(run, "measure_cell", measure)
+    monkeypatch.setattr(run, "what_is_missing", lambda: None)
+    monkeypatch.setattr(run, "remove_abandoned", list)
+    kept = [at("gpt", 2), at("moe", 2, "none")]
+    write(tmp_path / "matrix.jsonl", *kept)
+    asked = ("--workload", "gpt", "--link", "1gbit", "--link", "none", "--system", "ours", "--out", str(tmp_path))
+    assert run.main([*asked, "--resume"]) == 0
+    places = [("gpt", 4, "1gbit"), ("gpt", 2, "none"), ("gpt", 4, "none")]
+    # The workload's first cell, where start-up is measured, is there already.
+    assert measured == [((*place, "shaped", "cpu"), False) for place in places]
+    assert read_cells(tmp_path / "matrix.jsonl") == kept
+    measured.clear()
+    run.main(asked)
+    assert measured == [(("gpt", 2, "1gbit", "shaped", "cpu"), True), *(((*place, "shaped", "cpu"), False) for place in places)]
