@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from undertow import __version__
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
@@ -33,6 +32,7 @@ from undertow.runtime.reducer import Reducer
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.watch import Watch, params_of_bucket
 from undertow.schedule import Strategy, strategy_named
+from undertow.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
