@@ -48,15 +48,15 @@ class FiniteCheck:
 
         [number of slots] bool, on the device of the values.
         """
-        if layout.is_sparse:
-            parts = [value.coalesce().values() for value in values]
-        elif not layout.slots or (values[0].device.type == "cpu" and self._leaves_finite(values[0])):
+        if layout.is_sparse:  # whose rows travel as they are, and were counted by the host before
+            places = not_finite(values)
+            return torch.tensor([place in places for place in range(len(values))], device=values[0].device) if places else None
+        if not layout.slots:
             return None
-        else:
-            parts = [values[0][slot.start : slot.stop] for slot in layout.slots]
-        if all(part.device.type == "cpu" for part in parts):
-            are_bad = [not self._leaves_finite(part) for part in parts]
-            return torch.tensor(are_bad) if any(are_bad) else None
+        parts = [values[0][slot.start : slot.stop] for slot in layout.slots]
+        if values[0].device.type == "cpu":
+            are_bad = [] if self._leaves_finite(values[0]) else [not self._leaves_finite(part) for part in parts]
+            return torch.tensor(are_bad) if are_bad else None
         nothing = parts[0].new_zeros(1)
         largest = torch.stack(private.largest_of_each([part if part.numel() else nothing for part in parts]))
         return self._as_sent(largest, of=parts[0].dtype).isfinite().logical_not()
