@@ -16,11 +16,13 @@ from undertow.errors import (
     PhaseError,
     PlanMismatch,
     RankLost,
+    ReplicaMismatch,
     ShardedGradientError,
     StallTimeout,
     UndertowError,
     WrongType,
 )
+from undertow.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from undertow.attached import BucketedDDPHooks, attach
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from undertow.runtime.buckets import GradientBucket
     from undertow.runtime.manager import GradientBucketManager
     from undertow.sync import Sync
-
-__version__ = "0.1.0"
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
@@ -66,6 +66,7 @@ __all__ = [
     "PhaseError",
     "PlanMismatch",
     "RankLost",
+    "ReplicaMismatch",
     "ShardedGradientError",
     "ShardedOptimizer",
     "StallTimeout",

@@ -89,6 +89,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
+        if self._steps.skips(self):
+            return loss
         if self._steps.is_stepped:
             self._confirm()
         else:

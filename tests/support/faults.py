@@ -194,6 +194,15 @@ def exits(_script: _Script) -> None:
     raise SystemExit(0)
 
 
+def overflows(script: _Script) -> None:
+    script.model.module.last.bias.register_hook(lambda grad: grad * torch.inf)
+
+
+def writes(script: _Script) -> None:
+    with torch.no_grad():
+        script.model.module.last.weight.mul_(2.0)
+
+
 # Points: each makes the model of a script, and has `act` called somewhere in its step.
 
 

@@ -58,6 +58,7 @@ class Apart:
         if not this_round.is_synchronised:
             self._accumulated()
             return
+        this_round.keeps_earlier |= bool(self._earlier)
         sums = None if this_round.weighing is None else this_round.weighing.sums()
         self.give_back(scale=1.0 if sums is None else sums.keep)
         self._reduced = {id(param) for param in params if param.grad is not None}

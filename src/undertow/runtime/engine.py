@@ -20,6 +20,7 @@ from undertow.errors import PhaseError
 from undertow.plan import Plan
 from undertow.runtime import private
 from undertow.runtime.binding import gradients_aside
+from undertow.runtime.checks import Checks
 from undertow.runtime.combination import Combination
 from undertow.runtime.comm_hook import CommHook, no_second_hook
 from undertow.runtime.companions import Companions
@@ -44,8 +45,7 @@ class Engine:
     """
 
     def __init__(self, members: Members, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
-        self.is_accumulating = False
-        self.is_closed = False
+        self.is_accumulating = self.is_closed = False
         self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self._is_passed_on, self._recorder = False, recorder  # to somebody who came later
@@ -57,6 +57,7 @@ class Engine:
         self.formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
         self.combination = Combination(self.formation, is_between=self._is_between_rounds)
         self.companions = Companions([self])
+        self.checks = Checks(self.formation, config)
 
     @property
     def plan(self) -> Plan:
@@ -81,6 +82,7 @@ class Engine:
         self.formation.group.require_no_fault()
         self._abandon()
         self._await_others()
+        self.checks.require_alike()
         formation = self.formation
         formation.look_again()
         formation.look()
@@ -151,6 +153,7 @@ class Engine:
                 progress.is_owed = True
         if progress.is_owed and not (is_up_to_date and formation.has_result):
             self._run_outside_of_backward()
+        self.checks.require_alike()
         if steps:
             progress.steps(params)
 
@@ -308,12 +311,13 @@ class Engine:
             number=self._progress.num_rounds,
             generation=assembly.generation,
             mode=None if is_shadow else self._progress.mode,
+            is_shadow=is_shadow,
             is_synchronised=is_synchronised,
             is_last=is_last,
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
             has_other_buffers=is_synchronised and formation.has_other_buffers,
-            is_read_at_once=formation.must_read_at_once,
+            is_read_at_once=formation.must_read_at_once or self.checks.must_be_read(self._progress.num_rounds),
             rescale=self.rescale,
             weighing=weighing,
         )
@@ -435,10 +439,12 @@ class Engine:
             formation.look_again()
         self._progress.unused = watch.names_of(self.plan, this_round.unused)
         self.combination.round_ends(this_round)
+        self.checks.round_ends(this_round)
         require_sound(this_round, rank=formation.group.rank)
         self.combination.require_sound()
         formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already
         formation.round_ended(this_round)
+        self.checks.round_was_sound(this_round)
         self._in_backward.step()

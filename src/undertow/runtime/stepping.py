@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
 from undertow.runtime import private_scaling
 from undertow.runtime.axes import Axes
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.formation import Formation
 from undertow.runtime.group import Agreement
+from undertow.runtime.nonfinite import Arguments, NonFinite
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.weights import require_means
@@ -30,7 +31,16 @@ class ShardedSteps:
     ConfigError where the settings do not go with shards.
     """
 
-    def __init__(self, module: nn.Module, formation: Formation, config: SyncConfig, *, is_compiled: bool, is_eager: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        formation: Formation,
+        config: SyncConfig,
+        *,
+        numbers: NonFinite,
+        is_compiled: bool,
+        is_eager: bool,
+    ) -> None:
         self.strategy = strategy_named(config.strategy or ZERO1.name)
         if self.strategy.gather is None:
             raise ConfigError(
@@ -48,6 +58,9 @@ class ShardedSteps:
             )
         if formation.group.num_ranks == 1 and formation.is_active:
             require_means(config.op, has_hook=False, is_alone_with_shards=True)
+        if is_eager and config.nonfinite == "skip":
+            raise no_skips_in_eager_form()
+        self._numbers = numbers
         self._module = weakref.ref(module)  # which holds us, by its hooks
         self._formation = formation
         self._overlap = config.overlap
@@ -139,6 +152,15 @@ class ShardedSteps:
         self.eager.is_due = False
         return self._formation.is_layout_due
 
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Whether the step is to leave everything as it is, on every rank; NonFiniteGradient on every rank."""
+        try:
+            return self._numbers.skips(optimizer, has_begun=self.is_stepped)
+        except NonFiniteGradient:
+            if self.eager is not None:
+                self.eager.is_due = False  # there is nothing more to confirm
+            raise
+
     def wait(self) -> None:
         """Returns when every parameter is what the optimizer has made of it."""
         self._formation.wait_for_parameters()
@@ -191,6 +213,14 @@ def no_hooks_with_shards() -> ConfigError:
     )
 
 
+def no_skips_in_eager_form() -> ConfigError:
+    return ConfigError(
+        'nonfinite="skip" does not go with eager=True: buckets are updated before the last one is known to be finite.',
+        where="ShardedOptimizer",
+        remedy='Leave eager=True out, or use nonfinite="raise".',
+    )
+
+
 def require_plain_strategy(config: SyncConfig, optimizer: Optimizer) -> None:
     """PhaseError for a plain optimizer where the settings ask for a sharded one."""
     if strategy_named(config.strategy).gather is not None:
@@ -220,15 +250,20 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     """
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
-    def finish(optimizer: Optimizer, *, steps: bool) -> None:
+    def finish(optimizer: Optimizer, *, steps: bool) -> NonFinite | None:
         sync, engine = weak_sync(), weak_engine()
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if engine is not None and sync is not None and engine.concerns(params):
             sync.require_stepper(optimizer)
             engine.finish_before_step(params, steps=steps)
+            if sync.steps is None:
+                numbers: NonFinite = engine.checks.numbers
+                return numbers
+        return None
 
-    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        finish(optimizer, steps=True)
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        numbers = finish(optimizer, steps=True)
+        return None if numbers is None else numbers.before_step(optimizer, args, kwargs)
 
     def around_unscaling(optimizer: Optimizer, look: private_scaling.Look) -> private_scaling.Found:
         finish(optimizer, steps=False)
