@@ -35,7 +35,12 @@ from undertow.runtime.mesh import chosen_group, other_group
 from undertow.runtime.planning import explanation_of, measured_profile, no_profile
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction, start_reduction
-from undertow.runtime.stepping import ShardedSteps, finish_before_step, no_hooks_with_shards, require_plain_strategy
+from undertow.runtime.stepping import (
+    ShardedSteps,
+    finish_before_step,
+    no_hooks_with_shards,
+    require_plain_strategy,
+)
 from undertow.runtime.sweep import sweep
 from undertow.runtime.weights import require_means
 from undertow.trace import StepReport, Trace, summarize
@@ -323,14 +328,10 @@ class Sync:
         """Keeps the other ranks company in one synchronisation, without gradients of our own."""
         self._engine.shadow()
 
-    def require_whole_optimizer(self, where: str) -> None:
-        """PhaseError under a sharded optimizer: a rank without data would still have to step on its shards."""
-        if self.steps is not None:
-            raise PhaseError(
-                "a rank that has run out of data cannot leave a sharded optimizer: the others need its shards.",
-                where=where,
-                remedy="Give every rank as many batches, or use a plain optimizer.",
-            )
+    @property
+    def synchronises(self) -> bool:
+        """Whether a backward that runs now communicates."""
+        return self._engine.synchronises
 
     def join_ends(self) -> None:
         """All ranks are in the same place again, and all of them count."""

@@ -33,10 +33,13 @@ class Sums:
 class Weighing:
     """The weights of one round; `before` is that of what earlier synchronisations of the step have brought."""
 
-    def __init__(self, group: OwnGroup, weight: float | None, *, before: float | Tensor, is_without_data: bool) -> None:
+    def __init__(
+        self, group: OwnGroup, weight: float | None, *, before: float | Tensor, is_without_data: bool, waits_for: str
+    ) -> None:
         self._group = group
         self._weight = weight
         self._before = before
+        self._waits_for = waits_for  # what a wait of the training thread is for
         self._is_without_data = is_without_data
         self._handle: ReductionHandle | None = None
         self._tensor = torch.empty(0)
@@ -69,7 +72,8 @@ class Weighing:
         if self._handle is None:
             return None
         if not self._is_known:
-            self._handle.wait()
+            with self._group.waiting(self._waits_for):
+                self._handle.wait()
             self._sums = self._on_host() if self._group.device.type == "cpu" else self._on_device()
             self._is_known = True
         return self._sums
@@ -144,6 +148,10 @@ class Weights:
         if has_accumulated:
             self._accumulated = None
 
+    def forget_accumulated(self) -> None:
+        """What backwards have accumulated is left out."""
+        self._next = self._accumulated = None
+
     def begins(self, *, is_synchronised: bool, is_without_data: bool, can_wait: bool) -> Weighing | None:
         """A backward begins, or a round outside of one, on a rank `is_without_data` perhaps; None where there is nothing to say.
 
@@ -164,7 +172,10 @@ class Weights:
             )
         if not self._are_sent and weight is None and not is_without_data:
             return None
-        made = Weighing(self._group, weight, before=self._total, is_without_data=is_without_data)
+        waits_for = (
+            "the sum of all ranks' weights" if can_wait else ""
+        )  # else another thread does, while this one has its own wait
+        made = Weighing(self._group, weight, before=self._total, is_without_data=is_without_data, waits_for=waits_for)
         if self._are_sent:
             made.send()
         return made
