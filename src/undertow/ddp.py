@@ -270,7 +270,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
         A gradient is divided by the number of all ranks, or, with `divide_by_initial_world_size=False`, of those that
         still have data. With `throw_on_early_termination` all ranks raise as soon as one has run out. At the end every
-        rank has the model of a rank that trained longest. One backward for each forward.
+        rank has the model of a rank that trained longest. One backward for each forward; a ShardedOptimizer steps on all ranks.
         """
         return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 

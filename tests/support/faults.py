@@ -218,6 +218,21 @@ def in_data(script: _Script) -> torch.optim.Optimizer:
     return _optimizer(script)
 
 
+def in_evaluation(script: _Script) -> torch.optim.Optimizer:
+    """Which a rank runs alone, at a place where the others go on training."""
+
+    def evaluate() -> None:
+        if script.step == FAULTY_STEP:
+            hook = script.model.module.norm.register_forward_pre_hook(script.act)
+            with torch.no_grad():
+                script.model.eval()(torch.randn(4, 8))
+            script.model.train()
+            hook.remove()
+
+    script.before_forward = evaluate
+    return _optimizer(script)
+
+
 def in_forward(script: _Script) -> torch.optim.Optimizer:
     script.model.module.norm.register_forward_pre_hook(script.act)
     return _optimizer(script)

@@ -50,7 +50,7 @@ class Engine:
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self._is_passed_on, self._recorder = False, recorder  # to somebody who came later
         self._progress = Progress()
-        group.num_steps = self._progress.rounds
+        group.num_steps, group.is_idle = self._progress.rounds, self._progress.is_idle
         self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()

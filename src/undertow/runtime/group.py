@@ -121,6 +121,7 @@ class OwnGroup:
         self.device = device  # where small tensors of exchanges live
         self.member: Member | None = None  # by which we know whether the other ranks are there
         self.num_steps: Callable[[], int] = int
+        self.is_idle: Callable[[], bool] = bool
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.hooks_use_users = False  # communication hooks, whose collectives go over the user's group
         self.company: Company | None = None  # inside join(), which torch has go over the user's group as well
@@ -141,7 +142,7 @@ class OwnGroup:
         how = {"interrupt": partial(_interrupt, own), "destroy": partial(_destroy, own)}
         member = join_ring(self.user.ranks, self.rank, self._limits, **how)
         if member is not None:
-            member.num_steps, member.module = self.num_steps, self.module
+            member.num_steps, member.is_idle, member.module = self.num_steps, self.is_idle, self.module
             self.member = member
         with self.waiting("all ranks, to make a process group"):
             if member is not None:
