@@ -1,4 +1,4 @@
-"""join() under a sharded optimizer: a rank without data takes part in every step, and contributes nothing."""
+"""join(): a rank without data contributes nothing; under a sharded optimizer it takes part in every step."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Loop:
     schedules: bool = False
     zeroes_late: bool = False  # between forward and backward
     by_active: bool = False
+    ends_within: bool = False  # a rank's data may end behind a backward that only accumulates
 
     def backwards(self) -> int:
         return self.num_micro * self.num_synchronised
@@ -60,7 +61,8 @@ def trained_wrapped(loop: Loop, *, model: nn.Module, **settings: Any) -> dict[st
         model, device_mesh=settings.pop("mesh", None), config=SyncConfig(reduction="ordered", **settings)
     )
     cls, how = OPTIMIZERS[loop.optimizer]
-    optimizer = ShardedOptimizer(cls, ddp, **how)
+    is_sharded = settings.get("strategy") != "ddp"
+    optimizer = ShardedOptimizer(cls, ddp, **how) if is_sharded else cls(ddp.parameters(), **how)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     rank = dist.get_rank()
     with ddp.join(divide_by_initial_world_size=not loop.by_active):
@@ -81,6 +83,11 @@ def trained_wrapped(loop: Loop, *, model: nn.Module, **settings: Any) -> dict[st
             optimizer.step()
             if loop.schedules:
                 schedule.step()
+        if loop.ends_within and loop.num_steps[rank] < max(loop.num_steps):
+            with ddp.no_sync():
+                loss = loop.loss(ddp, loop.num_steps[rank], 0, rank)
+                ddp.weight(loop.rows(rank))
+                loss.backward()
     found = parameters(ddp)
     ddp.close()
     return {name.removeprefix("module."): value for name, value in found.items()}
@@ -173,6 +180,18 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_training_is_that_of_a_loop_over_who_has_data(ranks: Ranks, name: str, strategy: str) -> None:
     ranks.run(each_as_by_hand, LOOPS[name], {"strategy": strategy, "bucket_cap_mb": 1e-4}, timeout_s=120.0)
+
+
+@pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.num_synchronised == 1 and not loop.clips])
+def test_it_is_so_with_a_plain_optimizer_too(ranks: Ranks, name: str) -> None:
+    """Parameters are those of the rank that trained longest."""
+    ranks.run(each_as_by_hand, LOOPS[name], {"strategy": "ddp", "bucket_cap_mb": 1e-4}, timeout_s=120.0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_what_was_only_accumulated_when_data_ends_is_left_out_with_its_weight(ranks: Ranks, strategy: str) -> None:
+    loop = Loop((), is_weighted=True, num_micro=2, ends_within=True)
+    ranks.run(each_as_by_hand, loop, {"strategy": strategy, "bucket_cap_mb": 1e-4}, timeout_s=120.0)
 
 
 @pytest.mark.parametrize("name", ["plain", "synchronises twice"])
