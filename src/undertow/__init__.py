@@ -26,7 +26,7 @@ from undertow.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from undertow.attached import BucketedDDPHooks, attach
-    from undertow.checkpoint import load_checkpoint, save_checkpoint
+    from undertow.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.clipping import clip_grad_norm_
     from undertow.ddp import DistributedDataParallel
     from undertow.hooks import chain
@@ -48,6 +48,7 @@ _LAZY = {
     "average_gradients": "undertow.runtime.average",
     "chain": "undertow.hooks",
     "clip_grad_norm_": "undertow.clipping",
+    "has_checkpoint": "undertow.checkpoint",
     "load_checkpoint": "undertow.checkpoint",
     "save_checkpoint": "undertow.checkpoint",
 }
@@ -78,6 +79,7 @@ __all__ = [
     "average_gradients",
     "chain",
     "clip_grad_norm_",
+    "has_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
 ]

@@ -323,14 +323,10 @@ class Sync:
         """Keeps the other ranks company in one synchronisation, without gradients of our own."""
         self._engine.shadow()
 
-    def require_whole_optimizer(self, where: str) -> None:
-        """PhaseError under a sharded optimizer: a rank without data would still have to step on its shards."""
-        if self.steps is not None:
-            raise PhaseError(
-                "a rank that has run out of data cannot leave a sharded optimizer: the others need its shards.",
-                where=where,
-                remedy="Give every rank as many batches, or use a plain optimizer.",
-            )
+    @property
+    def synchronises(self) -> bool:
+        """Whether a backward that runs now communicates."""
+        return self._engine.synchronises
 
     def join_ends(self) -> None:
         """All ranks are in the same place again, and all of them count."""

@@ -50,7 +50,7 @@ class Engine:
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self._is_passed_on, self._recorder = False, recorder  # to somebody who came later
         self._progress = Progress()
-        group.num_steps = self._progress.rounds
+        group.num_steps, group.is_idle = self._progress.rounds, self._progress.is_idle
         self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
@@ -95,7 +95,7 @@ class Engine:
         self._recorder.forward_begins()
         if formation.watch.alone is not None:
             formation.watch.alone.forward_begins()
-        self._progress.forward_begins(is_accumulating=not self._synchronises)
+        self._progress.forward_begins(is_accumulating=not self.synchronises)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on. PhaseError in a round, or if there is a hook already."""
@@ -185,9 +185,13 @@ class Engine:
     def shadow(self) -> None:
         """A round in which this rank, which has run out of data, only keeps the others company."""
         self._abandon()
+        self.combination.runs_out()
+        self.formation.settle()
+        company = self.formation.group.company
+        keeps = company is not None and company.has_shards
         if self.formation.is_active:
-            self._begin(is_synchronised=True, is_shadow=True)
-            with gradients_aside(self.formation.watch.params):
+            with contextlib.nullcontext() if keeps else gradients_aside(self.formation.watch.params):
+                self._begin(is_synchronised=True, is_shadow=True)
                 self._launch_rest()
                 self.complete()
 
@@ -223,7 +227,7 @@ class Engine:
         self._in_backward.close()
 
     @property
-    def _synchronises(self) -> bool:
+    def synchronises(self) -> bool:
         """Whether a backward that runs now communicates: also one that only accumulates, where what rests are shards."""
         return not self.is_accumulating or self.formation.assembly.strategy.reduces_micro_batches
 
@@ -271,7 +275,7 @@ class Engine:
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, whether a gradient of ours will come or not."""
         if self.formation.is_active and not self.is_closed and self._is_between_rounds():
-            self._begin(is_synchronised=self._synchronises)
+            self._begin(is_synchronised=self.synchronises)
             self._end.watch(task)
 
     def _leave_behind(self, this: OpenRound) -> None:

@@ -23,6 +23,7 @@ from undertow.runtime.reducer import Reducer
 from undertow.runtime.sharded_binding import ShardedBinding
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.trailer import Reading, Snapshot, TrailerCodec, Verdict, to_device
+from undertow.runtime.waiting import label_of
 from undertow.runtime.weights import Weighing
 from undertow.schedule import Op, OpKind
 
@@ -64,7 +65,7 @@ class Executor:
     def __init__(self, plan: Plan, params: Sequence[Tensor], group: OwnGroup, recorder: Recorder, reducer: Reducer) -> None:
         self._rank = group.rank
         self._group = group if reducer.sharding is None else reducer.sharding.exchanges.group
-        self._labels = [_label(bucket, plan) for bucket in plan.buckets]
+        self._labels = [label_of(bucket, plan) for bucket in plan.buckets]
         self._recorder = recorder
         self._reducer = reducer
         self._buckets = plan.buckets
@@ -141,8 +142,9 @@ class Executor:
 
     def have_all_weights(self) -> bool:
         """Whether every rank has weights, or no data; waits for the first bucket. None of a rank that has neither asks."""
-        for handle in self._handles[0]:
-            handle.wait()
+        with self._group.waiting(self._labels[0]):
+            for handle in self._handles[0]:
+                handle.wait()
         reading = self._trailers[0].read()
         mine = self._round is not None and self._round.weighing is not None and self._round.weighing.says is True
         return mine if reading is None else reading.some_have_weights and not reading.some_have_none
@@ -262,6 +264,8 @@ class Executor:
         sums = None if this_round.weighing is None or this_round.has_failed else this_round.weighing.sums()
         if sums is not None:
             binding.weigh(divisor=sums.divisor, keep=sums.keep)
+        elif this_round.rescale != 1.0:
+            binding.reduced.mul_(this_round.rescale)
         used = self._used_elsewhere(index, this_round)
         binding.settle(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
         if self._finite is not None and self._finite.stops_updates and index in this_round.nonfinite:
@@ -377,12 +381,6 @@ def _binding(bucket: Bucket, params: Sequence[Tensor]) -> Binding:
     if bucket.is_sparse:
         return SparseBinding(GradientBucket(bucket.index, 0, (), layout=bucket), params)
     return DenseBinding(GradientBucket(bucket.index, bucket.num_bytes, params, layout=bucket), params)
-
-
-def _label(bucket: Bucket, plan: Plan) -> str:
-    names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"bucket {bucket.index} ({shown or 'flags only'})"
 
 
 def _rescale(values: Sequence[Tensor], this_round: Round) -> None:

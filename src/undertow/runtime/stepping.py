@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -14,6 +14,7 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
 from undertow.runtime import private_scaling
 from undertow.runtime.axes import Axes
+from undertow.runtime.company import Company
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.formation import Formation
 from undertow.runtime.group import Agreement
@@ -22,6 +23,12 @@ from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.weights import require_means
 from undertow.schedule import ZERO1, strategy_named
+
+
+class CompanyKeeper(Protocol):
+    """An optimizer that takes part in steps without data of its own."""
+
+    def keep_company(self, name: str, arguments: dict[str, Any]) -> None: ...
 
 
 class ShardedSteps:
@@ -120,7 +127,13 @@ class ShardedSteps:
         return sharding
 
     def begin_clipping(self) -> Sharding:
-        """The same, before the optimizer steps; PhaseError in eager form, where it has stepped already."""
+        """The same, before the optimizer steps; PhaseError in eager form, where it has stepped already, and inside join()."""
+        if self._group.company is not None:
+            raise PhaseError(
+                "undertow.clip_grad_norm_ goes over a model, and ranks without data take part in calls of its optimizer.",
+                where=f"clip_grad_norm_, join(), rank {self._group.rank}",
+                remedy="Call clip_grad_norm_ of the optimizer.",
+            )
         if self.is_eager:
             raise PhaseError(
                 "clip_grad_norm_ does not go with eager=True: the norm is known when parameters are updated already.",
@@ -128,6 +141,23 @@ class ShardedSteps:
                 remedy="Leave eager=True out: gathers lie under the next forward, and updates between them and backward.",
             )
         return self.begin()
+
+    def begin_join(self, company: Company | None) -> None:
+        """Of the group inside, over which gradients are unscaled."""
+        self._axes.inside.group.company = company
+
+    def tell(self, name: str, arguments: dict[str, Any]) -> None:
+        """Inside join(): before a call that all ranks make, which those without data make when they are told."""
+        if self._group.company is not None and self._group.num_ranks > 1:
+            self._group.company.tell(name, arguments)
+
+    def keep_company(self, *, name: str, arguments: dict[str, Any]) -> None:
+        """Makes a call of which a rank with data has told."""
+        stepper = None if self._stepper is None else self._stepper()
+        if name == "full_gradient" and self._sharding is not None:
+            self._sharding.full_gradient(arguments["index"])
+        elif stepper is not None:
+            cast(CompanyKeeper, stepper).keep_company(name, arguments)
 
     def end(self) -> None:
         """It has stepped: every rank's shards are on their way to the others."""
@@ -169,7 +199,11 @@ class ShardedSteps:
         """The mean gradient of a parameter; a collective call where ranks have shards of it."""
         sharding = self._sharding
         index = None if sharding is None else next((at for at, it in enumerate(sharding.params) if it is param), None)
-        return param.grad if sharding is None or index is None else sharding.full_gradient(index)
+        if sharding is None or index is None:
+            return param.grad
+        if sharding.holds_gradient(index):
+            self.tell("full_gradient", {"index": index})
+        return sharding.full_gradient(index)
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
