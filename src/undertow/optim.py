@@ -89,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
-        self._steps.tell("step", {"groups": settings_to_json(self.param_groups)})
+        self._steps.tell("step", lambda: {"groups": settings_to_json(self.param_groups)})
         if self._steps.is_stepped:
             self._confirm()
         else:
@@ -144,8 +144,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
         norm_type = checked_norm_type(norm_type)
-        how = {"max_norm": float(max_norm), "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        self._steps.tell("clip_grad_norm_", how)
+        self._steps.tell(
+            "clip_grad_norm_",
+            lambda: {"max_norm": float(max_norm), "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite},
+        )
         sharding = self._begin()
         grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
         total = total_norm(grads, norm_type, device=sharding.group.device, group=sharding.group)

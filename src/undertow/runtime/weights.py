@@ -172,9 +172,8 @@ class Weights:
             )
         if not self._are_sent and weight is None and not is_without_data:
             return None
-        waits_for = (
-            "the sum of all ranks' weights" if can_wait else ""
-        )  # else another thread does, while this one has its own wait
+        # In eager form another thread waits for it, while this one has a wait of its own.
+        waits_for = "the sum of all ranks' weights" if can_wait else ""
         made = Weighing(self._group, weight, before=self._total, is_without_data=is_without_data, waits_for=waits_for)
         if self._are_sent:
             made.send()
