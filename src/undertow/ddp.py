@@ -275,8 +275,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """For torch.distributed.algorithms.Join, also among other participants."""
-        how = {"divide_by_initial_world_size": kwargs.get("divide_by_initial_world_size", True)}
-        self._shadow = ShadowHook(self.sync, self, is_alone=kwargs.get("is_alone", False), **how)
+        defaults = {"divide_by_initial_world_size": True, "is_alone": False, "is_enabled": True}
+        # Others are for other participants.
+        self._shadow = ShadowHook(self.sync, self, **{name: kwargs.get(name, usual) for name, usual in defaults.items()})
         return self._shadow
 
     @property

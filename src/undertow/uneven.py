@@ -28,7 +28,7 @@ class UnevenInputs(Join):
     """torch's context manager for one model, which also leaves it as it found it, and says so where a rank is gone."""
 
     def __init__(self, joinable: Joinable, enable: bool, throw_on_early_termination: bool, **how: Any) -> None:
-        super().__init__([joinable], enable, throw_on_early_termination, is_alone=True, **how)
+        super().__init__([joinable], enable, throw_on_early_termination, is_alone=True, is_enabled=enable, **how)
         self._hook = cast(ShadowHook, self._join_hooks[0])
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -56,12 +56,15 @@ class ShadowHook(JoinHook):
     PhaseError where an optimizer is in shards and the model not `is_alone` among the participants, or steps in backward.
     """
 
-    def __init__(self, sync: Sync, joinable: Joinable, *, divide_by_initial_world_size: bool, is_alone: bool) -> None:
+    def __init__(
+        self, sync: Sync, joinable: Joinable, *, divide_by_initial_world_size: bool, is_alone: bool, is_enabled: bool
+    ) -> None:
         self.divides_by_initial_world_size = divide_by_initial_world_size
         self.sync = sync
-        _require_join(sync, is_alone=is_alone)
         self._company = Company(sync.own_group, partial(_announce_call, sync, joinable, self), has_shards=sync.steps is not None)
-        self._begin(self._company)
+        if is_enabled:
+            _require_join(sync, is_alone=is_alone)
+            self._begin(self._company)
 
     def main_hook(self) -> None:
         """Takes part in one step of the others, or in a call of theirs."""

@@ -278,6 +278,8 @@ def refusals() -> dict[str, str]:
     ddp.close()
     ddp = DistributedDataParallel(fresh_mlp())
     optimizer = ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.01)
+    with ddp.join(enable=False):  # nobody runs out of data: nothing is refused, and nothing told
+        assert ddp.sync.own_group.company is None
     found["torch's Join"] = joined(lambda: Join([ddp]))
     optimizer.zero_grad()
     ddp(noise(ROWS, 6)).square().mean().backward()

@@ -32,7 +32,7 @@ from undertow.runtime.hooks import OutermostEnd
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
 from undertow.runtime.open_round import OpenRound
-from undertow.runtime.outcome import all_have_other_buffers, late_buckets, not_waited_for, require_sound
+from undertow.runtime.outcome import all_have_other_buffers, late_buckets, not_waited_for, require_sound, step_within_backward
 from undertow.runtime.progress import Progress
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch
@@ -139,11 +139,7 @@ class Engine:
         at, and it does not step. PhaseError in the middle of a backward.
         """
         if self._open is not None and private.graph_task_id() != -1:
-            raise PhaseError(
-                "an optimizer steps within a backward, on gradients that are not averaged yet.",
-                where=f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}",
-                remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
-            )
+            raise step_within_backward(f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}")
         self._abandon()
         progress, formation = self._progress, self.formation
         is_up_to_date = progress.has_brought(params)

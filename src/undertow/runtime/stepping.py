@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+<<<<<<< HEAD
 from collections.abc import Callable, Iterable
+=======
+from collections.abc import Callable
+>>>>>>> elastic
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
@@ -146,10 +150,10 @@ class ShardedSteps:
         """Of the group inside, over which gradients are unscaled."""
         self._axes.inside.group.company = company
 
-    def tell(self, name: str, arguments: dict[str, Any]) -> None:
+    def tell(self, name: str, arguments: Callable[[], dict[str, Any]]) -> None:
         """Inside join(): before a call that all ranks make, which those without data make when they are told."""
         if self._group.company is not None and self._group.num_ranks > 1:
-            self._group.company.tell(name, arguments)
+            self._group.company.tell(name, arguments())
 
     def keep_company(self, *, name: str, arguments: dict[str, Any]) -> None:
         """Makes a call of which a rank with data has told."""
@@ -202,7 +206,7 @@ class ShardedSteps:
         if sharding is None or index is None:
             return param.grad
         if sharding.holds_gradient(index):
-            self.tell("full_gradient", {"index": index})
+            self.tell("full_gradient", lambda: {"index": index})
         return sharding.full_gradient(index)
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
