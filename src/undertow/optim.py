@@ -90,13 +90,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
-<<<<<<< HEAD
         if self._steps.skips(self):
             return loss
-        self._steps.tell("step", {"groups": settings_to_json(self.param_groups)})
-=======
         self._steps.tell("step", lambda: {"groups": settings_to_json(self.param_groups)})
->>>>>>> elastic
         if self._steps.is_stepped:
             self._confirm()
         else:
@@ -151,16 +147,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
         norm_type = checked_norm_type(norm_type)
-<<<<<<< HEAD
         finish_before_look(self._sync, self._params())
-        how = {"max_norm": float(max_norm), "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        self._steps.tell("clip_grad_norm_", how)
-=======
         self._steps.tell(
             "clip_grad_norm_",
             lambda: {"max_norm": float(max_norm), "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite},
         )
->>>>>>> elastic
         sharding = self._begin()
         grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
         total = total_norm(grads, norm_type, device=sharding.group.device, group=sharding.group)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-<<<<<<< HEAD
 from collections.abc import Callable, Iterable
-=======
-from collections.abc import Callable
->>>>>>> elastic
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn

@@ -193,14 +193,8 @@ class Weights:
         is_without_data = is_without_data and weight is None
         if not self._are_sent and weight is None and not is_without_data:
             return None
-<<<<<<< HEAD
         how = {"is_without_data": is_without_data, "can_wait": can_wait, "is_last": is_last}
         made = Weighing(self._group, weight, before=self._brought, **how)
-=======
-        # In eager form another thread waits for it, while this one has a wait of its own.
-        waits_for = "the sum of all ranks' weights" if can_wait else ""
-        made = Weighing(self._group, weight, before=self._total, is_without_data=is_without_data, waits_for=waits_for)
->>>>>>> elastic
         if self._are_sent:
             made.send()
         return made
