@@ -90,9 +90,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
+        self._steps.tell("step", lambda: {"groups": settings_to_json(self.param_groups)})
         if self._steps.skips(self):
             return loss
-        self._steps.tell("step", lambda: {"groups": settings_to_json(self.param_groups)})
         if self._steps.is_stepped:
             self._confirm()
         else:

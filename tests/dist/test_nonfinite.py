@@ -596,3 +596,23 @@ def experts_raise() -> str:
 def test_ranks_with_the_same_experts_raise(four_ranks: Ranks) -> None:
     text = "the gradient of 'experts.0.bias' is infinite or no number on rank 1."
     assert four_ranks.run(experts_raise) == ["", text, "", text]
+
+
+def steps_in_join(strategy: str, steps: range | list[int], bad: int | None) -> Parameters:
+    """The first rank has data for two steps only; `bad` is one in which the last rank's gradient is infinite."""
+    with training(layers(), strategy, "AdamW", nonfinite="skip") as (ddp, optimizer):
+        with ddp.join():
+            for step in list(steps)[: 2 if dist.get_rank() == 0 else None]:
+                optimizer.zero_grad()
+                backward(ddp, step, factor=torch.inf if step == bad else None)
+                optimizer.step()
+        return parameters(ddp)
+
+
+def skips_in_join(strategy: str) -> None:
+    require_equal(steps_in_join(strategy, range(5), 3), steps_in_join(strategy, [0, 1, 2, 4], None))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_a_rank_that_has_run_out_of_data_skips_the_step_of_the_others(ranks: Ranks, strategy: str) -> None:
+    ranks.run(skips_in_join, strategy)
