@@ -8,11 +8,8 @@ across   rank 0  rank 1      gradients: reduce-scatter inside, then all-reduce o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-
-from torch import nn
 
 from undertow.config import SyncConfig
 from undertow.runtime.collectives import Handle
@@ -29,15 +26,13 @@ class Axes:
     destroys the groups.
     """
 
-    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, module: nn.Module, *, divisor: float) -> None:
+    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, *, divisor: float) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
         refs = [user] if user.across is None else [user.inside, user.across]
-        self._groups = [OwnGroup(ref, device=all_ranks.device, limits=config) for ref in refs]
-        for group in self._groups:
-            group.num_steps, group.module = all_ranks.num_steps, weakref.ref(module)
-            if self.num_ranks > 1:
-                group.open()
+        self._groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref in refs]
+        for group in self._groups if self.num_ranks > 1 else ():
+            group.open()
         in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)
         # Sums inside are not divided: the mean is rounded once, when all summands are in it.
         divisors = [divisor] if user.across is None else [1, divisor]

@@ -107,11 +107,15 @@ class GroupRef:
 class OwnGroup:
     """A clone of the user's process group: our collectives never interleave with the user's own.
 
-    It is made by `open`, and held weakly for the reason that `GroupRef` gives.
+    It is made by `open`, and held weakly for the reason that `GroupRef` gives. One whose ranks are some of those of the group
+    that it is `within`, or all of them, has their faults: whoever waits over either wakes up.
     """
 
-    def __init__(self, user: GroupRef, *, device: torch.device, limits: SyncConfig | None = None) -> None:
+    def __init__(
+        self, user: GroupRef, *, device: torch.device, limits: SyncConfig | None = None, within: OwnGroup | None = None
+    ) -> None:
         self.user = user
+        self._within = within
         self.rank = user.rank
         self.num_ranks = len(user.ranks)
         self.backend = user.backend
@@ -129,15 +133,14 @@ class OwnGroup:
         return self._group is not None
 
     def open(self) -> None:
-        """Makes the clone; a collective call, before any other one over it."""
+        """Makes the clone; a collective call, before any other one over it. One that is `within` another comes after that."""
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
         own = weakref.ref(self)
-        how = {"interrupt": partial(_interrupt, own), "destroy": partial(_destroy, own)}
-        member = join_ring(self.user.ranks, self.rank, self._limits, **how)
+        member = self._joins() if self._within is None else self._within.member
         if member is not None:
-            member.num_steps, member.module = self.num_steps, self.module
+            member.groups.append((partial(_interrupt, own), partial(_destroy, own)))
             self.member = member
         with self.waiting("all ranks, to make a process group"):
             if member is not None:
@@ -146,6 +149,12 @@ class OwnGroup:
             self._group = weakref.ref(self.user.clone())
         if member is not None:
             member.is_made = True
+
+    def _joins(self) -> Member | None:
+        member = join_ring(self.user.ranks, self.rank, self._limits)
+        if member is not None:
+            member.num_steps, member.module = self.num_steps, self.module
+        return member
 
     def waiting(self, what: str = "") -> Waiting:
         """`with` it this rank waits for what other ranks bring: where one is gone, the error says so."""
@@ -203,7 +212,7 @@ def _destroy(owner: weakref.ref[OwnGroup]) -> None:
     if own is None:
         return
     member, own.member = own.member, None
-    if member is not None:
+    if member is not None and own._within is None:
         member.close()
     with own._destroying:
         group = None if own._group is None else own._group()

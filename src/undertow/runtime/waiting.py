@@ -17,7 +17,7 @@ from undertow.runtime.guard import GUARD, Member, Ring
 from undertow.runtime.ring import make_ring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 _log = logging.getLogger("undertow")
 # What a transport says when a connection breaks: gloo, NCCL, the store. Other errors are not made to wait for a verdict.
@@ -65,10 +65,8 @@ def require_no_fault(member: Member | None) -> None:
         raise fault.error(where_of(member))
 
 
-def join_ring(
-    ranks: tuple[int, ...], rank: int, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]
-) -> Member | None:
-    """A new group of these ranks of the world, of which this is number `rank`; a collective call.
+def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Member | None:
+    """For the groups of a new model of these ranks of the world, of which this is number `rank`; a collective call.
 
     None where no ring can be made. RankLost where a rank has died before, StallTimeout where one does not come within the
     time that process groups wait.
@@ -80,7 +78,7 @@ def join_ring(
         if ring is None:
             return None
         GUARD.adopt(ranks, ring)
-    member = ring.join(limits, interrupt=interrupt, destroy=destroy)
+    member = ring.join(limits)
     require_no_fault(member)
     return member
 
