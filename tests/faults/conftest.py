@@ -10,6 +10,7 @@ from statistics import median
 import pytest
 
 from support.faults import Outcome
+from support.namespaces import needs_namespaces  # noqa: F401  # for the tests of this folder
 
 Record = Callable[[str, Sequence[Outcome]], None]
 

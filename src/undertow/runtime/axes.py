@@ -9,7 +9,6 @@ across   rank 0  rank 1      gradients: reduce-scatter inside, then all-reduce o
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from undertow.config import SyncConfig
 from undertow.runtime.collectives import Handle
@@ -41,7 +40,7 @@ class Axes:
             for group, divisor in zip(self._groups, divisors, strict=True)
         ]
         self.inside, self.across = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
-        self._updating = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undertow-updates")
+        self._updating = all_ranks.worker("undertow-updates")
 
     @property
     def can_step_in_backward(self) -> bool:
@@ -61,6 +60,6 @@ class Axes:
         for exchanges in (self.inside, self.across):
             if exchanges is not None:
                 exchanges.close()
-        self._updating.shutdown(wait=False)
+        self._updating.shutdown()
         for group in self._groups:
             group.close()

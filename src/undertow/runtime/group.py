@@ -19,7 +19,8 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
 from undertow.runtime.guard import Member
-from undertow.runtime.waiting import Waiting, join_ring, require_no_fault
+from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
+from undertow.runtime.worker import Worker
 
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
@@ -159,6 +160,20 @@ class OwnGroup:
     def waiting(self, what: str = "") -> Waiting:
         """`with` it this rank waits for what other ranks bring: where one is gone, the error says so."""
         return Waiting(self.member, what)
+
+    def worker(self, name: str) -> Worker:
+        """A thread that waits for other ranks, and that the process does not wait for at exit where one of them is lost."""
+        own = weakref.ref(self)
+
+        def is_broken() -> bool:
+            group = own()
+            return group is None or group.member is None or group.member.known_fault is not None
+
+        return Worker(name, is_broken=is_broken)
+
+    def launching(self) -> Launching:
+        """`with` it this rank sends what other ranks expect in this order."""
+        return Launching(self.member)
 
     def require_no_fault(self) -> None:
         """Raises where another rank is gone or has failed, or this rank was too late."""

@@ -29,6 +29,7 @@ from undertow.errors import UndertowError
 from undertow.runtime import faults
 from undertow.runtime.endings import raised, tell_before_end
 from undertow.runtime.faults import Fault, State
+from undertow.runtime.links import PING, WAITS_S, Links
 from undertow.runtime.ring import Neighbour, close_all
 
 __all__ = ["GUARD", "Member", "Ring"]
@@ -39,7 +40,7 @@ _Heard = tuple["Ring", Neighbour, list[Message], bool]
 _log = logging.getLogger("undertow")
 _ANSWERS_S = 1.0  # that ranks have to say what they are doing
 _VERDICT_S = 5.0  # from a broken connection until it is known who is gone
-_TICK_S = 5.0  # at most, between two looks at how long we wait
+_TICK_S = 2.0  # at most, between two looks at how long we wait
 _FLUSH_S = 1.0  # that neighbours have to take our last words
 _GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
 _MAX_SEEN = 4096
@@ -157,12 +158,14 @@ class Ring:
         self.rank = rank
         self.num_ranks = num_ranks
         self.neighbours = list(neighbours)
-        self.world = weakref.ref(world, lambda _: GUARD.ends(self))  # which torch.distributed owns
+        # It is torch.distributed's. Where a thread that is stuck has held it to the very end, nothing is left to be done.
+        self.world = weakref.ref(world, lambda _: None if GUARD is None else GUARD.ends(self))
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every group
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self.opened: dict[int, set[int]] = {}
         self.ended: dict[int, Fault] = {}  # ranks whose process has ended well
+        self.links = Links()
         self._numbers = itertools.count()
         self._meetings = itertools.count()
         self._said = itertools.count()
@@ -192,6 +195,8 @@ class Ring:
 
     def receive(self, message: Message, source: Neighbour) -> None:
         """Passes on what is new before anything is done about it: we may not live long."""
+        if message.get("kind") == PING["kind"]:
+            return
         number = str(message.get("id"))
         with self.condition:
             if number in self._seen:
@@ -226,10 +231,10 @@ class Ring:
                 with self.condition:
                     self.opened.setdefault(int(message["number"]), set()).add(source)
                     self.condition.notify_all()
-            case "failed":
-                self._latch(faults.failed(source, str(message["text"])))
-            case "lost":
-                self._latch(faults.lost(int(message["rank"])))
+            case "failed" | "lost" | "unreachable":
+                self._latch(faults.fault_told_by(source, message))
+            case "sends":
+                self.links.table.hear(source, message)
             case "ended" | "left" as kind if kind == "ended" or member is not None:
                 text, steps = str(message["text"]), int(message["steps"])
                 left = self.ended if member is None else member.left
@@ -253,10 +258,12 @@ class Ring:
                 self.say("does", number=member.number, **faults.stopped(neighbour.rank))
 
     def look(self) -> None:
-        """From time to time: whether this rank has waited for long."""
-        for member in list(self.members.values()):
-            if self.fault is None and member.fault is None:
-                self._look_at(member)
+        """From time to time: whether this rank has waited for long, and how its links are."""
+        members = [member for member in list(self.members.values()) if self.fault is None and member.fault is None]
+        for member in members:
+            self._look_at(member)
+        if members:
+            self.links.look(self.neighbours, max(member.waited_s() for member in members), say=self.say)
 
     def _look_at(self, member: Member) -> None:
         now_s, waited_s = time.monotonic(), member.waited_s()
@@ -429,6 +436,8 @@ class Guard:
             return None
         if any(not member.is_told for member in members):
             return 0.1 * _ANSWERS_S
+        if any(member.waited_s() > WAITS_S for member in members):
+            return WAITS_S
         return min(_TICK_S, *(0.25 * min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members))
 
 
