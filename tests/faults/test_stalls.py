@@ -87,3 +87,12 @@ def test_a_rank_that_is_stopped_is_said_to_be(num_ranks: int, record: Record) ->
         assert f"\n  rank {fault.rank}: stopped by a signal\n" in outcome.text
         assert outcome.seconds < WITHIN_S
     record("stopped, beyond stall_timeout_s=1.5", found)
+
+
+def test_a_stall_on_a_mesh_names_the_rank_in_other_rows_and_columns_too() -> None:
+    settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
+    fault = Fault("is_stopped", "in_hybrid_backward", rank=3, num_ranks=4, settings=settings)
+    for outcome in outcomes(fault)[: fault.rank]:
+        assert (outcome.kind, outcome.exit_code) == ("StallTimeout", 1)
+        assert re.match(r"rank \d has waited \d+ s for bucket \d .*: rank 3 has not come\.", outcome.text)
+        assert "\n  rank 3: stopped by a signal\n" in outcome.text

@@ -121,7 +121,7 @@ class Executor:
 
     def run(self, ops: Sequence[Op]) -> None:
         """Issues `ops` in the given order."""
-        with self._group.waiting():  # also what is launched fails where another rank is gone
+        with self._group.launching() if ops and ops[0].kind is not OpKind.BIND else self._group.waiting():
             for op in ops:
                 with _profiler_range(f"undertow.{op.label}"):
                     self._table[op.kind](self, op.bucket or 0)

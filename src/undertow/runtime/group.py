@@ -19,7 +19,8 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
 from undertow.runtime.guard import Member
-from undertow.runtime.waiting import Waiting, join_ring, require_no_fault
+from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
+from undertow.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from undertow.runtime.company import Company
@@ -110,11 +111,15 @@ class GroupRef:
 class OwnGroup:
     """A clone of the user's process group: our collectives never interleave with the user's own.
 
-    It is made by `open`, and held weakly for the reason that `GroupRef` gives.
+    It is made by `open`, and held weakly for the reason that `GroupRef` gives. One whose ranks are some of those of the group
+    that it is `within`, or all of them, has their faults: whoever waits over either wakes up.
     """
 
-    def __init__(self, user: GroupRef, *, device: torch.device, limits: SyncConfig | None = None) -> None:
+    def __init__(
+        self, user: GroupRef, *, device: torch.device, limits: SyncConfig | None = None, within: OwnGroup | None = None
+    ) -> None:
         self.user = user
+        self._within = within
         self.rank = user.rank
         self.num_ranks = len(user.ranks)
         self.backend = user.backend
@@ -134,15 +139,14 @@ class OwnGroup:
         return self._group is not None
 
     def open(self) -> None:
-        """Makes the clone; a collective call, before any other one over it."""
+        """Makes the clone; a collective call, before any other one over it. One that is `within` another comes after that."""
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
         own = weakref.ref(self)
-        how = {"interrupt": partial(_interrupt, own), "destroy": partial(_destroy, own)}
-        member = join_ring(self.user.ranks, self.rank, self._limits, **how)
+        member = self._joins() if self._within is None else self._within.member
         if member is not None:
-            member.num_steps, member.is_idle, member.module = self.num_steps, self.is_idle, self.module
+            member.groups.append((partial(_interrupt, own), partial(_destroy, own)))
             self.member = member
         with self.waiting("all ranks, to make a process group"):
             if member is not None:
@@ -152,9 +156,29 @@ class OwnGroup:
         if member is not None:
             member.is_made = True
 
+    def _joins(self) -> Member | None:
+        member = join_ring(self.user.ranks, self.rank, self._limits)
+        if member is not None:
+            member.num_steps, member.is_idle, member.module = self.num_steps, self.is_idle, self.module
+        return member
+
     def waiting(self, what: str = "") -> Waiting:
         """`with` it this rank waits for what other ranks bring: where one is gone, the error says so."""
         return Waiting(self.member, what)
+
+    def worker(self, name: str) -> Worker:
+        """A thread that waits for other ranks, and that the process does not wait for at exit where one of them is lost."""
+        own = weakref.ref(self)
+
+        def is_broken() -> bool:
+            group = own()
+            return group is None or group.member is None or group.member.known_fault is not None
+
+        return Worker(name, is_broken=is_broken)
+
+    def launching(self) -> Launching:
+        """`with` it this rank sends what other ranks expect in this order."""
+        return Launching(self.member)
 
     def require_no_fault(self) -> None:
         """Raises where another rank is gone or has failed, or this rank was too late."""
@@ -208,7 +232,7 @@ def _destroy(owner: weakref.ref[OwnGroup]) -> None:
     if own is None:
         return
     member, own.member = own.member, None
-    if member is not None:
+    if member is not None and own._within is None:
         member.close()
     with own._destroying:
         group = None if own._group is None else own._group()

@@ -73,7 +73,7 @@ class ShardedSteps:
         self._overlap = config.overlap
         self._settings = config.to_dict()
         self._group = formation.group
-        self._axes = Axes(formation.group, config, module, divisor=formation.assembly.reducer.divisor)
+        self._axes = Axes(formation.group, config, divisor=formation.assembly.reducer.divisor)
         self.is_eager = is_eager
         try:
             self.eager = eager_steps_over(self._axes, overlap=config.overlap) if is_eager else None
