@@ -21,7 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 import undertow
 from support.drop_in import TIMEOUT_S, groups_of
 from support.models import CASES, mlp, noise
-from support.naive import gradients, require_same, wrapped
+from support.naive import gradients, naive_mean, require_same, wrapped
 from support.ranks import Ranks
 from undertow.demo.corpus import load_corpus
 from undertow.demo.model import Gpt, GptShape
@@ -214,6 +214,85 @@ def sparse_under_a_hook() -> None:
 
 def test_a_hook_reduces_sparse_gradients_too(two_ranks: Ranks) -> None:
     two_ranks.run(sparse_under_a_hook, timeout_s=TIMEOUT_S)
+
+
+def fails_in_the_second_call(make: Callable[[], nn.Module], inputs: Callable[[int], torch.Tensor]) -> list[str]:
+    calls = []
+
+    def hook(_state, bucket):
+        calls.append(bucket.index())
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return default.allreduce_hook(None, bucket)
+
+    with wrapped(make()) as ddp:
+        ddp.register_comm_hook(None, hook)
+        outcomes = []
+        for step in range(4):
+            ddp.zero_grad()
+            try:
+                ddp(inputs(step)).square().mean().backward()
+                outcomes.append("")
+            except ZeroDivisionError as error:
+                outcomes.append(type(error).__name__)
+        return outcomes
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.tensor([step, dist.get_rank()])
+
+
+def only_rows() -> nn.Module:
+    return nn.Embedding(7, 4, sparse=True)
+
+
+def inputs_of_mlp(step: int) -> torch.Tensor:
+    return noise(5, 6, step=step)
+
+
+@pytest.mark.parametrize(("make", "inputs"), [(mlp, inputs_of_mlp), (only_rows, rows)], ids=["dense", "sparse"])
+def test_a_hook_that_failed_on_all_ranks_is_called_again_in_the_next_round(
+    two_ranks: Ranks, make: Callable[[], nn.Module], inputs: Callable[[int], torch.Tensor]
+) -> None:
+    assert two_ranks.run(fails_in_the_second_call, make, inputs) == [["", "ZeroDivisionError", "", ""]] * 2
+
+
+def in_another_group() -> None:
+    bare = mlp()
+    with wrapped(copy.deepcopy(bare)) as ddp:
+        ddp.register_comm_hook(None, default.allreduce_hook)
+        ddp(noise(5, 6)).square().mean().backward()
+        ddp._update_process_group(dist.group.WORLD)
+        for step in range(1, 3):
+            for model in (ddp, bare):
+                model.zero_grad()
+                model(noise(5, 6, step=step)).square().mean().backward()
+            naive_mean(bare)
+            require_same(*map(gradients, (ddp, bare)))
+
+
+def test_a_hook_goes_on_in_another_group(two_ranks: Ranks) -> None:
+    two_ranks.run(in_another_group)
+
+
+def two_models() -> None:
+    """One backward through both, whose hooks send over the same group: in one order on every rank."""
+    first, second = mlp(), nn.Linear(4, 2)
+    bare = copy.deepcopy(nn.Sequential(first, second))
+    with wrapped(first, bucket_cap_mb=1e-6) as before, wrapped(second, bucket_cap_mb=1e-6) as behind:
+        for model in (before, behind):
+            model.register_comm_hook(None, default.allreduce_hook)
+        for step in range(20):
+            for model in (before, behind, bare):
+                model.zero_grad()
+            behind(before(noise(5, 6, step=step))).square().mean().backward()
+            bare(noise(5, 6, step=step)).square().mean().backward()
+            naive_mean(bare)
+            require_same(gradients(nn.Sequential(first, second)), gradients(bare))
+
+
+def test_hooks_of_two_models_take_turns(two_ranks: Ranks) -> None:
+    two_ranks.run(two_models)
 
 
 def plans_under_a_hook() -> list[str]:
