@@ -18,7 +18,17 @@ from support.faults import FAULTY_STEP, Fault, outcomes
 FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label
   {where}
   The step is incomplete on every rank. The traceback is in the log of rank {faulty}."""
-POINTS = ["in_data", "in_forward", "in_backward", "in_comm_hook", "in_optimizer", "in_gathers", "in_construction"]
+POINTS = [
+    "in_data",
+    "in_forward",
+    "in_backward",
+    "in_comm_hook",
+    "in_weights",
+    "in_join",
+    "in_optimizer",
+    "in_gathers",
+    "in_construction",
+]
 FINISHED = """rank {faulty} has left: it has finished after {num_steps} synchronisations, and others wait for it.
   synchronisation 3, rank {rank}
   Give every rank as many batches, or train inside model.join()."""

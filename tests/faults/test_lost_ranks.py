@@ -18,6 +18,8 @@ WHERE = {  # what the others wait for has a number: after a step they are in the
     "in_sharded_backward": "synchronisation {step}, rank {rank}",
     "in_comm_hook": "synchronisation {step}, rank {rank}",
     "in_buffers": "synchronisation {step}, rank {rank}",
+    "in_weights": "synchronisation {step}, rank {rank}",
+    "in_join": "synchronisation {step}, rank {rank}",
     "in_optimizer": "synchronisation {next_step}, rank {rank}",
     "in_gathers": "synchronisation {next_step}, rank {rank}",
     "in_construction": "synchronisation 0, rank {rank}",

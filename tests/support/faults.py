@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import support.ranks  # noqa: F401  # has what ranks import be imported once, before they are forked
 import undertow.sync
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow.runtime.weights import Weighing
 
 FAULTY_STEP = 3
 _NUM_STEPS = 6
@@ -194,6 +195,15 @@ def exits(_script: _Script) -> None:
     raise SystemExit(0)
 
 
+def overflows(script: _Script) -> None:
+    script.model.module.last.bias.register_hook(lambda grad: grad * torch.inf)
+
+
+def writes(script: _Script) -> None:
+    with torch.no_grad():
+        script.model.module.last.weight.mul_(2.0)
+
+
 # Points: each makes the model of a script, and has `act` called somewhere in its step.
 
 
@@ -214,6 +224,21 @@ def _optimizer(script: _Script) -> torch.optim.Optimizer:
 
 def in_data(script: _Script) -> torch.optim.Optimizer:
     script.before_forward = script.act
+    return _optimizer(script)
+
+
+def in_evaluation(script: _Script) -> torch.optim.Optimizer:
+    """Which a rank runs alone, at a place where the others go on training."""
+
+    def evaluate() -> None:
+        if script.step == FAULTY_STEP:
+            hook = script.model.module.norm.register_forward_pre_hook(script.act)
+            with torch.no_grad():
+                script.model.eval()(torch.randn(4, 8))
+            script.model.train()
+            hook.remove()
+
+    script.before_forward = evaluate
     return _optimizer(script)
 
 
@@ -269,6 +294,29 @@ def in_buffers(script: _Script) -> torch.optim.Optimizer:
     return optimizer
 
 
+def in_join(script: _Script) -> torch.optim.Optimizer:
+    """All others have run out of data, and wait for what this rank does next."""
+    script.around = script.model.join
+    if script.rank == script.fault.rank:
+        script.before_forward = script.act
+    else:
+        script.num_steps, script.after_steps = FAULTY_STEP, script.act
+    return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
+
+
+def in_weights(script: _Script) -> torch.optim.Optimizer:
+    """When gradients are weighed for the first time their sum leaves behind all buckets."""
+    send = Weighing.send
+
+    def broken(weighing: Weighing) -> None:
+        script.act()
+        send(weighing)
+
+    Weighing.send = broken
+    script.before_forward = lambda: script.model.weight(4) if script.step >= FAULTY_STEP else None
+    return _optimizer(script)
+
+
 def in_construction(script: _Script) -> torch.optim.Optimizer:
     return _optimizer(script)  # it has happened before
 
@@ -296,16 +344,20 @@ def _constructed(script: _Script) -> DistributedDataParallel:
 
 
 def _train(script: _Script) -> None:
-    script.before_forward = script.after_step = lambda: None
+    script.before_forward = script.after_step = script.after_steps = lambda: None
+    script.around, script.num_steps = contextlib.nullcontext, _NUM_STEPS
     script.model = _constructed(script)
     optimizer = globals()[script.fault.point](script)
-    for step in range(_NUM_STEPS):
-        script.step = step
-        script.before_forward()
-        optimizer.zero_grad()
-        script.model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        script.after_step()
+    with script.around():
+        for step in range(script.num_steps):
+            script.step = step
+            script.before_forward()
+            optimizer.zero_grad()
+            script.model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            script.after_step()
+        script.step += 1
+        script.after_steps()
 
 
 def _rank(rank: int, fault: Fault, directory: Path, port: int, connection: Connection) -> None:

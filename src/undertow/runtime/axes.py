@@ -35,7 +35,7 @@ class Axes:
         refs = [user] if user.across is None else [user.inside, user.across]
         self._groups = [OwnGroup(ref, device=all_ranks.device, limits=config) for ref in refs]
         for group in self._groups:
-            group.num_steps, group.module = all_ranks.num_steps, weakref.ref(module)
+            group.num_steps, group.is_idle, group.module = all_ranks.num_steps, all_ranks.is_idle, weakref.ref(module)
             if self.num_ranks > 1:
                 group.open()
         in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)

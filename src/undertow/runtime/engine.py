@@ -20,6 +20,7 @@ from undertow.errors import PhaseError
 from undertow.plan import Plan
 from undertow.runtime import private
 from undertow.runtime.binding import gradients_aside
+from undertow.runtime.checks import Checks
 from undertow.runtime.combination import Combination
 from undertow.runtime.comm_hook import CommHook, no_second_hook
 from undertow.runtime.companions import Companions
@@ -31,7 +32,7 @@ from undertow.runtime.hooks import OutermostEnd
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
 from undertow.runtime.open_round import OpenRound
-from undertow.runtime.outcome import all_have_other_buffers, late_buckets, not_waited_for, require_sound
+from undertow.runtime.outcome import all_have_other_buffers, late_buckets, not_waited_for, require_sound, step_within_backward
 from undertow.runtime.progress import Progress
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch
@@ -44,19 +45,19 @@ class Engine:
     """
 
     def __init__(self, members: Members, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
-        self.is_accumulating = False
-        self.is_closed = False
+        self.is_accumulating = self.is_closed = False
         self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self._is_passed_on, self._recorder = False, recorder  # to somebody who came later
         self._progress = Progress()
-        group.num_steps = self._progress.rounds
+        group.num_steps, group.is_idle = self._progress.rounds, self._progress.is_idle
         self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
         self.formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
         self.combination = Combination(self.formation, is_between=self._is_between_rounds)
         self.companions = Companions([self])
+        self.checks = Checks(self.formation, config)
 
     @property
     def plan(self) -> Plan:
@@ -81,6 +82,7 @@ class Engine:
         self.formation.group.require_no_fault()
         self._abandon()
         self._await_others()
+        self.checks.require_alike()
         formation = self.formation
         formation.look_again()
         formation.look()
@@ -93,7 +95,7 @@ class Engine:
         self._recorder.forward_begins()
         if formation.watch.alone is not None:
             formation.watch.alone.forward_begins()
-        self._progress.forward_begins(is_accumulating=not self._synchronises)
+        self._progress.forward_begins(is_accumulating=not self.synchronises)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on. PhaseError in a round, or if there is a hook already."""
@@ -137,11 +139,7 @@ class Engine:
         at, and it does not step. PhaseError in the middle of a backward.
         """
         if self._open is not None and private.graph_task_id() != -1:
-            raise PhaseError(
-                "an optimizer steps within a backward, on gradients that are not averaged yet.",
-                where=f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}",
-                remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
-            )
+            raise step_within_backward(f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}")
         self._abandon()
         progress, formation = self._progress, self.formation
         is_up_to_date = progress.has_brought(params)
@@ -151,6 +149,7 @@ class Engine:
                 progress.is_owed = True
         if progress.is_owed and not (is_up_to_date and formation.has_result):
             self._run_outside_of_backward()
+        self.checks.require_alike()
         if steps:
             progress.steps(params)
 
@@ -182,9 +181,13 @@ class Engine:
     def shadow(self) -> None:
         """A round in which this rank, which has run out of data, only keeps the others company."""
         self._abandon()
+        self.combination.runs_out()
+        self.formation.settle()
+        company = self.formation.group.company
+        keeps = company is not None and company.has_shards
         if self.formation.is_active:
-            self._begin(is_synchronised=True, is_shadow=True)
-            with gradients_aside(self.formation.watch.params):
+            with contextlib.nullcontext() if keeps else gradients_aside(self.formation.watch.params):
+                self._begin(is_synchronised=True, is_shadow=True)
                 self._launch_rest()
                 self.complete()
 
@@ -220,7 +223,7 @@ class Engine:
         self._in_backward.close()
 
     @property
-    def _synchronises(self) -> bool:
+    def synchronises(self) -> bool:
         """Whether a backward that runs now communicates: also one that only accumulates, where what rests are shards."""
         return not self.is_accumulating or self.formation.assembly.strategy.reduces_micro_batches
 
@@ -268,7 +271,7 @@ class Engine:
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, whether a gradient of ours will come or not."""
         if self.formation.is_active and not self.is_closed and self._is_between_rounds():
-            self._begin(is_synchronised=self._synchronises)
+            self._begin(is_synchronised=self.synchronises)
             self._end.watch(task)
 
     def _leave_behind(self, this: OpenRound) -> None:
@@ -308,12 +311,13 @@ class Engine:
             number=self._progress.num_rounds,
             generation=assembly.generation,
             mode=None if is_shadow else self._progress.mode,
+            is_shadow=is_shadow,
             is_synchronised=is_synchronised,
             is_last=is_last,
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
             has_other_buffers=is_synchronised and formation.has_other_buffers,
-            is_read_at_once=formation.must_read_at_once,
+            is_read_at_once=formation.must_read_at_once or self.checks.must_be_read(self._progress.num_rounds),
             rescale=self.rescale,
             weighing=weighing,
         )
@@ -435,10 +439,12 @@ class Engine:
             formation.look_again()
         self._progress.unused = watch.names_of(self.plan, this_round.unused)
         self.combination.round_ends(this_round)
+        self.checks.round_ends(this_round)
         require_sound(this_round, rank=formation.group.rank)
         self.combination.require_sound()
         formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already
         formation.round_ended(this_round)
+        self.checks.round_was_sound(this_round)
         self._in_backward.step()

@@ -31,6 +31,7 @@ class Exchanges(Protocol):
 
     group: OwnGroup
     may_differ_in_order: bool  # whether ranks may start gathers in different orders
+    divides_first: bool  # before values are cast for a narrower wire
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
         """Starts to write into `shard` the mean or sum over ranks of this rank's part of `storage`, which `pack` fills first.
@@ -83,6 +84,7 @@ class PostedExchanges:
     """
 
     may_differ_in_order = True
+    divides_first = False
 
     def __init__(
         self, group: OwnGroup, *, in_order: bool = True, divisor: float | None = None, wire: torch.dtype | None = None

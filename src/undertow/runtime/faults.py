@@ -117,12 +117,19 @@ def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
             return "loading data"
         if _lies_in(path, "torch", "optim"):
             return "in the optimizer"
+        if path.endswith(os.path.join("torch", "distributed", "distributed_c10d.py")):
+            return f"in {frame.f_code.co_name} of torch.distributed"
         if _lies_in(path, "torch", "autograd") or path.endswith(os.path.join("torch", "_tensor.py")):
             return "in backward"
         if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in modules:
             name = modules[id(frame.f_locals["self"])]
             return f"in the forward of {name!r}" if name else "in the forward of the model"
     return "in code outside of the model"
+
+
+def idle_since(num_steps: int) -> str:
+    """Of a rank that has left its loop, or is between two steps of it."""
+    return f", no training forward since synchronisation {num_steps}" if num_steps else ", no training forward yet"
 
 
 def frames_of(thread: int) -> list[FrameType]:

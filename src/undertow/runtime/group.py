@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
 from undertow.runtime.guard import Member
 from undertow.runtime.waiting import Waiting, join_ring, require_no_fault
+
+if TYPE_CHECKING:
+    from undertow.runtime.company import Company
 
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
@@ -118,8 +121,10 @@ class OwnGroup:
         self.device = device  # where small tensors of exchanges live
         self.member: Member | None = None  # by which we know whether the other ranks are there
         self.num_steps: Callable[[], int] = int
+        self.is_idle: Callable[[], bool] = bool
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.hooks_use_users = False  # communication hooks, whose collectives go over the user's group
+        self.company: Company | None = None  # inside join(), which torch has go over the user's group as well
         self._destroying = threading.Lock()
         self._limits = SyncConfig() if limits is None else limits
         self._group: weakref.ref[dist.ProcessGroup] | None = None
@@ -137,7 +142,7 @@ class OwnGroup:
         how = {"interrupt": partial(_interrupt, own), "destroy": partial(_destroy, own)}
         member = join_ring(self.user.ranks, self.rank, self._limits, **how)
         if member is not None:
-            member.num_steps, member.module = self.num_steps, self.module
+            member.num_steps, member.is_idle, member.module = self.num_steps, self.is_idle, self.module
             self.member = member
         with self.waiting("all ranks, to make a process group"):
             if member is not None:
@@ -193,7 +198,7 @@ def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
         group = None if own._group is None else own._group()
         if group is not None and dist.is_initialized():
             private.interrupt(group)
-            if own.hooks_use_users and own.user.group is not None:
+            if (own.hooks_use_users or own.company is not None) and own.user.group is not None:
                 private.interrupt(own.user.group)
         del group
 

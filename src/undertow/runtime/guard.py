@@ -58,6 +58,7 @@ class Member:
         self.limits = limits
         self.is_made = False  # all ranks have it; until then nobody is late
         self.num_steps: Callable[[], int] = int  # synchronisations that this rank has completed
+        self.is_idle: Callable[[], bool] = bool  # whether no step has begun since the last one
         self.module: Callable[[], Any] | None = None  # a weak reference
         self.thread = threading.get_ident()  # which trains
         self.fault: Fault | None = None  # of this group alone
@@ -86,7 +87,7 @@ class Member:
         return State(
             rank=self.ring.rank,
             step=self.num_steps(),
-            doing=faults.activity(frames, names),
+            doing=faults.activity(frames, names) + (faults.idle_since(self.num_steps()) if self.is_idle() else ""),
             waits_for=waits_for,
             waited_s=self.waited_s(),
             stack=faults.stack_lines(frames),

@@ -80,6 +80,15 @@ def changed_unlike(this_round: Round, *, rank: int, num_ranks: int, change: str 
     )
 
 
+def step_within_backward(where: str) -> PhaseError:
+    """The error of an optimizer that comes before the end of a round."""
+    return PhaseError(
+        "an optimizer steps within a backward, on gradients that are not averaged yet.",
+        where=where,
+        remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
+    )
+
+
 def _some_have_weights(this_round: Round) -> bool:
     """Of which this round is the first: this rank itself, or another one by its signature."""
     own = this_round.weighing

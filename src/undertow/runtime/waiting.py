@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from undertow.config import SyncConfig
 from undertow.errors import RankLost, StallTimeout, UndertowError
+from undertow.plan import Bucket, Plan
 from undertow.runtime import faults, private
 from undertow.runtime.guard import GUARD, Member, Ring
 from undertow.runtime.ring import make_ring
@@ -51,6 +52,13 @@ class Waiting:
             fault = member.reason(error) if is_broken else None
             if fault is not None:
                 raise fault.error(where_of(member)) from error
+
+
+def label_of(bucket: Bucket, plan: Plan) -> str:
+    """What is waited for, in messages."""
+    names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"bucket {bucket.index} ({shown or 'flags only'})"
 
 
 def where_of(member: Member) -> str:
