@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from statistics import mean
 from typing import Any
 
@@ -20,11 +20,13 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 import undertow
 from support.drop_in import TIMEOUT_S, groups_of
+from support.errors import text_of
 from support.models import CASES, mlp, noise
 from support.naive import gradients, naive_mean, require_same, wrapped
 from support.ranks import Ranks
 from undertow.demo.corpus import load_corpus
 from undertow.demo.model import Gpt, GptShape
+from undertow.errors import PlanMismatch
 from undertow.runtime.comm_hook import HookedBucket
 
 with warnings.catch_warnings():
@@ -35,7 +37,7 @@ TorchsClass = nn.parallel.DistributedDataParallel
 NUM_STEPS = 4
 
 
-@contextmanager
+@contextlib.contextmanager
 def both_classes(make: Callable[[], nn.Module], **settings: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
     """The same model under our class and under torch's."""
     model = make()
@@ -293,6 +295,65 @@ def two_models() -> None:
 
 def test_hooks_of_two_models_take_turns(two_ranks: Ranks) -> None:
     two_ranks.run(two_models)
+
+
+Hook = Callable[..., Any] | None
+
+
+def unlike_hooks(first: Hook, second: Hook, num_steps_before: int) -> str:
+    """`first` on rank 0 and `second` on rank 1, which expect messages of other sizes."""
+    hook = first if dist.get_rank() == 0 else second
+    with wrapped(mlp()) as ddp:
+        for step in range(num_steps_before):
+            ddp.zero_grad()
+            ddp(noise(5, 6, step=step)).square().mean().backward()
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        return text_of(PlanMismatch, lambda: ddp(noise(5, 6)).square().mean().backward())
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (default.allreduce_hook, None, "'allreduce_hook' on rank 0 and None on rank 1"),
+        (None, default.allreduce_hook, "None on rank 0 and 'allreduce_hook' on rank 1"),
+        (default.allreduce_hook, default.fp16_compress_hook, "'allreduce_hook' on rank 0 and 'fp16_compress_hook' on rank 1"),
+    ],
+    ids=["on rank 0", "on rank 1", "two"],
+)
+def test_hooks_that_differ_are_told_on_every_rank(
+    two_ranks: Ranks, first: Hook, second: Hook, names: str, num_steps_before: int
+) -> None:
+    """Such messages of two sizes would end a process."""
+    for text in two_ranks.run(unlike_hooks, first, second, num_steps_before):
+        assert text.startswith("ranks disagree on the settings.\n")
+        assert f"first difference: communication hook is {names}\n" in text
+
+
+def registered_late(is_accumulating: bool) -> None:
+    """What was accumulated before is reduced by the hook too."""
+    bare = mlp()
+    with wrapped(copy.deepcopy(bare)) as ddp:
+        for step in range(6):
+            for model in (ddp, bare):
+                model.zero_grad()
+                with ddp.no_sync():
+                    model(noise(5, 6, step=2 * step)).square().mean().backward()
+            if step == 3:
+                ddp.register_comm_hook(None, default.allreduce_hook)
+            for model in (ddp, bare):
+                with ddp.no_sync() if is_accumulating else contextlib.nullcontext():
+                    model(noise(5, 6, step=2 * step + 1)).square().mean().backward()
+            if is_accumulating:
+                ddp.reduce_gradients_async().wait()
+            naive_mean(bare)
+            require_same(*map(gradients, (ddp, bare)))
+
+
+@pytest.mark.parametrize("is_accumulating", [False, True])
+def test_a_hook_may_be_registered_between_micro_batches(two_ranks: Ranks, is_accumulating: bool) -> None:
+    two_ranks.run(registered_late, is_accumulating)
 
 
 def plans_under_a_hook() -> list[str]:

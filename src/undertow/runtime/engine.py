@@ -366,8 +366,8 @@ class Engine:
         """What follows backward, in parts: it yields wherever it is about to wait for other ranks."""
         formation = self.formation
         if formation.retiring is not None and this.round.is_synchronised:
-            self._progress.num_rounds += 1  # also where the ranks do not agree: they have all been there
-            this.round.number += 1
+            self._progress.num_rounds += formation.is_counted_apart  # also where the ranks do not agree: all have been there
+            this.round.number += formation.is_counted_apart
             yield from formation.retire(this.round, self.combination.sends)
         executor, watch = formation.assembly.executor, formation.watch
         executor.run(this.releases.end_backward())
