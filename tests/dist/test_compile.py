@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from support.models import noise
 from support.naive import naive_mean
@@ -96,6 +98,33 @@ def test_graphs_are_cut_where_buckets_end(two_ranks: Ranks, make: Callable[[int]
 def test_a_small_model_is_one_graph(two_ranks: Ranks, when: str) -> None:
     log, _ = two_ranks.run(what_happened, Layers, when, 60)
     assert log.count("backward") == 1
+
+
+def mixed_in_one_graph() -> None:
+    """fullgraph=True is an error where anything cuts the graph."""
+    torch._dynamo.reset()
+    model, bare = Layers(60), Layers(60)
+    narrow = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ddp = DistributedDataParallel(torch.compile(model, backend="aot_eager", fullgraph=True), mixed_precision=narrow)
+    for step in range(3):
+        ddp.zero_grad()
+        bare.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the narrow copies of parameters
+            out = ddp(noise(4, 60, step=step))
+        out.float().square().mean().backward()
+        copies = {name: param.bfloat16() for name, param in bare.named_parameters()}
+        torch.func.functional_call(bare, copies, (noise(4, 60, step=step).bfloat16(),)).float().square().mean().backward()
+        naive_mean(bare)
+        require_equal(
+            dict(enumerate(p.grad for p in bare.parameters())),  # type: ignore[arg-type]
+            dict(enumerate(p.grad for p in model.parameters())),  # type: ignore[arg-type]
+        )
+    ddp.close()
+
+
+def test_mixed_precision_cuts_no_graph(two_ranks: Ranks) -> None:
+    two_ranks.run(mixed_in_one_graph)
 
 
 def sharded(is_before: bool, eager: bool) -> None:
