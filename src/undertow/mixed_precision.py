@@ -7,8 +7,10 @@ would do so in another dtype: it raises.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.runtime import private
+from undertow.runtime.hooks import ModuleHook
 from undertow.runtime.members import sparse_params
 
 _FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
@@ -53,7 +56,9 @@ class MixedPrecision:
     def refuse_recomputation(self, module: nn.Module) -> None:
         """Has a module raise whose forward runs again in a backward, until `close`."""
         parts = [part for part in module.modules() if part._parameters] if self.param_dtype is not None else []
-        self.hooks.extend(part.register_forward_pre_hook(_require_first_forward) for part in parts)
+        for part in parts:
+            require = partial(_require_first_forward, weakref.ref(part))
+            self.hooks.append(part.register_forward_pre_hook(ModuleHook(part, require)))
 
     def close(self) -> None:
         for hook in self.hooks:
@@ -90,8 +95,11 @@ def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str
     return made
 
 
-def _require_first_forward(module: nn.Module, _inputs: object) -> None:
-    is_narrow = any(type(param) is Tensor for param in module._parameters.values())
+def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
+    if torch.compiler.is_compiling():  # looking on would cut the graph; what it computes again is narrow as well
+        return
+    module = called()
+    is_narrow = module is None or any(type(param) is Tensor for param in module._parameters.values())
     if private.graph_task_id() != -1 and not is_narrow:
         raise PhaseError(
             f"{type(module).__name__} computes again in a backward, where its parameters are not narrow any more.",

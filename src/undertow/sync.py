@@ -275,7 +275,8 @@ class Sync:
 
         `bucket` has the methods of torch.distributed.GradBucket, so that torch's own hooks run unchanged. What the
         hook sees is not divided: the mean is the hook's affair. On the host it runs in a thread, one bucket after another. Once,
-        and not within a backward: else PhaseError; `undertow.chain` makes one hook of several.
+        and not within a backward: else PhaseError; `undertow.chain` makes one hook of several. The next synchronisation
+        compares the names of the ranks' hooks: PlanMismatch on every rank where they differ.
         """
         if self.steps is not None:
             raise no_hooks_with_shards()

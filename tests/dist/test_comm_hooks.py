@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from statistics import mean
 from typing import Any
 
@@ -20,11 +20,13 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 import undertow
 from support.drop_in import TIMEOUT_S, groups_of
+from support.errors import text_of
 from support.models import CASES, mlp, noise
-from support.naive import gradients, require_same, wrapped
+from support.naive import gradients, naive_mean, require_same, wrapped
 from support.ranks import Ranks
 from undertow.demo.corpus import load_corpus
 from undertow.demo.model import Gpt, GptShape
+from undertow.errors import PlanMismatch
 from undertow.runtime.comm_hook import HookedBucket
 
 with warnings.catch_warnings():
@@ -35,7 +37,7 @@ TorchsClass = nn.parallel.DistributedDataParallel
 NUM_STEPS = 4
 
 
-@contextmanager
+@contextlib.contextmanager
 def both_classes(make: Callable[[], nn.Module], **settings: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
     """The same model under our class and under torch's."""
     model = make()
@@ -214,6 +216,144 @@ def sparse_under_a_hook() -> None:
 
 def test_a_hook_reduces_sparse_gradients_too(two_ranks: Ranks) -> None:
     two_ranks.run(sparse_under_a_hook, timeout_s=TIMEOUT_S)
+
+
+def fails_in_the_second_call(make: Callable[[], nn.Module], inputs: Callable[[int], torch.Tensor]) -> list[str]:
+    calls = []
+
+    def hook(_state, bucket):
+        calls.append(bucket.index())
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return default.allreduce_hook(None, bucket)
+
+    with wrapped(make()) as ddp:
+        ddp.register_comm_hook(None, hook)
+        outcomes = []
+        for step in range(4):
+            ddp.zero_grad()
+            try:
+                ddp(inputs(step)).square().mean().backward()
+                outcomes.append("")
+            except ZeroDivisionError as error:
+                outcomes.append(type(error).__name__)
+        return outcomes
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.tensor([step, dist.get_rank()])
+
+
+def only_rows() -> nn.Module:
+    return nn.Embedding(7, 4, sparse=True)
+
+
+def inputs_of_mlp(step: int) -> torch.Tensor:
+    return noise(5, 6, step=step)
+
+
+@pytest.mark.parametrize(("make", "inputs"), [(mlp, inputs_of_mlp), (only_rows, rows)], ids=["dense", "sparse"])
+def test_a_hook_that_failed_on_all_ranks_is_called_again_in_the_next_round(
+    two_ranks: Ranks, make: Callable[[], nn.Module], inputs: Callable[[int], torch.Tensor]
+) -> None:
+    assert two_ranks.run(fails_in_the_second_call, make, inputs) == [["", "ZeroDivisionError", "", ""]] * 2
+
+
+def in_another_group() -> None:
+    bare = mlp()
+    with wrapped(copy.deepcopy(bare)) as ddp:
+        ddp.register_comm_hook(None, default.allreduce_hook)
+        ddp(noise(5, 6)).square().mean().backward()
+        ddp._update_process_group(dist.group.WORLD)
+        for step in range(1, 3):
+            for model in (ddp, bare):
+                model.zero_grad()
+                model(noise(5, 6, step=step)).square().mean().backward()
+            naive_mean(bare)
+            require_same(*map(gradients, (ddp, bare)))
+
+
+def test_a_hook_goes_on_in_another_group(two_ranks: Ranks) -> None:
+    two_ranks.run(in_another_group)
+
+
+def two_models() -> None:
+    """One backward through both, whose hooks send over the same group: in one order on every rank."""
+    first, second = mlp(), nn.Linear(4, 2)
+    bare = copy.deepcopy(nn.Sequential(first, second))
+    with wrapped(first, bucket_cap_mb=1e-6) as before, wrapped(second, bucket_cap_mb=1e-6) as behind:
+        for model in (before, behind):
+            model.register_comm_hook(None, default.allreduce_hook)
+        for step in range(20):
+            for model in (before, behind, bare):
+                model.zero_grad()
+            behind(before(noise(5, 6, step=step))).square().mean().backward()
+            bare(noise(5, 6, step=step)).square().mean().backward()
+            naive_mean(bare)
+            require_same(gradients(nn.Sequential(first, second)), gradients(bare))
+
+
+def test_hooks_of_two_models_take_turns(two_ranks: Ranks) -> None:
+    two_ranks.run(two_models)
+
+
+Hook = Callable[..., Any] | None
+
+
+def unlike_hooks(first: Hook, second: Hook, num_steps_before: int) -> str:
+    """`first` on rank 0 and `second` on rank 1, which expect messages of other sizes."""
+    hook = first if dist.get_rank() == 0 else second
+    with wrapped(mlp()) as ddp:
+        for step in range(num_steps_before):
+            ddp.zero_grad()
+            ddp(noise(5, 6, step=step)).square().mean().backward()
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        return text_of(PlanMismatch, lambda: ddp(noise(5, 6)).square().mean().backward())
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (default.allreduce_hook, None, "'allreduce_hook' on rank 0 and None on rank 1"),
+        (None, default.allreduce_hook, "None on rank 0 and 'allreduce_hook' on rank 1"),
+        (default.allreduce_hook, default.fp16_compress_hook, "'allreduce_hook' on rank 0 and 'fp16_compress_hook' on rank 1"),
+    ],
+    ids=["on rank 0", "on rank 1", "two"],
+)
+def test_hooks_that_differ_are_told_on_every_rank(
+    two_ranks: Ranks, first: Hook, second: Hook, names: str, num_steps_before: int
+) -> None:
+    """Such messages of two sizes would end a process."""
+    for text in two_ranks.run(unlike_hooks, first, second, num_steps_before):
+        assert text.startswith("ranks disagree on the settings.\n")
+        assert f"first difference: communication hook is {names}\n" in text
+
+
+def registered_late(is_accumulating: bool) -> None:
+    """What was accumulated before is reduced by the hook too."""
+    bare = mlp()
+    with wrapped(copy.deepcopy(bare)) as ddp:
+        for step in range(6):
+            for model in (ddp, bare):
+                model.zero_grad()
+                with ddp.no_sync():
+                    model(noise(5, 6, step=2 * step)).square().mean().backward()
+            if step == 3:
+                ddp.register_comm_hook(None, default.allreduce_hook)
+            for model in (ddp, bare):
+                with ddp.no_sync() if is_accumulating else contextlib.nullcontext():
+                    model(noise(5, 6, step=2 * step + 1)).square().mean().backward()
+            if is_accumulating:
+                ddp.reduce_gradients_async().wait()
+            naive_mean(bare)
+            require_same(*map(gradients, (ddp, bare)))
+
+
+@pytest.mark.parametrize("is_accumulating", [False, True])
+def test_a_hook_may_be_registered_between_micro_batches(two_ranks: Ranks, is_accumulating: bool) -> None:
+    two_ranks.run(registered_late, is_accumulating)
 
 
 def plans_under_a_hook() -> list[str]:

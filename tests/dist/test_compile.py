@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
+from support.drop_in import TIMEOUT_S
 from support.models import noise
 from support.naive import naive_mean
 from support.ranks import Ranks
@@ -96,6 +100,82 @@ def test_graphs_are_cut_where_buckets_end(two_ranks: Ranks, make: Callable[[int]
 def test_a_small_model_is_one_graph(two_ranks: Ranks, when: str) -> None:
     log, _ = two_ranks.run(what_happened, Layers, when, 60)
     assert log.count("backward") == 1
+
+
+def mixed_in_one_graph() -> None:
+    """fullgraph=True is an error where anything cuts the graph."""
+    torch._dynamo.reset()
+    model, bare = Layers(60), Layers(60)
+    narrow = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ddp = DistributedDataParallel(torch.compile(model, backend="aot_eager", fullgraph=True), mixed_precision=narrow)
+    for step in range(3):
+        ddp.zero_grad()
+        bare.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the narrow copies of parameters
+            out = ddp(noise(4, 60, step=step))
+        out.float().square().mean().backward()
+        copies = {name: param.bfloat16() for name, param in bare.named_parameters()}
+        torch.func.functional_call(bare, copies, (noise(4, 60, step=step).bfloat16(),)).float().square().mean().backward()
+        naive_mean(bare)
+        require_equal(
+            dict(enumerate(p.grad for p in bare.parameters())),  # type: ignore[arg-type]
+            dict(enumerate(p.grad for p in model.parameters())),  # type: ignore[arg-type]
+        )
+    ddp.close()
+
+
+def test_mixed_precision_cuts_no_graph(two_ranks: Ranks) -> None:
+    two_ranks.run(mixed_in_one_graph)
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def whole_step() -> list[str]:
+    """What is compiled of a function that runs forward, backward and the optimizer."""
+    torch._dynamo.reset()
+    heard, graphs = Warnings(), []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(" ".join(sorted({str(node.target) for node in graph.graph.nodes if node.op.startswith("call")})))
+        return graph.forward
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+
+    model, bare = Layers(), Layers()
+    ddp = DistributedDataParallel(model, config=SyncConfig(bucket_cap_mb=MIB))
+    optimizer, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (model, bare))
+    compiled = torch.compile(step, backend=backend)
+    logging.getLogger("torch._dynamo").addHandler(heard)
+    for number in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the output
+            compiled(noise(4, WIDTH, step=number))
+        theirs.zero_grad()
+        bare(noise(4, WIDTH, step=number)).square().mean().backward()
+        naive_mean(bare)
+        theirs.step()
+        require_equal(dict(bare.named_parameters()), dict(model.named_parameters()), what=f"step {number}")  # type: ignore[arg-type]
+    logging.getLogger("torch._dynamo").removeHandler(heard)
+    ddp.close()
+    assert [text for text in heard.texts if "Profiler" not in text] == []  # that one is of torch's optimizer
+    return graphs
+
+
+def test_nothing_of_ours_is_compiled_with_a_whole_step(two_ranks: Ranks) -> None:
+    for graphs in two_ranks.run(whole_step, timeout_s=TIMEOUT_S):
+        # The model, the loss, and the optimizer's step.
+        assert [graph for graph in graphs if "linear" not in graph and "tanh" not in graph] == ["mean square", "add_"]
 
 
 def sharded(is_before: bool, eager: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,24 @@ def test_a_gradient_that_is_there_already_is_refused(two_ranks: Ranks) -> None:
         "  SyncConfig(reduce_dtype=...)\n"
         "  Clear gradients with zero_grad() before the model is wrapped, and before a parameter changes its dtype."
     )
+
+
+def cast_later() -> list[torch.dtype]:
+    model = narrow_model()
+    ddp = DistributedDataParallel(model, config=SyncConfig(reduce_dtype="float32"))
+    found = []
+    for step, dtype in enumerate([torch.bfloat16, torch.float64, torch.float16]):
+        ddp.zero_grad()
+        ddp.to(dtype)
+        ddp(noise(5, 6, step=step).to(dtype)).double().square().mean().backward()
+        found += {param.grad.dtype for param in model.parameters() if param.grad is not None}
+    ddp.close()
+    return found
+
+
+@needs_grad_dtype
+def test_gradients_of_parameters_that_are_cast_later_are_never_narrower_than_those(two_ranks: Ranks) -> None:
+    assert two_ranks.run(cast_later) == [[torch.float32, torch.float64, torch.float32]] * 2
 
 
 class Normed(nn.Module):
@@ -415,6 +434,22 @@ def test_mixed_precision_refuses_to_compute_again(two_ranks: Ranks, use_reentran
         "  DistributedDataParallel(mixed_precision=...), with activation checkpoints\n"
         "  Use torch.autocast around the forward in place of mixed_precision, or leave checkpoints out."
     )
+
+
+def copies_of_mixed() -> None:
+    """A copy computes again, which only what is wrapped with mixed precision may not."""
+    x = torch.ones(2, 4)
+    ddp = DistributedDataParallel(Checkpointed(False), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    average, other = copy.deepcopy(ddp.module), copy.deepcopy(ddp)
+    average(x).sum().backward()
+    text_of(PhaseError, lambda: other(x).sum().backward())
+    for model in (ddp, other):
+        model.close()
+    other.module(x).sum().backward()
+
+
+def test_copies_of_a_model_of_mixed_precision_may_compute_again(two_ranks: Ranks) -> None:
+    two_ranks.run(copies_of_mixed)
 
 
 class Steep(nn.Module):

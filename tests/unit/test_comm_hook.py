@@ -131,7 +131,7 @@ def test_the_hook_gets_its_state_and_the_bucket() -> None:
         return completed(bucket.buffer())
 
     given = bucket()
-    CommHook(state, hook).start(given)
+    CommHook(state, hook).start(given).wait()
     assert seen == [(state, given)]
 
 

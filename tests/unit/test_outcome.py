@@ -86,9 +86,9 @@ def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, 
     error = changed_unlike(this_round, rank=1, num_ranks=4, change=change)
     assert isinstance(error, PlanMismatch)
     assert str(error) == (
-        "the parameters have changed on rank 1, 3 and not on rank 0, 2.\n"
+        "the parameters, or the communication hook, have changed on rank 1, 3 and not on rank 0, 2.\n"
         f"  synchronisation 5, rank 1{where}\n"
-        "  Freeze, unfreeze, add and replace parameters in the same step on every rank."
+        "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank."
     )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from undertow.boxes import Box
 from undertow.runtime import private, private_checkpoint, private_scaling
@@ -316,6 +317,29 @@ def test_a_module_is_found_inside_of_a_compiled_one() -> None:
     module = nn.Linear(1, 1)
     assert private.unwrapped(module) is module
     assert private.unwrapped(torch.compile(module, backend="eager")) is module
+
+
+class Looking(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+def test_counting_in_another_thread_leaves_no_mode_behind() -> None:
+    """torch notes for the whole process that there are modes: one would be left of what ends while another thread counts."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def count() -> None:
+        with CollectiveBytes():
+            has_begun.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=count)
+    with Looking():
+        thread.start()
+        has_begun.wait()
+    may_end.set()
+    thread.join()
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_a_callback_put_on_a_future_while_collectives_are_counted_counts_wherever_it_runs(tmp_path: Path) -> None:

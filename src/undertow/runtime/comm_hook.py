@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -66,6 +69,10 @@ class CommHook:
         self._thread: ThreadPoolExecutor | None = None
         self._calls = _Calls()
 
+    def begin_round(self) -> None:
+        """Calls of an earlier round that have failed count no more."""
+        self._calls = _Calls()
+
     def start(self, bucket: HookedBucket, *, is_counted: bool = False) -> HookHandle | QueuedHook:
         """Calls the hook; what its future holds at the end is written into the bucket's buffer.
 
@@ -75,18 +82,12 @@ class CommHook:
         """
         if bucket.buffer().device.type != "cpu":
             return self.call(bucket, is_counted=is_counted)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undertow-hooks")
-        index = bucket.index()
-        if index < self._calls.last or (index == self._calls.last and not bucket.buffer().is_sparse):
-            self._calls = _Calls()  # of another round
-        self._calls.last = index
+        self._thread = _thread_beside_this_one()
         return QueuedHook(self._thread, partial(self.call, bucket, is_counted=is_counted), self._calls)
 
     def close(self) -> None:
-        """Ends the thread, when it has done what was started."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
+        """Lets go of the thread, which ends when it has done what was started for the last hook that has it."""
+        self._thread = None
 
     @torch.no_grad()
     def call(self, bucket: HookedBucket, *, is_counted: bool = False) -> HookHandle:
@@ -149,7 +150,6 @@ class HookHandle:
 class _Calls:
     """The calls of a round: behind one that has failed no other one is made, for what it sends would meet the failed one's."""
 
-    last: int = -1  # index of the bucket
     failure: BaseException | None = None
 
 
@@ -175,6 +175,19 @@ class QueuedHook(FutureHandle):
         except BaseException as error:
             self._calls.failure = error
             raise
+
+
+def _thread_beside_this_one() -> ThreadPoolExecutor:
+    """One for the hooks of all models that train in this thread: they may send over one group, and so in one order."""
+    key = os.getpid(), threading.get_ident()  # a child process has nothing of its parent's but the name
+    thread = _threads.get(key)
+    if thread is None:
+        thread = _threads[key] = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undertow-hooks")
+    return thread
+
+
+# Held by the hooks: an executor that is gone has its thread end.
+_threads: weakref.WeakValueDictionary[tuple[int, int], ThreadPoolExecutor] = weakref.WeakValueDictionary()
 
 
 def no_second_hook(earlier: CommHook | None) -> PhaseError:

@@ -252,6 +252,7 @@ class Engine:
             for index, gradient in gradients.items():
                 gradient.copy_(params[index].grad)  # type: ignore[arg-type]  # it is the mean
 
+    @private.untraced
     def _enter(self, watch: Watch, task: int, param: int) -> None:
         """The gradient of `param` of `watch` is the first to arrive there in backward `task`."""
         is_first = self._is_between_rounds()
@@ -273,12 +274,6 @@ class Engine:
         if self.formation.is_active and not self.is_closed and self._is_between_rounds():
             self._begin(is_synchronised=self.synchronises)
             self._end.watch(task)
-
-    def _leave_behind(self, this: OpenRound) -> None:
-        """A new backward has begun, and `this` round is not its own."""
-        if this.is_launched:
-            raise not_waited_for(this.round)
-        self._give_up(this)
 
     def _run_outside_of_backward(self) -> None:
         if self.formation.is_active and not self.is_closed:
@@ -328,10 +323,14 @@ class Engine:
         self._recorder.backward_begins(generation=assembly.generation)
 
     def _is_between_rounds(self) -> bool:
-        if self._open is not None and not self._end.is_coming:
-            self._leave_behind(self._open)
+        this = self._open
+        if this is not None and not self._end.is_coming:  # a new backward has begun, and this round is not its own
+            if this.is_launched:
+                raise not_waited_for(this.round)
+            self._give_up(this)
         return self._open is None
 
+    @private.untraced
     def _fill(self, bucket: int) -> None:
         if self._open is not None and not self._open.holds_back:
             self.formation.assembly.executor.run(self._open.releases.fill(bucket))
@@ -347,6 +346,7 @@ class Engine:
         if private.graph_task_id() != -1:
             private.call_after_backward(self._go_on)
 
+    @private.untraced
     def _go_on(self) -> None:
         """Behind the callbacks of all other engines: with several models in one backward all launch, then all wait."""
         this = self._open
@@ -366,8 +366,8 @@ class Engine:
         """What follows backward, in parts: it yields wherever it is about to wait for other ranks."""
         formation = self.formation
         if formation.retiring is not None and this.round.is_synchronised:
-            self._progress.num_rounds += 1  # also where the ranks do not agree: they have all been there
-            this.round.number += 1
+            self._progress.num_rounds += formation.is_counted_apart  # also where the ranks do not agree: all have been there
+            this.round.number += formation.is_counted_apart
             yield from formation.retire(this.round, self.combination.sends)
         executor, watch = formation.assembly.executor, formation.watch
         executor.run(this.releases.end_backward())

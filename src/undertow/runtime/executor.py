@@ -109,6 +109,8 @@ class Executor:
             if eager is not None and this_round.is_synchronised and not this_round.has_changed:
                 is_late = this_round.weighing is not None and this_round.weighing.is_too_late
                 this_round.steps = eager.begin_round(self._sharding) and this_round.is_last and not is_late
+        if self._reducer.hook is not None:
+            self._reducer.hook.begin_round()
         self._num_rounds += this_round.is_synchronised
         if self._finite is not None:
             self._finite.begin()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
@@ -20,7 +19,7 @@ from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.eager import EagerSteps
 from undertow.runtime.executor import Executor, Round
-from undertow.runtime.group import Agreement, OwnGroup
+from undertow.runtime.group import Agreement, OwnGroup, surroundings
 from undertow.runtime.hooks import earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
 from undertow.runtime.order import ObservedOrder
@@ -32,7 +31,6 @@ from undertow.runtime.reducer import Reducer
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.watch import Watch, params_of_bucket
 from undertow.schedule import Strategy, strategy_named
-from undertow.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,8 @@ class Formation:
     torch.func.functional_call has put other parameters into the module for the time of a call. Until then the hooks are
     on both sets of parameters.
 
-    `retiring` is the plan before, where the parameters have changed: until all ranks have met under it once more and
-    agreed, nothing leaves under the new one. `on_full` and `on_backward` are called as `Watch` says.
+    `retiring` is the plan before, where the parameters have changed, or a hook is new: until all ranks have met under it once
+    more and agreed, nothing leaves under the new one. `on_full` and `on_backward` are called as `Watch` says.
     """
 
     def __init__(
@@ -166,8 +164,11 @@ class Formation:
             self._before.watch.close()
 
     def use_hook(self, hook: CommHook) -> None:
-        """Reduces buckets by `hook` from the next round on."""
+        """Reduces buckets by `hook` from the next round on, before which the ranks meet without it and compare their hooks."""
         self.settle()
+        self.group.hooks_use_users = True
+        if self.group.is_open and self.group.num_ranks > 1 and self.retiring is None:
+            self.retiring, self._retiring_watch = self.assembly, self.watch
         self._renew(dataclasses.replace(self.assembly.reducer, hook=hook))
 
     def call_before(self, call: Callable[[], object]) -> None:
@@ -182,7 +183,6 @@ class Formation:
     def _renew(self, reducer: Reducer) -> None:
         before, named_params, arrived = self.assembly, self.watch.named_params, self.watch.arrived_before
         self.watch.close()
-        self.group.hooks_use_users |= reducer.hook is not None
         self.assembly = self._assemble(named_params, reducer, generation=before.generation)
         self.watch = self._watch_over(named_params)
         self.watch.arrived_before |= arrived
@@ -218,10 +218,7 @@ class Formation:
     def round_ended(self, this_round: Round) -> None:
         """All ranks have found the round sound."""
         self.assembly.round_ended(this_round)
-        if self.watch.order is not None:
-            self.watch.order.send()
-        if self.watch.tuning is not None:
-            self.watch.tuning.round_ends(self.assembly.present)
+        self.watch.round_ends(self.assembly.present)
 
     @property
     def must_read_at_once(self) -> bool:
@@ -266,6 +263,11 @@ class Formation:
         self.watch.arrivals.regroup(params_of_bucket(plan))
         return sharding
 
+    @property
+    def is_counted_apart(self) -> bool:
+        """Whether the last round under the old plan has a number of its own: not where only a hook is new."""
+        return self.retiring is not None and self.retiring.reducer.hook is self.assembly.reducer.hook
+
     def retire(self, following: Round, sends: Callable[[Round, Executor], bool]) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
@@ -284,7 +286,7 @@ class Formation:
             return [place for place, param in enumerate(buckets[bucket].params) if ids[param] not in without]
 
         this_round = Round(
-            number=following.number - 1,
+            number=following.number - self.is_counted_apart,
             generation=old.generation,
             mode=following.mode,
             weighing=following.weighing,
@@ -304,7 +306,10 @@ class Formation:
             old.executor.run(releases.join())
         self._recorder.forgets_buckets()
         require_sound(this_round, rank=self.group.rank)
-        self.require_changed_alike(this_round, change=first_change(old.plan.params, self.plan.params))
+        change = (
+            first_change(old.plan.params, self.plan.params) if self.is_counted_apart else "a communication hook was registered"
+        )
+        self.require_changed_alike(this_round, change=change)
         if not self._members.ids.isdisjoint(accumulated.difference(ids)):
             raise PhaseError(
                 "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.",
@@ -398,13 +403,7 @@ class Formation:
 
     def _compare(self) -> Agreement:
         """Compares the parameters and settings of all ranks; a collective call."""
-        settings = {
-            "torch": str(torch.__version__),
-            "undertow": __version__,
-            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
-            "mesh": self.group.user.rows or None,
-            **self._config.to_dict(),
-        }
+        settings = {**surroundings(self.group, self.assembly.reducer.hook), **self._config.to_dict()}
         return self._members.compare(self.group, self.plan.params, self.assembly.params, settings)
 
     def _assemble(

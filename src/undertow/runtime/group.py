@@ -21,8 +21,10 @@ from undertow.runtime import private
 from undertow.runtime.guard import Member
 from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
 from undertow.runtime.worker import Worker
+from undertow.version import __version__
 
 if TYPE_CHECKING:
+    from undertow.runtime.comm_hook import CommHook
     from undertow.runtime.company import Company
 
 # Backends that divide inside the collective; for others we divide before a sum.
@@ -271,6 +273,17 @@ def gather_bytes(group: OwnGroup, payload: bytes) -> list[bytes]:
     padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     received = _all_gather(group, padded)
     return [bytes(row[: int(size)].tolist()) for row, size in zip(received, sizes, strict=True)]
+
+
+def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
+    """What must be the same on every rank beside parameters and settings."""
+    return {
+        "torch": str(torch.__version__),
+        "undertow": __version__,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
+        "mesh": group.user.rows or None,
+        "communication hook": None if hook is None else hook.name,
+    }
 
 
 class Agreement:

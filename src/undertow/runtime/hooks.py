@@ -100,6 +100,7 @@ class OutermostEnd:
         self._watched.clear()
         self._watches.clear()
 
+    @private.untraced  # where a whole step is compiled, what runs in its backward is looked at too
     def _task_is_over(self, watch: _Watch) -> None:
         node = private.enclosing_node()
         if node is None:

@@ -228,15 +228,16 @@ def _buffer_owners(module: nn.Module, ignored: Container[str]) -> list[BufferOwn
 
 def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]) -> None:
     for name, param in named_params:
-        if not param.dtype.is_floating_point or param.dtype.itemsize >= wide.itemsize or private.gradient_dtype(param) == wide:
+        wanted = wide if param.dtype.is_floating_point and param.dtype.itemsize < wide.itemsize else param.dtype
+        if private.gradient_dtype(param) == wanted:
             continue
         if param.grad is not None:
             raise ConfigError(
-                f"parameter {name!r} has a gradient of {param.grad.dtype}, and reduce_dtype asks for {wide}.",
+                f"parameter {name!r} has a gradient of {param.grad.dtype}, and reduce_dtype asks for {wanted}.",
                 where="SyncConfig(reduce_dtype=...)",
                 remedy="Clear gradients with zero_grad() before the model is wrapped, and before a parameter changes its dtype.",
             )
-        private.set_gradient_dtype(param, wide)
+        private.set_gradient_dtype(param, wanted)
 
 
 def sparse_params(module: nn.Module) -> set[int]:

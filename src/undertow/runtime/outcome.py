@@ -71,12 +71,13 @@ def all_have_other_buffers(this_round: Round, *, num_ranks: int) -> bool:
 
 def changed_unlike(this_round: Round, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch:
     """The error for that; `change` is what is known of it here."""
-    changed = _reported(reading.changed_ranks for reading in this_round.readings)
-    unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in changed)
+    reported = _reported(reading.changed_ranks for reading in this_round.readings)
+    changed = ", ".join(map(str, reported))
+    unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in reported)
     return PlanMismatch(
-        f"the parameters have changed on rank {', '.join(map(str, changed))} and not on rank {unchanged}.",
+        f"the parameters, or the communication hook, have changed on rank {changed} and not on rank {unchanged}.",
         where=f"synchronisation {this_round.number}, rank {rank}{change and f': {change}'}",
-        remedy="Freeze, unfreeze, add and replace parameters in the same step on every rank.",
+        remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
     )
 
 

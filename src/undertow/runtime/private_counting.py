@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 
 class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
@@ -26,12 +26,14 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         with _counting:
             _num_counting += 1
             torch._C.Future.then = _then_counting  # type: ignore[assignment, method-assign]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        # Not as TorchDispatchMode does it, which also notes for the whole process, and not for this thread, what there was
+        # before: a mode of another thread that ends in between would be there for ever, for torch.compile.
+        _push_mode(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *_error: Any) -> None:
         global _num_counting
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _pop_mode()
         with _counting:
             _num_counting -= 1
             if _num_counting == 0:

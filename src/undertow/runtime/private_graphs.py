@@ -24,6 +24,7 @@ class _Cuts:
     bucket_bytes_cap: int
 
 
+@private.untraced
 def cut_bytes(plan: Plan, *, num_ranks: int) -> int:
     """The size of the buckets at whose ends graphs are to be cut; 0 where they are to stay whole."""
     largest = max((bucket.num_bytes for bucket in plan.buckets), default=0)

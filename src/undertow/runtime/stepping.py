@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
-from undertow.runtime import private_scaling
+from undertow.runtime import private, private_scaling
 from undertow.runtime.axes import Axes
 from undertow.runtime.company import Company
 from undertow.runtime.eager import BucketStepper, eager_steps_over
@@ -284,6 +284,7 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     """
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
+    @private.untraced
     def finish(optimizer: Optimizer, *, steps: bool) -> NonFinite | None:
         sync, engine = weak_sync(), weak_engine()
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from undertow.plan import Plan
 from undertow.runtime import private
 from undertow.runtime.alone import Alone
+from undertow.runtime.assembly import Present
 from undertow.runtime.dist_autograd import DistributedBackwards
 from undertow.runtime.hooks import watch_parameters
 from undertow.runtime.order import ObservedOrder
@@ -77,6 +78,13 @@ class Watch:
         self._num_hooks_ever = private.num_hooks_ever()
         moved = [private.run_last(param, hook) for (_, param), hook in zip(self.named_params, self._hooks, strict=True)]
         return any(moved)
+
+    def round_ends(self, present: Present) -> None:
+        """All ranks have found a round under this plan sound: what was learned is sent."""
+        if self.order is not None:
+            self.order.send()
+        if self.tuning is not None:
+            self.tuning.round_ends(present)
 
     def close(self) -> None:
         """Takes the hooks off; a second call does nothing."""
