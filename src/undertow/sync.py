@@ -36,7 +36,7 @@ from undertow.runtime.planning import explanation_of, measured_profile, no_profi
 from undertow.runtime.private_graphs import cut_bytes, cut_graphs
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction, start_reduction
-from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy, watch_steps
+from undertow.runtime.stepping import ShardedSteps, full_gradient, no_hooks_with_shards, require_plain_strategy, watch_steps
 from undertow.runtime.sweep import sweep
 from undertow.runtime.weights import require_means
 from undertow.trace import StepReport, Trace, summarize
@@ -265,7 +265,7 @@ class Sync:
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter, None where it has none; a collective call under a sharded optimizer."""
-        return param.grad if self.steps is None else self.steps.full_gradient(param)
+        return full_gradient(self, param)
 
     def broadcast_parameters(self) -> None:
         """Gives every rank rank 0's; a collective call."""

@@ -540,6 +540,39 @@ def test_clipping_is_exact_over_shards_of_both(four_ranks: Ranks, strategy: str)
     four_ranks.run(sharded_and_clipped, strategy)
 
 
+def nothing_reached(way: str) -> None:
+    """In the last step rank 1's backward reaches nothing, and a collective call about one part only comes before the other's."""
+    with wrapped_mixture(mixture(), strategy="zero1", overlap=way != "step") as (ddp, bare, group):
+        optimizers, scaler = optimizers_of(ddp), torch.amp.GradScaler("cpu", init_scale=2.0, enabled=way == "unscale")
+        theirs = torch.optim.AdamW(bare.parameters(), **ADAMW)
+        for step in range(3):
+            for optimizer in (*optimizers, theirs):
+                optimizer.zero_grad()
+            is_without = step == 2 and dist.get_rank() == 1
+            for model in (ddp, bare):
+                value = loss(model, step)
+                value = value.detach().requires_grad_() if is_without else value
+                (scaler.scale(value) if model is ddp else value).backward()
+            if way == "clip":
+                optimizers[0].clip_grad_norm_(float("inf"))
+            elif way == "look":
+                ddp.full_gradient(ddp.module.before.weight)
+            for optimizer in optimizers:
+                if way == "unscale":
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+            scaler.update()
+            reduce_naively(bare, group)  # collectives that rank 1 would begin while others are in backward
+            theirs.step()
+        ddp.wait()
+        require_equal_values(ddp.module, bare)
+
+
+@pytest.mark.parametrize("way", ["clip", "look", "unscale", "step"])
+def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(four_ranks: Ranks, way: str) -> None:
+    four_ranks.run(nothing_reached, way)
+
+
 def hooked() -> list[int]:
     seen: list[int] = []
 

@@ -22,7 +22,7 @@ from undertow.runtime import private
 from undertow.runtime.binding import gradients_aside
 from undertow.runtime.combination import Combination
 from undertow.runtime.comm_hook import CommHook, no_second_hook
-from undertow.runtime.companions import Companions
+from undertow.runtime.companions import Companions, all_of
 from undertow.runtime.dist_autograd import DistributedBackwards
 from undertow.runtime.executor import Round
 from undertow.runtime.formation import Formation
@@ -277,11 +277,16 @@ class Engine:
             raise not_waited_for(this.round)
         self._give_up(this)
 
+    def finish_owed(self) -> None:
+        """Runs a round if one is owed: a companion has."""
+        if self._progress.is_owed:
+            self._run_outside_of_backward()
+
     def _run_outside_of_backward(self) -> None:
-        if self.formation.is_active and not self.is_closed:
-            self._launch()
-            self.complete()
+        is_active = self.formation.is_active and not self.is_closed
+        own = (self._launch, self.complete) if is_active else ()
         self._progress.is_owed = False
+        all_of(*own, self.companions.finish_owed)
 
     def _launch(self) -> None:
         if self._open is not None:

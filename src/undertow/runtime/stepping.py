@@ -212,6 +212,12 @@ def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
         engine.finish_before_step(ids, steps=False)
 
 
+def full_gradient(sync: Any, param: Tensor) -> Tensor | None:
+    """The mean gradient of a parameter; a collective call where ranks have shards of it, or where a round is owed."""
+    finish_before_look(sync, [param])
+    return param.grad if sync.steps is None else sync.steps.full_gradient(param)
+
+
 def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     """Hooks for all optimizers and gradient scalers; returns what takes them off.
 
