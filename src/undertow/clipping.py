@@ -74,7 +74,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, *, device: torch.devic
     """Of the gradients of all ranks of `group` as one vector. [] fp32 on `device`"""
     is_largest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in grads:
+    for grad in map(_values, grads):
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=_double(grad.dtype)).to(total)
         total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
     if group.num_ranks > 1:
@@ -103,6 +103,11 @@ def require_finite(total: Tensor, norm_type: float, *, rank: int) -> None:
             where=f"clip_grad_norm_, rank {rank}",
             remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
         )
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The elements that may be other than zero, each once."""
+    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _double(dtype: torch.dtype) -> torch.dtype:

@@ -443,6 +443,21 @@ def test_clipping_goes_without_experts_as_well(two_ranks: Ranks) -> None:
     two_ranks.run(clipping_without_experts)
 
 
+def clipping_sparse_gradients() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    ddp = DistributedDataParallel(model)
+    ddp(torch.tensor([1, 1, 2 + dist.get_rank()])).sum().backward()
+    dense = model.weight.grad.to_dense()
+    assert dense.unique().tolist() == [0.0, 0.5, 2.0]
+    assert clip_grad_norm_(ddp, 1.0) == 3.0  # 2 of 2 each, 4 of 0.5 each: the root of 9
+    assert torch.equal(model.weight.grad.to_dense(), dense * torch.tensor(1.0 / (3.0 + 1e-6)))
+    ddp.close()
+
+
+def test_clipping_takes_rows_of_sparse_gradients(two_ranks: Ranks) -> None:
+    two_ranks.run(clipping_sparse_gradients)
+
+
 ADAMW = {"lr": 0.01}
 
 

@@ -115,6 +115,7 @@ class Engine:
 
     def pass_on(self) -> set[int]:
         """Ends here; returns the parameters, by id, that have accumulated a gradient since the last synchronisation."""
+        self.combination.require_no_weights()
         self.complete()
         self.formation.wait_for_parameters()
         self.close()

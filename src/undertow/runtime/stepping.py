@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -226,15 +226,17 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     """
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
-    def finish(optimizer: Optimizer, *, steps: bool) -> None:
+    def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> None:
         sync, engine = weak_sync(), weak_engine()
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if engine is not None and sync is not None and engine.concerns(params):
             sync.require_stepper(optimizer)
             engine.finish_before_step(params, steps=steps)
+            if steps and not has_closure:  # whose backward is to come
+                engine.combination.require_backward(type(optimizer).__name__)
 
-    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        finish(optimizer, steps=True)
+    def before_step(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        finish(optimizer, steps=True, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
 
     def around_unscaling(optimizer: Optimizer, look: private_scaling.Look) -> private_scaling.Found:
         finish(optimizer, steps=False)
