@@ -443,6 +443,25 @@ def test_clipping_goes_without_experts_as_well(two_ranks: Ranks) -> None:
     two_ranks.run(clipping_without_experts)
 
 
+def clipping_too_early() -> str:
+    with wrapped_mixture(mixture()) as (ddp, _, _):
+        with ddp.no_sync():
+            loss(ddp, 0).backward()
+        text = text_of(PhaseError, lambda: clip_grad_norm_(ddp, 1.0))
+        loss(ddp, 1).backward()
+        assert clip_grad_norm_(ddp, 1.0) > 0.0
+        return text
+
+
+def test_clipping_what_is_not_synchronised_is_an_error(four_ranks: Ranks) -> None:
+    assert four_ranks.run(clipping_too_early) == [
+        "gradients were accumulated and are not synchronised: each rank would find another norm.\n"
+        f"  clip_grad_norm_, rank {rank}\n"
+        "  Run the last backward of a step outside of accumulate() and no_sync()."
+        for rank in range(4)
+    ]
+
+
 def clipping_sparse_gradients() -> None:
     model = nn.Embedding(4, 2, sparse=True)
     ddp = DistributedDataParallel(model)

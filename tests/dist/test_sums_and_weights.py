@@ -649,7 +649,7 @@ def test_weights_are_not_handed_on_to_another_group_or_wrapper(two_ranks: Ranks,
         text = (
             "weights were given for gradients that are not synchronised yet.\n"
             f"  another process group, or another wrapper; rank {rank}\n"
-            "  Synchronise what is accumulated first, by a backward outside of accumulate() or reduce_gradients_async()."
+            "  Synchronise what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async()."
         )
         assert texts == {"group": text, "wrapper": text, "bias": [1.0]}
 

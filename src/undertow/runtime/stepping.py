@@ -212,6 +212,16 @@ def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
         engine.finish_before_step(ids, steps=False)
 
 
+def require_synchronised(sync: Any) -> None:
+    """PhaseError where gradients were accumulated since the last synchronisation: each rank has its own."""
+    if sync._engine.formation.watch.arrived_before:
+        raise PhaseError(
+            "gradients were accumulated and are not synchronised: each rank would find another norm.",
+            where=f"clip_grad_norm_, rank {sync.rank}",
+            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+        )
+
+
 def full_gradient(sync: Any, param: Tensor) -> Tensor | None:
     """The mean gradient of a parameter; a collective call where ranks have shards of it, or where a round is owed."""
     finish_before_look(sync, [param])

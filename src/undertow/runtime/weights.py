@@ -193,7 +193,7 @@ class Weights:
             raise ConfigError(
                 "weights were given for gradients that are not synchronised yet.",
                 where=f"another process group, or another wrapper; rank {self._group.rank}",
-                remedy="Synchronise what is accumulated first, by a backward outside of accumulate() or reduce_gradients_async().",
+                remedy="Synchronise what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async().",
             )
 
     def begins(self, *, is_synchronised: bool, is_without_data: bool, can_wait: bool, is_last: bool) -> Weighing | None:
