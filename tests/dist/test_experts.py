@@ -368,6 +368,29 @@ def test_experts_may_be_frozen_and_thawed(four_ranks: Ranks) -> None:
     four_ranks.run(frozen)
 
 
+def frozen_in_one_group(change: str) -> None:
+    """Ranks 1 and 3, which hold other experts, know nothing of it."""
+    with wrapped_mixture(mixture()) as (ddp, bare, group):
+        for step in range(6):
+            for model in (ddp.module, bare) if dist.get_rank() % 2 == 0 else ():
+                expert = model.experts["0"]
+                if change == "frozen":
+                    expert.weight.requires_grad_(step < 2 or step > 3)
+                elif step == 2:
+                    expert.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.25))
+            ddp.zero_grad()
+            bare.zero_grad()
+            loss(ddp, step).backward()
+            loss(bare, step).backward()
+            reduce_naively(bare, group)
+            require_equal_gradients(ddp.module, bare)
+
+
+@pytest.mark.parametrize("change", ["frozen", "replaced"])
+def test_experts_of_one_group_may_change_alone(four_ranks: Ranks, change: str) -> None:
+    four_ranks.run(frozen_in_one_group, change)
+
+
 def copied() -> None:
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         twin = copy.deepcopy(ddp)
