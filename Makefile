@@ -11,7 +11,7 @@ READY_FOR_DOCS := $(VENV)/.ready-for-docs
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-peers lint format docs clean
+.PHONY: help demo test soak bench bench-peers lint format docs clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -21,6 +21,9 @@ demo: $(READY) ## Train with and without overlap on this machine and compare; ma
 
 test: $(READY) ## Run the tests; make test ARGS="tests/unit -k plan"
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(READY) ## Train with 200 faults at random places; make soak ARGS="--seed 7 --injections 20"
+	PYTHONPATH=tests $(BIN)/python -m soak $(ARGS)
 
 bench: $(READY) ## Measure everything, the matrix too (hours); make bench ARGS="--quick"
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import host_overhead, memory, overlap_limit, planner, recording, simulator, start_up, tuning
+from benchmarks import host_overhead, memory, overlap_limit, planner, recording, simulator, start_up, tuning, watching
 from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell, row_where
 
 
@@ -80,5 +80,11 @@ PARTS = (
         title="Simulator: CPU time of a step, 100 layers on 16,384 ranks of different speed, ZeRO-1, with contention",
         measure=simulator.measure,
         judge=simulator.judge,
+    ),
+    Part(
+        name="watching",
+        title="Cost of watching over the other ranks: 150 parameters, a healthy run",
+        measure=watching.measure,
+        judge=watching.judge,
     ),
 )

@@ -16,15 +16,17 @@ from undertow.errors import (
     PhaseError,
     PlanMismatch,
     RankLost,
+    ReplicaMismatch,
     ShardedGradientError,
     StallTimeout,
     UndertowError,
     WrongType,
 )
+from undertow.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from undertow.attached import BucketedDDPHooks, attach
-    from undertow.checkpoint import load_checkpoint, save_checkpoint
+    from undertow.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.clipping import clip_grad_norm_
     from undertow.ddp import DistributedDataParallel
     from undertow.hooks import chain
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from undertow.runtime.buckets import GradientBucket
     from undertow.runtime.manager import GradientBucketManager
     from undertow.sync import Sync
-
-__version__ = "0.1.0"
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
@@ -48,6 +48,7 @@ _LAZY = {
     "average_gradients": "undertow.runtime.average",
     "chain": "undertow.hooks",
     "clip_grad_norm_": "undertow.clipping",
+    "has_checkpoint": "undertow.checkpoint",
     "load_checkpoint": "undertow.checkpoint",
     "save_checkpoint": "undertow.checkpoint",
 }
@@ -66,6 +67,7 @@ __all__ = [
     "PhaseError",
     "PlanMismatch",
     "RankLost",
+    "ReplicaMismatch",
     "ShardedGradientError",
     "ShardedOptimizer",
     "StallTimeout",
@@ -77,6 +79,7 @@ __all__ = [
     "average_gradients",
     "chain",
     "clip_grad_norm_",
+    "has_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
 ]

@@ -45,6 +45,14 @@ def save_checkpoint(
     ranks.agree_on_first(lambda: files.put_in_place(target))
 
 
+def has_checkpoint(path: str | PathLike[str]) -> bool:
+    """Whether there is something for `load_checkpoint` to load; looks at the files and communicates nothing.
+
+    A save that was interrupted counts where it has left a whole checkpoint. One that is damaged is there, and an error to load.
+    """
+    return files.is_there(Path(path))
+
+
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Loads what `save_checkpoint` saved, from any number of ranks, and returns `extra`; a collective call.
 

@@ -81,6 +81,12 @@ def folder_for_loading(path: Path) -> Path:
     return found
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is something to load at `path`, whole or not: nothing else counts as a run that has not begun."""
+    new, old = _beside(path)
+    return path.exists() or path.is_symlink() or _is_complete(new) or _is_complete(old)
+
+
 def read_stored(folder: Path) -> Stored:
     """Everything but the tensors. CheckpointError, which names the file, where one is missing, cut short or not ours."""
     header = _header(folder / _HEADER)

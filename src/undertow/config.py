@@ -12,7 +12,7 @@ from typing import Any
 
 from undertow.errors import ConfigError
 
-# What each setting may be. A value that the design has but the code does not yet is refused by name.
+# What each setting may be.
 _CHOICES: dict[str, tuple[object, ...]] = {
     "strategy": (None, "ddp", "zero1", "zero2", "hybrid"),
     "order": ("observed", "reverse", "largest_first"),
@@ -23,12 +23,9 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "auto_tune": (True, False),
     "reduce_dtype": (None, "float32"),
     "wire_dtype": (None, "bfloat16", "float16"),
-    "nonfinite": ("ignore",),
+    "nonfinite": ("ignore", "warn", "skip", "raise"),
     "overlap": (True, False),
     "average_in_collective": (True, False),
-}
-_NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "nonfinite": ("warn", "skip", "raise"),
 }
 
 
@@ -101,13 +98,19 @@ class SyncConfig:
     wire_dtype: "bfloat16" or "float16": in it wider gradients travel, half the bytes; where ranks add up themselves ("ordered",
         and shards over gloo) they add in fp32.
     ignore: names of parameters and buffers that are left alone.
+    nonfinite: what is done about gradients that are infinite or no number on some rank when an optimizer is about to step on
+        them: nothing ("ignore"; they are not looked for, which would cost a pass over every bucket, and on devices the host would
+        wait for the last one), a line on rank 0 ("warn"), the step is skipped on every rank and changes nothing ("skip"; not in
+        eager form, nor with experts), or NonFiniteGradient on every rank ("raise"). What a GradScaler deals with stays its own.
+    check_replicas_every: after how many synchronisations a fingerprint of every trained parameter is compared over all ranks;
+        where one differs every rank raises ReplicaMismatch. None: never.
     stall_warning_s: after how many seconds of waiting a rank has all ranks report who is late, for what, and what it is doing.
     stall_timeout_s: after how many the step fails, with StallTimeout on every rank. Infinity switches either off.
     experts: groups of parameters that are reduced over ranks of their own, each an ExpertGroup, in the same order on every rank.
         Not with "hybrid". A process group is of one process: the JSON form says what there is, and is not read back.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
-    `nonfinite` has one value so far; another one is refused. Raises ConfigError for every value that cannot work.
+    Raises ConfigError for every value that cannot work.
     """
 
     strategy: str | None = None
@@ -125,6 +128,7 @@ class SyncConfig:
     ignore: tuple[str, ...] = ()
     experts: tuple[ExpertGroup, ...] = ()
     nonfinite: str = "ignore"
+    check_replicas_every: int | None = None
     stall_warning_s: float = 30.0
     stall_timeout_s: float = 300.0
     record: str = "summary"
@@ -146,6 +150,7 @@ class SyncConfig:
             )
         for name in ("stall_warning_s", "stall_timeout_s"):
             _require_seconds(getattr(self, name), name=name)
+        _require_count(self.check_replicas_every, name="check_replicas_every")
         object.__setattr__(self, "ignore", _sorted_names(self.ignore))
         object.__setattr__(self, "experts", _expert_groups(self.experts))
         for group in self.experts:
@@ -200,12 +205,19 @@ def _require_seconds(value: object, *, name: str) -> None:
         )
 
 
+def _require_count(value: object, *, name: str) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(
+            f"{name} must be a whole number of synchronisations from 1 on, got {value!r}.",
+            where="SyncConfig",
+            remedy="Give a number, such as 100, or leave it out for no comparison.",
+        )
+
+
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         return
     allowed = ", ".join(repr(choice) for choice in choices)
-    if value in _NOT_BUILT.get(name, ()):
-        raise ConfigError(f"{name}={value!r} is not built yet.", where="SyncConfig", remedy=f"What works today: {allowed}.")
     shards_parameters = name == "strategy" and value in ("zero3", "fsdp")
     remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters." if shards_parameters else f"Choose one of: {allowed}."
     raise ConfigError(f"{name} cannot be {value!r}.", where="SyncConfig", remedy=remedy)
@@ -237,6 +249,9 @@ def _expert_groups(groups: object) -> tuple[ExpertGroup, ...]:
 def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
     if config.strategy == "hybrid":
         what, remedy = 'experts do not go with strategy="hybrid".', 'Use "ddp", "zero1" or "zero2".'
+    elif config.nonfinite == "skip":
+        what = 'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.'
+        remedy = 'Use "raise" or "warn".'
     elif config.op == "sum" and group.divisor is not None:
         what, remedy = 'op="sum" does not divide, and a group of experts has a divisor.', 'Leave op="sum" or the divisor out.'
     else:

@@ -269,14 +269,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
         A gradient is divided by the number of all ranks, or, with `divide_by_initial_world_size=False`, of those that
         still have data. With `throw_on_early_termination` all ranks raise as soon as one has run out. At the end every
-        rank has the model of a rank that trained longest. One backward for each forward.
+        rank has the model of a rank that trained longest. One backward for each forward; a ShardedOptimizer steps on all ranks.
         """
-        return UnevenInputs([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+        return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """For torch.distributed.algorithms.Join, also among other participants."""
-        self.sync.require_whole_optimizer("join")
-        self._shadow = ShadowHook(self.sync, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+        defaults = {"divide_by_initial_world_size": True, "is_alone": False, "is_enabled": True}
+        # Others are for other participants.
+        self._shadow = ShadowHook(self.sync, self, **{name: kwargs.get(name, usual) for name, usual in defaults.items()})
         return self._shadow
 
     @property

@@ -7,6 +7,7 @@
     ├── PhaseError                    a call that does not fit where the step is
     ├── ShardedGradientError          a use of a gradient of which each rank has only its shard
     ├── NonFiniteGradient             a gradient, or the norm of all, that is infinite or no number
+    ├── ReplicaMismatch               parameters that are no longer the same on all ranks
     ├── CheckpointError               a checkpoint, or a state, that cannot be saved or loaded
     ├── Desync                        ranks are in different steps, plan generations or modes
     ├── PeerFailed                    another rank reported an error in this step, or has ended with one
@@ -28,6 +29,7 @@ __all__ = [
     "PhaseError",
     "PlanMismatch",
     "RankLost",
+    "ReplicaMismatch",
     "ShardedGradientError",
     "StallTimeout",
     "UndertowError",
@@ -65,6 +67,10 @@ class ShardedGradientError(UndertowError):
 
 class NonFiniteGradient(UndertowError):
     """A gradient, or the norm of all of them, that is infinite or no number."""
+
+
+class ReplicaMismatch(UndertowError):
+    """Parameters are no longer the same on all ranks; raised on every rank."""
 
 
 class CheckpointError(UndertowError):

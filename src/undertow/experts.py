@@ -152,14 +152,6 @@ class SyncWithExperts(Sync):
             remedy="Close the wrapper, and wrap the model anew.",
         )
 
-    def require_whole_optimizer(self, where: str) -> None:
-        """PhaseError: a rank without data would have to keep each group of experts company."""
-        raise PhaseError(
-            "a rank that has run out of data cannot leave a model with experts: tokens of others need those that it holds.",
-            where=where,
-            remedy="Give every rank as many batches.",
-        )
-
     @private.untraced
     def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
         """Called before each forward of the module."""

@@ -70,10 +70,9 @@ class Sync:
         self._module = module
         self._members = Members(module, AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []
-        self._is_closed = False
+        self._is_closed = self._is_compiled = False
         self._hook: CommHook | None = None
         self.steps: ShardedSteps | None = None
-        self._is_compiled = False
         self._set_up(chosen_group(process_group, mesh, config.strategy))
         if isinstance(process_group, GroupRef):
             return  # a copy: the ranks that hold it open it when they first use it
@@ -250,7 +249,7 @@ class Sync:
         """
         if self.steps is None:
             self._engine.open()
-            how = {"is_compiled": self._is_compiled, "is_eager": is_eager}
+            how: dict[str, Any] = {"is_compiled": self._is_compiled, "is_eager": is_eager, "numbers": self._engine.checks.numbers}
             self.steps = ShardedSteps(self._module, self._engine.formation, self._config, **how)
             self._attached.callback(self.steps.close)
         self.steps.hand_to(stepper, settings, is_eager=is_eager)
@@ -324,14 +323,10 @@ class Sync:
         """Keeps the other ranks company in one synchronisation, without gradients of our own."""
         self._engine.shadow()
 
-    def require_whole_optimizer(self, where: str) -> None:
-        """PhaseError under a sharded optimizer: a rank without data would still have to step on its shards."""
-        if self.steps is not None:
-            raise PhaseError(
-                "a rank that has run out of data cannot leave a sharded optimizer: the others need its shards.",
-                where=where,
-                remedy="Give every rank as many batches, or use a plain optimizer.",
-            )
+    @property
+    def synchronises(self) -> bool:
+        """Whether a backward that runs now communicates."""
+        return self._engine.synchronises
 
     def join_ends(self) -> None:
         """All ranks are in the same place again, and all of them count."""
@@ -384,7 +379,8 @@ class Sync:
 
         Never communicates: a single rank may ask.
         """
-        report = summarize(self._recorder.records(generation=self._engine.generation), self._engine.plan, rank=self._group.rank)
+        records = self._recorder.records(generation=self._engine.generation)
+        report = summarize(records, self._engine.plan, rank=self.rank, num_skipped=self._engine.checks.numbers.num_skipped)
         if show:
             print_report(report)
         return report

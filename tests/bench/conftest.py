@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 from benchmarks.matrix.catalog import SYSTEMS, SystemSpec, workload_from_text
 from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
-from benchmarks.matrix.links import what_is_missing
 from benchmarks.matrix.rows import rows_of_cell
+
+from support.namespaces import needs_namespaces  # noqa: F401  # for the tests of this folder
 
 SMALL = Effort(num_warmup=1, num_turns=2, num_repetitions=1, has_start_up=False)
 Rows = dict[str, dict[str, Any]]
-
-
-@pytest.fixture
-def needs_namespaces() -> None:
-    missing = what_is_missing()
-    if missing is not None:
-        pytest.skip(f"shaped links cannot be made here: {missing}")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch import nn
 from support.checkpoints import Setup, from_bytes, require_equal, to_bytes, train, trained_by, whole_state
 from support.errors import text_of
 from support.ranks import Ranks, RanksFailed
-from undertow import CheckpointError, DistributedDataParallel, load_checkpoint, save_checkpoint
+from undertow import CheckpointError, DistributedDataParallel, has_checkpoint, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +264,7 @@ def killed_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loads_one_of_both(path: Path) -> int:
+    assert has_checkpoint(path)
     with trained_by(Setup()) as (model, optimizer):
         train(Setup(), model, optimizer, steps=range(1))
         states = {1: whole_state(model, optimizer)}
@@ -492,3 +493,13 @@ def test_one_process_saves_and_loads_without_ranks(tmp_path: Path) -> None:
         f"  {path}\n"
         "  Save to a path of its own, which does not exist or holds an earlier checkpoint.",
     }
+
+
+def test_what_a_first_save_has_half_written_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    assert not has_checkpoint(path)
+    (tmp_path / "saved.new").mkdir()
+    (tmp_path / "saved.new" / "undertow.json").write_text("{")
+    assert not has_checkpoint(path)
+    path.mkdir()  # damaged: loading it is an error, and not a new beginning
+    assert has_checkpoint(path)

@@ -84,14 +84,19 @@ def test_a_dropped_wrapper_leaves_no_process_group(two_ranks: Ranks) -> None:
     assert two_ranks.run(num_groups_left_by_dropped_wrappers) == [0, 0]
 
 
-def optimizers_in_backward(through_the_module: bool) -> None:
-    """They step on the mean while the module is wrapped, and by themselves again afterwards."""
+def step_in_backward(model: nn.Module, **settings: float) -> None:
+    """Has torch put an SGD on each parameter."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.* is deprecated", DeprecationWarning)  # torch's own use of it
         from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), settings)
+
+
+def optimizers_in_backward(through_the_module: bool) -> None:
+    """They step on the mean while the module is wrapped, and by themselves again afterwards."""
     model = linear()
     bare = linear()
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.125})
+    step_in_backward(model, lr=0.125)
     with SideBySide(model, 1e-6, bare=bare) as side:
         called = side.module if through_the_module else side.ddp
         for step in range(3):

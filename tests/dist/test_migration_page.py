@@ -11,11 +11,9 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from support.errors import text_of
 from support.pages import Snippet, execute, snippets, titles
 from support.project import ROOT
 from support.ranks import Ranks
-from undertow import ConfigError, SyncConfig
 
 PAGE = ROOT / "docs" / "migration.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -78,17 +76,3 @@ def test_everything_of_fully_shard_has_a_row() -> None:
     assert [name for name in sorted(arguments_of(MixedPrecisionPolicy)) if f"`{name}`" not in text] == []
     methods = {name for name in vars(FSDPModule) if not name.startswith("_")}
     assert named_in(table_rows(text, "method of `FSDPModule`")) == methods
-
-
-def texts_of_what_is_not_built() -> dict[str, str]:
-    """The error of every setting that the page calls not built yet, under its name there."""
-    settings: dict[str, dict[str, object]] = {
-        "nonfinite": {"nonfinite": "raise"},
-    }
-    return {name: text_of(ConfigError, lambda given=given: SyncConfig(**given)) for name, given in settings.items()}
-
-
-def test_what_is_called_not_built_yet_says_so_itself(two_ranks: Ranks) -> None:
-    texts, _ = two_ranks.run(texts_of_what_is_not_built)
-    assert all("is not built yet" in text for text in texts.values())
-    assert set(re.findall(r"\*\*not built yet\*\*[^(|]*\(`([^`]*)`\)", TEXT)) == set(texts)

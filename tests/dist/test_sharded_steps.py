@@ -541,8 +541,6 @@ def mistakes() -> None:
         copy.deepcopy(newer)
     with pytest.raises(ConfigError, match="communication hooks reduce whole gradients"):
         ddp.register_comm_hook(None, lambda _state, bucket: None)
-    with pytest.raises(PhaseError, match="run out of data cannot leave a sharded optimizer"), ddp.join():
-        pass
     newer.zero_grad()
     with ddp.no_sync():
         MLP.loss(ddp, 1).backward()

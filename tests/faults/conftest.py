@@ -10,12 +10,19 @@ from statistics import median
 import pytest
 
 from support.faults import Outcome
+from support.namespaces import needs_namespaces  # noqa: F401  # for the tests of this folder
 
 Record = Callable[[str, Sequence[Outcome]], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-seed", default=0, type=int, help="of the faults that are injected at random")
     parser.addoption("--reliability", default=None, help="file that gets a table of the faults and of the seconds they took")
+
+
+@pytest.fixture
+def soak_seed(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--soak-seed", default=0)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,17 @@ from support.faults import FAULTY_STEP, Fault, outcomes
 FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label
   {where}
   The step is incomplete on every rank. The traceback is in the log of rank {faulty}."""
-POINTS = ["in_data", "in_forward", "in_backward", "in_comm_hook", "in_optimizer", "in_gathers", "in_construction"]
+POINTS = [
+    "in_data",
+    "in_forward",
+    "in_backward",
+    "in_comm_hook",
+    "in_weights",
+    "in_join",
+    "in_optimizer",
+    "in_gathers",
+    "in_construction",
+]
 FINISHED = """rank {faulty} has left: it has finished after {num_steps} synchronisations, and others wait for it.
   synchronisation 3, rank {rank}
   Give every rank as many batches, or train inside model.join()."""
@@ -50,7 +60,7 @@ def test_a_rank_that_has_finished_early_is_named_with_its_steps(num_ranks: int, 
 
 
 SCRIPT = """
-    import sys, torch, torch.distributed as dist
+    import contextlib, sys, torch, torch.distributed as dist
     import undertow
 
     rank, meeting_point = int(sys.argv[1]), sys.argv[2]
@@ -69,9 +79,13 @@ SCRIPT = """
     [
         ('raise ValueError("row 7 has no label")', "PeerFailed: rank 1 has failed: ValueError: row 7 has no label"),
         ("sys.exit(0)", "RankLost: rank 1 has left: it has finished after 2 synchronisations, and others wait for it."),
+        (
+            "with contextlib.closing(model): sys.exit(0)",
+            "RankLost: rank 1 has left: it has finished after 2 synchronisations, and others wait for it.",
+        ),
         ("import os; os._exit(0)", "RankLost: rank 1 is gone: its process has ended without a word, or was killed."),
     ],
-    ids=["exception", "exit", "without a word"],
+    ids=["exception", "exit", "exit that closes", "without a word"],
 )
 def test_the_way_a_script_ends_is_told(fault: str, told: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT).replace("{fault}", fault)]

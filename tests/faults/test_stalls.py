@@ -14,10 +14,18 @@ from support.faults import Fault, outcomes
 FIRST = "bucket 0 ('last.bias')"
 THIRD = "bucket 2 ('norm.weight', 'norm.bias', 'first.bias')"  # those before it have left
 HEAD = "rank R has waited N s for {bucket}: rank {faulty} has not come."
+WAITS_FOR = {
+    "in_backward": THIRD,
+    "in_weights": "the sum of all ranks' weights",
+    "in_join": "what ranks that have data do next",
+}
 DOING = {
-    "in_data": "in code outside of the model",
+    "in_data": "in code outside of the model, no training forward since synchronisation 3",
+    "in_evaluation": "in the forward of 'norm', no training forward since synchronisation 3",
     "in_forward": "in the forward of 'norm'",
     "in_backward": "in backward",
+    "in_weights": "in backward",
+    "in_join": "in code outside of the model, no training forward since synchronisation 3",
 }
 
 
@@ -35,16 +43,14 @@ def report(fault: Fault, doing: str, bucket: str = FIRST) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("point", ["in_data", "in_forward", "in_backward"])
+@pytest.mark.parametrize("point", list(DOING))
 def test_a_late_rank_is_reported_on_every_rank_and_training_goes_on(point: str, num_ranks: int) -> None:
     settings = {"stall_warning_s": 1.0, "stall_timeout_s": math.inf, "buffers": "off"}
     fault = Fault("is_late", point, rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
     found = outcomes(fault)
     assert [outcome.kind for outcome in found] == [""] * num_ranks
     for outcome in found:
-        assert "\n".join(report(fault, DOING[point], THIRD if point == "in_backward" else FIRST)) in [
-            plain(text) for text in outcome.logged
-        ]
+        assert "\n".join(report(fault, DOING[point], WAITS_FOR.get(point, FIRST))) in [plain(text) for text in outcome.logged]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -81,3 +87,12 @@ def test_a_rank_that_is_stopped_is_said_to_be(num_ranks: int, record: Record) ->
         assert f"\n  rank {fault.rank}: stopped by a signal\n" in outcome.text
         assert outcome.seconds < WITHIN_S
     record("stopped, beyond stall_timeout_s=1.5", found)
+
+
+def test_a_stall_on_a_mesh_names_the_rank_in_other_rows_and_columns_too() -> None:
+    settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
+    fault = Fault("is_stopped", "in_hybrid_backward", rank=3, num_ranks=4, settings=settings)
+    for outcome in outcomes(fault)[: fault.rank]:
+        assert (outcome.kind, outcome.exit_code) == ("StallTimeout", 1)
+        assert re.match(r"rank \d has waited \d+ s for bucket \d .*: rank 3 has not come\.", outcome.text)
+        assert "\n  rank 3: stopped by a signal\n" in outcome.text

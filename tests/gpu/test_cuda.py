@@ -184,3 +184,28 @@ def test_weights_on_some_ranks_only_are_found_a_step_late_on_a_device(two_ranks:
     for text in two_ranks.run(weights_on_one_rank_only):
         assert text.startswith("weights were given on some ranks and not on others.")
         assert "with rank 0, without rank 1" in text
+
+
+def nonfinite_on_one_rank(policy: str) -> tuple[bool, int]:
+    """Later than the rounds that are read at once: every rank must still know before the optimizer steps."""
+    model = DistributedDataParallel(make_model(), config=SyncConfig(bucket_cap_mb=0.03, nonfinite=policy))
+    try:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        for step in range(5):
+            before = [param.detach().clone() for param in model.parameters()]
+            optimizer.zero_grad()
+            x = torch.ones(8, 64, device="cuda")
+            x[0, 0] = float("inf") if step == 4 and dist.get_rank() == 1 else 1.0
+            model(x).square().mean().backward()
+            optimizer.step()
+        is_kept = all(map(torch.equal, before, model.parameters()))
+        return is_kept, model.report(show=False).num_skipped
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("skip", (True, 1)), ("warn", (False, 0))])
+def test_a_gradient_that_is_not_finite_is_known_before_the_step(
+    two_ranks: Ranks, policy: str, expected: tuple[bool, int]
+) -> None:
+    assert two_ranks.run(nonfinite_on_one_rank, policy) == [expected] * 2

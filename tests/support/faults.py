@@ -7,33 +7,33 @@ that they name is known.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-import multiprocessing
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-import support.ranks  # noqa: F401  # has what ranks import be imported once, before they are forked
 import undertow.sync
+from support.processes import run_ranks
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow.runtime.weights import Weighing
 
 FAULTY_STEP = 3
 _NUM_STEPS = 6
 _PATIENCE_S = 60.0
 _STAYS_S = 15.0  # longer than any rank may take to learn of a fault
-_FORKSERVER = multiprocessing.get_context("forkserver")
 
 
 class BadBatch(ValueError):
@@ -65,50 +65,18 @@ class Outcome:
 
 def outcomes(fault: Fault) -> list[Outcome]:
     """Of every rank, in order; the faulty one's has an exit code and perhaps no more."""
-    with tempfile.TemporaryDirectory() as directory:
-        port = _free_port()
-        ours, processes = [], []
-        for rank in range(fault.num_ranks):
-            receiving, sending = _FORKSERVER.Pipe(duplex=False)
-            process = _FORKSERVER.Process(target=_rank, args=(rank, fault, Path(directory), port, sending), daemon=True)
-            process.start()
-            sending.close()
-            ours.append(receiving)
-            processes.append(process)
-        try:
-            said = _listen(ours)
-        finally:
-            codes = []
-            for process in processes:
-                process.join(0.0 if fault.kind == "is_stopped" else 10.0)
-                process.kill()
-                process.join()
-                codes.append(process.exitcode)
-        began_s = min((float(words["fault"]) for words in said if "fault" in words), default=0.0)
-        return [
-            Outcome(
-                kind=words.get("kind", ""),
-                text=words.get("text", ""),
-                seconds=words.get("at", began_s) - began_s,
-                logged=tuple(words.get("logged", ())),
-                exit_code=code,
-            )
-            for words, code in zip(said, codes, strict=True)
-        ]
-
-
-def _listen(connections: list[Connection]) -> list[dict[str, Any]]:
-    said: list[dict[str, Any]] = [{} for _ in connections]
-    still_open, until_s = list(connections), time.monotonic() + _PATIENCE_S
-    while still_open and (ready := wait(still_open, timeout=max(0.0, until_s - time.monotonic()))):
-        for connection in ready:
-            try:
-                said[connections.index(connection)].update(connection.recv())
-            except EOFError:
-                still_open.remove(connection)
-        if all("at" in words or "fault" in words for words in said) and any("stopped" in words for words in said):
-            break  # the stopped one will never say more
-    return said
+    ended = run_ranks(partial(_rank, fault, _free_port()), fault.num_ranks, patience_s=_PATIENCE_S)
+    began_s = min((float(rank.words["fault"]) for rank in ended if "fault" in rank.words), default=0.0)
+    return [
+        Outcome(
+            kind=rank.words.get("kind", ""),
+            text=rank.words.get("text", ""),
+            seconds=rank.words.get("at", began_s) - began_s,
+            logged=tuple(rank.words.get("logged", ())),
+            exit_code=rank.exit_code,
+        )
+        for rank in ended
+    ]
 
 
 def _free_port() -> int:
@@ -194,6 +162,15 @@ def exits(_script: _Script) -> None:
     raise SystemExit(0)
 
 
+def overflows(script: _Script) -> None:
+    script.model.module.last.bias.register_hook(lambda grad: grad * torch.inf)
+
+
+def writes(script: _Script) -> None:
+    with torch.no_grad():
+        script.model.module.last.weight.mul_(2.0)
+
+
 # Points: each makes the model of a script, and has `act` called somewhere in its step.
 
 
@@ -214,6 +191,21 @@ def _optimizer(script: _Script) -> torch.optim.Optimizer:
 
 def in_data(script: _Script) -> torch.optim.Optimizer:
     script.before_forward = script.act
+    return _optimizer(script)
+
+
+def in_evaluation(script: _Script) -> torch.optim.Optimizer:
+    """Which a rank runs alone, at a place where the others go on training."""
+
+    def evaluate() -> None:
+        if script.step == FAULTY_STEP:
+            hook = script.model.module.norm.register_forward_pre_hook(script.act)
+            with torch.no_grad():
+                script.model.eval()(torch.randn(4, 8))
+            script.model.train()
+            hook.remove()
+
+    script.before_forward = evaluate
     return _optimizer(script)
 
 
@@ -246,6 +238,11 @@ def in_sharded_backward(script: _Script) -> torch.optim.Optimizer:
     return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
 
 
+def in_hybrid_backward(script: _Script) -> torch.optim.Optimizer:
+    """Ranks wait for others of their row, and of their column."""
+    return in_sharded_backward(script)
+
+
 def in_comm_hook(script: _Script) -> torch.optim.Optimizer:
     """Whose collectives go over the user's own group."""
 
@@ -267,6 +264,29 @@ def in_buffers(script: _Script) -> torch.optim.Optimizer:
 
     undertow.sync.broadcast_buffers = broken
     return optimizer
+
+
+def in_join(script: _Script) -> torch.optim.Optimizer:
+    """All others have run out of data, and wait for what this rank does next."""
+    script.around = script.model.join
+    if script.rank == script.fault.rank:
+        script.before_forward = script.act
+    else:
+        script.num_steps, script.after_steps = FAULTY_STEP, script.act
+    return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
+
+
+def in_weights(script: _Script) -> torch.optim.Optimizer:
+    """When gradients are weighed for the first time their sum leaves behind all buckets."""
+    send = Weighing.send
+
+    def broken(weighing: Weighing) -> None:
+        script.act()
+        send(weighing)
+
+    Weighing.send = broken
+    script.before_forward = lambda: script.model.weight(4) if script.step >= FAULTY_STEP else None
+    return _optimizer(script)
 
 
 def in_construction(script: _Script) -> torch.optim.Optimizer:
@@ -292,23 +312,30 @@ def _constructed(script: _Script) -> DistributedDataParallel:
 
         undertow.sync.broadcast_in_place = broken
     config = SyncConfig(bucket_cap_mb=1e-4, **script.fault.settings)
+    if point == "in_hybrid_backward":
+        mesh = init_device_mesh("cpu", (2, script.fault.num_ranks // 2), mesh_dim_names=("replicate", "shard"))
+        return DistributedDataParallel(Net(), device_mesh=mesh, config=dataclasses.replace(config, strategy="hybrid"))
     return DistributedDataParallel(Net(), config=config)
 
 
 def _train(script: _Script) -> None:
-    script.before_forward = script.after_step = lambda: None
+    script.before_forward = script.after_step = script.after_steps = lambda: None
+    script.around, script.num_steps = contextlib.nullcontext, _NUM_STEPS
     script.model = _constructed(script)
     optimizer = globals()[script.fault.point](script)
-    for step in range(_NUM_STEPS):
-        script.step = step
-        script.before_forward()
-        optimizer.zero_grad()
-        script.model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        script.after_step()
+    with script.around():
+        for step in range(script.num_steps):
+            script.step = step
+            script.before_forward()
+            optimizer.zero_grad()
+            script.model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            script.after_step()
+        script.step += 1
+        script.after_steps()
 
 
-def _rank(rank: int, fault: Fault, directory: Path, port: int, connection: Connection) -> None:
+def _rank(fault: Fault, port: int, rank: int, directory: Path, connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     logged = _Logged()

@@ -26,6 +26,7 @@ DEFAULTS = {
     "ignore": (),
     "experts": (),
     "nonfinite": "ignore",
+    "check_replicas_every": None,
     "stall_warning_s": 30.0,
     "stall_timeout_s": 300.0,
     "record": "summary",
@@ -69,6 +70,7 @@ def test_settings_cannot_be_changed_later() -> None:
         {"bucket_cap_mb": (0.5, 2)},
         {"bucket_cap_mb": (math.inf,)},
         {"stall_warning_s": 5, "stall_timeout_s": math.inf},
+        {"nonfinite": "raise", "check_replicas_every": 100},
     ],
 )
 def test_json_round_trip(settings: dict[str, Any]) -> None:
@@ -80,17 +82,13 @@ def test_json_may_leave_out_settings() -> None:
     assert SyncConfig.from_json('{"overlap": false}') == SyncConfig(overlap=False)
 
 
-@pytest.mark.parametrize(
-    ("settings", "choices"),
-    [
-        ({"nonfinite": "warn"}, "'ignore'"),
-        ({"nonfinite": "skip"}, "'ignore'"),
-        ({"nonfinite": "raise"}, "'ignore'"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(settings: dict[str, Any], choices: str) -> None:
-    ((name, value),) = settings.items()
-    assert refusal(**settings) == f"{name}={value!r} is not built yet.\n  SyncConfig\n  What works today: {choices}."
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "100"])
+def test_replicas_are_compared_after_a_whole_number_of_synchronisations(value: object) -> None:
+    assert refusal(check_replicas_every=value) == (
+        f"check_replicas_every must be a whole number of synchronisations from 1 on, got {value!r}.\n"
+        "  SyncConfig\n"
+        "  Give a number, such as 100, or leave it out for no comparison."
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_what_is_not_built_is_refused_by_name(settings: dict[str, Any], choices:
         ({"op": "max"}, "'mean', 'sum'"),
         ({"buffers": True}, "'rank0', 'mean', 'off'"),
         ({"auto_tune": None}, "True, False"),
-        ({"nonfinite": "panic"}, "'ignore'"),
+        ({"nonfinite": "panic"}, "'ignore', 'warn', 'skip', 'raise'"),
         ({"record": "some"}, "'summary', 'full', 'off'"),
     ],
 )
@@ -199,6 +197,10 @@ def test_what_does_not_go_with_experts_is_refused() -> None:
     )
     assert refusal(experts=(group,), op="sum") == (
         f'op="sum" does not divide, and a group of experts has a divisor.\n{where}  Leave op="sum" or the divisor out.'
+    )
+    assert refusal(experts=(group,), nonfinite="skip") == (
+        f'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.\n{where}'
+        '  Use "raise" or "warn".'
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -128,3 +129,16 @@ def test_a_stack_has_places_and_no_values() -> None:
 def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         faults.state_from(broken)
+
+
+def test_a_collective_of_torchs_is_told_from_the_stack() -> None:
+    """A rank that waits at a barrier of its own, while others wait for it."""
+    found: dict[str, object] = {}
+    path = os.path.join(os.path.dirname(torch.__file__), "distributed", "distributed_c10d.py")
+    exec(compile("def barrier(ask):\n    return ask()", path, "exec"), found)
+    assert found["barrier"](lambda: doing(nn.Identity())) == "in barrier of torch.distributed"
+
+
+def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
+    assert faults.idle_since(118) == ", no training forward since synchronisation 118"
+    assert faults.idle_since(0) == ", no training forward yet"

@@ -23,7 +23,7 @@ def reduced_signature(ranks: list[tuple[int, int, int]]) -> list[bool]:
 
 
 def trailer_ranges(trailer: Trailer) -> list[range]:
-    verdict = [trailer.failed, trailer.changed, trailer.buffers, trailer.late, trailer.busy]
+    verdict = [trailer.failed, trailer.changed, trailer.buffers, trailer.nonfinite, trailer.late, trailer.busy]
     return [trailer.used, trailer.signature, *(verdict if trailer.has_verdict else [])]
 
 
@@ -35,16 +35,18 @@ def test_trailer_of_the_last_bucket() -> None:
     assert trailer.failed == range(151, 155)
     assert trailer.changed == range(155, 159)
     assert trailer.buffers == range(159, 163)
-    assert trailer.late == range(163, 165)
-    assert trailer.busy == range(165, 169)
-    assert trailer.stop == 169
+    assert trailer.nonfinite == range(163, 167)
+    assert trailer.late == range(167, 169)
+    assert trailer.busy == range(169, 173)
+    assert trailer.stop == 173
 
 
 def test_trailer_of_another_bucket_has_no_verdict() -> None:
     trailer = Trailer(start=100, num_slots=3)
     assert not trailer.has_verdict
     assert trailer.stop == trailer.signature.stop == 151
-    assert not any(map(len, (trailer.failed, trailer.changed, trailer.buffers, trailer.late, trailer.busy)))
+    verdict = (trailer.failed, trailer.changed, trailer.buffers, trailer.nonfinite, trailer.late, trailer.busy)
+    assert not any(map(len, verdict))
 
 
 @pytest.mark.parametrize(("start", "stop", "first"), [(-1, 0, 0), (3, 2, 0), (3, 4, -1)])

@@ -272,7 +272,7 @@ def test_slots_that_overlap_are_refused() -> None:
 def test_a_trailer_that_does_not_end_the_storage_or_lies_on_gradients_is_refused(change: dict[str, Any]) -> None:
     changed: Bucket = dataclasses.replace(PLAN.buckets[1], **change)
     assert text_of(ConfigError, with_last_bucket(**change)) == (
-        f"the trailer [13, 72) of bucket 1 is misplaced.\n"
+        f"the trailer [11, 72) of bucket 1 is misplaced.\n"
         f"  the gradients end at {changed.numel}, the storage at {changed.storage_numel}\n"
         "  The trailer lies behind the gradients and ends the storage."
     )

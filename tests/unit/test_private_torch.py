@@ -86,6 +86,15 @@ def test_copy_each_and_zero_each_write_into_the_targets() -> None:
     assert flat.tolist() == [0, 0, 2, 2, 2]
 
 
+def test_the_largest_of_each_keeps_what_is_not_finite() -> None:
+    huge = torch.finfo(torch.float32).max
+    tensors = [torch.tensor(values) for values in ([1.0, -3.0], [huge, huge], [[1.0], [torch.inf]], [torch.nan, 1.0])]
+    first, second, third, last = map(float, private.largest_of_each(tensors))
+    assert (first, second, third) == (3.0, huge, torch.inf)
+    assert last != last
+    assert private.largest_of_each([torch.tensor([3 + 4j])]) == [torch.tensor(5.0)]
+
+
 def test_post_accumulate_hooks_are_found_and_gone_after_removal() -> None:
     param = torch.ones(2, requires_grad=True)
     assert private.post_accumulate_hooks(param) == ()

@@ -8,6 +8,8 @@ from support.pages import snippets
 from support.project import ROOT
 from undertow.runtime import faults
 from undertow.runtime.faults import State
+from undertow.runtime.nonfinite import Finding
+from undertow.runtime.replicas import mismatch
 
 PAGE = ROOT / "docs" / "reliability.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -27,9 +29,18 @@ def test_the_report_of_the_page_is_ours() -> None:
     assert QUOTED[1] == faults.stall_text(asking, {0: asking, 1: late}, {}, ranks=range(2))
 
 
+def test_what_the_page_says_of_numbers_is_ours() -> None:
+    finding = Finding(params=("last.bias",), ranks=(1,), where="synchronisation 118, bucket 0")
+    assert QUOTED[2] == f"NonFiniteGradient: {finding.error()}"
+    where = "synchronisation 199; 1 of 6 parameters differ"
+    assert QUOTED[3] == f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where=where)}"
+
+
 def test_the_settings_of_the_page_work() -> None:
-    (code,) = (snippet.code for snippet in snippets(PAGE) if snippet.language == "python")
-    exec(compile(code, str(PAGE), "exec"), {})
+    codes = [snippet.code for snippet in snippets(PAGE) if snippet.language == "python"]
+    assert len(codes) == 2
+    for code in codes:
+        exec(compile(code, str(PAGE), "exec"), {})
 
 
 def test_every_test_of_the_table_exists_and_took_less_than_ten_seconds() -> None:

@@ -220,3 +220,10 @@ def test_a_step_with_gathers_has_a_limit_of_its_own() -> None:
 
 def test_a_step_without_gathers_has_no_other_limit() -> None:
     assert summarize([make_record()], make_plan(), rank=0).step_limit_ms == 0.0
+
+
+@pytest.mark.parametrize(("num_skipped", "said"), [(0, False), (3, True)])
+def test_skipped_steps_are_counted(num_skipped: int, said: bool) -> None:
+    text = io.StringIO()
+    print_report(summarize([make_record()], make_plan(), rank=0, num_skipped=num_skipped), Console(file=text, width=120))
+    assert ("Optimizer steps skipped so far, for gradients were not finite: 3\n" in text.getvalue()) == said

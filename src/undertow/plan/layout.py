@@ -3,13 +3,13 @@
     0             numel        trailer.start                                   storage_numel
     | gradients   | padding    | used | signature | verdict                    |
       one slot                   one    48 bits     last bucket only:
-      per parameter              per                failed, changed and other-buffers ranks,
-      or piece of one            slot               late buckets, busy time of every rank
+      per parameter              per                failed, changed, other-buffers and non-finite
+      or piece of one            slot               ranks, late buckets, busy time of every rank
 
 Gradients with the first part of the padding are cut into equal shards, one per rank: that part's end, and the end of all,
 are multiples of the number of ranks and of 16 bytes (vector loads). The trailer is
 summed or averaged like the gradients, so everything in it but the busy times is read only as "not zero", which is
-exact in any dtype.
+exact in any dtype. A flag of `used` is NaN where the gradient is infinite or no number, which a sum keeps in any dtype too.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Trailer:
 
     @property
     def used(self) -> range:
-        """One flag per slot: a gradient came since the last synchronisation."""
+        """One flag per slot: a gradient came since the last synchronisation. NaN: and it is not finite."""
         return range(self.start, self.start + self.num_slots)
 
     @property
@@ -115,9 +115,14 @@ class Trailer:
         return range(self.changed.stop, self.changed.stop + self.num_ranks)
 
     @property
+    def nonfinite(self) -> range:
+        """One flag per rank, set by a rank with a gradient that is infinite or no number. In the last bucket only."""
+        return range(self.buffers.stop, self.buffers.stop + self.num_ranks)
+
+    @property
     def late(self) -> range:
         """One flag per bucket: a gradient of it arrived again after it had left. In the last bucket only."""
-        return range(self.buffers.stop, self.buffers.stop + self.num_late)
+        return range(self.nonfinite.stop, self.nonfinite.stop + self.num_late)
 
     @property
     def busy(self) -> range:

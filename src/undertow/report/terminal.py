@@ -21,6 +21,8 @@ def print_report(report: StepReport, console: Console | None = None) -> None:
         console.print(_bucket_table(report))
     if report.gathers:
         console.print(_gather_table(report))
+    if report.num_skipped:
+        console.print(f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}")
 
 
 def _step_table(report: StepReport) -> Table:

@@ -8,7 +8,7 @@ every rank. So before the first gradient of a backward is added to `.grad`, what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ class Apart:
         self._reduced: set[int] = set()  # parameters, by id, whose `.grad` is what a synchronisation has brought
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a parameter and what was in its `.grad`
         self._task: int | None = None  # the backward for which it was taken out
+
+    @property
+    def earlier(self) -> Collection[int]:
+        """Parameters, by id, from whose `.grad` something was taken out."""
+        return self._earlier.keys()
 
     @property
     def is_taken(self) -> bool:
@@ -58,6 +63,7 @@ class Apart:
         if not this_round.is_synchronised:
             self._accumulated()
             return
+        this_round.keeps_earlier |= bool(self._earlier)
         sums = None if this_round.weighing is None else this_round.weighing.sums()
         self.give_back(scale=1.0 if sums is None else sums.keep)
         self._reduced = {id(param) for param in params if param.grad is not None}

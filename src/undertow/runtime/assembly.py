@@ -9,8 +9,9 @@ from functools import cached_property
 from torch import Tensor
 
 from undertow.plan import GathersBehind, Plan
-from undertow.runtime.executor import Executor, Reducer, Round
+from undertow.runtime.executor import Executor, Round
 from undertow.runtime.recorder import Recorder
+from undertow.runtime.reducer import Reducer
 from undertow.schedule import DDP, OpKind, Releases, Schedule, lower_accumulation, lower_data_parallel, lower_eager, verify
 
 

@@ -8,11 +8,7 @@ across   rank 0  rank 1      gradients: reduce-scatter inside, then all-reduce o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
-from torch import nn
 
 from undertow.config import SyncConfig
 from undertow.runtime.collectives import Handle
@@ -29,15 +25,13 @@ class Axes:
     destroys the groups.
     """
 
-    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, module: nn.Module, *, divisor: float) -> None:
+    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, *, divisor: float) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
         refs = [user] if user.across is None else [user.inside, user.across]
-        self._groups = [OwnGroup(ref, device=all_ranks.device, limits=config) for ref in refs]
-        for group in self._groups:
-            group.num_steps, group.module = all_ranks.num_steps, weakref.ref(module)
-            if self.num_ranks > 1:
-                group.open()
+        self._groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref in refs]
+        for group in self._groups if self.num_ranks > 1 else ():
+            group.open()
         in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)
         # Sums inside are not divided: the mean is rounded once, when all summands are in it.
         divisors = [divisor] if user.across is None else [1, divisor]
@@ -46,7 +40,7 @@ class Axes:
             for group, divisor in zip(self._groups, divisors, strict=True)
         ]
         self.inside, self.across = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
-        self._updating = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undertow-updates")
+        self._updating = all_ranks.worker("undertow-updates")
 
     @property
     def can_step_in_backward(self) -> bool:
@@ -66,6 +60,6 @@ class Axes:
         for exchanges in (self.inside, self.across):
             if exchanges is not None:
                 exchanges.close()
-        self._updating.shutdown(wait=False)
+        self._updating.shutdown()
         for group in self._groups:
             group.close()

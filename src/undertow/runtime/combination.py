@@ -20,18 +20,20 @@ class Combination:
         self._is_between = is_between
         self._weights = Weights(formation.group)
         self._apart: Apart | None = None  # for the mean nothing need be kept apart
+        self._divides = False  # by something that a communication hook knows nothing of
         if formation.assembly.reducer.divisor != formation.group.num_ranks:
-            self._keep_apart()
+            self._divides = True
+            self.keep_apart()
 
     def weigh(self, weight: object) -> None:
         """The loss of the next backward is a sum over so many; see Sync.weight."""
         self._weights.give(weight)
-        if self._apart is None:
-            self._keep_apart()
+        self._divides = True
+        self.keep_apart()
 
     def require_plain_mean(self) -> None:
         """ConfigError where sums or weights are asked for, of which a hook cannot know."""
-        if self._apart is not None:
+        if self._divides:
             raise ConfigError(
                 'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with weights.',
                 where="register_comm_hook(state, hook)",
@@ -48,8 +50,19 @@ class Combination:
 
     def begins(self, *, is_synchronised: bool, is_shadow: bool, is_last: bool) -> Weighing | None:
         """A round begins; what this rank says of its weight, if anything."""
-        self._take()
         formation = self._formation
+        company = formation.group.company
+        if company is not None and company.has_shards:
+            self.keep_apart()  # ranks without data have nothing to add again of what they hold
+        if company is None or not company.has_shards or not is_synchronised:
+            self._take()
+        elif is_shadow:
+            company.follow_gradients(formation.watch.params)
+            self._take()
+        else:
+            self._take()
+            earlier = () if self._apart is None else self._apart.earlier
+            company.say_gradients(formation.watch.params, earlier, is_sharded=formation.assembly.reducer.sharding is not None)
         is_outside = is_shadow or private.graph_task_id() == -1
         return self._weights.begins(
             is_synchronised=is_synchronised,
@@ -76,6 +89,8 @@ class Combination:
         where = f"synchronisation {this_round.number}, rank {self._formation.group.rank}"
         has_failed = this_round.has_failed or any(reading.failed_ranks for reading in this_round.readings)
         self._weights.ends(this_round.weighing, where=where, has_failed=has_failed)
+        if self._formation.group.company is not None:
+            self._formation.group.company.wait()
 
     def require_sound(self) -> None:
         """PhaseError, on every rank, where its weights were not; on a device in the next round, for the host does not wait."""
@@ -87,9 +102,16 @@ class Combination:
         if self._apart is not None:
             self._apart.give_back()
 
-    def _keep_apart(self) -> None:
-        self._apart = Apart()
-        self._formation.call_before(self._take)
+    def runs_out(self) -> None:
+        """This rank has no more data: what it has accumulated and not synchronised is left out, and its weight with it."""
+        self._formation.watch.arrived_before.clear()
+        self._weights.forget_accumulated()
+
+    def keep_apart(self) -> None:
+        """From now on what is there is not counted again by a later round."""
+        if self._apart is None:
+            self._apart = Apart()
+            self._formation.call_before(self._take)
 
     def _take(self) -> None:
         """Before the first gradient of a backward, and where a round begins without one."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import PhaseError
 from undertow.plan import Plan
-from undertow.runtime import private
+from undertow.runtime import outcome, private
 from undertow.runtime.binding import gradients_aside
+from undertow.runtime.checks import Checks
 from undertow.runtime.combination import Combination
 from undertow.runtime.comm_hook import CommHook, no_second_hook
 from undertow.runtime.companions import Companions, all_of
@@ -31,7 +31,6 @@ from undertow.runtime.hooks import OutermostEnd
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
 from undertow.runtime.open_round import OpenRound
-from undertow.runtime.outcome import all_have_other_buffers, late_buckets, not_waited_for, require_sound
 from undertow.runtime.progress import Progress
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch
@@ -44,19 +43,19 @@ class Engine:
     """
 
     def __init__(self, members: Members, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
-        self.is_accumulating = False
-        self.is_closed = False
+        self.is_accumulating = self.is_closed = False
         self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self._is_passed_on, self._recorder = False, recorder  # to somebody who came later
         self._progress = Progress()
-        group.num_steps = self._progress.rounds
+        group.num_steps, group.is_idle = self._progress.rounds, self._progress.is_idle
         self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
         self.formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
         self.combination = Combination(self.formation, is_between=self._is_between_rounds)
         self.companions = Companions([self])
+        self.checks = Checks(self.formation, config)
 
     @property
     def plan(self) -> Plan:
@@ -81,6 +80,7 @@ class Engine:
         self.formation.group.require_no_fault()
         self._abandon()
         self._await_others()
+        self.checks.require_alike()
         formation = self.formation
         formation.look_again()
         formation.look()
@@ -93,7 +93,7 @@ class Engine:
         self._recorder.forward_begins()
         if formation.watch.alone is not None:
             formation.watch.alone.forward_begins()
-        self._progress.forward_begins(is_accumulating=not self._synchronises)
+        self._progress.forward_begins(is_accumulating=not self.synchronises)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on. PhaseError in a round, or if there is a hook already."""
@@ -138,11 +138,7 @@ class Engine:
         at, and it does not step. PhaseError in the middle of a backward.
         """
         if self._open is not None and private.graph_task_id() != -1:
-            raise PhaseError(
-                "an optimizer steps within a backward, on gradients that are not averaged yet.",
-                where=f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}",
-                remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
-            )
+            raise outcome.step_within_backward(f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}")
         self._abandon()
         progress, formation = self._progress, self.formation
         is_up_to_date = progress.has_brought(params)
@@ -152,6 +148,7 @@ class Engine:
                 progress.is_owed = True
         if progress.is_owed and not (is_up_to_date and formation.has_result):
             self._run_outside_of_backward()
+        self.checks.require_alike()
         if steps:
             progress.steps(params)
 
@@ -173,19 +170,19 @@ class Engine:
         if not self.formation.is_active:
             return
         if self._open is None and not self._progress.has_accumulated:
-            raise PhaseError(
-                "there is nothing to reduce: no accumulation has run since the last synchronisation.",
-                where=f"synchronisation {self._progress.num_rounds}",
-                remedy="Run backward inside accumulate() or no_sync(), then reduce once.",
-            )
+            raise outcome.nothing_to_reduce(self._progress.num_rounds)
         self._launch()
 
     def shadow(self) -> None:
         """A round in which this rank, which has run out of data, only keeps the others company."""
         self._abandon()
+        self.combination.runs_out()
+        self.formation.settle()
+        company = self.formation.group.company
+        keeps = company is not None and company.has_shards
         if self.formation.is_active:
-            self._begin(is_synchronised=True, is_shadow=True)
-            with gradients_aside(self.formation.watch.params):
+            with contextlib.nullcontext() if keeps else gradients_aside(self.formation.watch.params):
+                self._begin(is_synchronised=True, is_shadow=True)
                 self._launch_rest()
                 self.complete()
 
@@ -221,7 +218,7 @@ class Engine:
         self._in_backward.close()
 
     @property
-    def _synchronises(self) -> bool:
+    def synchronises(self) -> bool:
         """Whether a backward that runs now communicates: also one that only accumulates, where what rests are shards."""
         return not self.is_accumulating or self.formation.assembly.strategy.reduces_micro_batches
 
@@ -269,13 +266,13 @@ class Engine:
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, whether a gradient of ours will come or not."""
         if self.formation.is_active and not self.is_closed and self._is_between_rounds():
-            self._begin(is_synchronised=self._synchronises)
+            self._begin(is_synchronised=self.synchronises)
             self._end.watch(task)
 
     def _leave_behind(self, this: OpenRound) -> None:
         """A new backward has begun, and `this` round is not its own."""
         if this.is_launched:
-            raise not_waited_for(this.round)
+            raise outcome.not_waited_for(this.round)
         self._give_up(this)
 
     def finish_owed(self) -> None:
@@ -291,11 +288,7 @@ class Engine:
 
     def _launch(self) -> None:
         if self._open is not None:
-            raise PhaseError(
-                "gradients are being synchronised already.",
-                where=f"synchronisation {self._progress.num_rounds}",
-                remedy="Call this outside of backward, and wait for the earlier reduction first.",
-            )
+            raise outcome.synchronised_already(self._progress.num_rounds)
         self._begin(is_synchronised=True)
         self._launch_rest()
 
@@ -314,12 +307,13 @@ class Engine:
             number=self._progress.num_rounds,
             generation=assembly.generation,
             mode=None if is_shadow else self._progress.mode,
+            is_shadow=is_shadow,
             is_synchronised=is_synchronised,
             is_last=is_last,
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
             has_other_buffers=is_synchronised and formation.has_other_buffers,
-            is_read_at_once=formation.must_read_at_once,
+            is_read_at_once=formation.must_read_at_once or self.checks.must_be_read(self._progress.num_rounds),
             rescale=self.rescale,
             weighing=weighing,
         )
@@ -378,13 +372,13 @@ class Engine:
             yield
         executor.run(this.releases.join())
         self._await_others()
-        late = late_buckets(this.round)
+        late = outcome.late_buckets(this.round)
         if late:
             executor.launch_late_parts(late)
             yield
             executor.add_late_parts()
             watch.arrivals.learn_repeats()
-        if all_have_other_buffers(this.round, num_ranks=formation.group.num_ranks):
+        if outcome.all_have_other_buffers(this.round, num_ranks=formation.group.num_ranks):
             yield from formation.compare_buffers()
         self.combination.round_is_bound(this.round)
         self._close_round()
@@ -441,10 +435,12 @@ class Engine:
             formation.look_again()
         self._progress.unused = watch.names_of(self.plan, this_round.unused)
         self.combination.round_ends(this_round)
-        require_sound(this_round, rank=formation.group.rank)
+        self.checks.round_ends(this_round)
+        outcome.require_sound(this_round, rank=formation.group.rank)
         self.combination.require_sound()
         formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already
         formation.round_ended(this_round)
+        self.checks.round_was_sound(this_round)
         self._in_backward.step()

@@ -8,7 +8,7 @@ whatever travels together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -21,6 +21,7 @@ from torch import Tensor
 from undertow.runtime.collectives import FutureHandle, Handle
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.narrow import narrowed
+from undertow.runtime.worker import Worker
 
 _GATHER_TAG = 1 << 24  # gathers may start in another order on another rank: they are told apart by their number
 _NUM_TAGS = 1 << 20
@@ -31,6 +32,7 @@ class Exchanges(Protocol):
 
     group: OwnGroup
     may_differ_in_order: bool  # whether ranks may start gathers in different orders
+    divides_first: bool  # before values are cast for a narrower wire
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
         """Starts to write into `shard` the mean or sum over ranks of this rank's part of `storage`, which `pack` fills first.
@@ -83,6 +85,7 @@ class PostedExchanges:
     """
 
     may_differ_in_order = True
+    divides_first = False
 
     def __init__(
         self, group: OwnGroup, *, in_order: bool = True, divisor: float | None = None, wire: torch.dtype | None = None
@@ -96,9 +99,9 @@ class PostedExchanges:
         self._scratch = _Scratch()
         # Not in a backward, which would wait for the copy into the bucket, and in a send for gloo: that copies into the socket,
         # or waits while it reads from that peer.
-        self._posting = _thread("undertow-posts")
-        self._adding = _thread("undertow-adds")
-        self._gathering = _thread("undertow-gathers")
+        self._posting = group.worker("undertow-posts")
+        self._adding = group.worker("undertow-adds")
+        self._gathering = group.worker("undertow-gathers")
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Exchange:
         post = partial(self._post_reduce_scatter, storage, shard, trailer, self._next_tag())
@@ -143,9 +146,9 @@ class PostedExchanges:
         return self._start(Exchange(), lambda: _Posted((), work), self._adding)
 
     def close(self) -> None:
-        self._posting.shutdown(wait=False)
-        self._adding.shutdown(wait=False)
-        self._gathering.shutdown(wait=False)
+        self._posting.shutdown()
+        self._adding.shutdown()
+        self._gathering.shutdown()
 
     def _post_reduce_scatter(self, storage: Tensor, shard: Tensor, trailer: range, tag: int) -> _Posted:
         num_ranks = self.group.num_ranks
@@ -237,7 +240,7 @@ class PostedExchanges:
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.group.num_ranks) if peer != self.group.rank]
 
-    def _start(self, exchange: Exchange, post: Callable[[], _Posted], thread: ThreadPoolExecutor) -> Exchange:
+    def _start(self, exchange: Exchange, post: Callable[[], _Posted], thread: Worker) -> Exchange:
         self._posting.submit(exchange.begin, post, thread)
         return exchange
 
@@ -257,7 +260,7 @@ class Exchange(FutureHandle):
     def __init__(self) -> None:
         super().__init__(Future())
 
-    def begin(self, post: Callable[[], _Posted], thread: ThreadPoolExecutor) -> None:
+    def begin(self, post: Callable[[], _Posted], thread: Worker) -> None:
         """Posts, and has `thread` complete it; whoever waits for the exchange learns of an error."""
         try:
             thread.submit(self.complete, post())
@@ -302,10 +305,6 @@ class _Scratch:
         """From the thread that completes exchanges, while another one takes."""
         for tensor in tensors:
             self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
-
-
-def _thread(name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
 
 def _posted(work: dist.Work | None) -> dist.Work:

@@ -7,25 +7,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from undertow.config import SyncConfig
 from undertow.plan import Bucket, Plan, signature_bits
 from undertow.plan.layout import with_weights
 from undertow.runtime import private
 from undertow.runtime.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.buckets import GradientBucket
-from undertow.runtime.collectives import Handle, all_reduce_async
-from undertow.runtime.comm_hook import CommHook, HookedBucket, HookHandle, QueuedHook, no_hook_with_wire_dtype
-from undertow.runtime.exchange import Exchanges
+from undertow.runtime.collectives import Handle
+from undertow.runtime.comm_hook import HookedBucket, HookHandle, QueuedHook
+from undertow.runtime.finite import FiniteCheck
 from undertow.runtime.group import OwnGroup
-from undertow.runtime.narrow import Widened, narrowed, travels_narrower, wire_dtype_named
-from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.recorder import Recorder
+from undertow.runtime.reducer import Reducer
 from undertow.runtime.sharded_binding import ShardedBinding
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.trailer import Reading, Snapshot, TrailerCodec, Verdict, to_device
+from undertow.runtime.waiting import label_of
 from undertow.runtime.weights import Weighing
 from undertow.schedule import Op, OpKind
 
@@ -45,6 +43,7 @@ class Round:
     rebinds: Callable[[int], Collection[int]] | None = None  # bucket -> positions that take over others' values; None: all
     is_last: bool = True  # of the step, which adds up no more gradients
     mode: int | None = 0  # must be the same on every rank; None on one that goes by the others
+    is_shadow: bool = False  # of a rank that has run out of data, and does not step
     rescale: float = 1.0  # of the mean over all ranks, where some of them have run out of data
     weighing: Weighing | None = None  # what the mean is divided by, where losses are sums
     steps: bool = False  # buckets are stepped in it as soon as they are reduced
@@ -55,6 +54,8 @@ class Round:
     is_read_at_once: bool = False  # on devices too: what its trailers say counts when it ends
     unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank
     readings: list[Reading] = field(default_factory=list)
+    nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)  # bucket -> positions, on any rank
+    keeps_earlier: bool = False  # what the round brings is added to what earlier ones have brought
     busy_ms: tuple[float, ...] = ()
 
 
@@ -64,7 +65,7 @@ class Executor:
     def __init__(self, plan: Plan, params: Sequence[Tensor], group: OwnGroup, recorder: Recorder, reducer: Reducer) -> None:
         self._rank = group.rank
         self._group = group if reducer.sharding is None else reducer.sharding.exchanges.group
-        self._labels = [_label(bucket, plan) for bucket in plan.buckets]
+        self._labels = [label_of(bucket, plan) for bucket in plan.buckets]
         self._recorder = recorder
         self._reducer = reducer
         self._buckets = plan.buckets
@@ -77,6 +78,7 @@ class Executor:
             TrailerCodec(bucket, binding.bucket, divisor=reducer.trailer_divisor)
             for bucket, binding in zip(plan.buckets, self._bindings, strict=True)
         ]
+        self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer, rank=group.rank)
         self._handles: dict[int, list[Handle]] = {}
         self._steps: dict[int, Handle] = {}  # of buckets that are stepped in backward
         self._unsound: set[int] = set()  # buckets that were packed without gradients, after a failure or a change
@@ -108,6 +110,8 @@ class Executor:
                 is_late = this_round.weighing is not None and this_round.weighing.is_too_late
                 this_round.steps = eager.begin_round(self._sharding) and this_round.is_last and not is_late
         self._num_rounds += this_round.is_synchronised
+        if self._finite is not None:
+            self._finite.begin()
         self._signatures.clear()
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.is_there()]:
             self._snapshots.remove(snapshot)
@@ -117,7 +121,7 @@ class Executor:
 
     def run(self, ops: Sequence[Op]) -> None:
         """Issues `ops` in the given order."""
-        with self._group.waiting():  # also what is launched fails where another rank is gone
+        with self._group.launching() if ops and ops[0].kind is not OpKind.BIND else self._group.waiting():
             for op in ops:
                 with _profiler_range(f"undertow.{op.label}"):
                     self._table[op.kind](self, op.bucket or 0)
@@ -138,8 +142,9 @@ class Executor:
 
     def have_all_weights(self) -> bool:
         """Whether every rank has weights, or no data; waits for the first bucket. None of a rank that has neither asks."""
-        for handle in self._handles[0]:
-            handle.wait()
+        with self._group.waiting(self._labels[0]):
+            for handle in self._handles[0]:
+                handle.wait()
         reading = self._trailers[0].read()
         mine = self._round is not None and self._round.weighing is not None and self._round.weighing.says is True
         return mine if reading is None else reading.some_have_weights and not reading.some_have_none
@@ -151,9 +156,22 @@ class Executor:
             with self._group.waiting(f"what came late for {self._labels[index]}"):
                 for handle in handles:
                     handle.wait()
+            self._note_nonfinite(index, values, self._round)
             _rescale(values, self._round)
             self._bindings[index].add_late(values)
         self._late.clear()
+
+    def _look(self, index: int) -> None:
+        """Before a bucket leaves: says in its trailer which of its gradients are not finite."""
+        if self._finite is not None:
+            self._finite.look(self._bindings[index], self._buckets[index], self._trailers[index])
+
+    def _note_nonfinite(self, index: int, late: Sequence[Tensor], this_round: Round) -> None:
+        """Late parts, which had no trailer, are looked at when they are reduced: all ranks have the same."""
+        bad = None if self._finite is None else self._finite.bad_slots(late, self._buckets[index])
+        positions = frozenset(() if bad is None else bad.nonzero().flatten().tolist())
+        if positions:
+            this_round.nonfinite[index] = positions | this_round.nonfinite.get(index, frozenset())
 
     def _pack(self, index: int) -> None:
         binding, this_round = self._bindings[index], self._the_round
@@ -174,6 +192,10 @@ class Executor:
             signature=self._signature(binding.bucket.storage, this_round, is_sound=index not in self._unsound),
             verdict=self._verdict(this_round) if is_last else None,
         )
+        if isinstance(binding, ShardedBinding):
+            this_round.keeps_earlier |= binding.keeps_earlier
+        else:
+            self._look(index)
 
     def _all_reduce(self, index: int) -> None:
         binding, bucket = self._bindings[index], self._buckets[index]
@@ -194,7 +216,13 @@ class Executor:
         target = binding.target(is_apart=this_round.has_failed or this_round.rebinds is not None)
         trailer = range(bucket.trailer.start, bucket.storage_numel)
         self._recorder.launches(index)
-        handle = self._sharding.exchanges.reduce_scatter(binding.bucket.storage, target, trailer=trailer, pack=binding.packing())
+        pack = binding.packing()
+
+        def pack_and_look() -> None:
+            pack()
+            self._look(index)
+
+        handle = self._sharding.exchanges.reduce_scatter(binding.bucket.storage, target, trailer=trailer, pack=pack_and_look)
         self._handles[index] = [handle]
         self._recorder.launched(index, handle)
 
@@ -229,15 +257,19 @@ class Executor:
         self._handles[index].append(self._steps[index])
 
     def _settle(self, index: int, this_round: Round) -> bool:
-        """Reads the trailer of a reduced bucket. Returns whether all ranks have packed it in one place, none with new weights."""
+        """Reads the trailer of a bucket that is reduced. Returns whether it may be stepped, which all ranks find alike."""
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         num_readings = len(this_round.readings)
         sums = None if this_round.weighing is None or this_round.has_failed else this_round.weighing.sums()
         if sums is not None:
             binding.weigh(divisor=sums.divisor, keep=sums.keep)
+        elif this_round.rescale != 1.0:
+            binding.reduced.mul_(this_round.rescale)
         used = self._used_elsewhere(index, this_round)
         binding.settle(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
+        if self._finite is not None and self._finite.stops_updates and index in this_round.nonfinite:
+            return False
         return not any(reading.ranks_differ or reading.some_have_weights for reading in this_round.readings[num_readings:])
 
     def _all_gather(self, index: int) -> None:
@@ -301,6 +333,8 @@ class Executor:
         if reading is None:
             return ()
         this_round.readings.append(reading)
+        if reading.nonfinite:
+            this_round.nonfinite[index] = reading.nonfinite
         return reading.used
 
     def _must_read_now(self, index: int, this_round: Round) -> bool:
@@ -343,93 +377,10 @@ class Executor:
         )
 
 
-@dataclass(frozen=True)
-class Reducer:
-    """How values become what all ranks have together: their mean or sum, or what the user's hook makes of them."""
-
-    group: OwnGroup
-    average_in_collective: bool
-    divisor: float  # of the sum over ranks: how many they are, for the mean; another one for experts
-    hook: CommHook | None = None
-    in_order: Exchanges | None = None  # adds up in rank order, where that is wanted
-    sharding: Sharding | None = None  # where each rank needs its shards only
-    wire: torch.dtype | None = None  # in which what is wider travels
-
-    @classmethod
-    def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
-        """As the settings have it."""
-        divisor, wire = _divisor(group, config), wire_dtype_named(config.wire_dtype)
-        is_ordered = config.reduction == "ordered"
-        in_order = exchanges_over(group, in_order=True, divisor=divisor, wire=wire) if is_ordered else None
-        return cls(group, config.average_in_collective, divisor, in_order=in_order, wire=wire)
-
-    def __post_init__(self) -> None:
-        if self.hook is not None and self.wire is not None:
-            raise no_hook_with_wire_dtype(self.wire)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether there is anything to do: one rank alone has its mean already, unless a hook or a divisor changes it."""
-        return self.group.num_ranks > 1 or self.hook is not None or self.divisor != 1
-
-    @property
-    def averages(self) -> bool:
-        """Whether the backend divides; else we divide before a sum, which may be too large for 16 bits."""
-        is_mean = self.divisor == self.group.num_ranks
-        return is_mean and self.average_in_collective and self.group.can_average and self.wire is None
-
-    @property
-    def trailer_divisor(self) -> float:
-        """By what trailers come back divided: those of shards are added up."""
-        is_divided = self.sharding is None and (self.averages or self.in_order is not None)
-        return self.divisor if is_divided else 1
-
-    def close(self) -> None:
-        """Ends threads that hold something of ours."""
-        for owner in (self.in_order, self.hook):
-            if owner is not None:
-                owner.close()
-
-    def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
-        """Starts the mean of `tensor`, or its sum, in place; what is behind `numel` elements may come back as a sum anyway."""
-        if self.in_order is not None and not tensor.is_sparse:
-            return self.in_order.all_reduce(tensor)
-        if self.averages and not tensor.is_sparse:
-            return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.AVG)
-        if self.divisor != 1:
-            (tensor if tensor.is_sparse else tensor[:numel]).div_(self.divisor)
-        narrow = narrowed(tensor, self.wire)
-        handle = all_reduce_async(narrow, self.group.process_group, dist.ReduceOp.SUM)
-        return handle if narrow is tensor else Widened(handle, narrow, into=tensor)
-
-    def wire_bytes(self, bucket: Bucket) -> int:
-        """What collectives are handed of a bucket."""
-        dtype = getattr(torch, bucket.dtype)
-        if self.wire is None or not travels_narrower(dtype, self.wire):
-            return bucket.wire_bytes
-        # Of shards the trailer is a message of its own.
-        num_wide = 0 if self.sharding is None else bucket.storage_numel - bucket.trailer.start
-        return (bucket.storage_numel - num_wide) * self.wire.itemsize + num_wide * bucket.itemsize
-
-
 def _binding(bucket: Bucket, params: Sequence[Tensor]) -> Binding:
     if bucket.is_sparse:
         return SparseBinding(GradientBucket(bucket.index, 0, (), layout=bucket), params)
     return DenseBinding(GradientBucket(bucket.index, bucket.num_bytes, params, layout=bucket), params)
-
-
-def _label(bucket: Bucket, plan: Plan) -> str:
-    names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"bucket {bucket.index} ({shown or 'flags only'})"
-
-
-def _divisor(group: OwnGroup, config: SyncConfig) -> float:
-    """Of the sum over ranks; the settings of a group of experts have that group, and no other ones have any."""
-    if config.op == "sum":
-        return 1
-    own = config.experts[0].divisor if config.experts else None
-    return group.num_ranks if own is None else own
 
 
 def _rescale(values: Sequence[Tensor], this_round: Round) -> None:

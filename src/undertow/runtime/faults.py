@@ -58,6 +58,16 @@ def lost(rank: int) -> Fault:
     )
 
 
+def unreachable(ranks: Sequence[int], *, by: int, silent_s: float) -> Fault:
+    """Machines of ranks do not acknowledge what is sent to them; those of stopped processes do."""
+    named = ", ".join(map(str, ranks))
+    return Fault(
+        RankLost,
+        f"rank {named} cannot be reached from rank {by}: nothing has been acknowledged for {silent_s:.0f} s.",
+        "The step is incomplete on every rank. Look at the network and the machines of both, and start from a checkpoint.",
+    )
+
+
 def finished(rank: int, num_steps: int) -> Fault:
     """A rank has closed its model, or ended, as if all were well."""
     return Fault(
@@ -117,12 +127,19 @@ def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
             return "loading data"
         if _lies_in(path, "torch", "optim"):
             return "in the optimizer"
+        if path.endswith(os.path.join("torch", "distributed", "distributed_c10d.py")):
+            return f"in {frame.f_code.co_name} of torch.distributed"
         if _lies_in(path, "torch", "autograd") or path.endswith(os.path.join("torch", "_tensor.py")):
             return "in backward"
         if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in modules:
             name = modules[id(frame.f_locals["self"])]
             return f"in the forward of {name!r}" if name else "in the forward of the model"
     return "in code outside of the model"
+
+
+def idle_since(num_steps: int) -> str:
+    """Of a rank that has left its loop, or is between two steps of it."""
+    return f", no training forward since synchronisation {num_steps}" if num_steps else ", no training forward yet"
 
 
 def frames_of(thread: int) -> list[FrameType]:
@@ -138,6 +155,17 @@ def frames_of(thread: int) -> list[FrameType]:
 def stack_lines(frames: Sequence[FrameType]) -> list[str]:
     """File, line and function of the innermost frames; no values, which may be secret, and no source, which may have changed."""
     return [f"{_short(frame.f_code)}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200] for frame in frames[-_NUM_FRAMES:]]
+
+
+def fault_told_by(source: int, message: Mapping[str, Any]) -> Fault:
+    """What a rank has told of itself, or of its neighbours; KeyError, TypeError or ValueError for what is none."""
+    match message["kind"]:
+        case "failed":
+            return failed(source, str(message["text"]))
+        case "lost":
+            return lost(int(message["rank"]))
+        case _:
+            return unreachable([int(rank) for rank in message["ranks"]], by=source, silent_s=float(message["seconds"]))
 
 
 def fault_from(message: Mapping[str, Any]) -> Fault:

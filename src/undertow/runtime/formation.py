@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from undertow import __version__
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
@@ -20,7 +19,7 @@ from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.eager import EagerSteps
-from undertow.runtime.executor import Executor, Reducer, Round
+from undertow.runtime.executor import Executor, Round
 from undertow.runtime.group import Agreement, OwnGroup
 from undertow.runtime.hooks import earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
@@ -29,9 +28,11 @@ from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require
 from undertow.runtime.placeholder import make_gradients_whole
 from undertow.runtime.planning import follows_observed_order, measure, planned
 from undertow.runtime.recorder import Recorder
+from undertow.runtime.reducer import Reducer
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.watch import Watch, params_of_bucket
 from undertow.schedule import Strategy, strategy_named
+from undertow.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +210,8 @@ class Formation:
         if plan is None or plan.fingerprint == now.plan.fingerprint or now.reducer.sharding is not None:
             return now
         # The old buckets' storage goes when the last `.grad` has moved into the new ones.
-        moved = Assembly(
-            plan, now.params, now.reducer, self._recorder, generation=now.generation + 1, overlap=self._config.overlap
-        )
+        generation, overlap = now.generation + 1, self._config.overlap
+        moved = Assembly(plan, now.params, now.reducer, self._recorder, generation=generation, overlap=overlap)
         moved.executor.take_over_readings(now.executor)
         return moved
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,11 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
 from undertow.runtime.guard import Member
-from undertow.runtime.waiting import Waiting, join_ring, require_no_fault
+from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
+from undertow.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from undertow.runtime.company import Company
 
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
@@ -107,19 +111,25 @@ class GroupRef:
 class OwnGroup:
     """A clone of the user's process group: our collectives never interleave with the user's own.
 
-    It is made by `open`, and held weakly for the reason that `GroupRef` gives.
+    It is made by `open`, and held weakly for the reason that `GroupRef` gives. One whose ranks are some of those of the group
+    that it is `within`, or all of them, has their faults: whoever waits over either wakes up.
     """
 
-    def __init__(self, user: GroupRef, *, device: torch.device, limits: SyncConfig | None = None) -> None:
+    def __init__(
+        self, user: GroupRef, *, device: torch.device, limits: SyncConfig | None = None, within: OwnGroup | None = None
+    ) -> None:
         self.user = user
+        self._within = within
         self.rank = user.rank
         self.num_ranks = len(user.ranks)
         self.backend = user.backend
         self.device = device  # where small tensors of exchanges live
         self.member: Member | None = None  # by which we know whether the other ranks are there
         self.num_steps: Callable[[], int] = int
+        self.is_idle: Callable[[], bool] = bool
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.hooks_use_users = False  # communication hooks, whose collectives go over the user's group
+        self.company: Company | None = None  # inside join(), which torch has go over the user's group as well
         self._destroying = threading.Lock()
         self._limits = SyncConfig() if limits is None else limits
         self._group: weakref.ref[dist.ProcessGroup] | None = None
@@ -129,15 +139,14 @@ class OwnGroup:
         return self._group is not None
 
     def open(self) -> None:
-        """Makes the clone; a collective call, before any other one over it."""
+        """Makes the clone; a collective call, before any other one over it. One that is `within` another comes after that."""
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
         own = weakref.ref(self)
-        how = {"interrupt": partial(_interrupt, own), "destroy": partial(_destroy, own)}
-        member = join_ring(self.user.ranks, self.rank, self._limits, **how)
+        member = self._joins() if self._within is None else self._within.member
         if member is not None:
-            member.num_steps, member.module = self.num_steps, self.module
+            member.groups.append((partial(_interrupt, own), partial(_destroy, own)))
             self.member = member
         with self.waiting("all ranks, to make a process group"):
             if member is not None:
@@ -147,9 +156,29 @@ class OwnGroup:
         if member is not None:
             member.is_made = True
 
+    def _joins(self) -> Member | None:
+        member = join_ring(self.user.ranks, self.rank, self._limits)
+        if member is not None:
+            member.num_steps, member.is_idle, member.module = self.num_steps, self.is_idle, self.module
+        return member
+
     def waiting(self, what: str = "") -> Waiting:
         """`with` it this rank waits for what other ranks bring: where one is gone, the error says so."""
         return Waiting(self.member, what)
+
+    def worker(self, name: str) -> Worker:
+        """A thread that waits for other ranks, and that the process does not wait for at exit where one of them is lost."""
+        own = weakref.ref(self)
+
+        def is_broken() -> bool:
+            group = own()
+            return group is None or group.member is None or group.member.known_fault is not None
+
+        return Worker(name, is_broken=is_broken)
+
+    def launching(self) -> Launching:
+        """`with` it this rank sends what other ranks expect in this order."""
+        return Launching(self.member)
 
     def require_no_fault(self) -> None:
         """Raises where another rank is gone or has failed, or this rank was too late."""
@@ -193,7 +222,7 @@ def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
         group = None if own._group is None else own._group()
         if group is not None and dist.is_initialized():
             private.interrupt(group)
-            if own.hooks_use_users and own.user.group is not None:
+            if (own.hooks_use_users or own.company is not None) and own.user.group is not None:
                 private.interrupt(own.user.group)
         del group
 
@@ -203,7 +232,7 @@ def _destroy(owner: weakref.ref[OwnGroup]) -> None:
     if own is None:
         return
     member, own.member = own.member, None
-    if member is not None:
+    if member is not None and own._within is None:
         member.close()
     with own._destroying:
         group = None if own._group is None else own._group()

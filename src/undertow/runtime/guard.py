@@ -2,7 +2,7 @@
 
     Guard     one for a process: a thread that sleeps until a neighbour says something, is gone, or a wait is long
     Ring      the ranks of a process group: messages go round both ways, each rank passes on what is new
-    Member    one process group of ours: what this rank waits for, and why it cannot go on
+    Member    the process groups of one model: what this rank waits for, and why it cannot go on
 
 A fault is latched here first and then the groups are interrupted, so that whoever wakes up from a broken collective finds
 the reason.
@@ -18,7 +18,6 @@ import math
 import multiprocessing.util
 import os
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -28,7 +27,9 @@ from typing import Any
 from undertow.config import SyncConfig
 from undertow.errors import UndertowError
 from undertow.runtime import faults
+from undertow.runtime.endings import raised, tell_before_end
 from undertow.runtime.faults import Fault, State
+from undertow.runtime.links import PING, WAITS_S, Links
 from undertow.runtime.ring import Neighbour, close_all
 
 __all__ = ["GUARD", "Member", "Ring"]
@@ -39,18 +40,19 @@ _Heard = tuple["Ring", Neighbour, list[Message], bool]
 _log = logging.getLogger("undertow")
 _ANSWERS_S = 1.0  # that ranks have to say what they are doing
 _VERDICT_S = 5.0  # from a broken connection until it is known who is gone
-_TICK_S = 5.0  # at most, between two looks at how long we wait
+_TICK_S = 2.0  # at most, between two looks at how long we wait
 _FLUSH_S = 1.0  # that neighbours have to take our last words
 _GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
 _MAX_SEEN = 4096
 
 
 class Member:
-    """One process group of ours: what this rank is doing there. Written where things happen, read when somebody asks."""
+    """Groups of ours of one model, whose ranks are all of the ring or some: what this rank is doing there.
 
-    def __init__(
-        self, ring: Ring, number: int, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]
-    ) -> None:
+    Written where things happen, read when somebody asks.
+    """
+
+    def __init__(self, ring: Ring, number: int, limits: SyncConfig) -> None:
         self.ring = ring
         self.number = number  # the same on every rank
         self.waits_for = ""  # empty where this rank does not wait
@@ -58,16 +60,16 @@ class Member:
         self.limits = limits
         self.is_made = False  # all ranks have it; until then nobody is late
         self.num_steps: Callable[[], int] = int  # synchronisations that this rank has completed
+        self.is_idle: Callable[[], bool] = bool  # whether no step has begun since the last one
         self.module: Callable[[], Any] | None = None  # a weak reference
         self.thread = threading.get_ident()  # which trains
-        self.fault: Fault | None = None  # of this group alone
-        self.interrupt = interrupt
-        self.destroy = destroy
+        self.fault: Fault | None = None  # of these groups alone
+        self.groups: list[tuple[Callable[[], object], Callable[[], object]]] = []  # what interrupts each, and destroys it
         self.asked_s = -math.inf  # when ranks were last asked, by anybody
         self.asking: State | None = None  # who has asked
         self.states: dict[int, State] = {}
         self.is_told = True
-        self.left: dict[int, Fault] = {}  # ranks that have closed this group
+        self.left: dict[int, Fault] = {}  # ranks that have closed the model
 
     @property
     def known_fault(self) -> Fault | None:
@@ -86,7 +88,7 @@ class Member:
         return State(
             rank=self.ring.rank,
             step=self.num_steps(),
-            doing=faults.activity(frames, names),
+            doing=faults.activity(frames, names) + (faults.idle_since(self.num_steps()) if self.is_idle() else ""),
             waits_for=waits_for,
             waited_s=self.waited_s(),
             stack=faults.stack_lines(frames),
@@ -105,12 +107,12 @@ class Member:
         return True
 
     def meet(self) -> None:
-        """Returns when all ranks have come to this group, which is about to be made; raises the fault where one has not."""
-        ring = self.ring
-        ring.say("opens", number=self.number)
+        """Returns when all ranks have come to a group that is about to be made, or with a fault where one has not."""
+        ring, number = self.ring, self.ring.next_meeting()
+        ring.say("opens", number=number)
         with ring.condition:
-            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[self.number]) == ring.num_ranks)
-            ring.opened.pop(self.number, None)
+            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[number]) == ring.num_ranks)
+            ring.opened.pop(number, None)
 
     def reason(self, error: BaseException) -> Fault | None:
         """Why a collective has failed with `error`; all ranks learn of it. None where it is not known."""
@@ -131,9 +133,19 @@ class Member:
             "stops", number=self.number, error=fault.kind.__name__, what=fault.what, remedy=fault.remedy, told=fault.told
         )
 
+    def interrupt(self) -> None:
+        """Has whoever waits over one of the groups wake up."""
+        for interrupt, _ in tuple(self.groups):
+            interrupt()
+
+    def destroy(self) -> None:
+        """Destroys the groups."""
+        for _, destroy in tuple(self.groups):
+            destroy()
+
     def close(self) -> None:
         """This rank leaves; it may be about to fail, which others are told if they wait for it."""
-        error = sys.exc_info()[1]
+        error = raised()
         text = "" if error is None or self.known_fault else faults.text_of(error)
         if self.known_fault is None:
             self.ring.say("left", number=self.number, steps=self.num_steps(), text=text)
@@ -147,25 +159,31 @@ class Ring:
         self.rank = rank
         self.num_ranks = num_ranks
         self.neighbours = list(neighbours)
-        self.world = weakref.ref(world, lambda _: GUARD.ends(self))  # which torch.distributed owns
+        # It is torch.distributed's. Where a thread that is stuck has held it to the very end, nothing is left to be done.
+        self.world = weakref.ref(world, lambda _: None if GUARD is None else GUARD.ends(self))
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every group
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self.opened: dict[int, set[int]] = {}
         self.ended: dict[int, Fault] = {}  # ranks whose process has ended well
+        self.links = Links()
         self._numbers = itertools.count()
+        self._meetings = itertools.count()
         self._said = itertools.count()
         self._seen: dict[str, None] = {}
         self._has_left = False
 
-    def join(self, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]) -> Member:
-        """A new group of these ranks; a call for each of them, in the same order."""
-        member = Member(self, next(self._numbers), limits, interrupt=interrupt, destroy=destroy)
+    def join(self, limits: SyncConfig) -> Member:
+        """A new model of these ranks; a call for each of them, in the same order."""
+        member = Member(self, next(self._numbers), limits)
         with self.condition:
             self.members[member.number] = member
-            self.opened.setdefault(member.number, set())
         GUARD.wake()  # there is something to watch
         return member
+
+    def next_meeting(self) -> int:
+        """Its number; a call for each rank, in the same order."""
+        return next(self._meetings)
 
     def say(self, kind: str, **content: Any) -> None:
         """Tells every rank, this one too."""
@@ -178,6 +196,8 @@ class Ring:
 
     def receive(self, message: Message, source: Neighbour) -> None:
         """Passes on what is new before anything is done about it: we may not live long."""
+        if message.get("kind") == PING["kind"]:
+            return
         number = str(message.get("id"))
         with self.condition:
             if number in self._seen:
@@ -212,10 +232,10 @@ class Ring:
                 with self.condition:
                     self.opened.setdefault(int(message["number"]), set()).add(source)
                     self.condition.notify_all()
-            case "failed":
-                self._latch(faults.failed(source, str(message["text"])))
-            case "lost":
-                self._latch(faults.lost(int(message["rank"])))
+            case "failed" | "lost" | "unreachable":
+                self._latch(faults.fault_told_by(source, message))
+            case "sends":
+                self.links.table.hear(source, message)
             case "ended" | "left" as kind if kind == "ended" or member is not None:
                 text, steps = str(message["text"]), int(message["steps"])
                 left = self.ended if member is None else member.left
@@ -239,10 +259,12 @@ class Ring:
                 self.say("does", number=member.number, **faults.stopped(neighbour.rank))
 
     def look(self) -> None:
-        """From time to time: whether this rank has waited for long."""
-        for member in list(self.members.values()):
-            if self.fault is None and member.fault is None:
-                self._look_at(member)
+        """From time to time: whether this rank has waited for long, and how its links are."""
+        members = [member for member in list(self.members.values()) if self.fault is None and member.fault is None]
+        for member in members:
+            self._look_at(member)
+        if members:
+            self.links.look(self.neighbours, max(member.waited_s() for member in members), say=self.say)
 
     def _look_at(self, member: Member) -> None:
         now_s, waited_s = time.monotonic(), member.waited_s()
@@ -323,7 +345,7 @@ class Guard:
 
     def ends(self, ring: Ring) -> None:
         """Leaves a ring: its process groups are gone, or the process is about to end."""
-        ring.leaves(_raised())
+        ring.leaves(raised())
         with ring.condition:
             neighbours, ring.neighbours = ring.neighbours, []
         for neighbour in neighbours:
@@ -352,11 +374,10 @@ class Guard:
         # Also called where multiprocessing ends a process without atexit.
         multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         atexit.register(self._at_exit)
-        sys.excepthook = _telling(sys.excepthook, self.leaves)
-        threading.excepthook = _telling_of_threads(threading.excepthook, self)
+        tell_before_end(self.leaves, trains_in=self.trains_in)
 
     def _at_exit(self) -> None:
-        self.leaves(_raised())
+        self.leaves(raised())
         for ring in self._rings.values():
             for member in list(ring.members.values()):
                 if member.known_fault is not None:  # the process may abort where broken groups are still there when it ends
@@ -416,32 +437,9 @@ class Guard:
             return None
         if any(not member.is_told for member in members):
             return 0.1 * _ANSWERS_S
+        if any(member.waited_s() > WAITS_S for member in members):
+            return WAITS_S
         return min(_TICK_S, *(0.25 * min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members))
-
-
-def _raised() -> BaseException | None:
-    """The exception that this thread is leaving with."""
-    error = sys.exc_info()[1]
-    if isinstance(error, SystemExit):
-        return error.__context__ if error.code else None
-    return error
-
-
-def _telling(before: Callable[..., object], leaves: Callable[[BaseException], object]) -> Callable[..., object]:
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> object:
-        leaves(error)
-        return before(kind, error, trace)
-
-    return hook
-
-
-def _telling_of_threads(before: Callable[..., object], guard: Guard) -> Callable[..., object]:
-    def hook(args: Any) -> object:
-        if args.exc_value is not None and args.thread is not None and guard.trains_in(args.thread.ident):
-            guard.leaves(args.exc_value)
-        return before(args)
-
-    return hook
 
 
 GUARD = Guard()  # of the process, as sys.excepthook and the exit of the process are

@@ -46,6 +46,7 @@ class NativeExchanges:
         self.group = group
         self._wire = wire
         self._in_order = in_order
+        self.divides_first = not in_order
         self._divisor = group.num_ranks if divisor is None else divisor
         self._rows = group.user.row_places
         self._behind: torch.cuda.Stream | None = None  # on which one collective waits for another, and the host for none
@@ -56,7 +57,7 @@ class NativeExchanges:
         num_ranks, pg = self.group.num_ranks, self.group.process_group
         values = storage[: num_ranks * shard.numel()]
         # Which the backend adds up in 16 bits, for which the sum may be too large.
-        is_divided = not self._in_order and travels_narrower(storage.dtype, self._wire)
+        is_divided = self.divides_first and travels_narrower(storage.dtype, self._wire)
         parts = narrowed(values.div(self._divisor) if is_divided else values, self._wire)
         own_trailer = storage[trailer.start : trailer.stop]
         if self._in_order:

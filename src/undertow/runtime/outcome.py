@@ -80,6 +80,15 @@ def changed_unlike(this_round: Round, *, rank: int, num_ranks: int, change: str 
     )
 
 
+def step_within_backward(where: str) -> PhaseError:
+    """The error of an optimizer that comes before the end of a round."""
+    return PhaseError(
+        "an optimizer steps within a backward, on gradients that are not averaged yet.",
+        where=where,
+        remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
+    )
+
+
 def _some_have_weights(this_round: Round) -> bool:
     """Of which this round is the first: this rank itself, or another one by its signature."""
     own = this_round.weighing
@@ -88,3 +97,21 @@ def _some_have_weights(this_round: Round) -> bool:
 
 def _reported(flags: Iterable[Sequence[int]]) -> list[int]:
     return sorted({rank for ranks in flags for rank in ranks})
+
+
+def nothing_to_reduce(number: int) -> PhaseError:
+    """The error of a reduction by hand behind a synchronisation."""
+    return PhaseError(
+        "there is nothing to reduce: no accumulation has run since the last synchronisation.",
+        where=f"synchronisation {number}",
+        remedy="Run backward inside accumulate() or no_sync(), then reduce once.",
+    )
+
+
+def synchronised_already(number: int) -> PhaseError:
+    """The error of a second reduction beside one that is under way."""
+    return PhaseError(
+        "gradients are being synchronised already.",
+        where=f"synchronisation {number}",
+        remedy="Call this outside of backward, and wait for the earlier reduction first.",
+    )

@@ -10,8 +10,8 @@ from undertow.plan import Plan, plan_from_groups, plan_in_order
 from undertow.profile import Profile
 from undertow.runtime.alone import Alone
 from undertow.runtime.assembly import Assembly
-from undertow.runtime.executor import Reducer
 from undertow.runtime.recorder import Recorder
+from undertow.runtime.reducer import Reducer
 from undertow.runtime.tuning import Tuning
 from undertow.runtime.watch import Watch
 from undertow.tune import Explanation, Outcome, Tuner, explanation

@@ -219,6 +219,11 @@ def zero_each(targets: list[torch.Tensor]) -> None:
         torch._foreach_zero_(targets)
 
 
+def largest_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest absolute value of each tensor, NaN where it has one, in few launches; none may be empty."""
+    return list(torch._foreach_norm(tensors, float("inf")))
+
+
 def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[..., None]]:
     """The hooks that `register_post_accumulate_grad_hook` has put on a parameter."""
     return tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())

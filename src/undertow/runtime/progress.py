@@ -16,6 +16,7 @@ class Progress:
     def __init__(self) -> None:
         self.num_rounds = 0  # synchronised ones
         self.is_owed = False
+        self.has_begun = False  # a training forward has run since the last synchronisation
         self.has_accumulated = False  # since the last synchronisation
         self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last one
         self._stepped: set[int] = set()  # parameters, by id, that an optimizer has updated since the last round
@@ -25,6 +26,10 @@ class Progress:
     def rounds(self) -> int:
         """Number of synchronisations that are complete; asked from other threads."""
         return self.num_rounds
+
+    def is_idle(self) -> bool:
+        """Whether no step has begun since the last synchronisation; asked from other threads."""
+        return not self.has_begun
 
     @property
     def is_step_due(self) -> bool:
@@ -46,11 +51,12 @@ class Progress:
     def forward_begins(self, *, is_accumulating: bool) -> None:
         """A training forward."""
         self.is_owed = not is_accumulating
+        self.has_begun = True
         self.has_accumulated |= is_accumulating
 
     def round_ends(self, *, has_failed: bool) -> None:
         self.num_rounds += 1
-        self.is_owed = False
+        self.is_owed = self.has_begun = False
         self.has_accumulated &= has_failed
         self._is_after_round = True
         self._stepped.clear()

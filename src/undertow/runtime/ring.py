@@ -14,7 +14,6 @@ import ctypes
 import json
 import os
 import platform
-import stat
 import struct
 import threading
 import time
@@ -28,11 +27,11 @@ import torch
 import torch.distributed as dist
 
 from undertow.runtime import private
+from undertow.runtime.connections import Socket, address_of_peers, open_sockets
 
 __all__ = ["Neighbour", "Store", "close_all", "make_ring"]
 
 Message = dict[str, Any]
-Socket = tuple[int, int]  # descriptor and inode: numbers are used again
 
 _MAX_LINE = 1 << 16
 _HEADER = struct.Struct("<QH")  # frames taken of those that came the other way, bytes used
@@ -70,6 +69,7 @@ class Neighbour:
         self, group: Any, place: int, rank: int, process: int | None = None, sockets: frozenset[Socket] = frozenset()
     ) -> None:
         self.rank = rank
+        self.address = address_of_peers(sockets)  # of its machine, where it is another one
         self._process = process  # its number, where it runs on this machine
         self._sockets = sockets
         self._group = group  # of two; this process is number `place`
@@ -249,29 +249,22 @@ def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neigh
     before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
     theirs = json.loads(store.get(f"{key}/at/{after}"))
     process = theirs["process"] if theirs["host"] == platform.node() else None
-    were_open, groups, within = _open_sockets(), {}, timedelta(seconds=_CONNECT_S)
+    groups, sockets, within = {}, {}, timedelta(seconds=_CONNECT_S)
     try:
         device = private.gloo_device()
         # Each waits for its other rank. Lines that touch have different turns: else all could wait round the ring.
         for line in sorted((rank, before), key=lambda line: (line == num_ranks - 1, line % 2)):
+            were_open = open_sockets()
             groups[line] = private.pair(store, f"{key}/line/{line}", int(line != rank), device, within)
+            sockets[line] = open_sockets() - were_open
     except RuntimeError:
         for group in groups.values():
             private.disconnect(group)
         return None
-    sockets = _open_sockets() - were_open
-    return [Neighbour(groups[rank], 0, after, process, sockets), Neighbour(groups[before], 1, before, None, sockets)]
-
-
-def _open_sockets() -> frozenset[Socket]:
-    found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # it was the one of the listing
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    found.add((int(name), status.st_ino))
-    return frozenset(found)
+    return [
+        Neighbour(groups[rank], 0, after, process, sockets[rank]),
+        Neighbour(groups[before], 1, before, None, sockets[before]),
+    ]
 
 
 def _message(line: bytes) -> Message | None:

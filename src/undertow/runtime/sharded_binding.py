@@ -107,6 +107,11 @@ class ShardedBinding:
         return self.reduced
 
     @property
+    def keeps_earlier(self) -> bool:
+        """Whether what was taken will be added to what an earlier reduction has brought."""
+        return bool(self._live)
+
+    @property
     def reduced(self) -> Tensor:
         """The last `target`."""
         return self._shard if self._aside is None else self._aside

@@ -160,6 +160,11 @@ class Sharding:
         for split in self._splits.values():
             split.begin_round()
 
+    def holds_gradient(self, index: int) -> bool:
+        """Whether ranks have shards of a gradient of that parameter, and not zeros."""
+        grad = self.params[index].grad
+        return isinstance(grad, GradientPlaceholder) and not grad.is_cleared
+
     def full_gradient(self, index: int) -> Tensor | None:
         """The mean gradient of a parameter, of its shape; None where it has none. A collective call."""
         param = self.params[index]

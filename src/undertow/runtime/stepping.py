@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
 from undertow.runtime import private_scaling
 from undertow.runtime.axes import Axes
+from undertow.runtime.company import Company
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.formation import Formation
 from undertow.runtime.group import Agreement
+from undertow.runtime.nonfinite import Arguments, NonFinite
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.weights import require_means
 from undertow.schedule import ZERO1, strategy_named
+
+
+class CompanyKeeper(Protocol):
+    """An optimizer that takes part in steps without data of its own."""
+
+    def keep_company(self, name: str, arguments: dict[str, Any]) -> None: ...
 
 
 class ShardedSteps:
@@ -30,7 +38,16 @@ class ShardedSteps:
     ConfigError where the settings do not go with shards.
     """
 
-    def __init__(self, module: nn.Module, formation: Formation, config: SyncConfig, *, is_compiled: bool, is_eager: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        formation: Formation,
+        config: SyncConfig,
+        *,
+        numbers: NonFinite,
+        is_compiled: bool,
+        is_eager: bool,
+    ) -> None:
         self.strategy = strategy_named(config.strategy or ZERO1.name)
         if self.strategy.gather is None:
             raise ConfigError(
@@ -48,12 +65,15 @@ class ShardedSteps:
             )
         if formation.group.num_ranks == 1 and formation.is_active:
             require_means(config.op, has_hook=False, is_alone_with_shards=True)
+        if is_eager and config.nonfinite == "skip":
+            raise no_skips_in_eager_form()
+        self._numbers = numbers
         self._module = weakref.ref(module)  # which holds us, by its hooks
         self._formation = formation
         self._overlap = config.overlap
         self._settings = config.to_dict()
         self._group = formation.group
-        self._axes = Axes(formation.group, config, module, divisor=formation.assembly.reducer.divisor)
+        self._axes = Axes(formation.group, config, divisor=formation.assembly.reducer.divisor)
         self.is_eager = is_eager
         try:
             self.eager = eager_steps_over(self._axes, overlap=config.overlap) if is_eager else None
@@ -107,7 +127,13 @@ class ShardedSteps:
         return sharding
 
     def begin_clipping(self) -> Sharding:
-        """The same, before the optimizer steps; PhaseError in eager form, where it has stepped already."""
+        """The same, before the optimizer steps; PhaseError in eager form, where it has stepped already, and inside join()."""
+        if self._group.company is not None:
+            raise PhaseError(
+                "undertow.clip_grad_norm_ goes over a model, and ranks without data take part in calls of its optimizer.",
+                where=f"clip_grad_norm_, join(), rank {self._group.rank}",
+                remedy="Call clip_grad_norm_ of the optimizer.",
+            )
         if self.is_eager:
             raise PhaseError(
                 "clip_grad_norm_ does not go with eager=True: the norm is known when parameters are updated already.",
@@ -115,6 +141,23 @@ class ShardedSteps:
                 remedy="Leave eager=True out: gathers lie under the next forward, and updates between them and backward.",
             )
         return self.begin()
+
+    def begin_join(self, company: Company | None) -> None:
+        """Of the group inside, over which gradients are unscaled."""
+        self._axes.inside.group.company = company
+
+    def tell(self, name: str, arguments: Callable[[], dict[str, Any]]) -> None:
+        """Inside join(): before a call that all ranks make, which those without data make when they are told."""
+        if self._group.company is not None and self._group.num_ranks > 1:
+            self._group.company.tell(name, arguments())
+
+    def keep_company(self, *, name: str, arguments: dict[str, Any]) -> None:
+        """Makes a call of which a rank with data has told."""
+        stepper = None if self._stepper is None else self._stepper()
+        if name == "full_gradient" and self._sharding is not None:
+            self._sharding.full_gradient(arguments["index"])
+        elif stepper is not None:
+            cast(CompanyKeeper, stepper).keep_company(name, arguments)
 
     def end(self) -> None:
         """It has stepped: every rank's shards are on their way to the others."""
@@ -139,6 +182,15 @@ class ShardedSteps:
         self.eager.is_due = False
         return self._formation.is_layout_due
 
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Whether the step is to leave everything as it is, on every rank; NonFiniteGradient on every rank."""
+        try:
+            return self._numbers.skips(optimizer, has_begun=self.is_stepped)
+        except NonFiniteGradient:
+            if self.eager is not None:
+                self.eager.is_due = False  # there is nothing more to confirm
+            raise
+
     def wait(self) -> None:
         """Returns when every parameter is what the optimizer has made of it."""
         self._formation.wait_for_parameters()
@@ -147,7 +199,11 @@ class ShardedSteps:
         """The mean gradient of a parameter; a collective call where ranks have shards of it."""
         sharding = self._sharding
         index = None if sharding is None else next((at for at, it in enumerate(sharding.params) if it is param), None)
-        return param.grad if sharding is None or index is None else sharding.full_gradient(index)
+        if sharding is None or index is None:
+            return param.grad
+        if sharding.holds_gradient(index):
+            self.tell("full_gradient", lambda: {"index": index})
+        return sharding.full_gradient(index)
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
@@ -188,6 +244,14 @@ def no_hooks_with_shards() -> ConfigError:
         "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of them.",
         where="ShardedOptimizer",
         remedy="Use a plain optimizer with the hook, or leave the hook out.",
+    )
+
+
+def no_skips_in_eager_form() -> ConfigError:
+    return ConfigError(
+        'nonfinite="skip" does not go with eager=True: buckets are updated before the last one is known to be finite.',
+        where="ShardedOptimizer",
+        remedy='Leave eager=True out, or use nonfinite="raise".',
     )
 
 
@@ -236,7 +300,7 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     """
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
-    def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> None:
+    def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> NonFinite | None:
         sync, engine = weak_sync(), weak_engine()
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if engine is not None and sync is not None and engine.concerns(params):
@@ -244,9 +308,14 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
             engine.finish_before_step(params, steps=steps)
             if steps and not has_closure:  # whose backward is to come
                 engine.combination.require_backward(type(optimizer).__name__)
+            if sync.steps is None:
+                numbers: NonFinite = engine.checks.numbers
+                return numbers
+        return None
 
-    def before_step(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        finish(optimizer, steps=True, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        numbers = finish(optimizer, steps=True, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
+        return None if numbers is None else numbers.before_step(optimizer, args, kwargs)
 
     def around_unscaling(optimizer: Optimizer, look: private_scaling.Look) -> private_scaling.Found:
         finish(optimizer, steps=False)

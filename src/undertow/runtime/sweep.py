@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from undertow.config import SyncConfig
 from undertow.runtime.engine import Engine
-from undertow.runtime.executor import Reducer
 from undertow.runtime.planning import no_profile
+from undertow.runtime.reducer import Reducer
 
 _SIZES = tuple(4096 * 4**power for power in range(8))  # bytes: 4 KiB to 64 MiB
 _NUM_TIMES = 5

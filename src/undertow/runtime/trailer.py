@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,8 @@ class Reading:
     changed_ranks: tuple[int, ...] = ()
     other_buffers_ranks: tuple[int, ...] = ()
     late_buckets: tuple[int, ...] = ()
+    nonfinite: frozenset[int] = frozenset()  # positions of gradients that are infinite or no number on some rank
+    nonfinite_ranks: tuple[int, ...] = ()
     is_overdue: bool = False  # read in a later round than the one it was sent in
 
     @property
@@ -67,6 +70,15 @@ class TrailerCodec:
         self._trailer().copy_(self._mine)
         if verdict is not None:
             self._write_verdict(verdict)
+
+    def mark_nonfinite(self, are_bad: Tensor) -> None:
+        """Says which gradients are infinite or no number. [number of slots] bool; the host does not wait for it"""
+        fields = self._fields
+        self._bucket.storage[fields.used.start : fields.used.stop].masked_fill_(are_bad, math.nan)
+
+    def tell_nonfinite(self, has_any: Tensor, *, rank: int) -> None:
+        """Says in the verdict whether this rank has such gradients, in any bucket. [] bool"""
+        self._bucket.storage[self._fields.nonfinite[rank]].copy_(has_any)
 
     def read(self) -> Reading | None:
         """What the reduced trailer says; None where every rank used what this one did and had nothing to report. Waits."""
@@ -100,6 +112,8 @@ class TrailerCodec:
             changed_ranks=_set_flags(self._flags(flags, fields.changed)) if fields.has_verdict else (),
             other_buffers_ranks=_set_flags(self._flags(flags, fields.buffers)) if fields.has_verdict else (),
             late_buckets=_set_flags(self._flags(flags, fields.late)) if fields.has_verdict else (),
+            nonfinite=frozenset(_set_flags(trailer[: fields.num_slots].isnan().tolist())),
+            nonfinite_ranks=_set_flags(self._flags(flags, fields.nonfinite)) if fields.has_verdict else (),
         )
 
     def busy_ms(self) -> tuple[float, ...]:

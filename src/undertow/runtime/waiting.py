@@ -12,12 +12,14 @@ import torch.distributed as dist
 
 from undertow.config import SyncConfig
 from undertow.errors import RankLost, StallTimeout, UndertowError
+from undertow.plan import Bucket, Plan
 from undertow.runtime import faults, private
+from undertow.runtime.faults import Fault
 from undertow.runtime.guard import GUARD, Member, Ring
 from undertow.runtime.ring import make_ring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 _log = logging.getLogger("undertow")
 # What a transport says when a connection breaks: gloo, NCCL, the store. Other errors are not made to wait for a verdict.
@@ -50,7 +52,33 @@ class Waiting:
             is_broken = member.known_fault is not None or _OF_TRANSPORTS.search(str(error))
             fault = member.reason(error) if is_broken else None
             if fault is not None:
-                raise fault.error(where_of(member)) from error
+                raise _last_error(member, fault) from error
+
+
+class Launching(Waiting):
+    """`with` it something is sent of which all parts must be: a rank that fails in between sends nothing more, and says so."""
+
+    __slots__ = ()
+
+    def __init__(self, member: Member | None) -> None:
+        super().__init__(member, "")
+
+    def __enter__(self) -> None:
+        require_no_fault(self._member)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+        member = self._member
+        if error is not None and not isinstance(error, UndertowError) and member is not None and member.known_fault is None:
+            # What other ranks take for the next message would be that of another bucket, and gloo ends a process for that.
+            member.ring.say("failed", text=faults.text_of(error))
+
+
+def label_of(bucket: Bucket, plan: Plan) -> str:
+    """What is waited for, in messages."""
+    names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"bucket {bucket.index} ({shown or 'flags only'})"
 
 
 def where_of(member: Member) -> str:
@@ -62,13 +90,17 @@ def require_no_fault(member: Member | None) -> None:
     if member is not None and (member.fault or member.ring.fault):
         fault = member.known_fault
         assert fault is not None  # it never goes away
-        raise fault.error(where_of(member))
+        raise _last_error(member, fault)
 
 
-def join_ring(
-    ranks: tuple[int, ...], rank: int, limits: SyncConfig, *, interrupt: Callable[[], object], destroy: Callable[[], object]
-) -> Member | None:
-    """A new group of these ranks of the world, of which this is number `rank`; a collective call.
+def _last_error(member: Member, fault: Fault) -> UndertowError:
+    """From here on the script may do anything: whatever still waits over these groups, in threads of ours, ends before."""
+    member.interrupt()
+    return fault.error(where_of(member))
+
+
+def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Member | None:
+    """For the groups of a new model of these ranks of the world, of which this is number `rank`; a collective call.
 
     None where no ring can be made. RankLost where a rank has died before, StallTimeout where one does not come within the
     time that process groups wait.
@@ -80,7 +112,7 @@ def join_ring(
         if ring is None:
             return None
         GUARD.adopt(ranks, ring)
-    member = ring.join(limits, interrupt=interrupt, destroy=destroy)
+    member = ring.join(limits)
     require_no_fault(member)
     return member
 

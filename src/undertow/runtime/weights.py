@@ -91,7 +91,9 @@ class Weighing:
         if self._handle is None:
             return None
         if not self._is_known:
-            self._handle.wait()
+            # In eager form another thread waits for it, while this one has a wait of its own.
+            with self._group.waiting("the sum of all ranks' weights" if self.can_wait else ""):
+                self._handle.wait()
             self._sums = self._on_host() if self._group.device.type == "cpu" else self._on_device()
             self._is_known = True
         return self._sums
@@ -195,6 +197,10 @@ class Weights:
                 where=f"another process group, or another wrapper; rank {self._group.rank}",
                 remedy="Synchronise what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async().",
             )
+
+    def forget_accumulated(self) -> None:
+        """What backwards have accumulated is left out."""
+        self._next = self._accumulated = None
 
     def begins(self, *, is_synchronised: bool, is_without_data: bool, can_wait: bool, is_last: bool) -> Weighing | None:
         """A backward begins, or a round outside of one, on a rank `is_without_data` perhaps; None where nothing is to be said."""

@@ -59,6 +59,7 @@ class StepReport:
     """
 
     num_steps: int
+    num_skipped: int  # by nonfinite="skip", since the model was wrapped
     rank: int
     step_ms: float
     forward_ms: float
@@ -111,7 +112,7 @@ class StepReport:
         return f"{self.overlap:.0%} hidden; exposed {self.exposed_ms:.1f} ms of {self.step_ms:.1f} ms{worst}"
 
 
-def summarize(records: Sequence[StepRecord], plan: Plan, *, rank: int) -> StepReport:
+def summarize(records: Sequence[StepRecord], plan: Plan, *, rank: int, num_skipped: int = 0) -> StepReport:
     """Medians over `records`, all of which were made under `plan`."""
     splits = [_split(record) for record in records]
     times = {field.name: _median(splits, field.name) for field in dataclasses.fields(_Split)}
@@ -121,6 +122,7 @@ def summarize(records: Sequence[StepRecord], plan: Plan, *, rank: int) -> StepRe
     busy = tuple(median(times) for times in zip(*(record.busy_ms for record in records), strict=True))
     return StepReport(
         num_steps=len(records),
+        num_skipped=num_skipped,
         rank=rank,
         overlap=_overlap(splits),
         slowest_rank=max(range(len(busy)), key=busy.__getitem__) if busy else None,

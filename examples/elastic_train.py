@@ -1,0 +1,144 @@
+"""Training that goes on when a rank dies, also with more or fewer ranks than before, on CPU. Run with:
+
+torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py --kill-rank 2 --kill-step 17
+
+The killed rank is named in the others' errors; torchrun starts all ranks again, and they go on behind the last checkpoint.
+Interrupt it and start it with --nproc-per-node=3, and three ranks train what is left.
+"""
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, has_checkpoint, load_checkpoint, save_checkpoint
+
+NUM_SAMPLES = 480
+
+
+def sample_order(num_epochs: int) -> list[int]:
+    """Every sample of the run, epoch after epoch: the same on every rank, for any number of ranks, and after every restart."""
+    epochs = [torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch)) for epoch in range(num_epochs)]
+    return torch.cat(epochs).tolist()
+
+
+def train(options: argparse.Namespace) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    inputs = torch.randn(NUM_SAMPLES, 32, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    # Added up in rank order, the same bits come out after a restart, whatever buckets a run has found best.
+    model = DistributedDataParallel(layers, config=SyncConfig(strategy="zero1", reduction="ordered"))
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
+    order = sample_order(options.epochs)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=-(-len(order) // options.batch))
+
+    position = 0  # in `order`: samples that all ranks have trained on; it says as much to 3 ranks as to 4
+    if has_checkpoint(options.checkpoint):
+        extra = load_checkpoint(options.checkpoint, model, optimizer)
+        position = extra["position"]
+        schedule.load_state_dict(extra["schedule"])
+        if rank == 0:
+            print(f"{num_ranks} ranks go on behind sample {position}, from {options.checkpoint}", flush=True)
+
+    while position < len(order):
+        step = position // options.batch + 1
+        batch = order[position : position + options.batch]  # of all ranks, however many they are
+        mine = batch[rank::num_ranks]
+        log(options, rank=rank, num_ranks=num_ranks, step=step, samples=mine)
+        optimizer.zero_grad()
+        if mine:
+            losses = losses_of(model, inputs[mine])
+            kill_if_asked(options, rank=rank, step=step)
+            backward(model, losses)
+        else:
+            model.finish()  # the last batch may be smaller than the number of ranks
+        optimizer.step()
+        schedule.step()
+        position += len(batch)
+        if step % options.checkpoint_every == 0 or position == len(order):
+            save_checkpoint(options.checkpoint, model, optimizer, extra={"position": position, "schedule": schedule.state_dict()})
+        if rank == 0 and step % 10 == 0:
+            print(f"step {step:3d}  samples {position:5d}  loss {losses.mean().item():.4f}", flush=True)
+
+    if rank == 0:
+        print(f"trained on {position} samples", flush=True)
+    if options.save_model is not None:
+        state = model.module.state_dict()  # every rank waits for what the others have updated
+        if rank == 0:
+            torch.save(state, options.save_model)
+    model.close()
+
+
+def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """One for each sample."""
+    return (model(inputs) - inputs[:, :4].sum(dim=1, keepdim=True)).square().flatten()
+
+
+def backward(model: DistributedDataParallel, losses: Tensor) -> None:
+    """Gradients become those of the mean over the batch of all ranks, whose shares need not be equal."""
+    if dist.get_world_size() == 1:
+        losses.mean().backward()
+    else:
+        model.weight(len(losses))
+        losses.sum().backward()
+
+
+def kill_if_asked(options: argparse.Namespace, *, rank: int, step: int) -> None:
+    if attempt() == 0 and (rank, step) == (options.kill_rank, options.kill_step):
+        print(f"rank {rank} is killed in step {step}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def log(options: argparse.Namespace, **what: object) -> None:
+    """A line for each step in a file for each rank, where that is asked for."""
+    if options.sample_log is not None:
+        options.sample_log.mkdir(parents=True, exist_ok=True)
+        with (options.sample_log / f"rank{what['rank']}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"attempt": attempt(), **what}) + "\n")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--checkpoint", type=Path, default=Path("elastic_checkpoint"), help="folder that all ranks see; removed by nobody")
+    add("--checkpoint-every", type=int, default=5, metavar="STEPS", help="steps between checkpoints (5)")
+    add("--epochs", type=int, default=2, help=f"of {NUM_SAMPLES} samples (2)")
+    add("--batch", type=int, default=24, metavar="SAMPLES", help="samples in a step, over all ranks (24)")
+    add("--kill-rank", type=int, metavar="RANK", help="have this rank killed, in the first attempt only")
+    add("--kill-step", type=int, metavar="STEP", help="in this step, counted from 1")
+    add("--sample-log", type=Path, metavar="FOLDER", help="write which samples each rank has taken in which step")
+    add("--save-model", type=Path, metavar="FILE", help="write the parameters at the end")
+    return parser.parse_args()
+
+
+def attempt() -> int:
+    """How often torchrun has started all ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def meet() -> None:
+    """Makes the default process group.
+
+    torchrun's store outlives its restarts (torch 2.13) and has the addresses of processes that are gone, so that each attempt has
+    names of its own there. Nodes may count attempts differently: on several, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    """
+    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt {attempt()}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+
+
+def main() -> None:
+    options = parsed()  # before anything connects: --help and wrong options end here
+    meet()
+    train(options)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

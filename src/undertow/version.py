@@ -1,0 +1,3 @@
+"""The version of this library, for modules that may not import all of it."""
+
+__version__ = "0.1.0"

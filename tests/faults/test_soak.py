@@ -1,0 +1,67 @@
+"""A small part of `make soak`: one injection of every kind, of a seed that can be chosen."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from soak.injecting import inject, judged
+from soak.injections import ENDINGS, KINDS, STRATEGIES, injection, points_of
+from support.processes import Ended
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_as_if_nothing_had_been_or_the_right_error_comes_on_every_rank(kind: str, soak_seed: int) -> None:
+    one = next(drawn for number in count() if (drawn := injection(soak_seed, number)).kind == kind)
+    verdict = inject(one)
+    assert verdict.problems == (), f"{one}\n" + "\n".join([*verdict.problems, f"again: {one.command}"])
+
+
+def test_a_seed_gives_the_same_injections_again() -> None:
+    assert [injection(7, number) for number in range(20)] == [injection(7, number) for number in range(20)]
+    assert injection(7, 0) != injection(8, 0)
+
+
+def test_everything_is_drawn_sooner_or_later() -> None:
+    drawn = [injection(0, number) for number in range(3000)]
+    assert {one.kind for one in drawn} == set(KINDS)
+    assert {(one.strategy, one.num_ranks) for one in drawn} == {(name, of) for name, ranks in STRATEGIES.items() for of in ranks}
+    assert {one.point for one in drawn} == {point for name in STRATEGIES for point in points_of("killed", name, 4)}
+    assert {one.ending for one in drawn} == set(ENDINGS)
+
+
+FAULT = Ended({"fault": 10.0, "step": 2}, -9)
+GONE = "rank 1 is gone: its process has ended without a word, or was killed.\n  synchronisation 2, rank 0\n  Look."
+TOLD = Ended({"kind": "RankLost", "text": GONE, "at": 10.5}, 1)
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (TOLD, ""),
+        (Ended({"at": 10.5, "different": []}, 0), ""),
+        (Ended({"at": 10.5, "different": ["last.bias"]}, 0), "other bits: last.bias"),
+        (Ended({**TOLD.words, "kind": "PeerFailed"}, 1), "not RankLost"),
+        (Ended({**TOLD.words, "text": GONE.replace("rank 1", "rank 0")}, 1), "not RankLost"),
+        (
+            Ended({**TOLD.words, "text": GONE.replace("2,", "4,")}, 1),
+            "does not say that it was about synchronisation 2, on rank 0",
+        ),
+        (Ended({**TOLD.words, "at": 21.0}, 1), "only 11.0 s after the fault"),
+        (Ended(TOLD.words, -6), "ended with -6, after its error"),
+        (Ended({}, -9, was_killed=True), "has not ended"),
+        (Ended({}, -6), "ended with -6, without a word"),
+    ],
+)
+def test_how_ranks_end_is_judged(other: Ended, problem: str) -> None:
+    one = next(
+        drawn for number in count() if ((drawn := injection(0, number)).kind, drawn.rank, drawn.num_ranks) == ("killed", 1, 2)
+    )
+    assert [found.partition("\n")[0] for found in judged(one, [other, FAULT]).problems] == (
+        [f"rank 0: {problem}"] if problem else []
+    )
+
+
+def test_a_fault_that_has_not_come_to_pass_proves_nothing() -> None:
+    assert judged(injection(0, 0), [Ended()] * 4).problems[0] == "the fault has not come to pass"

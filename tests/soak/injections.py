@@ -1,0 +1,137 @@
+"""What is done to a training, drawn from a seed: the same numbers give the same injection again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+NUM_STEPS = 6
+STALL_TIMEOUT_S = 3.0  # where a rank never goes on
+STRATEGIES = {"ddp": (2, 3, 4), "zero1": (2, 3, 4), "zero2": (2, 3, 4), "eager": (2, 3, 4), "hybrid": (4,)}  # ranks
+ENDINGS = ("left open", "closed", "destroyed")  # what scripts do about their model and their groups at last
+
+_USERS = ("data", "forward", "backward", "optimizer", "after step")
+_OURS = tuple(f"{when} {op}" for op in ("pack", "bind", "wait") for when in ("before", "behind"))
+_OF_STRATEGY = {
+    "ddp": ("all_reduce",),
+    "zero1": ("reduce_scatter", "all_gather", "update"),
+    "zero2": ("reduce_scatter", "all_gather", "update"),
+    "eager": ("reduce_scatter", "step", "all_gather", "update"),
+    "hybrid": ("reduce_scatter", "all_reduce", "all_gather", "update"),
+}
+_IN_THREADS = ("post", "complete")  # of exchanges that are made of sends and receives
+_ONCE = ("construction", "buffers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What goes wrong, and how every rank is to end; patterns are filled with the `rank` it happens on."""
+
+    others: str = ""  # error of the other ranks; empty where the training is to be as if nothing had been
+    says: str = ""  # a pattern of its text
+    own: str = ""  # error of the rank itself; empty where it is none
+    exit_code: int = 0  # of the rank itself
+    points: tuple[str, ...] = ()  # where it can happen; none: everywhere
+    is_in_threads: bool = True  # also where no code of the user's runs
+    is_in_construction: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+# Where they change before the first step is over they are compared with what they were on no rank.
+_CHANGED = r"^the parameters have changed on rank {rank} and not on|^ranks disagree on the parameters.*'middle.weight' on rank"
+_FAILED = r"^rank {rank} has failed: .*BadBatch: row 7|^backward failed on rank {rank}\."  # that goes on, to its close()
+_STOP = {"stall_warning_s": 1.0, "stall_timeout_s": STALL_TIMEOUT_S}
+KINDS = {
+    "killed": Kind(others="RankLost", says=r"^rank {rank} is gone: its process has ended without a word", exit_code=-9),
+    "raises": Kind(
+        others="PeerFailed", says=_FAILED, own="BadBatch", exit_code=1, is_in_threads=False
+    ),
+    "leaves": Kind(
+        others="RankLost", says=r"^rank {rank} has left: it has finished after \d+ sync", points=("data", "after step")
+    ),
+    "stopped": Kind(
+        others="StallTimeout", says=r"rank {rank} has not come.*rank {rank}: (stopped|no answer)", exit_code=-9,
+        settings=_STOP, is_in_construction=False,
+    ),
+    "paused": Kind(settings={"stall_warning_s": 0.5}),
+    "late": Kind(),
+    "not a number": Kind(points=("data",)),
+    "other graph": Kind(points=("data",)),
+    "freezes": Kind(
+        others="PlanMismatch", says=_CHANGED, own="PlanMismatch",
+        exit_code=1, points=("data",),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """One fault: where it comes, in what training."""
+
+    seed: int
+    number: int
+    kind: str
+    strategy: str
+    num_ranks: int
+    rank: int
+    step: int  # from which on passages of the point are counted
+    point: str
+    passage: int
+    seconds: float  # that a rank is late or paused
+    jitter_ms: float  # every rank dawdles up to so long at every point
+    bucket_cap_mb: float | None
+    ending: str
+
+    def __str__(self) -> str:
+        what = f"rank {self.rank} of {self.num_ranks}, {self.strategy}, step {self.step}, {self.point}"
+        return f"{self.kind}: {what}{f', passage {self.passage}' if self.passage else ''}"
+
+    @property
+    def command(self) -> str:
+        """What does the same again."""
+        return f'make soak ARGS="--seed {self.seed} --only {self.number}"'
+
+    @property
+    def reduction(self) -> str:
+        """One that adds up in the order of ranks, so that there is one right result: two numbers have no order."""
+        return "ordered" if self.num_ranks > 2 else "native"
+
+
+def injection(seed: int, number: int) -> Injection:
+    """Number `number` of those that the seed gives."""
+    draw = random.Random(f"{seed}/{number}")
+    kind, strategy = draw.choice(tuple(KINDS)), draw.choice(tuple(STRATEGIES))
+    num_ranks = draw.choice(STRATEGIES[strategy])
+    point = draw.choice(points_of(kind, strategy, num_ranks))
+    step = draw.randrange(NUM_STEPS)
+    # A bucket passes a point once a step: later passages are sure to come where steps are left.
+    passage = draw.randrange(3) if step < NUM_STEPS - 2 and point not in (*_USERS, *_ONCE) else 0
+    return Injection(
+        seed=seed,
+        number=number,
+        kind=kind,
+        strategy=strategy,
+        num_ranks=num_ranks,
+        rank=draw.randrange(num_ranks),
+        step=step,
+        point=point,
+        passage=passage,
+        seconds=draw.choice((0.02, 0.3, 1.5)),
+        jitter_ms=draw.choice((0.0, 1.0, 10.0)),
+        bucket_cap_mb=draw.choice((1e-4, 1e-4, None)),
+        ending=draw.choice(ENDINGS),
+    )
+
+
+def points_of(kind: str, strategy: str, num_ranks: int) -> tuple[str, ...]:
+    """Where this can happen."""
+    how = KINDS[kind]
+    if how.points:
+        return how.points
+    ops = tuple(f"{when} {op}" for op in _OF_STRATEGY[strategy] if op != "update" for when in ("before", "behind"))
+    users = (*_USERS, "update") if "update" in _OF_STRATEGY[strategy] else _USERS
+    points = (*users, *_OURS, *ops, "buffers")
+    if how.is_in_threads and not (strategy == "ddp" and num_ranks == 2):
+        points += _IN_THREADS
+    return (*points, "construction") if how.is_in_construction else points
