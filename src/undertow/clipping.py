@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from undertow.errors import ConfigError, NonFiniteGradient, WrongType
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.sharding import Sharding
-from undertow.runtime.stepping import finish_before_look
+from undertow.runtime.stepping import finish_before_look, require_synchronised
 from undertow.sync import Sync
 
 
@@ -24,7 +24,8 @@ def clip_grad_norm_(
 
     `target` is what `attach` or `DistributedDataParallel` returned. Each parameter counts once: one that all ranks have, each
     expert wherever it is, and shards of a ShardedOptimizer. A collective call, after backward; every rank gets the same value,
-    for powers are summed in fp64 and rounded once. NonFiniteGradient, if asked for, where the norm is not finite.
+    for powers are summed in fp64 and rounded once. NonFiniteGradient, if asked for, where the norm is not finite; PhaseError
+    where gradients were accumulated and are not synchronised yet.
     """
     sync = getattr(target, "sync", target)
     if not isinstance(sync, Sync):
@@ -36,6 +37,7 @@ def clip_grad_norm_(
     norm_type = checked_norm_type(norm_type)
     for each in (sync, *sync.experts):
         finish_before_look(each, [param for _, param in each.named_parameters()])
+        require_synchronised(each)
     parts = [_Gradients(each) for each in (sync, *sync.experts)]
     sharding = parts[0].sharding
     # Without experts the ranks with shards of one another: on a mesh each row has all of them.
@@ -74,7 +76,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, *, device: torch.devic
     """Of the gradients of all ranks of `group` as one vector. [] fp32 on `device`"""
     is_largest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in grads:
+    for grad in map(_values, grads):
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=_double(grad.dtype)).to(total)
         total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
     if group.num_ranks > 1:
@@ -103,6 +105,11 @@ def require_finite(total: Tensor, norm_type: float, *, rank: int) -> None:
             where=f"clip_grad_norm_, rank {rank}",
             remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
         )
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The elements that may be other than zero, each once."""
+    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _double(dtype: torch.dtype) -> torch.dtype:

@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import ExpertGroup, SyncConfig
-from undertow.errors import ConfigError, PhaseError, UndertowError, WrongType
+from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime import private, private_scaling
+from undertow.runtime.companions import all_of
 from undertow.runtime.group import GroupRef
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf
@@ -117,18 +118,18 @@ class SyncWithExperts(Sync):
     def finish(self, *, buffers_follow: int | None = 0) -> None:
         """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
         follow = None if buffers_follow is None else 0
-        _all_of(
+        all_of(
             partial(super().finish, buffers_follow=buffers_follow),
             *(partial(expert.finish, buffers_follow=follow) for expert in self.experts),
         )
 
     def wait(self) -> None:
         """Returns when nothing is in flight."""
-        _all_of(super().wait, *(expert.wait for expert in self.experts))
+        all_of(super().wait, *(expert.wait for expert in self.experts))
 
     def wait_for_parameters(self) -> None:
         """Returns when every parameter is what a sharded optimizer has made of it."""
-        _all_of(super().wait_for_parameters, *(expert.wait_for_parameters for expert in self.experts))
+        all_of(super().wait_for_parameters, *(expert.wait_for_parameters for expert in self.experts))
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter; a collective call, of the ranks of its group, under a sharded optimizer."""
@@ -155,7 +156,7 @@ class SyncWithExperts(Sync):
     def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
         """Called before each forward of the module."""
         follow = None if buffers_follow is None else 0
-        _all_of(
+        all_of(
             partial(super().forward_begins, buffers_follow=buffers_follow, is_compiled=is_compiled),
             *(partial(expert.forward_begins, buffers_follow=follow, is_compiled=is_compiled) for expert in self.experts),
         )
@@ -192,7 +193,7 @@ class SyncWithExperts(Sync):
 
     def close(self) -> None:
         """Takes everything off the module and destroys our process groups, once."""
-        _all_of(super().close, *(expert.close for expert in self.experts))
+        all_of(super().close, *(expert.close for expert in self.experts))
 
     def _show_each_group(self, show: Callable[[Sync], object]) -> None:
         for group, expert in zip(self._groups, self.experts, strict=True):
@@ -215,18 +216,6 @@ class _AllBut(_Matching):
 
     def __contains__(self, name: object) -> bool:
         return not super().__contains__(name)
-
-
-def _all_of(*calls: Callable[[], object]) -> None:
-    """Calls all of them, for other ranks wait in each; the first error is raised then."""
-    first: UndertowError | None = None
-    for call in calls:
-        try:
-            call()
-        except UndertowError as error:
-            first = first or error
-    if first is not None:
-        raise first
 
 
 def _alike_on_all_ranks(

@@ -36,7 +36,7 @@ from undertow.runtime.planning import explanation_of, measured_profile, no_profi
 from undertow.runtime.private_graphs import cut_bytes, cut_graphs
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction, start_reduction
-from undertow.runtime.stepping import ShardedSteps, no_hooks_with_shards, require_plain_strategy, watch_steps
+from undertow.runtime.stepping import ShardedSteps, full_gradient, no_hooks_with_shards, require_plain_strategy, watch_steps
 from undertow.runtime.sweep import sweep
 from undertow.runtime.weights import require_means
 from undertow.trace import StepReport, Trace, summarize
@@ -203,9 +203,9 @@ class Sync:
 
         A synchronisation then makes every `.grad` the sum over ranks divided by the sum of all weights, those of all ranks and
         micro-batches, also where several backwards of a step synchronise. One more small all-reduce, of fp64, leaves when the
-        backward begins. PhaseError on every rank at the end of a backward for which only some ranks gave weights, or weights
-        that add up to 0 (on GPUs one step late); a rank that joins by `finish()`, without data, need not give any.
-        ConfigError, at the call, for what is no number from 0 on, with `op="sum"` and with a communication hook.
+        backward begins; a backward without a call adds no weight. PhaseError on every rank at the end of a backward for which
+        only some ranks gave weights, or weights that add up to 0 (on GPUs one step late), and at a step before the backward; a
+        rank that joins by `finish()` needs none. ConfigError for no number from 0 on, `op="sum"` and communication hooks.
         """
         is_alone_with_shards = self.steps is not None and self.num_ranks == 1
         require_means(self._config.op, has_hook=self.has_comm_hook, is_alone_with_shards=is_alone_with_shards)
@@ -264,7 +264,7 @@ class Sync:
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter, None where it has none; a collective call under a sharded optimizer."""
-        return param.grad if self.steps is None else self.steps.full_gradient(param)
+        return full_gradient(self, param)
 
     def broadcast_parameters(self) -> None:
         """Gives every rank rank 0's; a collective call."""

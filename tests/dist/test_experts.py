@@ -368,6 +368,29 @@ def test_experts_may_be_frozen_and_thawed(four_ranks: Ranks) -> None:
     four_ranks.run(frozen)
 
 
+def frozen_in_one_group(change: str) -> None:
+    """Ranks 1 and 3, which hold other experts, know nothing of it."""
+    with wrapped_mixture(mixture()) as (ddp, bare, group):
+        for step in range(6):
+            for model in (ddp.module, bare) if dist.get_rank() % 2 == 0 else ():
+                expert = model.experts["0"]
+                if change == "frozen":
+                    expert.weight.requires_grad_(step < 2 or step > 3)
+                elif step == 2:
+                    expert.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.25))
+            ddp.zero_grad()
+            bare.zero_grad()
+            loss(ddp, step).backward()
+            loss(bare, step).backward()
+            reduce_naively(bare, group)
+            require_equal_gradients(ddp.module, bare)
+
+
+@pytest.mark.parametrize("change", ["frozen", "replaced"])
+def test_experts_of_one_group_may_change_alone(four_ranks: Ranks, change: str) -> None:
+    four_ranks.run(frozen_in_one_group, change)
+
+
 def copied() -> None:
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         twin = copy.deepcopy(ddp)
@@ -441,6 +464,40 @@ def clipping_without_experts() -> None:
 
 def test_clipping_goes_without_experts_as_well(two_ranks: Ranks) -> None:
     two_ranks.run(clipping_without_experts)
+
+
+def clipping_too_early() -> str:
+    with wrapped_mixture(mixture()) as (ddp, _, _):
+        with ddp.no_sync():
+            loss(ddp, 0).backward()
+        text = text_of(PhaseError, lambda: clip_grad_norm_(ddp, 1.0))
+        loss(ddp, 1).backward()
+        assert clip_grad_norm_(ddp, 1.0) > 0.0
+        return text
+
+
+def test_clipping_what_is_not_synchronised_is_an_error(four_ranks: Ranks) -> None:
+    assert four_ranks.run(clipping_too_early) == [
+        "gradients were accumulated and are not synchronised: each rank would find another norm.\n"
+        f"  clip_grad_norm_, rank {rank}\n"
+        "  Run the last backward of a step outside of accumulate() and no_sync()."
+        for rank in range(4)
+    ]
+
+
+def clipping_sparse_gradients() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    ddp = DistributedDataParallel(model)
+    ddp(torch.tensor([1, 1, 2 + dist.get_rank()])).sum().backward()
+    dense = model.weight.grad.to_dense()
+    assert dense.unique().tolist() == [0.0, 0.5, 2.0]
+    assert clip_grad_norm_(ddp, 1.0) == 3.0  # 2 of 2 each, 4 of 0.5 each: the root of 9
+    assert torch.equal(model.weight.grad.to_dense(), dense * torch.tensor(1.0 / (3.0 + 1e-6)))
+    ddp.close()
+
+
+def test_clipping_takes_rows_of_sparse_gradients(two_ranks: Ranks) -> None:
+    two_ranks.run(clipping_sparse_gradients)
 
 
 ADAMW = {"lr": 0.01}
@@ -538,6 +595,39 @@ def sharded_and_clipped(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_clipping_is_exact_over_shards_of_both(four_ranks: Ranks, strategy: str) -> None:
     four_ranks.run(sharded_and_clipped, strategy)
+
+
+def nothing_reached(way: str) -> None:
+    """In the last step rank 1's backward reaches nothing, and a collective call about one part only comes before the other's."""
+    with wrapped_mixture(mixture(), strategy="zero1", overlap=way != "step") as (ddp, bare, group):
+        optimizers, scaler = optimizers_of(ddp), torch.amp.GradScaler("cpu", init_scale=2.0, enabled=way == "unscale")
+        theirs = torch.optim.AdamW(bare.parameters(), **ADAMW)
+        for step in range(3):
+            for optimizer in (*optimizers, theirs):
+                optimizer.zero_grad()
+            is_without = step == 2 and dist.get_rank() == 1
+            for model in (ddp, bare):
+                value = loss(model, step)
+                value = value.detach().requires_grad_() if is_without else value
+                (scaler.scale(value) if model is ddp else value).backward()
+            if way == "clip":
+                optimizers[0].clip_grad_norm_(float("inf"))
+            elif way == "look":
+                ddp.full_gradient(ddp.module.before.weight)
+            for optimizer in optimizers:
+                if way == "unscale":
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+            scaler.update()
+            reduce_naively(bare, group)  # collectives that rank 1 would begin while others are in backward
+            theirs.step()
+        ddp.wait()
+        require_equal_values(ddp.module, bare)
+
+
+@pytest.mark.parametrize("way", ["clip", "look", "unscale", "step"])
+def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(four_ranks: Ranks, way: str) -> None:
+    four_ranks.run(nothing_reached, way)
 
 
 def hooked() -> list[int]:

@@ -183,6 +183,30 @@ def test_a_rank_without_gradients_joins_before_they_are_clipped(two_ranks: Ranks
     assert first == second > 0.0
 
 
+def nothing_reached_and_looked_at(strategy: str) -> list[float]:
+    """In the second step rank 1's backward reaches no parameter, and `full_gradient` is the first that asks."""
+    ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False), config=SyncConfig(strategy=strategy))
+    cls = torch.optim.SGD
+    optimizer = cls(ddp.parameters(), lr=0.125) if strategy == "ddp" else ShardedOptimizer(cls, ddp, lr=0.125)
+    found: list[float] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        value = ddp(torch.full((1, 2), 2.0)).sum()
+        if step == 1 and dist.get_rank() == 1:
+            value = value.detach().requires_grad_()
+        value.backward()
+        found += ddp.full_gradient(ddp.module.weight).flatten().tolist()
+        optimizer.step()
+    ddp.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_a_rank_without_gradients_joins_before_one_is_looked_at(two_ranks: Ranks, strategy: str) -> None:
+    answers = two_ranks.run(nothing_reached_and_looked_at, strategy, timeout_s=TIMEOUT_S)
+    assert answers == [[2.0, 2.0, 1.0, 1.0]] * 2
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_rank_without_gradients_joins_before_a_scaler_looks(ranks: Ranks, set_to_none: bool) -> None:
     expected = [SCALE, SCALE, SCALE / 2, SCALE / 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -590,6 +591,67 @@ def test_weights_that_add_up_to_zero_are_an_error_on_every_rank(ranks: Ranks, nu
             f"  synchronisation {num_good}, rank {rank}\n"
             "  Leave out a step in which no rank has anything to learn from."
         )
+
+
+def given_after_backward() -> tuple[str, list[float]]:
+    """Unseen, a weight would be that of the next step. Then with a closure, whose backward comes within the step."""
+    with wrapped(nn.Linear(3, 2)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        loss_of(ddp, 0).backward()
+        ddp.weight(3)
+        text = text_of(PhaseError, optimizer.step)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = ddp(torch.ones(4, 3)).sum()
+            loss.backward()
+            return loss
+
+        ddp.weight(Fraction(4))  # a number like numpy's, of no type of Python's own
+        optimizer.step(closure)
+        return text, ddp.module.bias.grad.tolist()
+
+
+def test_a_weight_behind_its_backward_is_an_error_when_the_optimizer_steps(two_ranks: Ranks) -> None:
+    for rank, (text, bias) in enumerate(two_ranks.run(given_after_backward)):
+        assert text == (
+            "weight(3) was given, and no backward has come before the optimizer steps.\n"
+            f"  SGD.step, rank {rank}\n"
+            "  Call weight(n) before the backward of the loss that is a sum over n, not behind it."
+        )
+        assert bias == [1.0] * len(bias)
+
+
+def handed_on(is_accumulated: bool) -> dict[str, Any]:
+    """What is accumulated goes to another wrapper and to another group, and cannot take its weights along."""
+    texts: dict[str, Any] = {}
+    group = dist.new_group([0, 1])
+    with wrapped(nn.Linear(3, 2)) as ddp:
+        with ddp.accumulate():
+            ddp.weight(4)
+            if is_accumulated:
+                loss_of(ddp, 0).backward()
+        texts["group"] = text_of(ConfigError, lambda: ddp._update_process_group(group))
+        texts["wrapper"] = text_of(ConfigError, lambda: DistributedDataParallel(ddp.module))
+        loss_of(ddp, 1).backward()  # with all of the weight
+        ddp._update_process_group(group)
+        ddp.zero_grad()
+        ddp.weight(4)
+        ddp(torch.ones(4, 3)).sum().backward()
+        texts["bias"] = ddp.module.bias.grad.unique().tolist()
+    dist.destroy_process_group(group)
+    return texts
+
+
+@pytest.mark.parametrize("is_accumulated", [True, False])
+def test_weights_are_not_handed_on_to_another_group_or_wrapper(two_ranks: Ranks, is_accumulated: bool) -> None:
+    for rank, texts in enumerate(two_ranks.run(handed_on, is_accumulated)):
+        text = (
+            "weights were given for gradients that are not synchronised yet.\n"
+            f"  another process group, or another wrapper; rank {rank}\n"
+            "  Synchronise what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async()."
+        )
+        assert texts == {"group": text, "wrapper": text, "bias": [1.0]}
 
 
 def refusals() -> dict[str, str]:

@@ -40,6 +40,14 @@ class Combination:
                 remedy="Leave the hook out, or have it divide by what you want.",
             )
 
+    def require_backward(self, optimizer: str) -> None:
+        """PhaseError where weights were given after the backward whose gradients that optimizer is about to step on."""
+        self._weights.require_backward(f"{optimizer}.step, rank {self._formation.group.rank}")
+
+    def require_no_weights(self) -> None:
+        """ConfigError where somebody is to take over what was accumulated, and weights with it."""
+        self._weights.require_none()
+
     def begins(self, *, is_synchronised: bool, is_shadow: bool, is_last: bool) -> Weighing | None:
         """A round begins; what this rank says of its weight, if anything."""
         formation = self._formation

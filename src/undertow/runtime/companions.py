@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from undertow.errors import UndertowError
@@ -14,6 +14,8 @@ class Companion(Protocol):
     """What an engine is to others."""
 
     def take_part(self, task: int) -> None: ...
+
+    def finish_owed(self) -> None: ...
 
     def complete(self) -> None: ...
 
@@ -33,6 +35,10 @@ class Companions:
         for engine in self._present():
             engine.take_part(task)
 
+    def finish_owed(self) -> None:
+        """One of them has run a round outside of backward: the others run theirs, for which ranks in backwards wait too."""
+        all_of(*(engine.finish_owed for engine in self._present()))
+
     def complete(self) -> None:
         """One of them has failed: what the others have launched ends, and their errors, if any, come second."""
         for engine in self._present():
@@ -41,3 +47,15 @@ class Companions:
 
     def _present(self) -> Iterator[Companion]:
         return (engine for ref in self._engines if (engine := ref()) is not None)
+
+
+def all_of(*calls: Callable[[], object]) -> None:
+    """Calls all of them, for other ranks wait in each; the first error is raised then."""
+    first: UndertowError | None = None
+    for call in calls:
+        try:
+            call()
+        except UndertowError as error:
+            first = first or error
+    if first is not None:
+        raise first

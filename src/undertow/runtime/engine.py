@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import PhaseError
 from undertow.plan import Plan
-from undertow.runtime import private
+from undertow.runtime import outcome, private
 from undertow.runtime.binding import gradients_aside
 from undertow.runtime.checks import Checks
 from undertow.runtime.combination import Combination
 from undertow.runtime.comm_hook import CommHook, no_second_hook
-from undertow.runtime.companions import Companions
+from undertow.runtime.companions import Companions, all_of
 from undertow.runtime.dist_autograd import DistributedBackwards
 from undertow.runtime.executor import Round
 from undertow.runtime.formation import Formation
@@ -32,7 +31,6 @@ from undertow.runtime.hooks import OutermostEnd
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
 from undertow.runtime.open_round import OpenRound
-from undertow.runtime.outcome import all_have_other_buffers, late_buckets, not_waited_for, require_sound, step_within_backward
 from undertow.runtime.progress import Progress
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.watch import Watch
@@ -117,6 +115,7 @@ class Engine:
 
     def pass_on(self) -> set[int]:
         """Ends here; returns the parameters, by id, that have accumulated a gradient since the last synchronisation."""
+        self.combination.require_no_weights()
         self.complete()
         self.formation.wait_for_parameters()
         self.close()
@@ -139,7 +138,7 @@ class Engine:
         at, and it does not step. PhaseError in the middle of a backward.
         """
         if self._open is not None and private.graph_task_id() != -1:
-            raise step_within_backward(f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}")
+            raise outcome.step_within_backward(f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}")
         self._abandon()
         progress, formation = self._progress, self.formation
         is_up_to_date = progress.has_brought(params)
@@ -171,11 +170,7 @@ class Engine:
         if not self.formation.is_active:
             return
         if self._open is None and not self._progress.has_accumulated:
-            raise PhaseError(
-                "there is nothing to reduce: no accumulation has run since the last synchronisation.",
-                where=f"synchronisation {self._progress.num_rounds}",
-                remedy="Run backward inside accumulate() or no_sync(), then reduce once.",
-            )
+            raise outcome.nothing_to_reduce(self._progress.num_rounds)
         self._launch()
 
     def shadow(self) -> None:
@@ -275,19 +270,20 @@ class Engine:
             self._begin(is_synchronised=self.synchronises)
             self._end.watch(task)
 
+    def finish_owed(self) -> None:
+        """Runs a round if one is owed: a companion has."""
+        if self._progress.is_owed:
+            self._run_outside_of_backward()
+
     def _run_outside_of_backward(self) -> None:
-        if self.formation.is_active and not self.is_closed:
-            self._launch()
-            self.complete()
+        is_active = self.formation.is_active and not self.is_closed
+        own = (self._launch, self.complete) if is_active else ()
         self._progress.is_owed = False
+        all_of(*own, self.companions.finish_owed)
 
     def _launch(self) -> None:
         if self._open is not None:
-            raise PhaseError(
-                "gradients are being synchronised already.",
-                where=f"synchronisation {self._progress.num_rounds}",
-                remedy="Call this outside of backward, and wait for the earlier reduction first.",
-            )
+            raise outcome.synchronised_already(self._progress.num_rounds)
         self._begin(is_synchronised=True)
         self._launch_rest()
 
@@ -326,7 +322,7 @@ class Engine:
         this = self._open
         if this is not None and not self._end.is_coming:  # a new backward has begun, and this round is not its own
             if this.is_launched:
-                raise not_waited_for(this.round)
+                raise outcome.not_waited_for(this.round)
             self._give_up(this)
         return self._open is None
 
@@ -376,13 +372,13 @@ class Engine:
             yield
         executor.run(this.releases.join())
         self._await_others()
-        late = late_buckets(this.round)
+        late = outcome.late_buckets(this.round)
         if late:
             executor.launch_late_parts(late)
             yield
             executor.add_late_parts()
             watch.arrivals.learn_repeats()
-        if all_have_other_buffers(this.round, num_ranks=formation.group.num_ranks):
+        if outcome.all_have_other_buffers(this.round, num_ranks=formation.group.num_ranks):
             yield from formation.compare_buffers()
         self.combination.round_is_bound(this.round)
         self._close_round()
@@ -440,7 +436,7 @@ class Engine:
         self._progress.unused = watch.names_of(self.plan, this_round.unused)
         self.combination.round_ends(this_round)
         self.checks.round_ends(this_round)
-        require_sound(this_round, rank=formation.group.rank)
+        outcome.require_sound(this_round, rank=formation.group.rank)
         self.combination.require_sound()
         formation.require_changed_alike(this_round)
         if this_round.has_failed:

@@ -41,6 +41,10 @@ class Members:
     Narrower parameters accumulate their gradients in `reduce_dtype`, if that is not None, until `close`.
     """
 
+    # Of the moment when the module was last looked at: all of its parameters, and what those are that are synchronised.
+    _seen: _Census
+    _kinds: list[tuple[object, ...]]
+
     def __init__(self, module: nn.Module, ignored: Container[str], *, reduce_dtype: str | None = None) -> None:
         # Weakly: parameters' hooks hold us, and the garbage collector does not see through those.
         self._module = weakref.ref(module)
@@ -93,7 +97,15 @@ class Members:
         """Whether a parameter was added, removed, replaced, frozen or unfrozen, or has another dtype, size or device."""
         # What torch.func.functional_call puts in their places for the time of a call are tensors, not parameters.
         is_other = self._is_unseen or self._seen.has_changed()
-        return is_other and all(isinstance(it, nn.Parameter) for it in self._seen.present())
+        return is_other and all(isinstance(it, nn.Parameter) for it in self._seen.present()) and not self._is_elsewhere()
+
+    def _is_elsewhere(self) -> bool:
+        """Whether what has changed is not ours: the experts of another group, of which this one's ranks need not know."""
+        module = self._module()
+        if self._is_unseen or module is None or self._seen.has_other_modules() or self._kinds_of(module) != self._kinds:
+            return False
+        self._seen = _Census.of(module)
+        return True
 
     def has_new_of(self, tensors: Collection[int]) -> bool:
         """Whether one of these, by id, is trained since a change that nobody has looked at."""
@@ -135,6 +147,14 @@ class Members:
         self._is_unseen = False
         # Of this moment: an optimizer that steps on other parameters does not concern us.
         self.ids = frozenset(id(param) for _, param in self._named_params(module))
+        self._kinds = self._kinds_of(module)
+
+    def _kinds_of(self, module: nn.Module) -> list[tuple[object, ...]]:
+        """All that may change of the parameters to synchronise, trained or not."""
+        return [
+            (name, id(it), it.requires_grad, it.dtype, it.shape, it.stride(), it.device)
+            for name, it in self._named_params(module)
+        ]
 
     def _described_others(self) -> list[dict[str, Any]]:
         return [_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()]
@@ -168,14 +188,15 @@ class _Census:
     def present(self) -> list[Tensor]:
         return [param for param in chain.from_iterable(map(dict.values, self._parameters)) if param is not None]
 
+    def has_other_modules(self) -> bool:
+        try:
+            return _ids(map(_children_of, [module() for module in self._modules])) != self._child_ids
+        except AttributeError:  # one is gone
+            return True
+
     def has_changed(self) -> bool:
         # At every forward, for thousands of parameters: every line is a loop in C.
-        if _ids(self._parameters) != self._param_ids:
-            return True
-        try:
-            if _ids(map(_children_of, [module() for module in self._modules])) != self._child_ids:
-                return True
-        except AttributeError:  # one is gone
+        if _ids(self._parameters) != self._param_ids or self.has_other_modules():
             return True
         params = self._params
         return (

@@ -98,3 +98,21 @@ def _some_have_weights(this_round: Round) -> bool:
 
 def _reported(flags: Iterable[Sequence[int]]) -> list[int]:
     return sorted({rank for ranks in flags for rank in ranks})
+
+
+def nothing_to_reduce(number: int) -> PhaseError:
+    """The error of a reduction by hand behind a synchronisation."""
+    return PhaseError(
+        "there is nothing to reduce: no accumulation has run since the last synchronisation.",
+        where=f"synchronisation {number}",
+        remedy="Run backward inside accumulate() or no_sync(), then reduce once.",
+    )
+
+
+def synchronised_already(number: int) -> PhaseError:
+    """The error of a second reduction beside one that is under way."""
+    return PhaseError(
+        "gradients are being synchronised already.",
+        where=f"synchronisation {number}",
+        remedy="Call this outside of backward, and wait for the earlier reduction first.",
+    )

@@ -276,6 +276,22 @@ def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
         engine.finish_before_step(ids, steps=False)
 
 
+def require_synchronised(sync: Any) -> None:
+    """PhaseError where gradients were accumulated since the last synchronisation: each rank has its own."""
+    if sync._engine.formation.watch.arrived_before:
+        raise PhaseError(
+            "gradients were accumulated and are not synchronised: each rank would find another norm.",
+            where=f"clip_grad_norm_, rank {sync.rank}",
+            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+        )
+
+
+def full_gradient(sync: Any, param: Tensor) -> Tensor | None:
+    """The mean gradient of a parameter; a collective call where ranks have shards of it, or where a round is owed."""
+    finish_before_look(sync, [param])
+    return param.grad if sync.steps is None else sync.steps.full_gradient(param)
+
+
 def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     """Hooks for all optimizers and gradient scalers; returns what takes them off.
 
@@ -285,19 +301,21 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
     @private.untraced
-    def finish(optimizer: Optimizer, *, steps: bool) -> NonFinite | None:
+    def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> NonFinite | None:
         sync, engine = weak_sync(), weak_engine()
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if engine is not None and sync is not None and engine.concerns(params):
             sync.require_stepper(optimizer)
             engine.finish_before_step(params, steps=steps)
+            if steps and not has_closure:  # whose backward is to come
+                engine.combination.require_backward(type(optimizer).__name__)
             if sync.steps is None:
                 numbers: NonFinite = engine.checks.numbers
                 return numbers
         return None
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        numbers = finish(optimizer, steps=True)
+        numbers = finish(optimizer, steps=True, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
         return None if numbers is None else numbers.before_step(optimizer, args, kwargs)
 
     def around_unscaling(optimizer: Optimizer, look: private_scaling.Look) -> private_scaling.Found:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -178,6 +179,25 @@ class Weights:
         if has_accumulated:
             self._accumulated = None
 
+    def require_backward(self, where: str) -> None:
+        """PhaseError, once, where weights were given of which no backward has come: the next one would take them for its own."""
+        weight, self._next = self._next, None
+        if weight is not None:
+            raise PhaseError(
+                f"weight({weight:g}) was given, and no backward has come before the optimizer steps.",
+                where=where,
+                remedy="Call weight(n) before the backward of the loss that is a sum over n, not behind it.",
+            )
+
+    def require_none(self) -> None:
+        """ConfigError where weights were given that no synchronisation has used yet: who comes after us does not know them."""
+        if self._next is not None or self._accumulated is not None:
+            raise ConfigError(
+                "weights were given for gradients that are not synchronised yet.",
+                where=f"another process group, or another wrapper; rank {self._group.rank}",
+                remedy="Synchronise what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async().",
+            )
+
     def forget_accumulated(self) -> None:
         """What backwards have accumulated is left out."""
         self._next = self._accumulated = None
@@ -253,7 +273,7 @@ def weights_differ(where: str) -> PhaseError:
 def _checked(weight: object) -> float:
     if isinstance(weight, Tensor) and weight.numel() == 1:
         weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
+    if isinstance(weight, bool) or not isinstance(weight, Real):
         raise WrongType(
             f"a weight must be a number, got {type(weight).__name__}.",
             where="weight(n)",
