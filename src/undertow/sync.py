@@ -381,7 +381,9 @@ class Sync:
         Never communicates: a single rank may ask.
         """
         records = self._recorder.records(generation=self._engine.generation)
-        report = summarize(records, self._engine.plan, rank=self.rank, num_skipped=self._engine.checks.numbers.num_skipped)
+        num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
+        one_graph = one_graph and self.num_ranks > 1 and not cut_bytes(self.plan, num_ranks=self.num_ranks)
+        report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
         if show:
             print_report(report)
         return report

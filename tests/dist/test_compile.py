@@ -79,6 +79,7 @@ def what_happened(make: Callable[[int], nn.Module], when: str, width: int) -> li
             dict(enumerate(p.grad for p in bare.parameters())),  # type: ignore[arg-type]
             dict(enumerate(p.grad for p in model.parameters())),  # type: ignore[arg-type]
         )
+    assert ddp.report(show=False).is_one_graph == (width < WIDTH)
     ddp.close()
     return log
 
@@ -96,7 +97,7 @@ def test_graphs_are_cut_where_buckets_end(two_ranks: Ranks, make: Callable[[int]
     assert between == [{f"gradient {2 * layer}", f"gradient {2 * layer + 1}"} for layer in layers]
 
 
-@pytest.mark.parametrize("when", ["before", "before attach"])
+@pytest.mark.parametrize("when", ["before", "after", "before attach", "after attach", "in place, attach"])
 def test_a_small_model_is_one_graph(two_ranks: Ranks, when: str) -> None:
     log, _ = two_ranks.run(what_happened, Layers, when, 60)
     assert log.count("backward") == 1

@@ -227,3 +227,10 @@ def test_skipped_steps_are_counted(num_skipped: int, said: bool) -> None:
     text = io.StringIO()
     print_report(summarize([make_record()], make_plan(), rank=0, num_skipped=num_skipped), Console(file=text, width=120))
     assert ("Optimizer steps skipped so far, for gradients were not finite: 3\n" in text.getvalue()) == said
+
+
+@pytest.mark.parametrize("is_one_graph", [False, True])
+def test_a_model_that_is_compiled_as_one_graph_is_said_to_be(is_one_graph: bool) -> None:
+    text = io.StringIO()
+    print_report(summarize([make_record()], make_plan(), rank=0, is_one_graph=is_one_graph), Console(file=text, width=120))
+    assert ("none of its buckets has 1 MiB: its gradients come all at once.\n" in text.getvalue()) == is_one_graph

@@ -21,6 +21,11 @@ def print_report(report: StepReport, console: Console | None = None) -> None:
         console.print(_bucket_table(report))
     if report.gathers:
         console.print(_gather_table(report))
+    if report.is_one_graph:
+        console.print(
+            "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
+            "Set bucket_cap_mb to 1 or more, or compile its layers one by one."
+        )
     if report.num_skipped:
         console.print(f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}")
 

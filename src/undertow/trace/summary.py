@@ -60,6 +60,7 @@ class StepReport:
 
     num_steps: int
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
+    is_one_graph: bool  # the model is compiled as a whole, and its gradients come all at once
     rank: int
     step_ms: float
     forward_ms: float
@@ -112,7 +113,9 @@ class StepReport:
         return f"{self.overlap:.0%} hidden; exposed {self.exposed_ms:.1f} ms of {self.step_ms:.1f} ms{worst}"
 
 
-def summarize(records: Sequence[StepRecord], plan: Plan, *, rank: int, num_skipped: int = 0) -> StepReport:
+def summarize(
+    records: Sequence[StepRecord], plan: Plan, *, rank: int, num_skipped: int = 0, is_one_graph: bool = False
+) -> StepReport:
     """Medians over `records`, all of which were made under `plan`."""
     splits = [_split(record) for record in records]
     times = {field.name: _median(splits, field.name) for field in dataclasses.fields(_Split)}
@@ -123,6 +126,7 @@ def summarize(records: Sequence[StepRecord], plan: Plan, *, rank: int, num_skipp
     return StepReport(
         num_steps=len(records),
         num_skipped=num_skipped,
+        is_one_graph=is_one_graph,
         rank=rank,
         overlap=_overlap(splits),
         slowest_rank=max(range(len(busy)), key=busy.__getitem__) if busy else None,
