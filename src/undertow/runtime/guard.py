@@ -69,6 +69,7 @@ class Member:
         self.states: dict[int, State] = {}
         self.is_told = True
         self.left: dict[int, Fault] = {}  # ranks that have closed this group
+        self.borrowed: Any = None  # a group of the user's, to be interrupted as well
 
     @property
     def known_fault(self) -> Fault | None:
@@ -148,7 +149,7 @@ class Ring:
         self.rank = rank
         self.num_ranks = num_ranks
         self.neighbours = list(neighbours)
-        self.world = weakref.ref(world, lambda _: GUARD.ends(self))  # which torch.distributed owns
+        self.world: Callable[[], object] = weakref.ref(world, lambda _: GUARD.ends(self))  # which torch.distributed owns
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every group
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
@@ -325,6 +326,7 @@ class Guard:
     def ends(self, ring: Ring) -> None:
         """Leaves a ring: its process groups are gone, or the process is about to end."""
         ring.leaves(_raised())
+        ring.world = type(None)  # or it would call this when the interpreter ends, with no module left
         with ring.condition:
             neighbours, ring.neighbours = ring.neighbours, []
         for neighbour in neighbours:
@@ -378,7 +380,7 @@ class Guard:
         for ring in self._rings.values():
             for neighbour in ring.neighbours:
                 neighbour.forget()
-            ring.neighbours = []
+            ring.neighbours, ring.world = [], type(None)
         self.__init__()  # type: ignore[misc]  # it has not begun there
 
     def _listen(self) -> None:
