@@ -25,7 +25,8 @@ from torch.optim.optimizer import Optimizer
 from undertow.config import ExpertGroup, SyncConfig
 from undertow.errors import ConfigError, PhaseError, UndertowError, WrongType
 from undertow.runtime import private, private_scaling
-from undertow.runtime.group import GroupRef
+from undertow.runtime.faults import Fault
+from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf
 from undertow.runtime.mesh import chosen_group
@@ -77,6 +78,8 @@ class SyncWithExperts(Sync):
             self.close()
             raise
         self.take_part_with(self.experts)
+        for expert in self.experts:
+            expert._engine.checks.numbers.fails_others = partial(_fail, weakref.ref(self.own_group))
         self._attached.callback(private_scaling.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(self))))
 
     @property
@@ -227,6 +230,13 @@ def _all_of(*calls: Callable[[], object]) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+def _fail(everybody: weakref.ref[OwnGroup], fault: Fault) -> None:
+    """Has all ranks raise what only those with some experts know of, when they next wait."""
+    group = everybody()
+    if group is not None and group.member is not None:
+        group.member.fails(fault)
 
 
 def _alike_on_all_ranks(
