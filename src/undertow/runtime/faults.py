@@ -83,6 +83,14 @@ def stopped(rank: int) -> State:
     return State(rank=rank, step=-1, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])
 
 
+def raised() -> BaseException | None:
+    """The exception that this thread is leaving with."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.__context__ if error.code else None
+    return error
+
+
 def text_of(error: BaseException) -> str:
     """One line of an exception, or few."""
     return "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]

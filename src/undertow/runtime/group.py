@@ -199,7 +199,7 @@ def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
         if group is not None and dist.is_initialized():
             private.interrupt(group)
             users = own.user.group if own.hooks_use_users or own.company is not None else None
-            for other in (users, None if own.member is None else own.member.borrowed):
+            for other in {users, None if own.member is None else own.member.borrowed}:
                 if other is not None:
                     private.interrupt(other)
         del group

@@ -219,11 +219,7 @@ class Ring:
             case "lost":
                 self._latch(faults.lost(int(message["rank"])))
             case "ended" | "left" as kind if kind == "ended" or member is not None:
-                text, steps = str(message["text"]), int(message["steps"])
-                left = self.ended if member is None else member.left
-                with self.condition:
-                    left[source] = faults.failed(source, text) if text else faults.finished(source, steps)
-                    self.condition.notify_all()
+                self._leaves_us(source, str(message["text"]), int(message["steps"]), member)
             case "stops" if member is not None:
                 self._latch(faults.fault_from(message), member)
             case "asks" if member is not None:
@@ -232,6 +228,15 @@ class Ring:
             case "does" if member is not None:
                 state = faults.state_from(message)
                 member.states[state["rank"]] = state
+
+    def _leaves_us(self, rank: int, text: str, num_steps: int, member: Member | None) -> None:
+        fault = faults.failed(rank, text) if text else faults.finished(rank, num_steps)
+        with self.condition:
+            (self.ended if member is None else member.left)[rank] = fault
+            self.condition.notify_all()
+        for other in list(self.members.values()):
+            if text and other.borrowed is not None:  # whose connections last as long as that process
+                self._latch(fault, other)
 
     def _answer(self, member: Member, *, has_asked: bool) -> None:
         if not has_asked:
@@ -325,7 +330,7 @@ class Guard:
 
     def ends(self, ring: Ring) -> None:
         """Leaves a ring: its process groups are gone, or the process is about to end."""
-        ring.leaves(_raised())
+        ring.leaves(faults.raised())
         ring.world = type(None)  # or it would call this when the interpreter ends, with no module left
         with ring.condition:
             neighbours, ring.neighbours = ring.neighbours, []
@@ -359,7 +364,7 @@ class Guard:
         threading.excepthook = _telling_of_threads(threading.excepthook, self)
 
     def _at_exit(self) -> None:
-        self.leaves(_raised())
+        self.leaves(faults.raised())
         for ring in self._rings.values():
             for member in list(ring.members.values()):
                 if member.known_fault is not None:  # the process may abort where broken groups are still there when it ends
@@ -420,14 +425,6 @@ class Guard:
         if any(not member.is_told for member in members):
             return 0.1 * _ANSWERS_S
         return min(_TICK_S, *(0.25 * min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members))
-
-
-def _raised() -> BaseException | None:
-    """The exception that this thread is leaving with."""
-    error = sys.exc_info()[1]
-    if isinstance(error, SystemExit):
-        return error.__context__ if error.code else None
-    return error
 
 
 def _telling(before: Callable[..., object], leaves: Callable[[BaseException], object]) -> Callable[..., object]:
