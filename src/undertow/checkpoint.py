@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from undertow import checkpoint_files as files
 from undertow.checkpoint_files import Stored
 from undertow.ddp import DistributedDataParallel
-from undertow.errors import CheckpointError
+from undertow.errors import CheckpointError, UndertowError
 from undertow.optim import ShardedOptimizer
 from undertow.optim_state import MASTER, OF_THE_WHOLE, ShardedState
 from undertow.runtime import private, private_checkpoint
+from undertow.runtime.waiting import over_users
 
 _Result = TypeVar("_Result")
 _MODEL, _OPTIMIZER, _STATE, _GROUPS = "model", "optimizer", "state", "param_groups"
@@ -125,8 +126,9 @@ class _Ranks:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                work()
-        except (CheckpointError, KeyboardInterrupt):
+                with over_users(self.group):
+                    work()
+        except (UndertowError, KeyboardInterrupt):
             raise
         except BaseException as error:  # torch's CheckpointException is no Exception
             raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
@@ -137,10 +139,11 @@ class _Ranks:
         mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
         num_ranks = dist.get_world_size(self.group)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(num_ranks)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
-        longest = max(int(size) for size in sizes)
-        rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
-        dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
+        with over_users(self.group):
+            dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
+            longest = max(int(size) for size in sizes)
+            rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
+            dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
         return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
 
 

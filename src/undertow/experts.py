@@ -26,7 +26,8 @@ from undertow.config import ExpertGroup, SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime import private, private_scaling
 from undertow.runtime.companions import all_of
-from undertow.runtime.group import GroupRef
+from undertow.runtime.faults import Fault
+from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf
 from undertow.runtime.mesh import chosen_group
@@ -78,6 +79,8 @@ class SyncWithExperts(Sync):
             self.close()
             raise
         self.take_part_with(self.experts)
+        for expert in self.experts:
+            expert._engine.checks.numbers.fails_others = partial(_fail, weakref.ref(self.own_group))
         self._attached.callback(private_scaling.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(self))))
 
     @property
@@ -216,6 +219,13 @@ class _AllBut(_Matching):
 
     def __contains__(self, name: object) -> bool:
         return not super().__contains__(name)
+
+
+def _fail(everybody: weakref.ref[OwnGroup], fault: Fault) -> None:
+    """Has all ranks raise what only those with some experts know of, when they next wait."""
+    group = everybody()
+    if group is not None and group.member is not None:
+        group.member.fails(fault)
 
 
 def _alike_on_all_ranks(

@@ -323,6 +323,7 @@ class Sync:
     def shadow(self) -> None:
         """Keeps the other ranks company in one synchronisation, without gradients of our own."""
         self._engine.shadow()
+        self._engine.checks.require_alike()  # nothing else of this rank's asks
 
     @property
     def synchronises(self) -> bool:

@@ -6,7 +6,9 @@ optimizer in shards the same goes for steps, for which every rank is needed.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -19,6 +21,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from undertow.errors import PhaseError
 from undertow.runtime.company import Company
 from undertow.runtime.group import gather_bytes
+from undertow.runtime.waiting import over_users
 from undertow.sync import Sync
 
 _NOTHING, _FORWARD, _CALL = 0, 1, 2  # what active ranks are about to do
@@ -40,13 +43,13 @@ class UnevenInputs(Join):
                 joinable._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
     def _get_num_nonjoined_procs(self) -> int:
-        with self._hook.sync.waiting("what ranks that have data do next"):
+        with _over_users(self._hook.sync, "what ranks that have data do next"):
             num_active = int(super()._get_num_nonjoined_procs())  # type: ignore[no-untyped-call]
         self._hook.rescale(num_active)
         return num_active
 
     def _notify_procs_to_terminate(self) -> None:
-        with self._hook.sync.waiting("all ranks, to tell that there is no more data"):
+        with _over_users(self._hook.sync, "all ranks, to tell that there is no more data"):
             super()._notify_procs_to_terminate()  # type: ignore[no-untyped-call]
 
 
@@ -147,12 +150,19 @@ def _announce_call(sync: Sync, joinable: Joinable, hook: ShadowHook, name: str, 
 
 def _num_active(sync: Sync, joinable: Joinable) -> int:
     """Tells ranks that have joined that this one has not; of how many that is true, as far as this participant may ask."""
-    with sync.waiting("all ranks, to tell them that there is data"):
+    with _over_users(sync, "all ranks, to tell them that there is data"):
         work = Join.notify_join_context(joinable)
         if work is None:
             return sync.num_ranks
         work.wait()
         return int(_flat(work.get_future().value()).item())
+
+
+@contextlib.contextmanager
+def _over_users(sync: Sync, what: str) -> Iterator[None]:
+    """What torch's Join has ranks wait for; it goes over the user's group."""
+    with sync.waiting(what), over_users(sync.process_group):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,13 @@ def fresh_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture
+def fresh_four() -> Iterator[Ranks]:
+    """Four ranks of the test's own."""
+    with Ranks(4) as ranks:
+        yield ranks
+
+
 @pytest.fixture(params=["two_ranks", "three_ranks"])
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     return request.getfixturevalue(request.param)

@@ -71,6 +71,18 @@ def test_pairs_and_their_store_are_let_go_when_the_process_groups_are_destroyed(
     assert exit_codes(IMPORTED + AFTERWARDS, tmp_path / "meeting-point") == [(0, ""), (0, "")]
 
 
+# As where something that is never freed refers to them: modules lose their names, ours before the default group is gone.
+HELD = """
+    import ctypes
+    for module in list(sys.modules.values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+"""
+
+
+def test_nothing_is_said_when_the_interpreter_takes_modules_apart(tmp_path: Path) -> None:
+    assert exit_codes(SCRIPT + HELD, tmp_path / "meeting-point") == [(0, ""), (0, "")]
+
+
 ENDS = {
     "exit code": ("    sys.exit(3)\n", 3),
     "exception": ("    raise KeyError(rank)\n", 1),

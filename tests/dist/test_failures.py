@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from support.errors import text_of
 from support.models import Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped_and_bare
 from support.ranks import Ranks
-from undertow import Desync, PeerFailed, PhaseError, UndertowError, attach
+from undertow import Desync, DistributedDataParallel, PeerFailed, PhaseError, UndertowError, attach, save_checkpoint
 
 CAPS = [1e-6, 25.0]
 
@@ -294,3 +295,33 @@ def caught_as_torchs_errors_are() -> bool:
 
 def test_errors_of_ours_are_runtime_errors(two_ranks: Ranks) -> None:
     assert two_ranks.run(caught_as_torchs_errors_are) == [True, False]
+
+
+def closes_after_a_failure(where: str, path: Path) -> str:
+    """Rank 1 ends training with an exception and lives on, so that no connection breaks; rank 0 waits over the user's group."""
+    torch.manual_seed(0)
+    with contextlib.suppress(Stop), contextlib.closing(DistributedDataParallel(nn.Linear(4, 4))) as ddp:
+        around = ddp.join() if where == "join" else contextlib.nullcontext()
+
+        def train() -> None:
+            with around:
+                for step in range(3):
+                    if dist.get_rank() == 1 and step == 2:
+                        raise_stop()
+                    if dist.get_rank() == 0 and step == 2:
+                        break
+                    loss(ddp, step).backward()
+            if where == "checkpoint":
+                save_checkpoint(path, ddp)
+
+        if dist.get_rank() == 0:
+            return text_of(PeerFailed, train)
+        train()
+    return ""
+
+
+@pytest.mark.parametrize("where", ["join", "checkpoint"])
+def test_a_rank_that_closes_its_model_after_a_failure_is_not_waited_for(fresh_pair: Ranks, where: str, tmp_path: Path) -> None:
+    """Sooner than a stall is reported, which takes half a minute."""
+    text = fresh_pair.run(closes_after_a_failure, where, tmp_path / "checkpoint", timeout_s=20.0)[0]
+    assert text.startswith(f"rank 1 has failed: {Stop.__module__}.Stop\n  synchronisation 2, rank 0\n")

@@ -576,7 +576,7 @@ def test_a_part_that_comes_late_is_looked_at(two_ranks: Ranks) -> None:
     assert two_ranks.run(late_part) == [f"{what}\n  synchronisation 0, bucket 2, 3\n{REMEDY}"] * 2
 
 
-def experts_raise() -> str:
+def experts_raise() -> list[str]:
     """The first expert of ranks 1 and 3 has a bad gradient on rank 3."""
     with experts_group() as group:
         config = SyncConfig(experts=(ExpertGroup(match=MATCH, process_group=group, divisor=4),), nonfinite="raise")
@@ -586,16 +586,32 @@ def experts_raise() -> str:
             if dist.get_rank() == 3:
                 ddp.module.experts["0"].bias.register_hook(lambda grad: grad * torch.inf)
             mixture_loss(ddp, 3).backward()
-            try:
-                optimizer.step()
-            except NonFiniteGradient as error:
-                return str(error).splitlines()[0]
-            return ""
+            texts = []
+            for _ in range(2):
+                try:
+                    optimizer.step()
+                    mixture_loss(ddp, 4).backward()
+                    texts.append("")
+                except NonFiniteGradient as error:
+                    texts.append(str(error))
+            return texts
 
 
-def test_ranks_with_the_same_experts_raise(four_ranks: Ranks) -> None:
-    text = "the gradient of 'experts.0.bias' is infinite or no number on rank 1."
-    assert four_ranks.run(experts_raise) == ["", text, "", text]
+EXPERTS_RAISE = """the gradient of 'experts.0.bias' is infinite or no number on rank 3.
+  synchronisation {step}
+  Ranks with other experts take the step: start from a checkpoint, and look for what has overflowed there."""
+
+
+def test_of_experts_every_rank_raises_for_others_have_taken_the_step(fresh_four: Ranks) -> None:
+    """Those that hold them at once, and the others when they next wait: nobody goes on with other dense parameters."""
+    at_once = EXPERTS_RAISE.format(step="0, bucket 0")
+    for rank, texts in enumerate(fresh_four.run(experts_raise)):
+        later = [text for text in texts if text not in ("", at_once)]
+        assert later == [EXPERTS_RAISE.format(step=f"1, rank {rank}")] * len(later)
+        if rank in (1, 3):
+            assert texts[0] == at_once
+        else:
+            assert later
 
 
 def steps_in_join(strategy: str, steps: range | list[int], bad: int | None) -> Parameters:

@@ -117,7 +117,7 @@ def experts_apart() -> str:
 
 
 def test_experts_are_compared_among_ranks_that_have_the_same(four_ranks: Ranks) -> None:
-    text = "parameter 'experts.0.bias' has other values on rank 1 than on rank 0."
+    text = "parameter 'experts.0.bias' has other values on rank 3 than on rank 1."
     assert four_ranks.run(experts_apart) == ["", text, "", text]
 
 
@@ -147,6 +147,33 @@ def test_ranks_without_data_are_left_out(ranks: Ranks) -> None:
 def test_two_ranks_with_data_are_compared_in_a_join(two_ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match=r"ReplicaMismatch: parameter '0\.bias' has other values on rank 1 than on rank 0\."):
         two_ranks.run(uneven, 5)
+
+
+def apart_in_join() -> str:
+    """Rank 0 has run out of data; the others come apart, and go on living when they have closed their model."""
+    try:
+        uneven_among_others()
+    except ReplicaMismatch as error:
+        return str(error).split("\n")[0]
+    return ""
+
+
+def uneven_among_others() -> None:
+    with contextlib.closing(DistributedDataParallel(same_mlp(), config=SyncConfig(check_replicas_every=1))) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with ddp.join():
+            for step in range(2 if dist.get_rank() == 0 else 6):
+                optimizer.zero_grad()
+                if (dist.get_rank(), step) == (2, 4):
+                    with torch.no_grad():
+                        ddp.module[0].bias.add_(1.0)
+                ddp(noise(4, 6, step=step)).square().mean().backward()
+                optimizer.step()
+
+
+def test_a_rank_without_data_learns_that_others_have_come_apart(fresh_ranks: Ranks) -> None:
+    text = "parameter '0.bias' has other values on rank 2 than on rank 1."
+    assert fresh_ranks.run(apart_in_join, timeout_s=20.0) == [text] * 3
 
 
 def two_models() -> list[str]:

@@ -27,6 +27,7 @@ POINTS = [
     "in_join",
     "in_optimizer",
     "in_gathers",
+    "before_checkpoint",
     "in_construction",
 ]
 FINISHED = """rank {faulty} has left: it has finished after {num_steps} synchronisations, and others wait for it.

@@ -23,6 +23,8 @@ WHERE = {  # what the others wait for has a number: after a step they are in the
     "in_join": "synchronisation {step}, rank {rank}",
     "in_optimizer": "synchronisation {next_step}, rank {rank}",
     "in_gathers": "synchronisation {next_step}, rank {rank}",
+    "in_checkpoint": "synchronisation {next_step}, rank {rank}",
+    "before_checkpoint": "synchronisation {next_step}, rank {rank}",
     "in_construction": "synchronisation 0, rank {rank}",
     "before_construction": "the making of a process group, rank {rank}",
 }
@@ -52,9 +54,10 @@ def test_a_rank_that_served_the_store_is_named_too(point: str, record: Record) -
     record("killed, and it served the store", require_gone(fault, outcomes(fault)))
 
 
-def test_a_rank_far_away_from_the_killed_one_learns_of_it(record: Record) -> None:
+@pytest.mark.parametrize("point", ["in_backward", "in_checkpoint"])
+def test_a_rank_far_away_from_the_killed_one_learns_of_it(point: str, record: Record) -> None:
     """Of four, rank 3 has no connection of the ring to rank 1."""
-    fault = Fault("killed", "in_backward", rank=1, num_ranks=4)
+    fault = Fault("killed", point, rank=1, num_ranks=4)
     record("killed, not a neighbour", require_gone(fault, outcomes(fault)))
 
 

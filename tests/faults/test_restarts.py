@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from support import elastic
-from support.elastic import EXAMPLE, order_of, run, steps_of, trained_alone
+from support.elastic import EXAMPLE, launch, order_of, run, steps_of, trained_alone
 
 OPTIONS = ["--epochs", "1", "--checkpoint-every", "4", "--save-model", "model.pt"]
 BATCH, NUM_STEPS = 24, 20
+PATIENCE_S = 120.0
 
 
 def model_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -97,6 +101,36 @@ def test_a_batch_that_is_smaller_than_the_ranks_leaves_one_without_data(tmp_path
     alone, after = trained_alone(num_epochs=1, batch=159), model_in(tmp_path)
     for name, value in alone.items():
         torch.testing.assert_close(after[name], value, rtol=0.0, atol=1e-5)  # as above
+
+
+def has_trained(folder: Path, *, num_steps: int) -> bool:
+    logs = [path.read_text(encoding="utf-8").count("\n") for path in folder.glob("2/rank*.jsonl")]
+    return len(logs) == 2 and min(logs) >= num_steps
+
+
+def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Ctrl-C reaches torchrun, and its ranks by it, wherever they are: they write a checkpoint after every step."""
+    options = ["--epochs", "400", "--checkpoint-every", "1"]
+    how = launch(tmp_path, *options, num_ranks=2)
+    with subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as job:
+        try:
+            until_s = time.monotonic() + PATIENCE_S
+            while not has_trained(tmp_path, num_steps=12) and job.poll() is None and time.monotonic() < until_s:
+                time.sleep(0.02)
+            processes = psutil.Process(job.pid).children(recursive=True)
+            assert len(processes) >= 2
+            job.send_signal(signal.SIGINT)
+            said, _ = job.communicate(timeout=PATIENCE_S)
+        finally:
+            job.kill()
+    assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == [], said
+    assert job.returncode != 0
+    assert "Fatal Python error" not in said, said
+    assert {path.name for path in tmp_path.iterdir()} <= {"2", *(f"elastic_checkpoint{end}" for end in ("", ".new", ".old"))}
+    then = run(tmp_path, "--epochs", "1", num_ranks=2)  # so many steps may be over
+    assert then.returncode == 0, then.stderr
+    assert "2 ranks go on behind sample" in then.stdout
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("elastic")] == ["elastic_checkpoint"]
 
 
 def test_the_example_says_how_it_is_used() -> None:

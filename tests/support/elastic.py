@@ -40,8 +40,15 @@ def run(
     folder: Path, *options: str, num_ranks: int, max_restarts: int = 0, script: Path = EXAMPLE
 ) -> subprocess.CompletedProcess:
     """Runs it in `folder`, where its checkpoint is; it logs to `folder/<num_ranks>`."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*launch, f"--max-restarts={max_restarts}", str(script), *options, "--sample-log", str(num_ranks)]
+    how = launch(folder, *options, num_ranks=num_ranks, max_restarts=max_restarts, script=script)
+    return subprocess.run(**how, check=False, capture_output=True, timeout=_PATIENCE_S)
+
+
+def launch(folder: Path, *options: str, num_ranks: int, max_restarts: int = 0, script: Path = EXAMPLE) -> dict[str, Any]:
+    """The same, as what a process is started with."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    torchrun.append("--monitor-interval=3")  # or it ends the others before they can say which rank they miss
+    command = [*torchrun, f"--max-restarts={max_restarts}", str(script), *options, "--sample-log", str(num_ranks)]
     paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "tests"))
     environment = {
         **os.environ,
@@ -50,7 +57,7 @@ def run(
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": paths,
     }
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=_PATIENCE_S, cwd=folder)
+    return {"args": command, "env": environment, "cwd": folder, "text": True}
 
 
 def steps_of(folder: Path) -> list[Step]:

@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import undertow.sync
 from support.processes import run_ranks
-from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, save_checkpoint
+from undertow.runtime import private_checkpoint
 from undertow.runtime.weights import Weighing
 
 FAULTY_STEP = 3
@@ -103,7 +104,7 @@ class _Script:
         self.step = -1
         self.has_acted = False
         self.model: DistributedDataParallel | None = None
-        self._directory = directory
+        self.directory = directory
         self._connection = connection
 
     def act(self, *_: Any) -> None:
@@ -111,10 +112,10 @@ class _Script:
         if self.step != FAULTY_STEP or self.has_acted:
             return
         self.has_acted = True
-        (self._directory / f"here-{self.rank}").touch()
+        (self.directory / f"here-{self.rank}").touch()
         if self.rank != self.fault.rank:
             return
-        while any(not (self._directory / f"here-{rank}").exists() for rank in range(self.fault.num_ranks)):
+        while any(not (self.directory / f"here-{rank}").exists() for rank in range(self.fault.num_ranks)):
             time.sleep(0.005)
         self._connection.send({"fault": time.monotonic()})
         globals()[self.fault.kind](self)
@@ -123,10 +124,10 @@ class _Script:
         """Keeps its connections until all others have learnt of the fault: when they break, it must not be for us."""
         if self.rank == self.fault.rank:
             return
-        (self._directory / f"told-{self.rank}").touch()
+        (self.directory / f"told-{self.rank}").touch()
         others = [rank for rank in range(self.fault.num_ranks) if rank != self.fault.rank]
         until_s = time.monotonic() + _STAYS_S
-        while time.monotonic() < until_s and any(not (self._directory / f"told-{rank}").exists() for rank in others):
+        while time.monotonic() < until_s and any(not (self.directory / f"told-{rank}").exists() for rank in others):
             time.sleep(0.005)
 
     def say(self, **words: Any) -> None:
@@ -241,6 +242,37 @@ def in_sharded_backward(script: _Script) -> torch.optim.Optimizer:
 def in_hybrid_backward(script: _Script) -> torch.optim.Optimizer:
     """Ranks wait for others of their row, and of their column."""
     return in_sharded_backward(script)
+
+
+def in_checkpoint(script: _Script) -> torch.optim.Optimizer:
+    """Whose collectives are torch's, over the user's own group: this rank has come to them, and others wait there."""
+    optimizer = ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
+
+    def save() -> None:
+        write = private_checkpoint.save_checkpoint
+
+        def broken(*args: Any) -> None:
+            script.act()
+            write(*args)
+
+        private_checkpoint.save_checkpoint = broken
+        save_checkpoint(script.directory / "checkpoint", script.model, optimizer)
+        private_checkpoint.save_checkpoint = write
+
+    script.after_step = save
+    return optimizer
+
+
+def before_checkpoint(script: _Script) -> torch.optim.Optimizer:
+    """The same, where a rank does not come to it."""
+    optimizer = _optimizer(script)
+
+    def save() -> None:
+        script.act()
+        save_checkpoint(script.directory / "checkpoint", script.model.module, optimizer)
+
+    script.after_step = save
+    return optimizer
 
 
 def in_comm_hook(script: _Script) -> torch.optim.Optimizer:

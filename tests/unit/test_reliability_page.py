@@ -14,26 +14,28 @@ from undertow.runtime.replicas import mismatch
 PAGE = ROOT / "docs" / "reliability.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 QUOTED = [snippet.code.rstrip("\n") for snippet in snippets(PAGE) if snippet.language == "text"]
+ERRORS = {text.partition(":")[0]: text for text in QUOTED}
 BUCKET = "bucket 0 ('last.bias')"
 
 
 def test_the_error_of_the_page_is_ours() -> None:
     error = faults.failed(1, "ValueError: row 7 has no label").error("synchronisation 118, rank 0")
-    assert QUOTED[0] == f"PeerFailed: {error}"
+    assert ERRORS["PeerFailed"] == f"PeerFailed: {error}"
 
 
 def test_the_report_of_the_page_is_ours() -> None:
     asking = State(rank=0, step=3, doing="", waits_for=BUCKET, waited_s=30.0, stack=[])
-    line = QUOTED[1].split("\n")[-1].strip()
+    (quoted,) = (text for text in QUOTED if text.startswith("rank 0 has waited"))
+    line = quoted.split("\n")[-1].strip()
     late = State(rank=1, step=3, doing="in the forward of 'norm'", waits_for="", waited_s=0.0, stack=[line])
-    assert QUOTED[1] == faults.stall_text(asking, {0: asking, 1: late}, {}, ranks=range(2))
+    assert quoted == faults.stall_text(asking, {0: asking, 1: late}, {}, ranks=range(2))
 
 
 def test_what_the_page_says_of_numbers_is_ours() -> None:
     finding = Finding(params=("last.bias",), ranks=(1,), where="synchronisation 118, bucket 0")
-    assert QUOTED[2] == f"NonFiniteGradient: {finding.error()}"
+    assert ERRORS["NonFiniteGradient"] == f"NonFiniteGradient: {finding.error()}"
     where = "synchronisation 199; 1 of 6 parameters differ"
-    assert QUOTED[3] == f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where=where)}"
+    assert ERRORS["ReplicaMismatch"] == f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where=where)}"
 
 
 def test_the_settings_of_the_page_work() -> None:

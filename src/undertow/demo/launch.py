@@ -20,6 +20,7 @@ from undertow.errors import UndertowError
 __all__ = ["LocalRanks", "RanksLost"]
 
 _END_S = 2.0  # that a rank has to end after it was asked to
+_EXIT_S = 20.0  # that one has which has ended well: the last look for garbage takes seconds on a busy machine
 _BLAME_S = 1.0  # for other ranks' errors to come in after the first one: the cause may not be the first to be heard
 
 
@@ -91,7 +92,7 @@ class LocalRanks:
             rank = self._open.pop(connection)
             connection.close()
             process = self._processes[rank]
-            process.join(_END_S)
+            process.join(_EXIT_S)
             return None if process.exitcode == 0 else _death(rank, process.exitcode)
         return message
 

@@ -17,8 +17,11 @@ class Checks:
     """Of one engine."""
 
     def __init__(self, formation: Formation, config: SyncConfig) -> None:
-        self.numbers = NonFinite(config.nonfinite, rank=formation.group.rank, look=partial(_found_alone, formation))
-        self._replicas = Replicas(formation.group, config.check_replicas_every)
+        group = formation.group
+        # Of a group of experts, ranks as everybody knows them: there are other groups.
+        names = group.user.ranks if config.experts else range(group.num_ranks)
+        self.numbers = NonFinite(config.nonfinite, rank=group.rank, look=partial(_found_alone, formation, names[0]), names=names)
+        self._replicas = Replicas(group, config.check_replicas_every, names=names)
         self._formation = formation
 
     def must_be_read(self, number: int) -> bool:
@@ -46,11 +49,11 @@ class Checks:
             self._replicas.require_alike()
 
 
-def _found_alone(formation: Formation) -> Finding | None:
+def _found_alone(formation: Formation, rank: int) -> Finding | None:
     """Of a rank alone, which has no rounds: what its gradients are now. No method, which would hold its owner in a circle."""
     if formation.is_active:
         return None
     grads = {name: param.grad for name, param in formation.watch.named_params if param.grad is not None}
     names = list(grads)
     params = tuple(names[place] for place in not_finite(list(grads.values())))
-    return Finding(params, ranks=(0,), where="one rank, when its optimizer steps") if params else None
+    return Finding(params, ranks=(rank,), where="one rank, when its optimizer steps") if params else None

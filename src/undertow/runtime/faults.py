@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, TypedDict
 
-from undertow.errors import PeerFailed, RankLost, StallTimeout, UndertowError
+from undertow.errors import NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
 
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
@@ -170,7 +170,7 @@ def fault_told_by(source: int, message: Mapping[str, Any]) -> Fault:
 
 def fault_from(message: Mapping[str, Any]) -> Fault:
     """A fault that another rank has found; KeyError for what is none."""
-    kinds = {kind.__name__: kind for kind in (PeerFailed, RankLost, StallTimeout)}
+    kinds = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
     return Fault(kinds[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
 
 

@@ -224,8 +224,10 @@ def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
         group = None if own._group is None else own._group()
         if group is not None and dist.is_initialized():
             private.interrupt(group)
-            if (own.hooks_use_users or own.company is not None) and own.user.group is not None:
-                private.interrupt(own.user.group)
+            users = own.user.group if own.hooks_use_users or own.company is not None else None
+            for other in {users, None if own.member is None else own.member.borrowed}:
+                if other is not None:
+                    private.interrupt(other)
         del group
 
 

@@ -70,6 +70,7 @@ class Member:
         self.states: dict[int, State] = {}
         self.is_told = True
         self.left: dict[int, Fault] = {}  # ranks that have closed the model
+        self.borrowed: Any = None  # a group of the user's, to be interrupted as well
 
     @property
     def known_fault(self) -> Fault | None:
@@ -159,8 +160,8 @@ class Ring:
         self.rank = rank
         self.num_ranks = num_ranks
         self.neighbours = list(neighbours)
-        # It is torch.distributed's. Where a thread that is stuck has held it to the very end, nothing is left to be done.
-        self.world = weakref.ref(world, lambda _: None if GUARD is None else GUARD.ends(self))
+        # torch.distributed's. Where a stuck thread has held it to the very end, nothing is left to be done.
+        self.world: Callable[[], object] = weakref.ref(world, lambda _: None if GUARD is None else GUARD.ends(self))
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every group
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
@@ -237,19 +238,22 @@ class Ring:
             case "sends":
                 self.links.table.hear(source, message)
             case "ended" | "left" as kind if kind == "ended" or member is not None:
-                text, steps = str(message["text"]), int(message["steps"])
-                left = self.ended if member is None else member.left
-                with self.condition:
-                    left[source] = faults.failed(source, text) if text else faults.finished(source, steps)
-                    self.condition.notify_all()
+                self._leaves_us(source, str(message["text"]), int(message["steps"]), member)
             case "stops" if member is not None:
                 self._latch(faults.fault_from(message), member)
-            case "asks" if member is not None:
-                if member.is_asked_by(faults.state_from(message)):
-                    self._answer(member, has_asked=source == self.rank)
+            case "asks" if member is not None and member.is_asked_by(faults.state_from(message)):
+                self._answer(member, has_asked=source == self.rank)
             case "does" if member is not None:
                 state = faults.state_from(message)
                 member.states[state["rank"]] = state
+
+    def _leaves_us(self, rank: int, text: str, num_steps: int, member: Member | None) -> None:
+        fault = faults.failed(rank, text) if text else faults.finished(rank, num_steps)
+        with self.condition:
+            (self.ended if member is None else member.left)[rank] = fault
+            self.condition.notify_all()
+        for other in [it for it in list(self.members.values()) if text and it.borrowed is not None]:
+            self._latch(fault, other)  # whose connections last as long as that process
 
     def _answer(self, member: Member, *, has_asked: bool) -> None:
         if not has_asked:
@@ -346,6 +350,7 @@ class Guard:
     def ends(self, ring: Ring) -> None:
         """Leaves a ring: its process groups are gone, or the process is about to end."""
         ring.leaves(raised())
+        ring.world = type(None)  # or it would call this when the interpreter ends, with no module left
         with ring.condition:
             neighbours, ring.neighbours = ring.neighbours, []
         for neighbour in neighbours:
@@ -398,7 +403,7 @@ class Guard:
         for ring in self._rings.values():
             for neighbour in ring.neighbours:
                 neighbour.forget()
-            ring.neighbours = []
+            ring.neighbours, ring.world = [], type(None)
         self.__init__()  # type: ignore[misc]  # it has not begun there
 
     def _listen(self) -> None:

@@ -17,6 +17,7 @@ from undertow.runtime.executor import Round
 
 _NUM_NAMES = 3
 _NOT_TAKEN = 'No rank has taken the step. Look for what has overflowed there, or set nonfinite="skip".'
+_NOT_BY_ALL = "Ranks with other experts take the step: start from a checkpoint, and look for what has overflowed there."
 _PARTLY_TAKEN = "Other buckets are updated already: start from a checkpoint, and look for what has overflowed there."
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -45,18 +46,27 @@ class Finding:
         """A new one each time; `has_begun`: other buckets are updated already."""
         return NonFiniteGradient(self.what, where=self.where, remedy=_PARTLY_TAKEN if has_begun else _NOT_TAKEN)
 
+    @property
+    def fault(self) -> faults.Fault:
+        """For the ranks that know nothing of these gradients, and step: from here on nobody can go on."""
+        return faults.Fault(NonFiniteGradient, self.what, _NOT_BY_ALL)
+
 
 class NonFinite:
     """What the last synchronisation has found, and what follows by `policy`: "raise", "skip", "warn" or "ignore".
 
     It follows at the optimizer's step: a GradScaler makes gradients overflow on purpose, and does not step on those. `look`
-    is asked there for what no synchronisation could find.
+    is asked there for what no synchronisation could find. Of experts, which some ranks do not have, `fails_others` has these
+    raise as well, when they next wait.
     """
 
-    def __init__(self, policy: str, *, rank: int, look: Callable[[], Finding | None]) -> None:
+    fails_others: Callable[[faults.Fault], object] | None = None
+
+    def __init__(self, policy: str, *, rank: int, look: Callable[[], Finding | None], names: Sequence[int]) -> None:
         self.num_skipped = 0  # steps
         self._policy = policy
         self._rank = rank
+        self._names = names  # of the ranks
         self._look = look
         self._num_told = 0
         self._finding: Finding | None = None
@@ -69,7 +79,7 @@ class NonFinite:
     def round_ends(self, this_round: Round, plan: Plan) -> None:
         """Takes over what a synchronisation has found. What an earlier one has found counts as long as it is part of the sum."""
         if this_round.nonfinite and not this_round.has_failed:
-            found = _finding_of(this_round, plan)
+            found = _finding_of(this_round, plan, self._names)
             # Where a step synchronises several times the mean of an earlier one comes again, from every rank.
             is_echo = self._finding is not None and not self._is_judged and found.covers(self._finding)
             self._finding, self._is_judged = self._finding if is_echo else found, False
@@ -89,7 +99,10 @@ class NonFinite:
             return False
         is_first, self._is_judged = self._finding is None or not self._is_judged, True
         if self._policy == "raise":
-            raise finding.error(has_begun=has_begun)
+            if self.fails_others is None:
+                raise finding.error(has_begun=has_begun)
+            self.fails_others(finding.fault)
+            raise finding.fault.error(finding.where)
         is_skipped = self._policy == "skip"
         self.num_skipped += is_first and is_skipped
         if is_first:
@@ -132,13 +145,13 @@ class NonFinite:
             faults.tell(f"{finding.what} {follows}{times}\n  {finding.where}")
 
 
-def _finding_of(this_round: Round, plan: Plan) -> Finding:
+def _finding_of(this_round: Round, plan: Plan, names: Sequence[int]) -> Finding:
     buckets = sorted(this_round.nonfinite)
     slots = [plan.buckets[bucket].slots[position] for bucket in buckets for position in this_round.nonfinite[bucket]]
     ranks = sorted({rank for reading in this_round.readings if not reading.is_overdue for rank in reading.nonfinite_ranks})
     return Finding(
         params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
-        ranks=tuple(ranks),
+        ranks=tuple(names[rank] for rank in ranks),
         where=f"synchronisation {this_round.number}, bucket {_listed(list(map(str, buckets)))}",
     )
 

@@ -27,11 +27,13 @@ class _Sent:
 
     number: int  # of the synchronisation
     names: Sequence[str]
+    ranks: Sequence[int]  # what they are called
     received: Sequence[Tensor]  # of each rank whether it counts, and its fingerprints
     work: dist.Work
 
     def require_alike(self) -> None:
-        of_ranks = {rank: row[1:] for rank, row in enumerate(torch.stack(list(self.received)).tolist()) if row[0]}
+        rows = torch.stack(list(self.received)).tolist()
+        of_ranks = {rank: row[1:] for rank, row in zip(self.ranks, rows, strict=True) if row[0]}
         differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
         if differing:
             raise mismatch(
@@ -48,8 +50,9 @@ class Replicas:
     backward, another rank may be in another one's turn.
     """
 
-    def __init__(self, group: OwnGroup, every: int | None) -> None:
+    def __init__(self, group: OwnGroup, every: int | None, *, names: Sequence[int]) -> None:
         self._group = group
+        self._names = names  # of the ranks
         self._every = every if group.num_ranks > 1 else None
         self._sent: list[_Sent] = []
 
@@ -71,7 +74,7 @@ class Replicas:
         with self._group.waiting():
             work = dist.all_gather(received, mine, group=self._group.process_group, async_op=True)
         assert work is not None  # async_op on a rank of the group
-        self._sent.append(_Sent(number, [name for name, _ in named_params], received, work))
+        self._sent.append(_Sent(number, [name for name, _ in named_params], self._names, received, work))
 
     def require_alike(self) -> None:
         """ReplicaMismatch, on every rank, where the parameters that were sent are not the same; waits for them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -19,7 +20,7 @@ from undertow.runtime.guard import GUARD, Member, Ring
 from undertow.runtime.ring import make_ring
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _log = logging.getLogger("undertow")
 # What a transport says when a connection breaks: gloo, NCCL, the store. Other errors are not made to wait for a verdict.
@@ -83,6 +84,27 @@ def label_of(bucket: Bucket, plan: Plan) -> str:
 
 def where_of(member: Member) -> str:
     return f"synchronisation {member.num_steps()}, rank {member.ring.rank}"
+
+
+@contextlib.contextmanager
+def over_users(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside it torch's own code waits for other ranks over a group of the user's: it ends with the reason where one is gone.
+
+    Known is that where a model is synchronised over the same ranks. It may take as long as it will: nobody is late.
+    """
+    ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+    ring = GUARD.ring_of(ranks, dist.group.WORLD)
+    member = None if ring is None else next(iter(ring.members.values()), None)
+    if member is None:
+        yield
+        return
+    member.borrowed, before = group, member.borrowed
+    try:
+        require_no_fault(member)  # behind that: what comes later interrupts the group
+        with Waiting(member, ""):
+            yield
+    finally:
+        member.borrowed = before
 
 
 def require_no_fault(member: Member | None) -> None:
