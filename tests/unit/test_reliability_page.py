@@ -8,6 +8,7 @@ from support.pages import snippets
 from support.project import ROOT
 from undertow.runtime import faults
 from undertow.runtime.faults import State
+from undertow.runtime.links import Table
 from undertow.runtime.nonfinite import Finding
 from undertow.runtime.replicas import mismatch
 
@@ -24,16 +25,28 @@ def test_the_error_of_the_page_is_ours() -> None:
 
 def test_the_report_of_the_page_is_ours() -> None:
     asking = State(rank=0, step=3, doing="", waits_for=BUCKET, waited_s=30.0, stack=[])
-    line = QUOTED[1].split("\n")[-1].strip()
+    line = QUOTED[3].split("\n")[-1].strip()
     late = State(rank=1, step=3, doing="in the forward of 'norm'", waits_for="", waited_s=0.0, stack=[line])
-    assert QUOTED[1] == faults.stall_text(asking, {0: asking, 1: late}, {}, ranks=range(2))
+    assert QUOTED[3] == faults.stall_text(asking, {0: asking, 1: late}, {}, ranks=range(2))
+
+
+def test_what_the_page_says_of_links_is_ours() -> None:
+    fault = faults.unreachable([2], by=0, silent_s=6.2)
+    assert QUOTED[1] == f"RankLost: {fault.error('synchronisation 118, rank 0')}"
+    table = Table()
+    for rank, to in enumerate(
+        ({"10.77.0.2": [28.6, 0.0, True]}, {}, {"10.77.0.1": [0.7, 57.9, True], "10.77.0.2": [0.7, 59.0, True]})
+    ):
+        table.hear(rank, {"at": [f"10.77.0.{rank + 1}"], "to": to})
+    table._due_s = 0.0
+    assert QUOTED[2] == table.warning()
 
 
 def test_what_the_page_says_of_numbers_is_ours() -> None:
     finding = Finding(params=("last.bias",), ranks=(1,), where="synchronisation 118, bucket 0")
-    assert QUOTED[2] == f"NonFiniteGradient: {finding.error()}"
+    assert QUOTED[4] == f"NonFiniteGradient: {finding.error()}"
     where = "synchronisation 199; 1 of 6 parameters differ"
-    assert QUOTED[3] == f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where=where)}"
+    assert QUOTED[5] == f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where=where)}"
 
 
 def test_the_settings_of_the_page_work() -> None:
