@@ -194,7 +194,7 @@ def failed_before() -> None:
     handle = exchanges.all_reduce_behind(before, torch.zeros(2), trailer=torch.zeros(2))
     with pytest.raises(ZeroDivisionError, match="while packing"):
         handle.wait()
-    late = Exchange()
+    late = Exchange(group)
     after_end = exchanges.all_reduce_behind(late, torch.zeros(2), trailer=torch.zeros(2))
     exchanges.close()
     late.run(int)

@@ -22,6 +22,7 @@ POINTS = [
     "in_data",
     "in_forward",
     "in_backward",
+    "in_launch",
     "in_comm_hook",
     "in_weights",
     "in_join",

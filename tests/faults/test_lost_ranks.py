@@ -17,6 +17,7 @@ WHERE = {  # what the others wait for has a number: after a step they are in the
     "in_backward": "synchronisation {step}, rank {rank}",
     "in_sharded_backward": "synchronisation {step}, rank {rank}",
     "in_hybrid_backward": "synchronisation {step}, rank {rank}",
+    "in_launch": "synchronisation {step}, rank {rank}",
     "in_comm_hook": "synchronisation {step}, rank {rank}",
     "in_buffers": "synchronisation {step}, rank {rank}",
     "in_weights": "synchronisation {step}, rank {rank}",
@@ -42,7 +43,7 @@ def require_gone(fault: Fault, found: list[Outcome]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("point", [point for point in WHERE if point != "in_hybrid_backward"])
+@pytest.mark.parametrize("point", [point for point in WHERE if point not in ("in_hybrid_backward", "in_launch")])
 def test_a_killed_rank_is_named_on_all_others(point: str, num_ranks: int, record: Record) -> None:
     fault = Fault("killed", point, rank=num_ranks - 1, num_ranks=num_ranks)
     record(f"killed {point.replace('_', ' ')}", require_gone(fault, outcomes(fault)))

@@ -40,11 +40,11 @@ def _summarise(verdicts: list[tuple[Injection, Verdict]], took_s: float) -> None
     of_kind: dict[str, list[Verdict]] = defaultdict(list)
     for one, verdict in verdicts:
         of_kind[one.kind].append(verdict)
-    print(f"\n{'fault':14} {'times':>6} {'failed':>7} {'median s':>9} {'worst s':>8}")
+    print(f"\n{'fault':22} {'times':>6} {'failed':>7} {'median s':>9} {'worst s':>8}")
     for kind, found in sorted(of_kind.items()):
         seconds = [second for verdict in found for second in verdict.seconds]
         told = f"{median(seconds):9.2f} {max(seconds):8.2f}" if seconds else ""
-        print(f"{kind:14} {len(found):6} {sum(bool(verdict.problems) for verdict in found):7} {told}")
+        print(f"{kind:22} {len(found):6} {sum(bool(verdict.problems) for verdict in found):7} {told}")
     failed = [one for one, verdict in verdicts if verdict.problems]
     print(f"{len(verdicts)} injections in {took_s:.0f} s, {len(failed)} failed")
     for one in failed:

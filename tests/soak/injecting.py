@@ -78,9 +78,9 @@ def _problem(injection: Injection, rank: int, one: Ended, fault: dict[str, Any])
         return "" if one.exit_code == 0 else f"ended with {one.exit_code}, after training"
     if words["kind"] != kind.others or not re.search(kind.says.format(rank=injection.rank), words["text"], re.DOTALL):
         return f"not {kind.others or 'as if nothing had been'}"
-    where = re.search(r"synchronisation (\d+), rank (\d+)$", words["text"], re.MULTILINE)
+    where = re.search(r"synchronisation (\d+), (?:rank (\d+)|bucket \d+)$", words["text"], re.MULTILINE)
     is_of_step = kind.others == "PlanMismatch" or (where is not None and abs(int(where[1]) - fault["step"]) <= 1)
-    if not is_of_step or (where is not None and int(where[2]) != rank):
+    if not is_of_step or (where is not None and where[2] and int(where[2]) != rank):
         return f"does not say that it was about synchronisation {fault['step']}, on rank {rank}"
     if words["at"] - fault["fault"] > WITHIN_S + (STALL_TIMEOUT_S if kind.others == "StallTimeout" else 0.0):
         return f"only {words['at'] - fault['fault']:.1f} s after the fault"

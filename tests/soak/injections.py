@@ -9,6 +9,7 @@ from typing import Any
 NUM_STEPS = 6
 STALL_TIMEOUT_S = 3.0  # where a rank never goes on
 STRATEGIES = {"ddp": (2, 3, 4), "zero1": (2, 3, 4), "zero2": (2, 3, 4), "eager": (2, 3, 4), "hybrid": (4,)}  # ranks
+NAN, NAN_SKIPPED = "not a number", "not a number, skipped"
 ENDINGS = ("left open", "closed", "destroyed")  # what scripts do about their model and their groups at last
 
 _USERS = ("data", "forward", "backward", "optimizer", "after step")
@@ -36,11 +37,13 @@ class Kind:
     is_in_threads: bool = True  # also where no code of the user's runs
     is_in_construction: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
 
 
 # Where they change before the first step is over they are compared with what they were on no rank.
 _CHANGED = r"^the parameters have changed on rank {rank} and not on|^ranks disagree on the parameters.*'middle.weight' on rank"
 _FAILED = r"^rank {rank} has failed: .*BadBatch: row 7|^backward failed on rank {rank}\."  # that goes on, to its close()
+_NAN = r"^the gradient of 'norm.bias' is infinite or no number on rank {rank}\."
 _STOP = {"stall_warning_s": 1.0, "stall_timeout_s": STALL_TIMEOUT_S}
 KINDS = {
     "killed": Kind(others="RankLost", says=r"^rank {rank} is gone: its process has ended without a word", exit_code=-9),
@@ -56,7 +59,12 @@ KINDS = {
     ),
     "paused": Kind(settings={"stall_warning_s": 0.5}),
     "late": Kind(),
-    "not a number": Kind(points=("data",)),
+    NAN: Kind(points=("data",)),
+    f"{NAN}, raised": Kind(
+        others="NonFiniteGradient", says=_NAN, own="NonFiniteGradient",
+        exit_code=1, points=("data",), settings={"nonfinite": "raise"},
+    ),
+    NAN_SKIPPED: Kind(points=("data",), settings={"nonfinite": "skip"}, strategies=("ddp", "zero1", "zero2", "hybrid")),
     "other graph": Kind(points=("data",)),
     "freezes": Kind(
         others="PlanMismatch", says=_CHANGED, own="PlanMismatch",
@@ -101,7 +109,8 @@ class Injection:
 def injection(seed: int, number: int) -> Injection:
     """Number `number` of those that the seed gives."""
     draw = random.Random(f"{seed}/{number}")
-    kind, strategy = draw.choice(tuple(KINDS)), draw.choice(tuple(STRATEGIES))
+    kind = draw.choice(tuple(KINDS))
+    strategy = draw.choice(KINDS[kind].strategies)
     num_ranks = draw.choice(STRATEGIES[strategy])
     point = draw.choice(points_of(kind, strategy, num_ranks))
     step = draw.randrange(NUM_STEPS)

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 import undertow.sync
-from soak.injections import Injection
+from soak.injections import NAN, Injection
 from undertow import DistributedDataParallel
 from undertow.runtime.exchange import Exchange
 from undertow.runtime.executor import Executor
@@ -82,7 +82,9 @@ class Points:
                 awakes.wait()
             case "late":
                 time.sleep(self._injection.seconds)
-            case "not a number" | "other graph" | "freezes" as kind:
+            case kind if kind.startswith(NAN):
+                self._taken = NAN
+            case "other graph" | "freezes" as kind:
                 self._taken = kind
             case kind:
                 raise NotImplementedError(kind)

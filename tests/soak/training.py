@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from soak.injections import NUM_STEPS, Injection
+from soak.injections import NAN, NAN_SKIPPED, NUM_STEPS, Injection
 from soak.points import Points
 from support.hybrid import chain, mesh_of
 from support.models import noise
@@ -47,7 +47,7 @@ def train(injection: Injection, points: Points, settings: dict[str, object]) -> 
         net = model.module
         net.norm.register_forward_pre_hook(lambda *_: points.passes("forward"))
         net.norm.weight.register_hook(lambda _: points.passes("backward"))
-        net.norm.bias.register_hook(lambda gradient: gradient * float("nan") if points.takes("not a number") else None)
+        net.norm.bias.register_hook(lambda gradient: gradient * float("nan") if points.takes(NAN) else None)
         optimizer.register_step_pre_hook(lambda *_: points.passes("optimizer"))
         for step in range(NUM_STEPS):
             points.step = step
@@ -100,7 +100,8 @@ def expected(injection: Injection) -> dict[str, Tensor]:
         for name, param in model.named_parameters():
             of_ranks = [gradient.get(name) for gradient in gradients]
             param.grad = _mean(of_ranks, rows) if any(one is not None for one in of_ranks) else None
-        optimizer.step()
+        if injection.kind != NAN_SKIPPED or step != injection.step:
+            optimizer.step()
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
@@ -109,7 +110,7 @@ def _gradients(model: nn.Module, injection: Injection, step: int, rank: int) -> 
     model.zero_grad()
     _loss(model, step, rank, leaves_out=acts and injection.kind == "other graph").backward()
     gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    if acts and injection.kind == "not a number":
+    if acts and injection.kind.startswith(NAN):
         gradients[_NO_NUMBER] = gradients[_NO_NUMBER] * float("nan")
     return gradients
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,8 +29,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import undertow.sync
 from support.processes import run_ranks
-from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, save_checkpoint
+from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, save_checkpoint
 from undertow.runtime import private_checkpoint
+from undertow.runtime.trailer import TrailerCodec
 from undertow.runtime.weights import Weighing
 
 FAULTY_STEP = 3
@@ -125,6 +128,10 @@ class _Script:
         if self.rank == self.fault.rank:
             return
         (self.directory / f"told-{self.rank}").touch()
+        self.waits_for_others()
+
+    def waits_for_others(self) -> None:
+        """Returns when all ranks but the faulty one have learnt of the fault, or not in time."""
         others = [rank for rank in range(self.fault.num_ranks) if rank != self.fault.rank]
         until_s = time.monotonic() + _STAYS_S
         while time.monotonic() < until_s and any(not (self.directory / f"told-{rank}").exists() for rank in others):
@@ -306,6 +313,30 @@ def in_join(script: _Script) -> torch.optim.Optimizer:
     else:
         script.num_steps, script.after_steps = FAULTY_STEP, script.act
     return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
+
+
+def in_launch(script: _Script) -> torch.optim.Optimizer:
+    """In our own code, when the first bucket has left and the second has not."""
+    write, buckets = TrailerCodec.write, itertools.count()
+
+    def broken(trailer: TrailerCodec, **what: Any) -> None:
+        if script.step == FAULTY_STEP and next(buckets) == 1:
+            script.act()
+        write(trailer, **what)
+
+    @contextlib.contextmanager
+    def stays() -> Iterator[None]:
+        """A script that goes on: nobody learns of the failure from its end."""
+        try:
+            yield
+        except BadBatch:
+            script.waits_for_others()
+            with pytest.raises(PeerFailed):
+                script.model(torch.randn(4, 8))  # it would send what is left of the round
+            raise
+
+    TrailerCodec.write, script.around = broken, stays
+    return _optimizer(script)
 
 
 def in_weights(script: _Script) -> torch.optim.Optimizer:

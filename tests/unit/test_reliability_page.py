@@ -8,6 +8,7 @@ from support.pages import snippets
 from support.project import ROOT
 from undertow.runtime import faults
 from undertow.runtime.faults import State
+from undertow.runtime.links import Table
 from undertow.runtime.nonfinite import Finding
 from undertow.runtime.replicas import mismatch
 
@@ -29,6 +30,18 @@ def test_the_report_of_the_page_is_ours() -> None:
     line = quoted.split("\n")[-1].strip()
     late = State(rank=1, step=3, doing="in the forward of 'norm'", waits_for="", waited_s=0.0, stack=[line])
     assert quoted == faults.stall_text(asking, {0: asking, 1: late}, {}, ranks=range(2))
+
+
+def test_what_the_page_says_of_links_is_ours() -> None:
+    fault = faults.unreachable([2], by=0, silent_s=6.2)
+    assert ERRORS["RankLost"] == f"RankLost: {fault.error('synchronisation 118, rank 0')}"
+    table = Table()
+    for rank, to in enumerate(
+        ({"10.77.0.2": [28.6, 0.0, True]}, {}, {"10.77.0.1": [0.7, 57.9, True], "10.77.0.2": [0.7, 59.0, True]})
+    ):
+        table.hear(rank, {"at": [f"10.77.0.{rank + 1}"], "to": to})
+    table._due_s = 0.0
+    assert table.warning() in QUOTED
 
 
 def test_what_the_page_says_of_numbers_is_ours() -> None:

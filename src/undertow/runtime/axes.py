@@ -52,7 +52,7 @@ class Axes:
         if self.across is None and isinstance(self.inside, PostedExchanges):
             return self.inside.after_reductions(work)
         # The threads that complete exchanges across have the next reduction to complete.
-        started = Exchange()
+        started = Exchange(self._groups[0])
         self._updating.submit(started.run, work)
         return started
 

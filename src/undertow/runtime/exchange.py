@@ -8,7 +8,7 @@ whatever travels together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -25,6 +25,7 @@ from undertow.runtime.worker import Worker
 
 _GATHER_TAG = 1 << 24  # gathers may start in another order on another rank: they are told apart by their number
 _NUM_TAGS = 1 << 20
+_LOOK_S = 0.25  # between two looks, while something is waited for, whether a rank is gone; the second one counts
 
 
 class Exchanges(Protocol):
@@ -111,14 +112,14 @@ class PostedExchanges:
                 pack()
             return post()
 
-        return self._start(Exchange(), pack_and_post, self._adding)
+        return self._start(Exchange(self.group), pack_and_post, self._adding)
 
     def all_reduce(self, tensor: Tensor) -> Exchange:
-        exchange = Exchange()
+        exchange = Exchange(self.group)
         return self._start(exchange, partial(self._post_all_reduce, tensor, tensor, exchange, self._next_tag()), self._adding)
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Exchange:
-        exchange = Exchange()
+        exchange = Exchange(self.group)
         post_both = partial(self._post_both, tensor, trailer, exchange, self._next_tag(), self._next_tag())
 
         def post() -> _Posted:
@@ -139,11 +140,11 @@ class PostedExchanges:
             first()
             return self._post_all_gather(flat, then, _GATHER_TAG + number)
 
-        return self._start(Exchange(), post, self._gathering)
+        return self._start(Exchange(self.group), post, self._gathering)
 
     def after_reductions(self, work: Callable[[], object]) -> Exchange:
         """Starts `work` where all reductions that were started so far are complete or have failed; one at a time."""
-        return self._start(Exchange(), lambda: _Posted((), work), self._adding)
+        return self._start(Exchange(self.group), lambda: _Posted((), work), self._adding)
 
     def close(self) -> None:
         self._posting.shutdown()
@@ -255,10 +256,24 @@ class _Posted:
 
 
 class Exchange(FutureHandle):
-    """A handle of something that PostedExchanges has started."""
+    """A handle of something that is sent and received over `group`, and completed in a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: OwnGroup) -> None:
         super().__init__(Future())
+        self._group = group
+
+    def wait(self) -> None:
+        """Returns when it is complete; raises what failed, and where a rank is gone.
+
+        Gloo fails what is posted when it closes a connection, but for a message of which a part is in the socket: the thread that
+        waits for that one never returns.
+        """
+        is_broken = False
+        while not wait([self._done], timeout=_LOOK_S).done:
+            if is_broken:
+                raise RuntimeError("the connection to another rank was closed in the middle of a message.")
+            is_broken = self._group.is_broken
+        super().wait()
 
     def begin(self, post: Callable[[], _Posted], thread: Worker) -> None:
         """Posts, and has `thread` complete it; whoever waits for the exchange learns of an error."""

@@ -174,7 +174,7 @@ class OwnGroup:
 
         def is_broken() -> bool:
             group = own()
-            return group is None or group.member is None or group.member.known_fault is not None
+            return group is None or group.member is None or group.is_broken
 
         return Worker(name, is_broken=is_broken)
 
@@ -202,9 +202,12 @@ class OwnGroup:
     @property
     def is_alive(self) -> bool:
         """Whether torch.distributed still has the group, and every rank is there."""
-        if self.member is not None and self.member.known_fault is not None:
-            return False
-        return self._group is not None and self._group() is not None and dist.is_initialized()
+        return not self.is_broken and self._group is not None and self._group() is not None and dist.is_initialized()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank is known to be gone: the connections are closed, or are about to be."""
+        return self.member is not None and self.member.known_fault is not None
 
     @property
     def can_average(self) -> bool:
