@@ -73,7 +73,8 @@ class SyncWithExperts(Sync):
             for group, given in zip(groups, config.experts, strict=True):
                 own = dataclasses.replace(dense, experts=(group,), plan=None)
                 others = _AllBut(group.match)
-                sync = Sync(module, process_group=given.process_group, config=own, shared=shared, elsewhere=others)
+                where = {"process_group": given.process_group, "within": self.own_group}
+                sync = Sync(module, **where, config=own, shared=shared, elsewhere=others)
                 self.experts = (*self.experts, sync)
         except BaseException:
             self.close()

@@ -62,12 +62,13 @@ class Sync:
         ignore: Iterable[str | nn.Module | Tensor] = (),
         shared: Collection[str] = ("parameters", "buffers"),
         elsewhere: Container[str] = frozenset(),
+        within: OwnGroup | None = None,
     ) -> None:
-        # Names that somebody else synchronises are in `elsewhere`, and may be others on other ranks than those to ignore.
+        # What somebody else synchronises is `elsewhere`, maybe not the same on all ranks; what fails `within` it, fails here.
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
-        self._module = module
+        self._module, self._within = module, within
         self._members = Members(module, AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = self._is_compiled = False
@@ -85,8 +86,7 @@ class Sync:
 
     def _set_up(self, group: GroupRef) -> None:
         """Makes everything that belongs to one process group; communicates nothing."""
-        params = [param for _, param in self._members.trained()]
-        own = self._group = OwnGroup(group, device=params[0].device if params else torch.device("cpu"), limits=self._config)
+        own = self._group = OwnGroup(group, device=self._members.device, limits=self._config, within=self._within)
         own.module, self.waiting = weakref.ref(self._module), own.waiting
         self._recorder = Recorder(clock_for(own.device, own.backend), rank=own.rank, level=self._config.record)
         self._engine = Engine(self._members, own, self._config, self._recorder)

@@ -17,6 +17,7 @@ WHERE = {  # what the others wait for has a number: after a step they are in the
     "in_backward": "synchronisation {step}, rank {rank}",
     "in_sharded_backward": "synchronisation {step}, rank {rank}",
     "in_hybrid_backward": "synchronisation {step}, rank {rank}",
+    "in_expert_backward": "synchronisation {step}, rank {rank}",
     "in_launch": "synchronisation {step}, rank {rank}",
     "in_comm_hook": "synchronisation {step}, rank {rank}",
     "in_buffers": "synchronisation {step}, rank {rank}",
@@ -29,6 +30,7 @@ WHERE = {  # what the others wait for has a number: after a step they are in the
     "in_construction": "synchronisation 0, rank {rank}",
     "before_construction": "the making of a process group, rank {rank}",
 }
+OF_THEIR_OWN = ("in_hybrid_backward", "in_expert_backward", "in_launch")  # tests
 
 
 def require_gone(fault: Fault, found: list[Outcome]) -> list[Outcome]:
@@ -43,7 +45,9 @@ def require_gone(fault: Fault, found: list[Outcome]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("point", [point for point in WHERE if point not in ("in_hybrid_backward", "in_launch")])
+@pytest.mark.parametrize(
+    "point", [point for point in WHERE if point not in ("in_hybrid_backward", "in_expert_backward", "in_launch")]
+)
 def test_a_killed_rank_is_named_on_all_others(point: str, num_ranks: int, record: Record) -> None:
     fault = Fault("killed", point, rank=num_ranks - 1, num_ranks=num_ranks)
     record(f"killed {point.replace('_', ' ')}", require_gone(fault, outcomes(fault)))
@@ -62,7 +66,8 @@ def test_a_rank_far_away_from_the_killed_one_learns_of_it(point: str, record: Re
     record("killed, not a neighbour", require_gone(fault, outcomes(fault)))
 
 
+@pytest.mark.parametrize("point", ["in_hybrid_backward", "in_expert_backward"])
 @pytest.mark.parametrize("faulty", [0, 3])
-def test_a_rank_of_a_mesh_is_named_in_other_rows_and_columns_too(faulty: int, record: Record) -> None:
-    fault = Fault("killed", "in_hybrid_backward", rank=faulty, num_ranks=4)
-    record("killed in hybrid backward", require_gone(fault, outcomes(fault)))
+def test_a_rank_is_named_in_other_rows_and_columns_and_with_other_experts_too(point: str, faulty: int, record: Record) -> None:
+    fault = Fault("killed", point, rank=faulty, num_ranks=4)
+    record(f"killed {point.replace('_', ' ')}", require_gone(fault, outcomes(fault)))

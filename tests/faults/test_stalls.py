@@ -89,9 +89,10 @@ def test_a_rank_that_is_stopped_is_said_to_be(num_ranks: int, record: Record) ->
     record("stopped, beyond stall_timeout_s=1.5", found)
 
 
-def test_a_stall_on_a_mesh_names_the_rank_in_other_rows_and_columns_too() -> None:
+@pytest.mark.parametrize("point", ["in_hybrid_backward", "in_expert_backward"])
+def test_a_stall_names_the_rank_in_other_rows_and_columns_and_with_other_experts_too(point: str) -> None:
     settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
-    fault = Fault("is_stopped", "in_hybrid_backward", rank=3, num_ranks=4, settings=settings)
+    fault = Fault("is_stopped", point, rank=3, num_ranks=4, settings=settings)
     for outcome in outcomes(fault)[: fault.rank]:
         assert (outcome.kind, outcome.exit_code) == ("StallTimeout", 1)
         assert re.match(r"rank \d has waited \d+ s for bucket \d .*: rank 3 has not come\.", outcome.text)

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import undertow.sync
 from support.processes import run_ranks
-from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, save_checkpoint
+from undertow import DistributedDataParallel, ExpertGroup, PeerFailed, ShardedOptimizer, SyncConfig, save_checkpoint
 from undertow.runtime import private_checkpoint
 from undertow.runtime.trailer import TrailerCodec
 from undertow.runtime.weights import Weighing
@@ -246,6 +246,11 @@ def in_sharded_backward(script: _Script) -> torch.optim.Optimizer:
     return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
 
 
+def in_expert_backward(script: _Script) -> torch.optim.Optimizer:
+    """Ranks wait for all others, and for those that have the same experts."""
+    return in_backward(script)
+
+
 def in_hybrid_backward(script: _Script) -> torch.optim.Optimizer:
     """Ranks wait for others of their row, and of their column."""
     return in_sharded_backward(script)
@@ -378,6 +383,10 @@ def _constructed(script: _Script) -> DistributedDataParallel:
     if point == "in_hybrid_backward":
         mesh = init_device_mesh("cpu", (2, script.fault.num_ranks // 2), mesh_dim_names=("replicate", "shard"))
         return DistributedDataParallel(Net(), device_mesh=mesh, config=dataclasses.replace(config, strategy="hybrid"))
+    if point == "in_expert_backward":
+        groups = [dist.new_group(list(range(first, script.fault.num_ranks, 2))) for first in (0, 1)]
+        experts = (ExpertGroup(match="last.*", process_group=groups[script.rank % 2]),)
+        return DistributedDataParallel(Net(), config=dataclasses.replace(config, experts=experts))
     return DistributedDataParallel(Net(), config=config)
 
 

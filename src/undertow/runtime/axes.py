@@ -31,6 +31,7 @@ class Axes:
         refs = [user] if user.across is None else [user.inside, user.across]
         self._groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref in refs]
         for group in self._groups if self.num_ranks > 1 else ():
+            group.all_meet = True  # each of them is made on every rank
             group.open()
         in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)
         # Sums inside are not divided: the mean is rounded once, when all summands are in it.

@@ -122,6 +122,7 @@ class OwnGroup:
     ) -> None:
         self.user = user
         self._within = within
+        self.all_meet = within is None  # before it is made, so that nobody waits there for a rank that is gone
         self.rank = user.rank
         self.num_ranks = len(user.ranks)
         self.backend = user.backend
@@ -151,9 +152,9 @@ class OwnGroup:
             member.groups.append((partial(_interrupt, own), partial(_destroy, own)))
             self.member = member
         with self.waiting("all ranks, to make a process group"):
-            if member is not None:
+            if member is not None and self.all_meet:
                 member.meet()
-                require_no_fault(member)
+            require_no_fault(member)
             self._group = weakref.ref(self.user.clone())
         if member is not None:
             member.is_made = True

@@ -114,6 +114,11 @@ class Members:
             return False
         return any(id(param) in tensors for _, param in self._named_params(module) if param.requires_grad)
 
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter that is trained; the processor where there is none."""
+        return next((param.device for _, param in self.trained()), torch.device("cpu"))
+
     def specs(self, named_params: Sequence[tuple[str, Tensor]]) -> list[ParamSpec]:
         """What the planner needs to know of the parameters."""
         module = self._module()
