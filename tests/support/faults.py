@@ -246,9 +246,27 @@ def in_sharded_backward(script: _Script) -> torch.optim.Optimizer:
     return ShardedOptimizer(torch.optim.AdamW, script.model, lr=0.01)
 
 
-def in_expert_backward(script: _Script) -> torch.optim.Optimizer:
-    """Ranks wait for all others, and for those that have the same experts."""
-    return in_backward(script)
+class _All:
+    """Optimizers of one model, stepped together."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def in_expert_backward(script: _Script) -> _All:
+    """Ranks wait in threads for all others, and for those that have the same experts."""
+    script.model.module.norm.weight.register_hook(script.act)
+    sync = script.model.sync
+    parts = {part: [param for _, param in part.named_parameters()] for part in (sync, *sync.experts)}
+    return _All(*(ShardedOptimizer(torch.optim.AdamW, part, params=params, lr=0.01) for part, params in parts.items()))
 
 
 def in_hybrid_backward(script: _Script) -> torch.optim.Optimizer:
