@@ -66,6 +66,14 @@ def test_a_rank_far_away_from_the_killed_one_learns_of_it(point: str, record: Re
     record("killed, not a neighbour", require_gone(fault, outcomes(fault)))
 
 
+@pytest.mark.parametrize("kind", ["killed", "raises"])
+@pytest.mark.parametrize("point", ["in_backward", "in_sharded_backward", "in_gathers", "in_comm_hook", "in_construction"])
+def test_process_groups_may_be_destroyed_right_after_the_error(point: str, kind: str) -> None:
+    """What is under way over them is not waited for, and the process ends as the script does."""
+    survivor = outcomes(Fault(kind, point, rank=1, is_destroyed=True))[0]
+    assert (survivor.kind, survivor.exit_code) == ("RankLost" if kind == "killed" else "PeerFailed", 1)
+
+
 @pytest.mark.parametrize("point", ["in_hybrid_backward", "in_expert_backward"])
 @pytest.mark.parametrize("faulty", [0, 3])
 def test_a_rank_is_named_in_other_rows_and_columns_and_with_other_experts_too(point: str, faulty: int, record: Record) -> None:

@@ -54,6 +54,7 @@ class Fault:
     num_ranks: int = 2
     settings: dict[str, Any] = field(default_factory=dict)
     is_env: bool = False  # meets by env://, where rank 0 serves the store
+    is_destroyed: bool = False  # the others destroy all groups as soon as they have learnt of it
 
 
 @dataclass(frozen=True)
@@ -454,6 +455,8 @@ def _reported(script: _Script, logged: _Logged) -> Iterator[None]:
         yield
     except BaseException as error:
         script.say(kind=type(error).__name__, text=str(error), at=time.monotonic(), logged=logged.texts)
+        if script.fault.is_destroyed and script.rank != script.fault.rank:
+            dist.destroy_process_group()
         script.stays_for_others()
         raise
     script.say(at=time.monotonic(), logged=logged.texts)

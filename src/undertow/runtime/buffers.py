@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.runtime import private
+from undertow.runtime.collectives import all_reduce_async
 from undertow.runtime.group import OwnGroup
 
 _CHUNK_BYTES = 25 * 1024 * 1024
@@ -147,7 +148,7 @@ class _Sent:
         """What the source has; None on the source itself."""
         assert self._work is not None  # async_op on a rank of the group
         with self._group.waiting("parameters or buffers of another rank"):
-            self._work.wait()
+            self._group.complete(self._work)
         return None if self._is_source else _parts(self._flat, self._tensors)
 
     @torch.no_grad()
@@ -193,7 +194,7 @@ def _means(chunk: Sequence[Tensor], group: OwnGroup) -> list[Tensor]:
     flat = _flat(chunk)
     wide = flat.to(_wider(flat.dtype)).div_(group.num_ranks)
     with group.waiting("the mean of buffers"):
-        dist.all_reduce(wide, group=group.process_group)
+        all_reduce_async(wide, group.process_group, complete=group.complete).wait()
     return _parts(wide.to(flat.dtype), chunk)
 
 

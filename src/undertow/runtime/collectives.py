@@ -27,8 +27,10 @@ class Handle(Protocol):
 class ReductionHandle:
     """A reduction on its way. Wait for it, poll it, or await it from asyncio."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work, complete: Callable[[dist.Work], object] = dist.Work.wait) -> None:
+        """`complete` waits for the work; raises where it has failed."""
         self._work = work
+        self._complete = complete
         self._is_waited = False
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -39,7 +41,7 @@ class ReductionHandle:
         if self._is_waited:
             return
         if timeout_s is None:
-            self._work.wait()
+            self._complete(self._work)
         else:
             self._work.wait(timedelta(seconds=timeout_s))
         self._is_waited = True
@@ -96,9 +98,13 @@ class FutureHandle:
 
 
 def all_reduce_async(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    *,
+    complete: Callable[[dist.Work], object] = dist.Work.wait,
 ) -> ReductionHandle:
-    """Starts an all-reduce of `tensor` in place."""
+    """Starts an all-reduce of `tensor` in place; `complete` is how it is waited for."""
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
     assert work is not None  # async_op on a rank of the group
-    return ReductionHandle(work)
+    return ReductionHandle(work, complete)

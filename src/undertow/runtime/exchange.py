@@ -25,7 +25,6 @@ from undertow.runtime.worker import Worker
 
 _GATHER_TAG = 1 << 24  # gathers may start in another order on another rank: they are told apart by their number
 _NUM_TAGS = 1 << 20
-_LOOK_S = 0.25  # between two looks, while something is waited for, whether a rank is gone; the second one counts
 
 
 class Exchanges(Protocol):
@@ -263,16 +262,8 @@ class Exchange(FutureHandle):
         self._group = group
 
     def wait(self) -> None:
-        """Returns when it is complete; raises what failed, and where a rank is gone.
-
-        Gloo fails what is posted when it closes a connection, but for a message of which a part is in the socket: the thread that
-        waits for that one never returns.
-        """
-        is_broken = False
-        while not wait([self._done], timeout=_LOOK_S).done:
-            if is_broken:
-                raise RuntimeError("the connection to another rank was closed in the middle of a message.")
-            is_broken = self._group.is_broken
+        """Returns when it is complete; raises what failed, and where a rank is gone."""
+        self._group.wait_until(lambda within_s: bool(wait([self._done], timeout=within_s).done))
         super().wait()
 
     def begin(self, post: Callable[[], _Posted], thread: Worker) -> None:

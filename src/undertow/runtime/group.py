@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from undertow.runtime.comm_hook import CommHook
     from undertow.runtime.company import Company
 
+_LOOK_S = 0.25  # between two looks, while something is waited for, whether a rank is gone; the second one counts
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 
@@ -169,6 +170,25 @@ class OwnGroup:
         """`with` it this rank waits for what other ranks bring: where one is gone, the error says so."""
         return Waiting(self.member, what)
 
+    def complete(self, work: dist.Work) -> None:
+        """Returns when `work` is complete (of a device: when the current stream waits for it); raises what has failed."""
+        if self.device.type == "cpu":
+            self.wait_until(partial(_ends, work))
+        else:
+            work.wait()
+
+    def wait_until(self, ends: Callable[[float], bool]) -> None:
+        """Returns when something has ended: `ends(within_s)` says whether it has. RuntimeError where a rank is gone.
+
+        Gloo fails what is under way when it closes a connection, but for a message of which a part is in the socket: that one
+        never ends.
+        """
+        is_broken = False
+        while not ends(_LOOK_S):
+            if is_broken:
+                raise RuntimeError("the connection to another rank was closed in the middle of a message.")
+            is_broken = self.is_broken
+
     def worker(self, name: str) -> Worker:
         """A thread that waits for other ranks, and that the process does not wait for at exit where one of them is lost."""
         own = weakref.ref(self)
@@ -217,6 +237,16 @@ class OwnGroup:
     def close(self) -> None:
         """Destroys the clone; does nothing if torch.distributed has done so already."""
         _destroy(weakref.ref(self))
+
+
+def _ends(work: dist.Work, within_s: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=within_s))
+    except RuntimeError:
+        if not work.is_completed():  # only the time is over
+            return False
+        work.wait()  # returns at once, or raises what has failed
+    return True
 
 
 def _interrupt(owner: weakref.ref[OwnGroup]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -108,11 +109,14 @@ def is_gone(rank: int) -> bool:
 def interrupt(group: dist.ProcessGroup) -> None:
     """Has everything that is under way over a group of ours fail, here and then on the other ranks; the group is broken.
 
-    A receive of gloo's that does not end in time closes all connections of its group.
+    A receive of gloo's that does not end in time closes all connections of its group. What gloo has of the group is then
+    kept for ever: a thread of it may be in the middle of a message, where it stays, and whoever lets go of it last waits
+    for its threads.
     """
     gloo = _gloo_of(group)
     with contextlib.suppress(RuntimeError):
         if gloo is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
             gloo.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
         else:
             group.abort()

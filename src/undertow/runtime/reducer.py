@@ -72,12 +72,15 @@ class Reducer:
         if self.in_order is not None and not tensor.is_sparse:
             return self.in_order.all_reduce(tensor)
         if self.averages and not tensor.is_sparse:
-            return all_reduce_async(tensor, self.group.process_group, dist.ReduceOp.AVG)
+            return self._all_reduce(tensor, dist.ReduceOp.AVG)
         if self.divisor != 1:
             (tensor if tensor.is_sparse else tensor[:numel]).div_(self.divisor)
         narrow = narrowed(tensor, self.wire)
-        handle = all_reduce_async(narrow, self.group.process_group, dist.ReduceOp.SUM)
+        handle = self._all_reduce(narrow, dist.ReduceOp.SUM)
         return handle if narrow is tensor else Widened(handle, narrow, into=tensor)
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Handle:
+        return all_reduce_async(tensor, self.group.process_group, op, complete=self.group.complete)
 
     def as_sent(self, values: Tensor) -> Tensor:
         """A copy of `values` as they travel in a reduction; in their own dtype they are what they are."""

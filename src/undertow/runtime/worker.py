@@ -8,9 +8,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-_Work = Callable[[], object]
 
 _LOOK_S = 0.1  # between two looks, at exit, whether another rank is lost
 _JOIN_S = 1.0  # after that
@@ -26,8 +25,7 @@ class Worker:
     def __init__(self, name: str, *, is_broken: Callable[[], bool]) -> None:
         self._name = name
         self._is_broken = is_broken
-        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: _Thread | None = None
         self._is_over = False
 
     def submit(self, work: Callable[..., object], *args: Any) -> None:
@@ -35,32 +33,40 @@ class Worker:
         if self._is_over:
             raise RuntimeError("cannot schedule new futures after shutdown")
         if self._thread is None:
-            self._begin()
-        self._work.put(lambda: work(*args))
+            self._thread = _Thread(self._name, self._is_broken)
+            self._thread.start()
+            weakref.finalize(self, self._thread.work.put, None).atexit = False
+        self._thread.work.put(partial(work, *args))
 
     def shutdown(self) -> None:
         """Ends the thread when all is done; does not wait."""
         self._is_over = True
-        self._work.put(None)
-
-    def _begin(self) -> None:
-        # Nobody waits for daemons at exit; we do, before the other ranks are told.
-        self._thread = threading.Thread(target=_does, args=(self._work,), name=self._name, daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._work.put, None).atexit = False
-        how = self._work, self._thread, self._is_broken
-        atexit.register(_ends, *how)
-        multiprocessing.util.Finalize(None, _ends, how, exitpriority=200)  # where a process ends without atexit
+        if self._thread is not None:
+            self._thread.work.put(None)
 
 
-def _does(work: queue.SimpleQueue[_Work | None]) -> None:
-    while (item := work.get()) is not None:
-        item()
-        del item
+class _Thread(threading.Thread):
+    """Nobody waits for daemons at exit; we do, before the other ranks are told."""
 
+    def __init__(self, name: str, is_broken: Callable[[], bool]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._is_broken = is_broken
 
-def _ends(work: queue.SimpleQueue[_Work | None], thread: threading.Thread, is_broken: Callable[[], bool]) -> None:
-    work.put(None)
-    while thread.is_alive() and not is_broken():
-        thread.join(_LOOK_S)
-    thread.join(_JOIN_S)
+    def start(self) -> None:
+        atexit.register(self._is_waited_for)
+        self._finalizer = multiprocessing.util.Finalize(None, self._is_waited_for, exitpriority=200)  # ends without atexit
+        super().start()
+
+    def run(self) -> None:
+        while (item := self.work.get()) is not None:
+            item()
+            del item  # or its tensors would stay alive until the next one
+        atexit.unregister(self._is_waited_for)
+        self._finalizer.cancel()
+
+    def _is_waited_for(self) -> None:
+        self.work.put(None)
+        while self.is_alive() and not self._is_broken():
+            self.join(_LOOK_S)
+        self.join(_JOIN_S)
