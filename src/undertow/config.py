@@ -102,7 +102,7 @@ class SyncConfig:
         them: nothing ("ignore"; they are not looked for, which would cost a pass over every bucket, and on devices the host would
         wait for the last one), a line on rank 0 ("warn"), the step is skipped on every rank and changes nothing ("skip"; not in
         eager form, nor with experts), or NonFiniteGradient on every rank ("raise"). What a GradScaler deals with stays its own.
-    check_replicas_every: after how many synchronisations a fingerprint of every trained parameter is compared over all ranks;
+    check_replicas_every: after how many synchronisations a fingerprint of every parameter is compared over all ranks;
         where one differs every rank raises ReplicaMismatch. None: never.
     stall_warning_s: after how many seconds of waiting a rank has all ranks report who is late, for what, and what it is doing.
     stall_timeout_s: after how many the step fails, with StallTimeout on every rank. Infinity switches either off.

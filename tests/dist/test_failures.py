@@ -215,10 +215,13 @@ def in_another_step() -> str:
 
 
 def test_a_rank_in_another_step_is_an_error_on_all(ranks: Ranks) -> None:
-    for rank, text in enumerate(ranks.run(in_another_step)):
+    texts = ranks.run(in_another_step)
+    places = "".join(f"  rank {rank}: synchronisation {1 + (rank == 1)}\n" for rank in range(len(texts)))
+    for rank, text in enumerate(texts):
         assert text == (
             "ranks are not in the same step.\n"
             f"  synchronisation {1 + (rank == 1)}, rank {rank}\n"
+            f"{places}"
             "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
         )
 

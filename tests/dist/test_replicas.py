@@ -202,3 +202,31 @@ def two_models() -> list[str]:
 
 def test_two_models_in_one_backward_are_both_compared(two_ranks: Ranks) -> None:
     assert two_ranks.run(two_models) == [[told("0.bias", "rank 1 than on rank 0", 2, "1 of 4")]] * 2
+
+
+def frozen_apart() -> str:
+    """A frozen parameter that rank 1 has written to; another one is unfrozen on all ranks, which is no difference."""
+    model = same_mlp()
+    model[0].requires_grad_(False)
+    with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(check_replicas_every=1))) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+        def steps() -> None:
+            for step in range(4):
+                ddp.steps_begun = step
+                model[0].bias.requires_grad_(step > 0)
+                if step == 2 and dist.get_rank() == 1:
+                    with torch.no_grad():
+                        model[0].weight[0, 0].add_(1.0)
+                ddp(noise(4, 6, step=step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return text_of(ReplicaMismatch, steps)
+
+
+def test_a_frozen_parameter_is_compared_too(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(frozen_apart)
+    assert first == second
+    assert first.startswith("parameter '0.weight' has other values on rank 1 than on rank 0.\n")
+    assert "1 of 4 parameters differ" in first

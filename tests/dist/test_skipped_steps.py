@@ -98,6 +98,8 @@ def test_rounds_of_different_steps_do_not_pair_off(fresh_pair: Ranks) -> None:
         assert text == (
             "ranks are not in the same step.\n"
             f"  synchronisation 3, rank {rank}\n"
+            "  rank 0: synchronisation 3, without an optimizer step since the one before\n"
+            "  rank 1: synchronisation 3, after an optimizer step\n"
             "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
         )
 

@@ -142,3 +142,13 @@ def test_a_collective_of_torchs_is_told_from_the_stack() -> None:
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
     assert faults.idle_since(118) == ", no training forward since synchronisation 118"
     assert faults.idle_since(0) == ", no training forward yet"
+
+
+def test_what_ranks_say_does_not_steer_a_terminal() -> None:
+    said = {"text": "\x1b[2Jgone\u202e\r", "ranks": [1, 2], "stack": ["a.py,\tline 3", "zwei, Übung\n"], "seconds": 1.5}
+    assert faults.printable(said) == {
+        "text": "\\x1b[2Jgone\\u202e\\r",
+        "ranks": [1, 2],
+        "stack": ["a.py,\\tline 3", "zwei, Übung\n"],
+        "seconds": 1.5,
+    }

@@ -22,6 +22,7 @@ def round_with(*readings: Reading, has_failed: bool = False) -> Round:
     return this_round
 
 
+PLACES = {1: "synchronisation 5, after an optimizer step", 0: "synchronisation 4, plan 1"}
 DIFFERENT = "ranks are not in the same step.\n"
 OVERDUE = "gradients arrived again after their bucket had left, and were left out.\n"
 FAILED = "backward failed on rank 0, 2.\n"
@@ -101,3 +102,19 @@ def test_late_buckets_are_those_of_this_round() -> None:
     readings = [reading(late_buckets=(4, 1)), reading(late_buckets=(1, 2)), reading(late_buckets=(0,), is_overdue=True)]
     assert late_buckets(round_with(*readings)) == [1, 2, 4]
     assert late_buckets(round_with()) == []
+
+
+def test_where_all_ranks_stand_is_said_by_rank() -> None:
+    asked = []
+
+    def places(mine: str) -> dict[int, str]:
+        asked.append(mine)
+        return {1: mine, 0: "synchronisation 4"}
+
+    text = text_of(Desync, lambda: require_sound(round_with(reading(ranks_differ=True)), rank=1, places=places))
+    assert asked == ["synchronisation 5, after an optimizer step"]
+    assert text.splitlines()[1:4] == [
+        "  synchronisation 5, rank 1",
+        "  rank 0: synchronisation 4",
+        "  rank 1: synchronisation 5, after an optimizer step",
+    ]

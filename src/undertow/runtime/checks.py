@@ -9,6 +9,7 @@ from undertow.runtime import private
 from undertow.runtime.executor import Round
 from undertow.runtime.finite import not_finite
 from undertow.runtime.formation import Formation
+from undertow.runtime.members import Members
 from undertow.runtime.nonfinite import Finding, NonFinite
 from undertow.runtime.replicas import Replicas
 
@@ -16,13 +17,14 @@ from undertow.runtime.replicas import Replicas
 class Checks:
     """Of one engine."""
 
-    def __init__(self, formation: Formation, config: SyncConfig) -> None:
+    def __init__(self, formation: Formation, members: Members, config: SyncConfig) -> None:
         group = formation.group
         # Of a group of experts, ranks as everybody knows them: there are other groups.
         names = group.user.ranks if config.experts else range(group.num_ranks)
         self.numbers = NonFinite(config.nonfinite, rank=group.rank, look=partial(_found_alone, formation, names[0]), names=names)
         self._replicas = Replicas(group, config.check_replicas_every, names=names)
         self._formation = formation
+        self._members = members
 
     def must_be_read(self, number: int) -> bool:
         """Whether the end of synchronisation `number` waits, on devices too, for what its trailers say."""
@@ -37,7 +39,7 @@ class Checks:
         """It has, well, and all ranks know it."""
         if self._replicas.is_due(this_round.number):
             self._formation.wait_for_parameters()
-            params = self._formation.watch.named_params
+            params = [*self._formation.watch.named_params, *self._members.common_frozen]
             self._replicas.send(params, number=this_round.number, counts=not this_round.is_shadow)
 
     def require_alike(self) -> None:

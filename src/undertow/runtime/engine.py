@@ -55,7 +55,7 @@ class Engine:
         self.formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
         self.combination = Combination(self.formation, is_between=self._is_between_rounds)
         self.companions = Companions([self])
-        self.checks = Checks(self.formation, config)
+        self.checks = Checks(self.formation, members, config)
 
     @property
     def plan(self) -> Plan:
@@ -436,7 +436,7 @@ class Engine:
         self._progress.unused = watch.names_of(self.plan, this_round.unused)
         self.combination.round_ends(this_round)
         self.checks.round_ends(this_round)
-        outcome.require_sound(this_round, rank=formation.group.rank)
+        outcome.require_sound(this_round, rank=formation.group.rank, places=formation.group.places)
         self.combination.require_sound()
         formation.require_changed_alike(this_round)
         if this_round.has_failed:

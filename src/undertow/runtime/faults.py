@@ -93,6 +93,18 @@ def stopped(rank: int) -> State:
     return State(rank=rank, step=-1, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])
 
 
+def printable(said: Any) -> Any:
+    """A message, or a part of it, with control characters in texts shown as escapes: they must not steer anybody's terminal."""
+    match said:
+        case str():
+            return "".join(it if it.isprintable() or it == "\n" else it.encode("unicode_escape").decode() for it in said)
+        case dict():
+            return {key: printable(part) for key, part in said.items()}
+        case list():
+            return [printable(part) for part in said]
+    return said
+
+
 def text_of(error: BaseException) -> str:
     """One line of an exception, or few."""
     return "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]

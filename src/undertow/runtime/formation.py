@@ -305,7 +305,7 @@ class Formation:
                 yield
             old.executor.run(releases.join())
         self._recorder.forgets_buckets()
-        require_sound(this_round, rank=self.group.rank)
+        require_sound(this_round, rank=self.group.rank, places=self.group.places)
         change = (
             first_change(old.plan.params, self.plan.params) if self.is_counted_apart else "a communication hook was registered"
         )

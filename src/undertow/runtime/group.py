@@ -18,7 +18,7 @@ import torch.distributed as dist
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
-from undertow.runtime.guard import Member
+from undertow.runtime.member import Member
 from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
 from undertow.runtime.worker import Worker
 from undertow.version import __version__
@@ -198,6 +198,10 @@ class OwnGroup:
             return group is None or group.member is None or group.is_broken
 
         return Worker(name, is_broken=is_broken)
+
+    def places(self, mine: str) -> dict[int, str]:
+        """Where ranks stand that ask this at the same time, each in its words; of the groups of ours of one model."""
+        return {} if self.member is None else self.member.places(mine)
 
     def launching(self) -> Launching:
         """`with` it this rank sends what other ranks expect in this order."""

@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import itertools
 import logging
-import math
 import multiprocessing.util
 import os
 import queue
@@ -30,127 +29,19 @@ from undertow.runtime import faults
 from undertow.runtime.endings import raised, tell_before_end
 from undertow.runtime.faults import Fault, State
 from undertow.runtime.links import PING, WAITS_S, Links
+from undertow.runtime.member import ANSWERS_S, Member
 from undertow.runtime.ring import Neighbour, close_all
 
-__all__ = ["GUARD", "Member", "Ring"]
+__all__ = ["GUARD", "Ring"]
 
 Message = dict[str, Any]
 _Heard = tuple["Ring", Neighbour, list[Message], bool]
 
 _log = logging.getLogger("undertow")
-_ANSWERS_S = 1.0  # that ranks have to say what they are doing
-_VERDICT_S = 5.0  # from a broken connection until it is known who is gone
 _TICK_S = 2.0  # at most, between two looks at how long we wait
 _FLUSH_S = 1.0  # that neighbours have to take our last words
 _GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
 _MAX_SEEN = 4096
-
-
-class Member:
-    """Groups of ours of one model, whose ranks are all of the ring or some: what this rank is doing there.
-
-    Written where things happen, read when somebody asks.
-    """
-
-    def __init__(self, ring: Ring, number: int, limits: SyncConfig) -> None:
-        self.ring = ring
-        self.number = number  # the same on every rank
-        self.waits_for = ""  # empty where this rank does not wait
-        self.since_s = 0.0
-        self.limits = limits
-        self.is_made = False  # all ranks have it; until then nobody is late
-        self.num_steps: Callable[[], int] = int  # synchronisations that this rank has completed
-        self.is_idle: Callable[[], bool] = bool  # whether no step has begun since the last one
-        self.module: Callable[[], Any] | None = None  # a weak reference
-        self.thread = threading.get_ident()  # which trains
-        self.fault: Fault | None = None  # of these groups alone
-        self.groups: list[tuple[Callable[[], object], Callable[[], object]]] = []  # what interrupts each, and destroys it
-        self.asked_s = -math.inf  # when ranks were last asked, by anybody
-        self.asking: State | None = None  # who has asked
-        self.states: dict[int, State] = {}
-        self.is_told = True
-        self.left: dict[int, Fault] = {}  # ranks that have closed the model
-        self.borrowed: Any = None  # a group of the user's, to be interrupted as well
-
-    @property
-    def known_fault(self) -> Fault | None:
-        return self.fault or self.ring.fault
-
-    def waited_s(self) -> float:
-        return time.monotonic() - self.since_s if self.waits_for else 0.0
-
-    def state(self) -> State:
-        """What this rank is doing."""
-        waits_for, frames = self.waits_for, faults.frames_of(self.thread)
-        model = None if self.module is None else self.module()
-        names: dict[int, str] = {}
-        with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
-            names = {} if model is None else {id(module): name for name, module in model.named_modules()}
-        return State(
-            rank=self.ring.rank,
-            step=self.num_steps(),
-            doing=faults.activity(frames, names) + (faults.idle_since(self.num_steps()) if self.is_idle() else ""),
-            waits_for=waits_for,
-            waited_s=self.waited_s(),
-            stack=faults.stack_lines(frames),
-        )
-
-    def is_asked_by(self, asking: State) -> bool:
-        """A rank has waited for long. Whether this rank should answer; of several that ask at once, the first one counts."""
-        now_s = time.monotonic()
-        if self.asking is not None and now_s < self.asked_s + _ANSWERS_S:
-            self.states[asking["rank"]] = asking
-            if asking["rank"] < self.asking["rank"]:
-                self.asking = asking
-            return False
-        self.asking, self.asked_s, self.is_told = asking, now_s, False
-        self.states = {asking["rank"]: asking}
-        return True
-
-    def meet(self) -> None:
-        """Returns when all ranks have come to a group that is about to be made, or with a fault where one has not."""
-        ring, number = self.ring, self.ring.next_meeting()
-        ring.say("opens", number=number)
-        with ring.condition:
-            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[number]) == ring.num_ranks)
-            ring.opened.pop(number, None)
-
-    def reason(self, error: BaseException) -> Fault | None:
-        """Why a collective has failed with `error`; all ranks learn of it. None where it is not known."""
-        ring = self.ring
-        with ring.condition:
-            ring.condition.wait_for(lambda: self.known_fault or self.left or ring.ended, timeout=_VERDICT_S)
-            # A word that one has ended well may be overtaken by none that it has not.
-            fault = self.known_fault or next(iter((self.left | ring.ended).values()), None)
-        if fault is None:
-            ring.say("failed", text=faults.text_of(error))
-        elif self.known_fault is None:
-            self.fails(fault)
-        return fault
-
-    def fails(self, fault: Fault) -> None:
-        """All ranks of this group give up."""
-        self.ring.say(
-            "stops", number=self.number, error=fault.kind.__name__, what=fault.what, remedy=fault.remedy, told=fault.told
-        )
-
-    def interrupt(self) -> None:
-        """Has whoever waits over one of the groups wake up."""
-        for interrupt, _ in tuple(self.groups):
-            interrupt()
-
-    def destroy(self) -> None:
-        """Destroys the groups."""
-        for _, destroy in tuple(self.groups):
-            destroy()
-
-    def close(self) -> None:
-        """This rank leaves; it may be about to fail, which others are told if they wait for it."""
-        error = raised()
-        text = "" if error is None or self.known_fault else faults.text_of(error)
-        if self.known_fault is None:
-            self.ring.say("left", number=self.number, steps=self.num_steps(), text=text)
-        self.ring.members.pop(self.number, None)
 
 
 class Ring:
@@ -226,6 +117,7 @@ class Ring:
 
     def hear(self, message: Message) -> None:
         """What this rank makes of a message."""
+        message = faults.printable(message)
         member = self.members.get(message.get("number", -1))
         source = int(message["from"])
         match message["kind"]:
@@ -243,6 +135,8 @@ class Ring:
                 self._latch(faults.fault_from(message), member)
             case "asks" if member is not None and member.is_asked_by(faults.state_from(message)):
                 self._answer(member, has_asked=source == self.rank)
+            case "stands" if member is not None:
+                member.hears_where(source, str(message["text"]))
             case "does" if member is not None:
                 state = faults.state_from(message)
                 member.states[state["rank"]] = state
@@ -272,7 +166,7 @@ class Ring:
 
     def _look_at(self, member: Member) -> None:
         now_s, waited_s = time.monotonic(), member.waited_s()
-        has_answers = member.asking is not None and now_s > member.asked_s + _ANSWERS_S
+        has_answers = member.asking is not None and now_s > member.asked_s + ANSWERS_S
         if member.asking is not None and has_answers and not member.is_told:
             member.is_told = True
             faults.tell(self._report(member, member.asking))
@@ -280,7 +174,7 @@ class Ring:
         is_over = waited_s > limits.stall_timeout_s
         if waited_s < limits.stall_warning_s and not is_over:
             return
-        if now_s > member.asked_s + (2 * _ANSWERS_S if is_over else max(limits.stall_warning_s, 2 * _ANSWERS_S)):
+        if now_s > member.asked_s + (2 * ANSWERS_S if is_over else max(limits.stall_warning_s, 2 * ANSWERS_S)):
             self.say("asks", number=member.number, **member.state())
         elif has_answers and member.asking is not None:
             gone = next(iter((member.left | self.ended).values()), None)
@@ -412,7 +306,7 @@ class Guard:
                 self._listen_once()
             except Exception:
                 _log.exception("the thread that listens to other ranks goes on after an error of its own.")
-                time.sleep(_ANSWERS_S)
+                time.sleep(ANSWERS_S)
 
     def _listen_once(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -441,7 +335,7 @@ class Guard:
         if not members:
             return None
         if any(not member.is_told for member in members):
-            return 0.1 * _ANSWERS_S
+            return 0.1 * ANSWERS_S
         if any(member.waited_s() > WAITS_S for member in members):
             return WAITS_S
         return min(_TICK_S, *(0.25 * min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members))

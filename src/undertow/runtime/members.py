@@ -52,6 +52,7 @@ class Members:
         self._wide: torch.dtype | None = None if reduce_dtype is None else getattr(torch, reduce_dtype)
         self._see(module)
         self.common_buffers = CommonBuffers(())
+        self.common_frozen: list[tuple[str, Tensor]] = []  # when the ranks last compared what they have
 
     def trained(self) -> list[tuple[str, Tensor]]:
         """Parameters to synchronise, by name, as they are now; `has_changed` compares with this moment."""
@@ -86,8 +87,7 @@ class Members:
         """What is broadcast and never reduced: parameters that are frozen, and buffers."""
         module = self._module()
         assert module is not None
-        frozen = [(name, param) for name, param in self._named_params(module) if not param.requires_grad]
-        return [*frozen, *((name, buffer) for name, buffer in module.named_buffers() if name not in self._ignored)]
+        return [*self._frozen(module), *((name, buffer) for name, buffer in module.named_buffers() if name not in self._ignored)]
 
     def unsee(self) -> None:
         """Has the module count as changed until somebody asks for its parameters again."""
@@ -141,9 +141,10 @@ class Members:
         return Agreement(group, settings={}, params=[], others=self._described_others())
 
     def ranks_agree(self) -> None:
-        """All ranks have the same buffers as this one now."""
+        """All ranks have the same buffers and frozen parameters as this one now."""
         module = self._module()
         assert module is not None
+        self.common_frozen = self._frozen(module)
         tables = [part._buffers for part in module.modules()]
         self.common_buffers = CommonBuffers(_buffer_owners(module, self._ignored), tables)
 
@@ -163,6 +164,9 @@ class Members:
 
     def _described_others(self) -> list[dict[str, Any]]:
         return [_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()]
+
+    def _frozen(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        return [(name, param) for name, param in self._named_params(module) if not param.requires_grad]
 
     def _named_params(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         return [(name, param) for name, param in module.named_parameters() if name not in self._ignored]

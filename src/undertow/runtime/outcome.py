@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
 from undertow.runtime.executor import Round
 from undertow.runtime.weights import weights_differ, weights_too_late
+
+
+def _place(this_round: Round) -> str:
+    stepped = {None: "", 0: ", after an optimizer step", 1: ", without an optimizer step since the one before"}
+    return f"synchronisation {this_round.number}{stepped[this_round.mode]}"
 
 
 def late_buckets(this_round: Round) -> list[int]:
@@ -14,15 +19,15 @@ def late_buckets(this_round: Round) -> list[int]:
     return sorted({bucket for reading in this_round.readings if not reading.is_overdue for bucket in reading.late_buckets})
 
 
-def require_sound(this_round: Round, *, rank: int) -> None:
-    """Raises, on every rank, what some rank has reported."""
+def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}) -> None:
+    """Raises, on every rank, what some rank has reported; `places` asks where all ranks stand, with the place of this one."""
     where = f"synchronisation {this_round.number}, rank {rank}"
     failed = _reported(reading.failed_ranks for reading in this_round.readings)
     is_told = this_round.is_eager and (failed or _reported(reading.changed_ranks for reading in this_round.readings))
     if any(reading.ranks_differ for reading in this_round.readings) and not is_told:
         raise Desync(
             "ranks are not in the same step.",
-            where=where,
+            where="\n  ".join((where, *(f"rank {it}: {place}" for it, place in sorted(places(_place(this_round)).items())))),
             remedy="Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
         )
     if any(reading.weights_differ for reading in this_round.readings) and not failed and not this_round.has_failed:

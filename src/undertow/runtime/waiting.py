@@ -16,7 +16,8 @@ from undertow.errors import RankLost, StallTimeout, UndertowError
 from undertow.plan import Bucket, Plan
 from undertow.runtime import faults, private
 from undertow.runtime.faults import Fault
-from undertow.runtime.guard import GUARD, Member, Ring
+from undertow.runtime.guard import GUARD, Ring
+from undertow.runtime.member import Member
 from undertow.runtime.ring import make_ring
 
 if TYPE_CHECKING:

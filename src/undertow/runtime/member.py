@@ -1,0 +1,144 @@
+"""What one rank knows of the ranks of a model, and what it says to them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from undertow.config import SyncConfig
+from undertow.runtime import faults
+from undertow.runtime.endings import raised
+from undertow.runtime.faults import Fault, State
+
+if TYPE_CHECKING:
+    from undertow.runtime.guard import Ring
+
+ANSWERS_S = 1.0  # that ranks have to say what they are doing
+_VERDICT_S = 5.0  # from a broken connection until it is known who is gone
+
+
+class Member:
+    """Groups of ours of one model, whose ranks are all of the ring or some: what this rank is doing there.
+
+    Written where things happen, read when somebody asks.
+    """
+
+    def __init__(self, ring: Ring, number: int, limits: SyncConfig) -> None:
+        self.ring = ring
+        self.number = number  # the same on every rank
+        self.waits_for = ""  # empty where this rank does not wait
+        self.since_s = 0.0
+        self.limits = limits
+        self.is_made = False  # all ranks have it; until then nobody is late
+        self.num_steps: Callable[[], int] = int  # synchronisations that this rank has completed
+        self.is_idle: Callable[[], bool] = bool  # whether no step has begun since the last one
+        self.module: Callable[[], Any] | None = None  # a weak reference
+        self.thread = threading.get_ident()  # which trains
+        self.fault: Fault | None = None  # of these groups alone
+        self.groups: list[tuple[Callable[[], object], Callable[[], object]]] = []  # what interrupts each, and destroys it
+        self.asked_s = -math.inf  # when ranks were last asked, by anybody
+        self.asking: State | None = None  # who has asked
+        self.states: dict[int, State] = {}
+        self.is_told = True
+        self.left: dict[int, Fault] = {}  # ranks that have closed the model
+        self.borrowed: Any = None  # a group of the user's, to be interrupted as well
+        self._places: dict[int, str] = {}
+
+    @property
+    def known_fault(self) -> Fault | None:
+        return self.fault or self.ring.fault
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since_s if self.waits_for else 0.0
+
+    def state(self) -> State:
+        """What this rank is doing."""
+        waits_for, frames = self.waits_for, faults.frames_of(self.thread)
+        model = None if self.module is None else self.module()
+        names: dict[int, str] = {}
+        with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
+            names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+        return State(
+            rank=self.ring.rank,
+            step=self.num_steps(),
+            doing=faults.activity(frames, names) + (faults.idle_since(self.num_steps()) if self.is_idle() else ""),
+            waits_for=waits_for,
+            waited_s=self.waited_s(),
+            stack=faults.stack_lines(frames),
+        )
+
+    def is_asked_by(self, asking: State) -> bool:
+        """A rank has waited for long. Whether this rank should answer; of several that ask at once, the first one counts."""
+        now_s = time.monotonic()
+        if self.asking is not None and now_s < self.asked_s + ANSWERS_S:
+            self.states[asking["rank"]] = asking
+            if asking["rank"] < self.asking["rank"]:
+                self.asking = asking
+            return False
+        self.asking, self.asked_s, self.is_told = asking, now_s, False
+        self.states = {asking["rank"]: asking}
+        return True
+
+    def meet(self) -> None:
+        """Returns when all ranks have come to a group that is about to be made, or with a fault where one has not."""
+        ring, number = self.ring, self.ring.next_meeting()
+        ring.say("opens", number=number)
+        with ring.condition:
+            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[number]) == ring.num_ranks)
+            ring.opened.pop(number, None)
+
+    def places(self, mine: str) -> dict[int, str]:
+        """Where each rank stands, in its words, `mine` among them: of those that ask as well, and soon."""
+        ring = self.ring
+        ring.say("stands", number=self.number, text=mine)
+        with ring.condition:
+            ring.condition.wait_for(lambda: self.known_fault or len(self._places) == ring.num_ranks, timeout=ANSWERS_S)
+            places, self._places = self._places, {}
+        return places
+
+    def hears_where(self, rank: int, text: str) -> None:
+        """From the thread that listens, or this rank's own."""
+        with self.ring.condition:
+            self._places[rank] = text
+            self.ring.condition.notify_all()
+
+    def reason(self, error: BaseException) -> Fault | None:
+        """Why a collective has failed with `error`; all ranks learn of it. None where it is not known."""
+        ring = self.ring
+        with ring.condition:
+            ring.condition.wait_for(lambda: self.known_fault or self.left or ring.ended, timeout=_VERDICT_S)
+            # A word that one has ended well may be overtaken by none that it has not.
+            fault = self.known_fault or next(iter((self.left | ring.ended).values()), None)
+        if fault is None:
+            ring.say("failed", text=faults.text_of(error))
+        elif self.known_fault is None:
+            self.fails(fault)
+        return fault
+
+    def fails(self, fault: Fault) -> None:
+        """All ranks of this group give up."""
+        self.ring.say(
+            "stops", number=self.number, error=fault.kind.__name__, what=fault.what, remedy=fault.remedy, told=fault.told
+        )
+
+    def interrupt(self) -> None:
+        """Has whoever waits over one of the groups wake up."""
+        for interrupt, _ in tuple(self.groups):
+            interrupt()
+
+    def destroy(self) -> None:
+        """Destroys the groups."""
+        for _, destroy in tuple(self.groups):
+            destroy()
+
+    def close(self) -> None:
+        """This rank leaves; it may be about to fail, which others are told if they wait for it."""
+        error = raised()
+        text = "" if error is None or self.known_fault else faults.text_of(error)
+        if self.known_fault is None:
+            self.ring.say("left", number=self.number, steps=self.num_steps(), text=text)
+        self.ring.members.pop(self.number, None)
