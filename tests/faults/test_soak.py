@@ -29,6 +29,7 @@ def test_everything_is_drawn_sooner_or_later() -> None:
     assert {(one.strategy, one.num_ranks) for one in drawn} == {(name, of) for name, ranks in STRATEGIES.items() for of in ranks}
     assert {one.point for one in drawn} == {point for name in STRATEGIES for point in points_of("killed", name, 4)}
     assert {one.ending for one in drawn} == set(ENDINGS)
+    assert {one.num_micro_batches for one in drawn} == {1, 2}
 
 
 FAULT = Ended({"fault": 10.0, "step": 2}, -9)

@@ -23,6 +23,7 @@ _OF_STRATEGY = {
 }
 _IN_THREADS = ("post", "complete")  # of exchanges that are made of sends and receives
 _ONCE = ("construction", "buffers")
+_ACCUMULATES = ("ddp", "zero1", "hybrid")  # what has not travelled yet; the others add up what has, in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +91,11 @@ class Injection:
     jitter_ms: float  # every rank dawdles up to so long at every point
     bucket_cap_mb: float | None
     ending: str
+    num_micro_batches: int  # of which all but the last are accumulated
 
     def __str__(self) -> str:
-        what = f"rank {self.rank} of {self.num_ranks}, {self.strategy}, step {self.step}, {self.point}"
+        micro_batches = f" with {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
+        what = f"rank {self.rank} of {self.num_ranks}, {self.strategy}{micro_batches}, step {self.step}, {self.point}"
         return f"{self.kind}: {what}{f', passage {self.passage}' if self.passage else ''}"
 
     @property
@@ -130,6 +133,7 @@ def injection(seed: int, number: int) -> Injection:
         jitter_ms=draw.choice((0.0, 1.0, 10.0)),
         bucket_cap_mb=draw.choice((1e-4, 1e-4, None)),
         ending=draw.choice(ENDINGS),
+        num_micro_batches=draw.choice((1, 1, 2)) if strategy in _ACCUMULATES else 1,
     )
 
 

@@ -35,8 +35,8 @@ def _net() -> Net:
     return Net()
 
 
-def _loss(model: nn.Module, step: int, rank: int, *, leaves_out: bool) -> Tensor:
-    return model(noise(4, 8, step=step, rank=rank), leaves_out).square().mean()
+def _loss(model: nn.Module, step: int, rank: int, *, micro_batch: int, leaves_out: bool) -> Tensor:
+    return model(noise(4, 8, step=step + 100 * micro_batch, rank=rank), leaves_out).square().mean()
 
 
 def train(injection: Injection, points: Points, settings: dict[str, object]) -> dict[str, Tensor]:
@@ -55,7 +55,10 @@ def train(injection: Injection, points: Points, settings: dict[str, object]) -> 
             if points.takes("freezes"):
                 net.middle.weight.requires_grad_(False)
             optimizer.zero_grad()
-            _loss(model, step, rank, leaves_out=points.takes("other graph")).backward()
+            last = injection.num_micro_batches - 1
+            for micro_batch in range(last + 1):
+                with model.no_sync() if micro_batch < last else contextlib.nullcontext():
+                    _loss(model, step, rank, micro_batch=micro_batch, leaves_out=points.takes("other graph")).backward()
             optimizer.step()
             points.passes("after step")
         model.wait()
@@ -108,7 +111,9 @@ def expected(injection: Injection) -> dict[str, Tensor]:
 def _gradients(model: nn.Module, injection: Injection, step: int, rank: int) -> dict[str, Tensor]:
     acts = (rank, step) == (injection.rank, injection.step)
     model.zero_grad()
-    _loss(model, step, rank, leaves_out=acts and injection.kind == "other graph").backward()
+    for micro_batch in range(injection.num_micro_batches):
+        leaves_out = acts and injection.kind == "other graph" and micro_batch == 0
+        _loss(model, step, rank, micro_batch=micro_batch, leaves_out=leaves_out).backward()
     gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     if acts and injection.kind.startswith(NAN):
         gradients[_NO_NUMBER] = gradients[_NO_NUMBER] * float("nan")
