@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from soak.injecting import inject, judged
-from soak.injections import ENDINGS, KINDS, STRATEGIES, injection, points_of
+from soak.injections import ENDINGS, KINDS, NUM_STEPS, STRATEGIES, injection, points_of
 from support.processes import Ended
 
 
@@ -16,6 +16,13 @@ def test_training_is_as_if_nothing_had_been_or_the_right_error_comes_on_every_ra
     one = next(drawn for number in count() if (drawn := injection(soak_seed, number)).kind == kind)
     verdict = inject(one)
     assert verdict.problems == (), f"{one}\n" + "\n".join([*verdict.problems, f"again: {one.command}"])
+
+
+def test_a_rank_that_left_is_not_taken_for_the_one_that_is_waited_for() -> None:
+    """On a mesh one row is through while in the other a rank is stopped."""
+    one = injection(21, 172)
+    assert (one.kind, one.strategy, one.step) == ("stopped", "hybrid", NUM_STEPS - 1)
+    assert inject(one).problems == ()
 
 
 def test_a_seed_gives_the_same_injections_again() -> None:

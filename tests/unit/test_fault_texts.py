@@ -23,13 +23,13 @@ WAITING = State(rank=2, step=7, doing="", waits_for="bucket 2 ('a', 'b')", waite
 def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
     states = {0: ASKING, 1: LATE, 2: WAITING}
     assert faults.stall_text(ASKING, states, {4: "rank 4 has left: so it is."}, ranks=range(5)) == (
-        "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3, 4 has not come.\n"
+        "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3 has not come.\n"
         "  rank 0: synchronisation 7, waits for bucket 2 ('a', 'b')\n"
         "  rank 1: synchronisation 7, loading data\n"
         "    train.py, line 4, in rows\n"
         "  rank 2: synchronisation 7, waits for bucket 2 ('a', 'b')\n"
         "  rank 3: no answer; it is stopped, or in a call that keeps Python from running\n"
-        "  rank 4: rank 4 has left: so it is."
+        "  rank 4 has left: so it is."
     )
 
 

@@ -110,15 +110,21 @@ def text_of(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
 
 
+def late_ranks(asking: State, states: Mapping[int, State], *, ranks: Collection[int]) -> set[int]:
+    """Those that do not wait as well."""
+    return {rank for rank in ranks if rank != asking["rank"] and (rank not in states or not states[rank]["waits_for"])}
+
+
 def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, str], *, ranks: Collection[int]) -> str:
     """Who waits for what, and what the others are doing; the same on every rank that knows the same states."""
-    late = [rank for rank in ranks if rank != asking["rank"] and (rank not in states or not states[rank]["waits_for"])]
-    named = f"rank {', '.join(map(str, late))} has not come" if late else "all ranks wait, for different things"
+    late = late_ranks(asking, states, ranks=ranks)
+    late = late - gone.keys() or late
+    named = f"rank {', '.join(map(str, sorted(late)))} has not come" if late else "all ranks wait, for different things"
     lines = [f"rank {asking['rank']} has waited {asking['waited_s']:.0f} s for {asking['waits_for']}: {named}."]
     for rank in ranks:
         state = states.get(rank)
         if rank in gone:
-            lines.append(f"rank {rank}: {gone[rank]}")
+            lines.append(gone[rank])
         elif state is None:
             lines.append(f"rank {rank}: no answer; it is stopped, or in a call that keeps Python from running")
         elif state["step"] < 0:

@@ -177,15 +177,19 @@ class Ring:
         if now_s > member.asked_s + (2 * ANSWERS_S if is_over else max(limits.stall_warning_s, 2 * ANSWERS_S)):
             self.say("asks", number=member.number, **member.state())
         elif has_answers and member.asking is not None:
-            gone = next(iter((member.left | self.ended).values()), None)
-            if gone is not None:
-                member.fails(gone)
+            gone, late = self._gone(member), faults.late_ranks(member.asking, member.states, ranks=range(self.num_ranks))
+            if gone and not late - gone.keys():  # else it may be another one that is waited for
+                member.fails(next(iter(gone.values())))
             elif is_over and member.is_made:
                 member.fails(faults.stalled(self._report(member, member.asking)))
 
     def _report(self, member: Member, asking: State) -> str:
-        gone = {rank: fault.what for rank, fault in (self.ended | member.left).items()}
+        gone = {rank: fault.what for rank, fault in self._gone(member).items()}
         return faults.stall_text(asking, member.states, gone, ranks=range(self.num_ranks))
+
+    def _gone(self, member: Member) -> dict[int, Fault]:
+        """Ranks that have left: a model's last word says how far they have come, a process's only that it has ended."""
+        return self.ended | member.left
 
     def _latch(self, fault: Fault, member: Member | None = None) -> None:
         """The first fault counts, and everything that waits wakes up."""

@@ -112,7 +112,7 @@ class Member:
         with ring.condition:
             ring.condition.wait_for(lambda: self.known_fault or self.left or ring.ended, timeout=_VERDICT_S)
             # A word that one has ended well may be overtaken by none that it has not.
-            fault = self.known_fault or next(iter((self.left | ring.ended).values()), None)
+            fault = self.known_fault or next(iter((ring.ended | self.left).values()), None)
         if fault is None:
             ring.say("failed", text=faults.text_of(error))
         elif self.known_fault is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -93,7 +94,7 @@ class NativeExchanges:
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
         pg = self.group.process_group
-        with self._stream_behind(tensor):
+        with self._stream_behind():
             before.wait()
             trailers = _started(dist.all_reduce(trailer, group=pg, async_op=True))
             if self._in_order:
@@ -103,21 +104,33 @@ class NativeExchanges:
             work = _started(dist.all_reduce(sent, group=pg, async_op=True))
         return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)))
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
-        first()
+    def all_gather(
+        self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] | None = None
+    ) -> Handle:
         own = flat.view(self.group.num_ranks, -1)[self.group.rank]
-        return _NativeExchange([private.all_gather_async(flat, own, self.group.process_group)], then)
+        with nullcontext() if first is None else self._stream_behind():
+            if first is not None:
+                first()
+            return _NativeExchange([private.all_gather_async(flat, own, self.group.process_group)], then)
+
+    def after_reductions(self, work: Callable[[], object]) -> Handle:
+        with self._stream_behind() as stream:
+            work()
+            return _NativeExchange([] if stream is None else [stream.record_event()], int)
 
     def close(self) -> None:
         """Nothing of ours is left behind."""
 
-    def _stream_behind(self, tensor: Tensor) -> AbstractContextManager[object]:
-        """Where to wait for a collective without keeping the computation."""
-        if tensor.device.type != "cuda":
-            return nullcontext()
+    @contextmanager
+    def _stream_behind(self) -> Iterator[torch.cuda.Stream | None]:
+        """Where to wait for a collective without keeping the computation; None where there are no streams."""
+        if self.group.device.type != "cuda":
+            yield None
+            return
         if self._behind is None:
-            self._behind = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(self._behind)
+            self._behind = torch.cuda.Stream(self.group.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._behind):
+            yield self._behind
 
     def _exchanged(self, parts: Tensor, *, into: Tensor) -> tuple[dist.Work, Callable[[], object]]:
         received = torch.empty_like(parts)
@@ -126,10 +139,16 @@ class NativeExchanges:
         return _started(work), lambda: sum_in_order([_used_here(row) for row in rows], into=into, rows=self._rows)
 
 
+class _Waitable(Protocol):
+    """A collective, or an event of a stream."""
+
+    def wait(self) -> object: ...
+
+
 class _NativeExchange:
     """A handle of collectives, and of what is to be done with what they bring."""
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
+    def __init__(self, works: Sequence[_Waitable], finish: Callable[[], object]) -> None:
         self.works = works
         self._finish: Callable[[], object] | None = finish
         self._callbacks: list[Callable[[object], None]] = []
