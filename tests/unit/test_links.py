@@ -23,7 +23,7 @@ def test_silence_counts_from_the_last_acknowledgement_since_it_was_asked() -> No
     assert silence.silent_s(THERE, [connection(silent_s=60.0)], 100.0) == 0.0  # nothing may have been sent for a minute
     assert silence.silent_s(THERE, [connection(silent_s=64.0)], 104.0) == 4.0
     assert silence.silent_s(THERE, [connection(silent_s=0.5)], 106.0) == 0.5
-    assert silence.silent_s(THERE, [connection(silent_s=6.5)], 112.0) == 6.5 > SILENT_S
+    assert silence.silent_s(THERE, [connection(silent_s=5.5)], 112.0) == 5.5 > SILENT_S
 
 
 def test_any_connection_to_a_machine_shows_that_it_is_there() -> None:

@@ -18,7 +18,7 @@ from undertow.runtime.connections import Connection, Socket, connections
 
 WAITS_S = 1.0  # from which on it matters whether others can be reached
 _PING_S = 3.0  # between two messages that want nothing but an acknowledgement
-SILENT_S = 6.0  # that a machine may be before it is taken to be gone
+SILENT_S = 5.0  # that a machine may be before it is taken to be gone
 _WINDOW_S = 4.0  # over which speeds are measured
 _LEAST_BYTES = 1_000_000  # of a window, for a speed to be worth telling
 _BUSY = 0.2  # share of a window; a link that is busy for less holds nobody up
