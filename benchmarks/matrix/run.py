@@ -79,8 +79,8 @@ def run(asked: Asked, command: str) -> int:
         _tell("interrupted; what was measured before is kept")
         return 130
     header["load_average_after"] = machine()["load_average"]
-    _write(asked.out, header, cells)
-    save_picture(cells, asked.out)
+    pictures = save_picture(cells, asked.out)
+    _write(asked.out, header, cells, picture=pictures[0].name if pictures else None)
     print(markdown(header, cells))
     ratios = guard.ratios_of(cells)
     print(guard.report(guard.compare(ratios, guard.read_recorded())))
@@ -144,7 +144,7 @@ def _measured(cell: Cell) -> Document:
     }
 
 
-def _write(out: Path, header: Document, cells: Sequence[Document]) -> None:
+def _write(out: Path, header: Document, cells: Sequence[Document], *, picture: str | None = None) -> None:
     for cell in cells:
         for system, profile in cell["profiles"].items():
             name = "-".join(str(part) for part in (*place_of(cell)[:4], system)) + ".json"
@@ -152,7 +152,7 @@ def _write(out: Path, header: Document, cells: Sequence[Document]) -> None:
             (out / "profiles" / name).write_text(profile, encoding="utf-8")
     lines = lines_of(header, cells)
     (out / "matrix.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    (out / "matrix.md").write_text(markdown(header, cells), encoding="utf-8")
+    (out / "matrix.md").write_text(markdown(header, cells, picture=picture), encoding="utf-8")
 
 
 def _stop(_signum: int, _frame: object) -> None:

@@ -26,9 +26,11 @@ _SIZES = ((0, 10e6, "below 10 M"), (10e6, 100e6, "10 to 100 M"), (100e6, float("
 VALID_WITHIN = 0.05
 
 
-def markdown(header: Row, cells: Sequence[Row]) -> str:
-    """The whole document: the machine, a table per cell, the answers that need several cells, and the notes."""
+def markdown(header: Row, cells: Sequence[Row], *, picture: str | None = None) -> str:
+    """The whole document: the machine, the picture, a table per cell, the answers that need several cells, and the notes."""
     blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items())]
+    if picture is not None:
+        blocks.append(f"![Milliseconds per step of every system, a panel per cell]({picture})")
     for cell in cells:
         blocks += [_cell_heading(cell), markdown_table(_HEAD, (_cells_of(row) for row in cell["rows"])), *_errors(cell["rows"])]
     blocks += [*_by_size(cells), *_validation(cells), *_notes(cells)]
@@ -101,10 +103,15 @@ def _cells_of(row: Row) -> list[str]:
     ]
 
 
-def _limit(row: Row) -> str:
+def limit_ms(row: Row) -> float:
+    """What a system is held to: until gradients are averaged, or of the whole step."""
     if not row["is_sharded"]:
-        return f"{row['limit_ms']:.0f}"
-    return f"{row['step_limit_ms' if row.get('is_eager') else 'barrier_limit_ms']:.0f} (step)"  # older files have no such key
+        return float(row["limit_ms"])
+    return float(row["step_limit_ms" if row.get("is_eager") else "barrier_limit_ms"])  # older files have no such key
+
+
+def _limit(row: Row) -> str:
+    return f"{limit_ms(row):.0f}{' (step)' if row['is_sharded'] else ''}"
 
 
 def _errors(rows: Sequence[Row]) -> list[str]:

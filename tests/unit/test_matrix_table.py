@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.matrix import guard
 from benchmarks.matrix.catalog import SYSTEMS
+from benchmarks.matrix.picture import save_picture
 from benchmarks.matrix.rows import rows_of_cell
 from benchmarks.matrix.table import markdown, validation_rows
 
@@ -117,3 +119,12 @@ def test_recording_keeps_what_was_not_measured_now(tmp_path: Any) -> None:
     guard.record({"b": 3.0}, {"cpu": "two"}, path)
     assert guard.read_recorded(path) == {"a": 1.0, "b": 3.0}
     assert guard.read_recorded(tmp_path / "absent.json") == {}
+
+
+def test_the_picture_has_a_panel_for_each_cell_that_has_figures(tmp_path: Path) -> None:
+    one = cell("ours", "fsdp2", ours=played([121.0] * 2), fsdp2=played([199.0] * 2))
+    none = cell("ours", errors={"ours": "rank 1 was killed by SIGKILL."})
+    png, svg = save_picture([one, none], tmp_path)
+    assert "![Milliseconds per step of every system, a panel per cell](matrix.png)" in markdown({}, [one], picture=png.name)
+    assert svg.read_text(encoding="utf-8").count("<!-- replay, 2 ranks, 1gbit (shaped) -->") == 1
+    assert save_picture([none], tmp_path) == []
