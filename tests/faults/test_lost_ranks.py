@@ -28,6 +28,7 @@ WHERE = {  # what the others wait for has a number: after a step they are in the
     "in_checkpoint": "synchronisation {next_step}, rank {rank}",
     "before_checkpoint": "synchronisation {next_step}, rank {rank}",
     "in_construction": "synchronisation 0, rank {rank}",
+    "connecting_in_construction": "synchronisation 0, rank {rank}",
     "before_construction": "the making of a process group, rank {rank}",
 }
 OF_THEIR_OWN = ("in_hybrid_backward", "in_expert_backward", "in_launch")  # tests

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import undertow.sync
 from support.processes import run_ranks
 from undertow import DistributedDataParallel, ExpertGroup, PeerFailed, ShardedOptimizer, SyncConfig, save_checkpoint
-from undertow.runtime import private_checkpoint
+from undertow.runtime import private, private_checkpoint
 from undertow.runtime.trailer import TrailerCodec
 from undertow.runtime.weights import Weighing
 
@@ -380,6 +380,11 @@ def in_construction(script: _Script) -> torch.optim.Optimizer:
     return _optimizer(script)  # it has happened before
 
 
+def connecting_in_construction(script: _Script) -> torch.optim.Optimizer:
+    """The others wait for a connection to this rank."""
+    return _optimizer(script)
+
+
 def before_construction(script: _Script) -> torch.optim.Optimizer:
     return _optimizer(script)
 
@@ -398,6 +403,14 @@ def _constructed(script: _Script) -> DistributedDataParallel:
             broadcast(*args, **kwargs)
 
         undertow.sync.broadcast_in_place = broken
+    if point == "connecting_in_construction":
+        new_group = private.new_group
+
+        def broken_group(*args: Any, **kwargs: Any) -> object:
+            script.act()
+            return new_group(*args, **kwargs)
+
+        private.new_group = broken_group
     config = SyncConfig(bucket_cap_mb=1e-4, **script.fault.settings)
     if point == "in_hybrid_backward":
         mesh = init_device_mesh("cpu", (2, script.fault.num_ranks // 2), mesh_dim_names=("replicate", "shard"))

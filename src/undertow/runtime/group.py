@@ -7,10 +7,11 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from undertow.runtime.comm_hook import CommHook
     from undertow.runtime.company import Company
 
+_Result = TypeVar("_Result")
 _LOOK_S = 0.25  # between two looks, while something is waited for, whether a rank is gone; the second one counts
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
@@ -156,9 +158,20 @@ class OwnGroup:
             if member is not None and self.all_meet:
                 member.meet()
             require_no_fault(member)
-            self._group = weakref.ref(self.user.clone())
+            self._group = weakref.ref(self._made())
         if member is not None:
             member.is_made = True
+
+    def _made(self) -> dist.ProcessGroup:
+        """The clone. Gloo connects in a thread that is left behind where a rank is gone: it would wait for that one."""
+        if self.backend != "gloo":
+            return self.user.clone()
+        made: Future[dist.ProcessGroup] = Future()
+        thread = self.worker("undertow-connects")
+        thread.submit(_fill, made, self.user.clone)
+        thread.shutdown()
+        self.wait_until(lambda within_s: bool(wait([made], timeout=within_s).done))
+        return made.result()
 
     def _joins(self) -> Member | None:
         member = join_ring(self.user.ranks, self.rank, self._limits)
@@ -241,6 +254,13 @@ class OwnGroup:
     def close(self) -> None:
         """Destroys the clone; does nothing if torch.distributed has done so already."""
         _destroy(weakref.ref(self))
+
+
+def _fill(future: Future[_Result], make: Callable[[], _Result]) -> None:
+    try:
+        future.set_result(make())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _ends(work: dist.Work, within_s: float) -> bool:
