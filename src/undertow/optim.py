@@ -72,6 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_eager = eager
         self._inners: dict[int, InnerOptimizer] = {}  # by bucket in eager form, else one for all
         self._used: list[dict[str, Any]] = []  # hyper-parameters of the updates in the last backward, by group
+        self._ours: frozenset[int] = frozenset()  # parameters that they are for, by id
         self._sharding: Sharding | None = None
         self._owned: list[Owned] = []
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
@@ -109,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A round begins: whether buckets are updated in it, with hyper-parameters as they are now. Called by the runtime."""
         if not self._is_eager or sharding is not self._sharding:
             return False
-        self._used = self._settings()
+        self._used, self._ours = self._settings(), frozenset(map(id, self._params()))
         return True
 
     @torch.no_grad()
@@ -119,9 +120,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert sharding is not None  # begin_updates has said that it is there
         if bucket in self._inners:
             self._inners[bucket].step(self._used, sharding.settled_gradient)
-        ours = set(map(id, self._params()))
         settled = ((sharding.params[index], grad) for index, grad in sharding.settled(bucket).items())
-        self._stepped.update(param for param, grad in settled if grad is not None and id(param) in ours)
+        self._stepped.update(param for param, grad in settled if grad is not None and id(param) in self._ours)
 
     def keep_company(self, name: str, arguments: dict[str, Any]) -> None:
         """Steps or clips as the other ranks do, on one that has run out of data. Called by the runtime."""
