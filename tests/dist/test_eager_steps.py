@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.ranks import Ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
 from support.sharded import delay, optimizer_for, parameters, require_equal, trained, training
 from undertow import ConfigError, DistributedDataParallel, PeerFailed, PhaseError, SyncConfig
+from undertow.plan import GathersBehind, LaneTimes
 from undertow.schedule import OpKind
 
 MLP = CASES["mlp"]
@@ -387,6 +389,33 @@ def planned() -> None:
 
 def test_rank_0_plans_the_lane_and_all_follow(two_ranks: Ranks) -> None:
     two_ranks.run(planned)
+
+
+def slower_with_gathers_between() -> None:
+    """Whatever is predicted: a step takes 20 ms more where a gather leaves between reductions."""
+    settings: dict[str, Any] = {"reduction": "ordered", "bucket_cap_mb": (1e-4, 1e-3), "num_steps": 36}
+    expected = trained(TIED, "ddp", **settings)
+    are_between = []
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        opt.zero_grad()
+        TIED.loss(ddp, step).backward()
+        opt.step()
+        order = assembly_of(ddp)._gathers_behind
+        are_between.append(order is not None and any(order[:-1]))
+        time.sleep(0.02 * are_between[-1])
+
+    def between(times: LaneTimes) -> GathersBehind:
+        return tuple((bucket,) for bucket in range(times.num_buckets))
+
+    with mock.patch("undertow.tune.tuner.eager_order", between):
+        require_equal(expected, trained(TIED, "zero1", each=each, eager=True, **settings))
+    assert sum(are_between) == 9  # tried, and found to be slower
+    assert not any(are_between[-10:])
+
+
+def test_an_order_that_is_measured_to_be_slower_is_given_up(two_ranks: Ranks) -> None:
+    two_ranks.run(slower_with_gathers_between)
 
 
 def moved() -> None:

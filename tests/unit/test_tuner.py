@@ -285,6 +285,22 @@ def test_shards_stay_where_a_move_costs_more_than_it_gains_in_a_thousand_steps()
         assert decision.predicted_us < 0.9 * decision.present_us
 
 
+def test_gathers_leave_between_reductions_as_long_as_that_is_faster() -> None:
+    world = World(cost=line(100, 0.0003), has_shards=True)
+    plan = walk(tuner := Tuner(), world, world.plan_of_size(MANY), num_looks=4).last
+    predicted = tuner.gathers_behind(plan)
+    assert predicted is not None
+    assert any(predicted[:-1])
+    tuner.learn_order(interleaved_us=100.9, last_us=100.0)  # within what some steps differ by
+    assert tuner.gathers_behind(plan) == predicted
+    tuner.learn_order(interleaved_us=101.1, last_us=100.0)
+    last = tuner.gathers_behind(plan)
+    assert last is not None
+    assert not any(last[:-1])
+    tuner.learn(World(cost=NETWORKS["slow"], has_shards=True).measure(plan))
+    assert tuner.is_interleaved  # another network is another question
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     latency_us=st.floats(10, 5000),

@@ -91,11 +91,15 @@ def eager_order(times: LaneTimes, *, is_quick: bool = False) -> GathersBehind:
 
     `is_quick` does not try to improve it gather by gather.
     """
-    last = times.num_buckets - 1
-    after_all: GathersBehind = (*((),) * last, tuple(_by_need(times, range(last + 1))))
-    orders = [after_all, *(_in_gaps(times, patience) for patience in _PATIENCES)]
+    orders = [gathers_last(times), *(_in_gaps(times, patience) for patience in _PATIENCES)]
     best = min(orders, key=lambda order: lane_period_us(times, order))
     return best if is_quick else _without_late_ones(times, _improved(times, best))
+
+
+def gathers_last(times: LaneTimes) -> GathersBehind:
+    """All gathers behind the last reduction, in the order in which the forward needs them."""
+    num = times.num_buckets
+    return (*((),) * (num - 1), tuple(_by_need(times, range(num))))
 
 
 def _improved(times: LaneTimes, order: GathersBehind) -> GathersBehind:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,13 @@ from undertow.runtime.assembly import Present
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
 from undertow.schedule import Arrivals
+from undertow.trace import StepRecord
 from undertow.tune import Decided, Decision, Outcome, Tuner, array_of_records, decision_from_array, measurement_from_array
 from undertow.tune.tuner import NUM_STEPS_BETWEEN_LOOKS
 
 NUM_STEPS_MEASURED = 5
 _NUM_KEPT = 32
+_NUM_STEPS_TRIED = 10  # in an order of the lane that is new, until it is compared with the one in which we measure
 
 
 class Tuning:
@@ -51,6 +54,8 @@ class Tuning:
         self._is_frozen = is_frozen
         self._num_rounds = 0
         self._order: tuple[Groups, GathersBehind] | None = None  # of the plan with these groups
+        self._compared: set[Groups] = set()
+        self._tried: tuple[Groups, float] | None = None  # whose order has taken so long, microseconds a step
         self._is_measuring = False
         self._now: Present | None = None
         self._sent: tuple[Present, Tensor, dist.Work | None] | None = None  # a decision on its way
@@ -100,6 +105,8 @@ class Tuning:
         while True:
             for num_left in reversed(range(num_rounds)):
                 self._is_measuring = num_left == 0  # the gathers of the next round lie under the first forward that counts
+                if self._is_measuring:
+                    self._look_at_order(at_most=min(NUM_STEPS_MEASURED, num_rounds - 3))
                 yield
             self._arrivals.call_at_each(self._recorder.gradient_arrives)
             for _ in range(NUM_STEPS_MEASURED):
@@ -131,6 +138,21 @@ class Tuning:
         measurement = measurement_from_array(latest.cpu().numpy(), records, measured.plan)
         if measurement is not None:
             self.tuner.learn(measurement)
+            self._compare_orders(measured, records)
+
+    def _look_at_order(self, *, at_most: int) -> None:
+        """Before all gathers go behind the last reduction: how long steps were with some of them between reductions."""
+        now, self._tried = self._now, None
+        if now is None or self._order is None or self._order[0] != now.plan.groups or not any(self._order[1][:-1]):
+            return
+        records = self._recorder.records(generation=now.generation, at_most=at_most) if at_most > 0 else ()
+        if len(records) == at_most > 0:
+            self._tried = now.plan.groups, _usual_us(records)
+
+    def _compare_orders(self, measured: Present, records: Sequence[StepRecord]) -> None:
+        if self._tried is not None and self._tried[0] == measured.plan.groups:
+            self._compared.add(measured.plan.groups)
+            self.tuner.learn_order(interleaved_us=self._tried[1], last_us=_usual_us(records))
 
     def _decide(self, measured: Present) -> None:
         """Rank 0 decides, and the others will hear of it."""
@@ -149,7 +171,14 @@ class Tuning:
         plan = measured.plan
         if decision.groups is not None:
             plan = plan_from_groups(plan.params, decision.groups, num_ranks=plan.num_ranks)
-        return replace(decision, gathers_behind=self.tuner.gathers_behind(plan))
+        order = self.tuner.gathers_behind(plan)
+        is_new = order is not None and any(order[:-1]) and plan.groups not in self._compared
+        next_look = min(decision.next_look, _NUM_STEPS_TRIED) if is_new else decision.next_look
+        return replace(decision, gathers_behind=order, next_look=next_look)
+
+
+def _usual_us(records: Sequence[StepRecord]) -> float:
+    return median(record.step_us for record in records)
 
 
 def _wait(work: dist.Work | None) -> None:

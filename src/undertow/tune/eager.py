@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from undertow.cost import Costs
 from undertow.plan import (
@@ -12,6 +13,7 @@ from undertow.plan import (
     SizeCaps,
     eager_limit_us,
     eager_order,
+    gathers_last,
     group_in_pieces,
     lane_period_us,
     optimal_groups,
@@ -26,11 +28,14 @@ _NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
 _SLACK = 0.002
 
 
-def best_eager_groups(profile: Profile, order: Sequence[int], costs: Costs, *, num_ranks: int, max_bytes: float) -> Optimum:
+def best_eager_groups(
+    profile: Profile, order: Sequence[int], costs: Costs, *, num_ranks: int, max_bytes: float, is_interleaved: bool = True
+) -> Optimum:
     """The shortest period among buckets of several sizes, and among them those that are best with a barrier.
 
-    A parameter above the size is cut.
+    A parameter above the size is cut. Not `is_interleaved`: all gathers leave behind the last reduction.
     """
+    period = partial(eager_period_us, is_interleaved=is_interleaved)
     params = profile.params
     total = sum(spec.num_bytes for spec in params)
     barrier = optimal_groups(
@@ -41,10 +46,10 @@ def best_eager_groups(profile: Profile, order: Sequence[int], costs: Costs, *, n
     caps = [SizeCaps(cap_bytes=size, first_bytes=first) for size in sizes for first in firsts]
     tried = [group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps]
     plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in dict.fromkeys([barrier.groups, *tried])]
-    periods = [(eager_period_us(profile, plan, costs, is_quick=True), len(plan.buckets), at) for at, plan in enumerate(plans)]
+    periods = [(period(profile, plan, costs, is_quick=True), len(plan.buckets), at) for at, plan in enumerate(plans)]
     least_us = min(periods)[0]
     _, _, at = min((num, us, at) for us, num, at in periods if us <= least_us * (1 + _SLACK))
-    period_us = eager_period_us(profile, plans[at], costs)
+    period_us = period(profile, plans[at], costs)
     return Optimum(
         groups=plans[at].groups,
         finish_us=period_us,
@@ -53,10 +58,10 @@ def best_eager_groups(profile: Profile, order: Sequence[int], costs: Costs, *, n
     )
 
 
-def eager_period_us(profile: Profile, plan: Plan, costs: Costs, *, is_quick: bool = False) -> float:
+def eager_period_us(profile: Profile, plan: Plan, costs: Costs, *, is_quick: bool = False, is_interleaved: bool = True) -> float:
     """Of a step with these buckets, in the order in which they are gathered."""
     times = lane_times(profile, plan, costs)
-    return lane_period_us(times, eager_order(times, is_quick=is_quick))
+    return lane_period_us(times, eager_order(times, is_quick=is_quick) if is_interleaved else gathers_last(times))
 
 
 def without_update(profile: Profile) -> Profile:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from undertow.plan import Groups, Plan, finish_us
 from undertow.profile import Profile
 from undertow.tune.decision import Decided, Decision, Outcome
-from undertow.tune.tuner import Tuner, best_and_present, kinds_needed, knows_enough
+from undertow.tune.tuner import Tuner, kinds_needed, knows_enough
 
 _MS = 1e-3  # of a microsecond
 _MAX_TRIED = 64  # of cuts and of merges, spread over the buckets: a plan has hundreds at most
@@ -62,7 +62,7 @@ def explanation(  # the plan, what is known of it, and how it is run
     known = replace(known, network=tuple(_curve_text(profile, kind) for kind in needed))
     if not knows_enough(profile, has_shards=has_shards):
         return known
-    best, present_us = best_and_present(profile, plan, tuner.order, has_shards=has_shards, is_eager=is_eager)
+    best, present_us = tuner.best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
     known = replace(known, predicted_ms=present_us * _MS, limit_ms=best.limit_us * _MS)
     if is_eager:
         return replace(known, best_ms=min(present_us, best.best_us) * _MS)

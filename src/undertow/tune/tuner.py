@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
-from undertow.plan import GathersBehind, Groups, Optimum, Plan, eager_order, finish_us, optimal_groups
+from undertow.plan import GathersBehind, Groups, Optimum, Plan, eager_order, finish_us, gathers_last, optimal_groups
 from undertow.profile import Profile
 from undertow.simulate import lane_times
 from undertow.tune.decision import Decision, Outcome
@@ -26,6 +26,7 @@ _MOST_MOVED_BYTES = 256 * 2**20
 _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 _NUM_WINDOWS = 4  # of samples of the same sizes, and of looks at a plan, so many count
 _NUM_SIZES = 8  # sets of sizes that are remembered
+_FASTER = 0.01  # share of a step by which an order of the lane must be measured to be faster: some steps are too few for less
 _DRIFT = 1.25  # a network, or a computation, that is so much slower or faster than it was is another one
 NUM_STEPS_BETWEEN_LOOKS = 100
 
@@ -72,6 +73,7 @@ class Tuner:
         self._num_moves = 0
         self._promised_us = 0.0  # what the last move was to gain
         self._overrated_us = 0.0  # by so much a promise was not kept
+        self.is_interleaved = True  # gathers between reductions, where buckets are stepped in backward: as long as it pays
 
     @property
     def curves(self) -> dict[str, CostCurve]:
@@ -98,6 +100,13 @@ class Tuner:
         windows.append(samples)
         for oldest in list(of_sizes)[:-_NUM_SIZES]:
             del of_sizes[oldest]
+
+    def learn_order(self, *, interleaved_us: float, last_us: float) -> None:
+        """Takes in how long whole steps were with gathers between reductions, and with all of them behind the last one.
+
+        What lies under the computation slows it where both need the same processors, which no prediction has in it.
+        """
+        self.is_interleaved = interleaved_us <= last_us * (1 + _FASTER)
 
     def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
         """What was learned, as measured under `plan`; None before anything was."""
@@ -130,7 +139,7 @@ class Tuner:
         assert profile is not None  # there is a measurement
         if not knows_enough(profile, has_shards=has_shards):
             return self._try_other_sizes(plan, has_shards=has_shards)
-        best, present_us = best_and_present(profile, plan, self.order, has_shards=has_shards, is_eager=is_eager)
+        best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
         move_us = _move_us(plan, profile.costs()) if has_shards else 0.0
         outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
         if groups is not None and not _may_move(plan, has_shards=has_shards):
@@ -149,7 +158,21 @@ class Tuner:
         profile = self.profile(plan, strategy="zero1")
         if profile is None or not knows_enough(profile, has_shards=True):
             return None
-        return eager_order(lane_times(without_update(profile), plan, profile.costs()))
+        times = lane_times(without_update(profile), plan, profile.costs())
+        return eager_order(times) if self.is_interleaved else gathers_last(times)
+
+    def best_and_present(self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool) -> tuple[Optimum, float]:
+        """The best plan that is known, in the user's order if there is one, and what the present one takes by the same costs."""
+        order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
+        most_bytes = max_bucket_bytes(plan)
+        if is_eager:
+            stepped, how = without_update(profile), self.is_interleaved
+            best = best_eager_groups(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes, is_interleaved=how)
+            return best, eager_period_us(stepped, plan, costs, is_interleaved=how)
+        best = optimal_groups(
+            plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
+        )
+        return best, finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
 
     def _try_other_sizes(self, plan: Plan, *, has_shards: bool) -> Decision:
         """Once for a network: buckets of one size say nothing of what others would take."""
@@ -188,7 +211,7 @@ class Tuner:
             del self._windows[kind]
         if drifted or _has_drifted(before.forward_us + before.backward_us, now.forward_us + now.backward_us):
             self._known.clear()
-            self._num_moves, self._overrated_us, self._has_varied = 0, 0.0, False
+            self._num_moves, self._overrated_us, self._has_varied, self.is_interleaved = 0, 0.0, False, True
 
 
 def _sizes(measurement: Measurement) -> dict[str, set[float]]:
@@ -217,22 +240,6 @@ def knows_enough(profile: Profile, *, has_shards: bool) -> bool:
     """Whether what was measured tells what buckets of other sizes would take."""
     curves = profile.curves
     return all(kind in curves and curves[kind].is_enough for kind in kinds_needed(has_shards=has_shards))
-
-
-def best_and_present(
-    profile: Profile, plan: Plan, order: Sequence[int] | None, *, has_shards: bool, is_eager: bool
-) -> tuple[Optimum, float]:
-    """The best plan that is known, in ready order if not in `order`, and what the present one takes by the same costs."""
-    order, timing, costs = profile.order if order is None else order, profile.timing, profile.costs()
-    most_bytes = max_bucket_bytes(plan)
-    if is_eager:
-        stepped = without_update(profile)
-        best = best_eager_groups(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
-        return best, eager_period_us(stepped, plan, costs)
-    best = optimal_groups(
-        plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
-    )
-    return best, finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
 
 
 def max_bucket_bytes(plan: Plan) -> float:
