@@ -118,6 +118,7 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
     model = workload.make_model()
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     right = truth.right_parameters(model, batch, group)
+    bounds = truth.bounds_of(start, right, truth.right_parameters(workload.make_model(), batch, group, is_reversed=True))
     sizes = [[param.numel(), param.numel() * param.element_size()] for param in model.parameters()]
     del model
     result: dict[str, Any] = {"calibration": calibration, "params": sizes, "systems": {}}
@@ -128,7 +129,7 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
         result["systems"][system.name] = seat.report
         if seat.player is None or "error" in seat.report:
             continue
-        if system.is_averaged and (wrong := truth.wrong_parameters(seat.player.system, start, right)):
+        if system.is_averaged and (wrong := truth.wrong_parameters(seat.player.system, right, bounds)):
             seat.report["error"] = f"trains wrongly: {', '.join(wrong[:3])} and {len(wrong)} in all are not the reference's"
             continue
         if job.num_turns:
