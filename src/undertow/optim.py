@@ -115,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, bucket: int) -> None:
-        """Updates this rank's parts of a bucket that is reduced. Called by the runtime, in a thread or on a stream of its own."""
+        """Updates this rank's parts of a bucket that is reduced. Called by the runtime, from a thread of its own."""
         sharding = self._sharding
         assert sharding is not None  # begin_updates has said that it is there
         if bucket in self._inners:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.models import CASES, WHOLE, Branches, Case, noise
+from support.models import CASES, Branches, Case, noise
 from support.ranks import Ranks
 from support.sharded import require_equal, trained
 from undertow import DistributedDataParallel
@@ -30,22 +28,6 @@ def same_as_ddp(case: str, strategy: str) -> None:
 @pytest.mark.parametrize(("case", "strategy"), [("mlp", "zero1"), ("tied transformer", "zero1"), ("convolutions", "zero2")])
 def test_eager_steps_have_the_bits_of_plain_ones(ranks: Ranks, case: str, strategy: str) -> None:
     ranks.run(same_as_ddp, case, strategy)
-
-
-def natively(strategy: str) -> None:
-    """By the backend's own collectives and without a thread, as where nothing is posted: what NCCL would be asked for."""
-    with mock.patch("undertow.runtime.native_exchange._BACKENDS_TO_POST_ON", ()):
-        names = {thread.name for thread in threading.enumerate()}
-        same_as_ddp("tied transformer", strategy)
-        assert {thread.name for thread in threading.enumerate()} <= names
-        settings: dict[str, Any] = {"num_steps": 8, "reduction": "native", **SMALL}
-        expected = trained(WHOLE, strategy, "SGD", **settings)
-        require_equal(expected, trained(WHOLE, strategy, "SGD", eager=True, **settings))
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_the_collectives_of_a_backend_do_the_same(ranks: Ranks, strategy: str) -> None:
-    ranks.run(natively, strategy)
 
 
 def same_with(optimizer: str) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
 import pytest
 
 from faults.conftest import Record
@@ -80,3 +86,46 @@ def test_process_groups_may_be_destroyed_right_after_the_error(point: str, kind:
 def test_a_rank_is_named_in_other_rows_and_columns_and_with_other_experts_too(point: str, faulty: int, record: Record) -> None:
     fault = Fault("killed", point, rank=faulty, num_ranks=4)
     record(f"killed {point.replace('_', ' ')}", require_gone(fault, outcomes(fault)))
+
+
+SURVIVES = """
+    import contextlib, os, signal, sys, torch, torch.distributed as dist
+    import undertow
+
+    rank, port = int(sys.argv[1]), sys.argv[2]
+    at = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=2)
+    model = undertow.DistributedDataParallel(torch.nn.Linear(4, 4))
+    with contextlib.suppress(undertow.RankLost):
+        for step in range(9):
+            if (rank, step) == (1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(2, 4)).sum().backward()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=at, rank=0, world_size=1)
+    if sys.argv[3] == "closes":
+        model.close()
+    again = undertow.DistributedDataParallel(torch.nn.Linear(4, 4))
+    again(torch.ones(2, 4)).sum().backward()
+    print("trained again")
+"""
+
+
+@pytest.mark.parametrize("ending", ["closes", "leaves it"])
+def test_a_survivor_may_begin_anew_in_the_same_process(ending: str) -> None:
+    """And has nothing to say when it ends."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-c", textwrap.dedent(SURVIVES)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), port, ending], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    (said, complaints), _ = [rank.communicate(timeout=120) for rank in ranks]
+    assert said.splitlines() == ["trained again"]
+    assert "Traceback" not in complaints
+    assert ranks[0].returncode == 0

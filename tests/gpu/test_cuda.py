@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
@@ -109,28 +108,6 @@ def sharded_over_gloo() -> str:
 def test_shards_on_devices_need_another_backend_than_gloo(two_ranks: Ranks) -> None:
     for text in two_ranks.run(sharded_over_gloo):
         assert "gloo sends and receives from the host's memory only" in text
-
-
-def eager_on_streams(eager: bool) -> list[torch.Tensor]:
-    """By the backend's own collectives, as NCCL would do it: with gloo's, for ranks share the device."""
-    with mock.patch("undertow.runtime.native_exchange._BACKENDS_TO_POST_ON", ()):
-        model = DistributedDataParallel(make_model(), config=SyncConfig(strategy="zero1", bucket_cap_mb=0.03))
-        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.01, eager=eager)
-        try:
-            for step in range(8):
-                optimizer.zero_grad()
-                x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).cuda()
-                model(x).square().mean().backward()
-                optimizer.step()
-            model.wait()
-            return [param.detach().cpu() for param in model.parameters()]
-        finally:
-            model.close()
-
-
-def test_eager_steps_on_a_stream_have_the_bits_of_those_with_a_barrier(two_ranks: Ranks) -> None:
-    for late, early in zip(two_ranks.run(eager_on_streams, False), two_ranks.run(eager_on_streams, True), strict=True):
-        assert all(map(torch.equal, late, early))
 
 
 def sync_batch_norm() -> tuple[bool, bool]:

@@ -111,17 +111,6 @@ class Case:
         return self.make()
 
 
-class Whole(nn.Module):
-    """Gradients are sums of whole numbers, which are exact in any order, and do not depend on the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 3) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([layer(x * (at + 1)) for at, layer in enumerate(self.layers)]).sum()
-
-
 def _tokens(step: int) -> Tensor:
     return torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(1000 * dist.get_rank() + step))
 
@@ -135,4 +124,3 @@ CASES = {
     ),
     "oddities": Case(Oddities, lambda model, step: model(noise(5, 3, step=step)).square().mean() * 1e-3),
 }
-WHOLE = Case(Whole, lambda model, step: model(noise(5, 5, step=step).mul(4).round()))

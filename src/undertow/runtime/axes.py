@@ -43,9 +43,14 @@ class Axes:
         self.inside, self.across = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
         self._updating = all_ranks.worker("undertow-updates")
 
+    @property
+    def can_step_in_backward(self) -> bool:
+        """Whether `after_reductions` is there."""
+        return isinstance(self.inside, PostedExchanges)
+
     def after_reductions(self, work: Callable[[], object]) -> Handle:
         """Starts `work`, which waits for the last reduction that was started, where it keeps no other one; one at a time."""
-        if self.across is None or not isinstance(self.inside, PostedExchanges):
+        if self.across is None and isinstance(self.inside, PostedExchanges):
             return self.inside.after_reductions(work)
         # The threads that complete exchanges across have the next reduction to complete.
         started = Exchange(self._groups[0])

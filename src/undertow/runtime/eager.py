@@ -1,6 +1,6 @@
 """Steps in eager form: a bucket is stepped as soon as it is reduced, while backward goes on.
 
-reduce-scatter ──> settle (this rank's part of the mean) ──> update ──> all-gather        on threads or a stream of the exchanges
+reduce-scatter ──> settle (this rank's part of the mean) ──> update ──> all-gather        on the threads of the exchanges
 backward over ──> bind ──> step(): confirms what was updated                              on the training thread
 """
 
@@ -24,10 +24,7 @@ class BucketStepper(Protocol):
         ...
 
     def update(self, bucket: int) -> None:
-        """Steps this rank's parts of a bucket, whose gradients are settled; never two at a time.
-
-        From another thread than that which trains, or in backward on another stream.
-        """
+        """Steps this rank's parts of a bucket, whose gradients are settled; never two at a time, not in the training thread."""
         ...
 
 
@@ -69,7 +66,7 @@ class EagerSteps:
 
 
 def eager_steps_over(axes: Axes, *, overlap: bool) -> EagerSteps | None:
-    """None for a rank alone, which sends nothing; ConfigError where nothing may lie under backward."""
+    """None for a rank alone, which sends nothing; ConfigError where buckets cannot be stepped in backward."""
     if not overlap:
         raise ConfigError(
             "eager=True steps under backward, and overlap=False lets nothing lie there.",
@@ -78,4 +75,10 @@ def eager_steps_over(axes: Axes, *, overlap: bool) -> EagerSteps | None:
         )
     if axes.num_ranks == 1:
         return None
+    if not axes.can_step_in_backward:
+        raise ConfigError(
+            f"eager=True is not built yet for {axes.inside.group.backend}: buckets would have to be stepped on a stream.",
+            where="ShardedOptimizer",
+            remedy="Leave it out: gathers lie under the next forward.",
+        )
     return EagerSteps(axes)

@@ -60,20 +60,11 @@ class Exchanges(Protocol):
         """
         ...
 
-    def all_gather(
-        self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] | None = None
-    ) -> Handle:
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
         """Starts to fill `flat`, of which this rank has its part, with every other rank's, and calls `then` at the end.
 
         flat: [number of ranks * part]. `number` tells gathers that are under way from each other. `first` is called before
         anything of `flat` is sent, and may wait for it.
-        """
-        ...
-
-    def after_reductions(self, work: Callable[[], object]) -> Handle:
-        """Starts `work`, which waits for reductions that were started before, where the computation does not wait; one at a time.
-
-        Posted: in a thread, where those are complete or have failed. Of the backend: now, on a stream that waits in its place.
         """
         ...
 
@@ -143,17 +134,15 @@ class PostedExchanges:
         before.on_done(start)
         return exchange
 
-    def all_gather(
-        self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] | None = None
-    ) -> Exchange:
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Exchange:
         def post() -> _Posted:
-            if first is not None:
-                first()
+            first()
             return self._post_all_gather(flat, then, _GATHER_TAG + number)
 
         return self._start(Exchange(self.group), post, self._gathering)
 
     def after_reductions(self, work: Callable[[], object]) -> Exchange:
+        """Starts `work` where all reductions that were started so far are complete or have failed; one at a time."""
         return self._start(Exchange(self.group), lambda: _Posted((), work), self._adding)
 
     def close(self) -> None:

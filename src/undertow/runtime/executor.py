@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -116,14 +115,11 @@ class Executor:
         if self._finite is not None:
             self._finite.begin()
         self._signatures.clear()
-        this_round.readings += filter(None, map(Snapshot.read, self._take_snapshots()))
-
-    def _take_snapshots(self) -> list[Snapshot]:
-        """Those of rounds of which all have come: the last trailer says why signatures before it differ."""
-        awaited = next((snapshot.number for snapshot in self._snapshots if not snapshot.is_there()), math.inf)
-        come = [snapshot for snapshot in self._snapshots if snapshot.number < awaited]
-        del self._snapshots[: len(come)]  # they are in the order of rounds
-        return come
+        for snapshot in [snapshot for snapshot in self._snapshots if snapshot.is_there()]:
+            self._snapshots.remove(snapshot)
+            reading = snapshot.read()
+            if reading is not None:
+                this_round.readings.append(reading)
 
     def run(self, ops: Sequence[Op]) -> None:
         """Issues `ops` in the given order."""
@@ -330,7 +326,7 @@ class Executor:
         """Reads the trailer: positions of parameters that are unused here and were used on another rank."""
         trailer = self._trailers[index]
         if not self._must_read_now(index, this_round):
-            self._snapshots.append(trailer.snapshot(this_round.number))
+            self._snapshots.append(trailer.snapshot())
             return ()
         if index == len(self._bindings) - 1:
             this_round.busy_ms = trailer.busy_ms()

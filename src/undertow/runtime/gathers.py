@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from undertow.errors import PhaseError
 from undertow.runtime import private
@@ -38,15 +37,14 @@ class Gathers:
         num_bytes = params.flat.numel() * params.flat.element_size()
         self._recorder.gather_launches(bucket, num_bytes=num_bytes)
 
-        then = params.copy_out if is_read else int
-        first = None if step is None else partial(self._leaves, bucket, step)
-        handle = self._exchanges.all_gather(params.flat, number=bucket, then=then, first=first)
+        def first() -> None:
+            if step is not None:
+                step.wait()
+                self._recorder.gather_leaves(bucket)
+
+        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
         self._recorder.gather_launched(bucket, handle)
         self.in_flight[bucket] = handle
-
-    def _leaves(self, bucket: int, step: Handle) -> None:
-        step.wait()
-        self._recorder.gather_leaves(bucket)
 
     def step_begins(self, bucket: int) -> None:
         """This rank's shard is written from now on, while backward goes on in this thread."""

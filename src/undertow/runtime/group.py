@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -184,23 +185,31 @@ class OwnGroup:
         return Waiting(self.member, what)
 
     def complete(self, work: dist.Work) -> None:
-        """Returns when `work` is complete (of a device: when the current stream waits for it); raises what has failed."""
-        if self.device.type == "cpu":
-            self.wait_until(partial(_ends, work))
-        else:
+        """Returns when `work` is complete (of a device: when the current stream waits for it); raises what has failed.
+
+        RuntimeError where it never will be, for a rank is gone: the group then stays, as the thread does that is in it.
+        """
+        if self.device.type != "cpu":
             work.wait()
+        elif not self._comes_to_an_end(partial(_ends, work)):
+            group = None if self._group is None else self._group()
+            if group is not None:
+                private.leave_behind(group)
+            raise _cut()
 
     def wait_until(self, ends: Callable[[float], bool]) -> None:
-        """Returns when something has ended: `ends(within_s)` says whether it has. RuntimeError where a rank is gone.
+        """Returns when something has ended: `ends(within_s)` says whether it has. RuntimeError where it never will."""
+        if not self._comes_to_an_end(ends):
+            raise _cut()
 
-        Gloo fails what is under way when it closes a connection, but for a message of which a part is in the socket: that one
-        never ends.
-        """
+    def _comes_to_an_end(self, ends: Callable[[float], bool]) -> bool:
+        """Gloo fails what is under way when it closes a connection, but for a message of which a part is in the socket."""
         is_broken = False
         while not ends(_LOOK_S):
             if is_broken:
-                raise RuntimeError("the connection to another rank was closed in the middle of a message.")
+                return False
             is_broken = self.is_broken
+        return True
 
     def worker(self, name: str) -> Worker:
         """A thread that waits for other ranks, and that the process does not wait for at exit where one of them is lost."""
@@ -263,11 +272,17 @@ def _fill(future: Future[_Result], make: Callable[[], _Result]) -> None:
         future.set_exception(error)
 
 
+def _cut() -> RuntimeError:
+    return RuntimeError("the connection to another rank was closed in the middle of a message.")
+
+
 def _ends(work: dist.Work, within_s: float) -> bool:
+    until_s = time.monotonic() + within_s
     try:
         work.wait(timedelta(seconds=within_s))
     except RuntimeError:
         if not work.is_completed():  # only the time is over
+            time.sleep(max(0.0, until_s - time.monotonic()))  # or the work cannot wait for a time
             return False
         work.wait()  # returns at once, or raises what has failed
     return True
@@ -369,7 +384,7 @@ class Agreement:
         """Whether all ranks have given the same; waits."""
         assert self._work is not None  # async_op on a rank of the group
         with self._group.waiting("the comparison of all ranks' parameters"):
-            self._work.wait()
+            self._group.complete(self._work)
         return all(torch.equal(digest, self._digests[0]) for digest in self._digests)
 
     def require(self) -> None:
@@ -386,7 +401,9 @@ def _all_gather(group: OwnGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
     mine = tensor.to(group.device)
     received = [torch.empty_like(mine) for _ in range(group.num_ranks)]
     with group.waiting("the comparison of all ranks' parameters"):
-        dist.all_gather(received, mine, group=group.process_group)
+        work = dist.all_gather(received, mine, group=group.process_group, async_op=True)
+        assert work is not None  # async_op on a rank of the group
+        group.complete(work)
     return [row.cpu() for row in received]
 
 

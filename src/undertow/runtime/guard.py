@@ -284,7 +284,8 @@ class Guard:
         for ring in self._rings.values():
             for member in list(ring.members.values()):
                 if member.known_fault is not None:  # the process may abort where broken groups are still there when it ends
-                    member.destroy()
+                    with contextlib.suppress(RuntimeError, ValueError):  # of one; the others, and who listens, come all the same
+                        member.destroy()
         for ring in list(self._rings.values()):
             self.ends(ring)
         self._is_over = True

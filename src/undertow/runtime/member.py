@@ -46,7 +46,7 @@ class Member:
         self.is_told = True
         self.left: dict[int, Fault] = {}  # ranks that have closed the model
         self.borrowed: Any = None  # a group of the user's, to be interrupted as well
-        self._places: dict[int, str] = {}
+        self._places: dict[int, tuple[float, str]] = {}  # since when ranks stand there
 
     @property
     def known_fault(self) -> Fault | None:
@@ -96,14 +96,16 @@ class Member:
         ring = self.ring
         ring.say("stands", number=self.number, text=mine)
         with ring.condition:
+            earliest_s = time.monotonic() - ANSWERS_S  # what is older was said about something else
+            self._places = {rank: place for rank, place in self._places.items() if place[0] >= earliest_s}
             ring.condition.wait_for(lambda: self.known_fault or len(self._places) == ring.num_ranks, timeout=ANSWERS_S)
             places, self._places = self._places, {}
-        return places
+        return {rank: text for rank, (_, text) in places.items()}
 
     def hears_where(self, rank: int, text: str) -> None:
         """From the thread that listens, or this rank's own."""
         with self.ring.condition:
-            self._places[rank] = text
+            self._places[rank] = time.monotonic(), text
             self.ring.condition.notify_all()
 
     def reason(self, error: BaseException) -> Fault | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -75,6 +74,7 @@ class NativeExchanges:
             add_up()
             if self._divisor != 1 and not is_divided:
                 shard.div_(self._divisor)
+            _used_here(parts)  # held until now: NCCL reads it
 
         return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
 
@@ -90,11 +90,16 @@ class NativeExchanges:
         add_up()
         own = total.div_(self._divisor).to(padded.dtype)
         gathering = private.all_gather_async(padded, own, pg)
-        return _NativeExchange([gathering], lambda: tensor.copy_(_used_here(padded)[: tensor.numel()]))
+
+        def finish() -> None:
+            tensor.copy_(_used_here(padded)[: tensor.numel()])
+            _used_here(own)  # held until now: NCCL reads it
+
+        return _NativeExchange([gathering], finish)
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
         pg = self.group.process_group
-        with self._stream_behind():
+        with self._stream_behind(tensor):
             before.wait()
             trailers = _started(dist.all_reduce(trailer, group=pg, async_op=True))
             if self._in_order:
@@ -104,51 +109,42 @@ class NativeExchanges:
             work = _started(dist.all_reduce(sent, group=pg, async_op=True))
         return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)))
 
-    def all_gather(
-        self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] | None = None
-    ) -> Handle:
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
+        first()
         own = flat.view(self.group.num_ranks, -1)[self.group.rank]
-        with nullcontext() if first is None else self._stream_behind():
-            if first is not None:
-                first()
-            return _NativeExchange([private.all_gather_async(flat, own, self.group.process_group)], then)
-
-    def after_reductions(self, work: Callable[[], object]) -> Handle:
-        with self._stream_behind() as stream:
-            work()
-            return _NativeExchange([] if stream is None else [stream.record_event()], int)
+        return _NativeExchange([private.all_gather_async(flat, own, self.group.process_group)], then)
 
     def close(self) -> None:
         """Nothing of ours is left behind."""
 
-    @contextmanager
-    def _stream_behind(self) -> Iterator[torch.cuda.Stream | None]:
-        """Where to wait for a collective without keeping the computation; None where there are no streams."""
-        if self.group.device.type != "cuda":
-            yield None
-            return
+    def _stream_behind(self, tensor: Tensor) -> AbstractContextManager[object]:
+        """Where to wait for a collective without keeping the computation."""
+        if tensor.device.type != "cuda":
+            return nullcontext()
         if self._behind is None:
-            self._behind = torch.cuda.Stream(self.group.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._behind):
-            yield self._behind
+            self._behind = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._behind)
 
     def _exchanged(self, parts: Tensor, *, into: Tensor) -> tuple[dist.Work, Callable[[], object]]:
         received = torch.empty_like(parts)
         work = dist.all_to_all_single(received, parts, group=self.group.process_group, async_op=True)
         rows = list(received.view(self.group.num_ranks, -1))
-        return _started(work), lambda: sum_in_order([_used_here(row) for row in rows], into=into, rows=self._rows)
 
+        def add_up() -> None:
+            sum_in_order([_used_here(row) for row in rows], into=into, rows=self._rows)
+            _used_here(parts)  # held until now: NCCL reads it
 
-class _Waitable(Protocol):
-    """A collective, or an event of a stream."""
-
-    def wait(self) -> object: ...
+        return _started(work), add_up
 
 
 class _NativeExchange:
-    """A handle of collectives, and of what is to be done with what they bring."""
+    """A handle of collectives, and of what is to be done with what they bring.
 
-    def __init__(self, works: Sequence[_Waitable], finish: Callable[[], object]) -> None:
+    `finish` holds what they read. A backend lets go of it as soon as any stream waits for the collective, such as that of a
+    clock: the memory would be written again by a stream that has not waited.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
         self.works = works
         self._finish: Callable[[], object] | None = finish
         self._callbacks: list[Callable[[object], None]] = []

@@ -47,7 +47,7 @@ class ObservedOrder:
         order, work = self._sent
         self._sent = None
         with self._group.waiting("the order of rank 0's gradients"):
-            work.wait()
+            self._group.complete(work)
         return order.tolist()
 
     def close(self) -> None:

@@ -109,17 +109,21 @@ def is_gone(rank: int) -> bool:
 def interrupt(group: dist.ProcessGroup) -> None:
     """Has everything that is under way over a group of ours fail, here and then on the other ranks; the group is broken.
 
-    A receive of gloo's that does not end in time closes all connections of its group. What gloo has of the group is then
-    kept for ever: a thread of it may be in the middle of a message, where it stays, and whoever lets go of it last waits
-    for its threads.
+    A receive of gloo's that does not end in time closes all connections of its group.
     """
     gloo = _gloo_of(group)
     with contextlib.suppress(RuntimeError):
         if gloo is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
             gloo.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
         else:
             group.abort()
+
+
+def leave_behind(group: dist.ProcessGroup) -> None:
+    """Keeps what gloo has of a group for ever, for a thread of it never comes back: whoever lets go of it last would wait."""
+    gloo = _gloo_of(group)
+    if gloo is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo._get_backend(torch.device("cpu"))))
 
 
 def gloo_device() -> Any:

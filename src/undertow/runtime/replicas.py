@@ -81,7 +81,7 @@ class Replicas:
         while self._sent:
             sent = self._sent.pop(0)
             with self._group.waiting("the comparison of all ranks' parameters"):
-                sent.work.wait()
+                self._group.complete(sent.work)
             sent.require_alike()
 
 

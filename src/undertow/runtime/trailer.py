@@ -84,15 +84,15 @@ class TrailerCodec:
         """What the reduced trailer says; None where every rank used what this one did and had nothing to report. Waits."""
         return self.parse(self._trailer(), self._mine)
 
-    def snapshot(self, number: int) -> Snapshot:
-        """The reduced trailer of synchronisation `number`, to be read when a copy on the current stream has come to the host."""
+    def snapshot(self) -> Snapshot:
+        """The reduced trailer, to be read when a copy on the current stream has come to the host."""
         reduced, mine = (
             torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
             for part in (self._trailer(), self._mine)
         )
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return Snapshot(number, self, reduced, mine, copied)
+        return Snapshot(self, reduced, mine, copied)
 
     def parse(self, trailer: Tensor, mine: Tensor) -> Reading | None:
         """What `trailer` says to a rank that wrote `mine`; None where every rank wrote the same and reported nothing."""
@@ -149,7 +149,6 @@ class TrailerCodec:
 class Snapshot:
     """A reduced trailer on its way from a device to the host, which does not wait for it."""
 
-    number: int  # of the synchronisation
     codec: TrailerCodec
     reduced: Tensor  # pinned
     mine: Tensor  # pinned

@@ -69,7 +69,7 @@ class Tuning:
         decided_on, numbers, work = self._sent
         self._sent = None
         with self._group.waiting("rank 0's plan"):
-            _wait(work)
+            self._wait(work)
         decision = decision_from_array(numbers.cpu().numpy(), decided_on.plan.params)
         if decision.groups is not None and decided_on != present:
             decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None, gathers_behind=None)
@@ -134,7 +134,7 @@ class Tuning:
         work = dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group.process_group, async_op=True)
         yield
         with self._group.waiting("the times of all ranks"):
-            _wait(work)
+            self._wait(work)
         measurement = measurement_from_array(latest.cpu().numpy(), records, measured.plan)
         if measurement is not None:
             self.tuner.learn(measurement)
@@ -165,6 +165,10 @@ class Tuning:
         work = dist.broadcast(numbers, group=self._group.process_group, group_src=0, async_op=True)
         self._sent = measured, numbers, work
 
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None  # async_op on a rank of the group
+        self._group.complete(work)
+
     def _with_order(self, decision: Decision, measured: Present) -> Decision:
         if not measured.is_eager:
             return decision
@@ -179,8 +183,3 @@ class Tuning:
 
 def _usual_us(records: Sequence[StepRecord]) -> float:
     return median(record.step_us for record in records)
-
-
-def _wait(work: dist.Work | None) -> None:
-    assert work is not None  # async_op on a rank of the group
-    work.wait()

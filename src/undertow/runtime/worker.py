@@ -56,12 +56,19 @@ class _Thread(threading.Thread):
     def start(self) -> None:
         atexit.register(self._is_waited_for)
         self._finalizer = multiprocessing.util.Finalize(None, self._is_waited_for, exitpriority=200)  # ends without atexit
-        super().start()
+        try:
+            super().start()
+        except RuntimeError:  # there are too many
+            self._is_forgotten()
+            raise
 
     def run(self) -> None:
         while (item := self.work.get()) is not None:
             item()
             del item  # or its tensors would stay alive until the next one
+        self._is_forgotten()
+
+    def _is_forgotten(self) -> None:
         atexit.unregister(self._is_waited_for)
         self._finalizer.cancel()
 
