@@ -405,6 +405,9 @@ def slower_with_gathers_between() -> None:
         are_between.append(order is not None and any(order[:-1]))
         time.sleep(0.02 * are_between[-1])
 
+        if step == 35:
+            assert ddp.explain(show=False).why.endswith("measured to be faster than between reductions")
+
     def between(times: LaneTimes) -> GathersBehind:
         return tuple((bucket,) for bucket in range(times.num_buckets))
 
