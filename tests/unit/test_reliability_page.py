@@ -33,7 +33,7 @@ def test_the_report_of_the_page_is_ours() -> None:
 
 
 def test_what_the_page_says_of_links_is_ours() -> None:
-    fault = faults.unreachable([2], by=0, silent_s=6.2)
+    fault = faults.unreachable([2], by=0, silent_s=5.2)
     assert ERRORS["RankLost"] == f"RankLost: {fault.error('synchronisation 118, rank 0')}"
     table = Table()
     for rank, to in enumerate(
