@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from undertow.config import SyncConfig
-from undertow.errors import UndertowError
+from undertow.errors import PeerFailed, UndertowError
 from undertow.runtime import faults
 from undertow.runtime.endings import raised, tell_before_end
 from undertow.runtime.faults import Fault, State
@@ -148,6 +148,12 @@ class Ring:
             self.condition.notify_all()
         for other in [it for it in list(self.members.values()) if text and it.borrowed is not None]:
             self._latch(fault, other)  # whose connections last as long as that process
+
+    def counts_failures(self, member: Member) -> None:
+        """Who has left a model with an error is waited for from now on, if any has."""
+        for fault in self._gone(member).values():
+            if fault.kind is PeerFailed:
+                self._latch(fault, member)
 
     def _answer(self, member: Member, *, has_asked: bool) -> None:
         if not has_asked:

@@ -96,12 +96,13 @@ def over_users(group: dist.ProcessGroup | None) -> Iterator[None]:
     ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
     ring = GUARD.ring_of(ranks, dist.group.WORLD)
     member = None if ring is None else next(iter(ring.members.values()), None)
-    if member is None:
+    if ring is None or member is None:
         yield
         return
     member.borrowed, before = group, member.borrowed
     try:
-        require_no_fault(member)  # behind that: what comes later interrupts the group
+        ring.counts_failures(member)  # behind that: what comes later interrupts the group
+        require_no_fault(member)
         with Waiting(member, ""):
             yield
     finally:
