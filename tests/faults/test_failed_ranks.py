@@ -106,3 +106,26 @@ def test_the_way_a_script_ends_is_told(fault: str, told: str, tmp_path: Path) ->
     first = first.replace("[rank0]: ", "")  # torch's hook puts it before each line
     assert re.search(rf"^undertow\.errors\.{re.escape(told)}$", first, re.MULTILINE), first
     assert ("ValueError: row 7 has no label" in second) == ("ValueError" in told)
+
+
+ALONE = (
+    'import atexit, time; atexit.register(time.sleep, 15); raise undertow.PhaseError("no batch.", where="here", remedy="None.")'
+)
+
+
+def test_an_error_of_ours_that_one_rank_alone_raises_is_told_though_its_process_is_long_in_ending(tmp_path: Path) -> None:
+    """Errors that all ranks raise they raise at once: who still waits two seconds later waits for a rank that will not come."""
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT).replace("{fault}", ALONE)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "here")], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = ranks[0].communicate(timeout=60)[1]
+        assert ranks[1].poll() is None  # its connections were still there
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert "PeerFailed: rank 1 has failed: undertow.errors.PhaseError: no batch." in said

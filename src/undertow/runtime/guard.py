@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import itertools
 import logging
+import math
 import multiprocessing.util
 import os
 import queue
@@ -39,6 +40,7 @@ _Heard = tuple["Ring", Neighbour, list[Message], bool]
 
 _log = logging.getLogger("undertow")
 _TICK_S = 2.0  # at most, between two looks at how long we wait
+_ENDS_S = 2.0  # that this rank has to raise the same where another one has ended with an error of ours
 _FLUSH_S = 1.0  # that neighbours have to take our last words
 _GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
 _MAX_SEEN = 4096
@@ -58,6 +60,7 @@ class Ring:
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self.opened: dict[int, set[int]] = {}
         self.ended: dict[int, Fault] = {}  # ranks whose process has ended well
+        self._failed_s = math.inf  # since when one has ended with an error that all ranks may be about to raise
         self.links = Links()
         self._numbers = itertools.count()
         self._meetings = itertools.count()
@@ -145,15 +148,18 @@ class Ring:
         fault = faults.failed(rank, text) if text else faults.finished(rank, num_steps)
         with self.condition:
             (self.ended if member is None else member.left)[rank] = fault
+            self._failed_s = min(self._failed_s, time.monotonic()) if text else self._failed_s
             self.condition.notify_all()
         for other in [it for it in list(self.members.values()) if text and it.borrowed is not None]:
             self._latch(fault, other)  # whose connections last as long as that process
 
     def counts_failures(self, member: Member) -> None:
         """Who has left a model with an error is waited for from now on, if any has."""
-        for fault in self._gone(member).values():
-            if fault.kind is PeerFailed:
-                self._latch(fault, member)
+        for fault in self._failures(member):
+            self._latch(fault, member)
+
+    def _failures(self, member: Member) -> list[Fault]:
+        return [fault for fault in self._gone(member).values() if fault.kind is PeerFailed]
 
     def _answer(self, member: Member, *, has_asked: bool) -> None:
         if not has_asked:
@@ -172,6 +178,9 @@ class Ring:
 
     def _look_at(self, member: Member) -> None:
         now_s, waited_s = time.monotonic(), member.waited_s()
+        if min(waited_s, now_s - self._failed_s) > _ENDS_S:  # an error of its own, and its process may be long in ending
+            for fault in self._failures(member):
+                member.fails(fault)
         has_answers = member.asking is not None and now_s > member.asked_s + ANSWERS_S
         if member.asking is not None and has_answers and not member.is_told:
             member.is_told = True
