@@ -32,6 +32,12 @@ def backward(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int
     MLP.loss(ddp, step).backward()
 
 
+def tied_step(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
+    opt.zero_grad()
+    TIED.loss(ddp, step).backward()
+    opt.step()
+
+
 def one_step(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
     backward(ddp, opt, step)
     opt.step()
@@ -174,9 +180,7 @@ def delayed(kind: OpKind, late_rank: int) -> None:
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step == 1:
             delay(ddp, kind, late_rank, seconds=0.004)
-        opt.zero_grad()
-        TIED.loss(ddp, step).backward()
-        opt.step()
+        tied_step(ddp, opt, step)
 
     require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
 
@@ -202,9 +206,7 @@ def delayed_in_threads(where: str) -> None:
                 return act(*args, **kwargs)
 
             setattr(owner, where, late)
-        opt.zero_grad()
-        TIED.loss(ddp, step).backward()
-        opt.step()
+        tied_step(ddp, opt, step)
 
     require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
 
@@ -229,9 +231,7 @@ def interleaved() -> None:
             assembly = assembly_of(ddp)
             assembly.interleave(behind)
             ddp.sync._engine.formation.watch.tuning._order = (ddp.plan.groups, behind)
-        opt.zero_grad()
-        TIED.loss(ddp, step).backward()
-        opt.step()
+        tied_step(ddp, opt, step)
 
     require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=8, each=each, eager=True, **ORDERED))
 
@@ -372,9 +372,7 @@ def planned() -> None:
     orders = []
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-        opt.zero_grad()
-        TIED.loss(ddp, step).backward()
-        opt.step()
+        tied_step(ddp, opt, step)
         orders.append(assembly_of(ddp)._gathers_behind)
 
     require_equal(expected, trained(TIED, "zero1", each=each, eager=True, **settings))
@@ -398,9 +396,7 @@ def slower_with_gathers_between() -> None:
     are_between = []
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-        opt.zero_grad()
-        TIED.loss(ddp, step).backward()
-        opt.step()
+        tied_step(ddp, opt, step)
         order = assembly_of(ddp)._gathers_behind
         are_between.append(order is not None and any(order[:-1]))
         time.sleep(0.02 * are_between[-1])
@@ -447,9 +443,7 @@ def saved_after_every_step() -> None:
 def _saved(ddp: DistributedDataParallel, opt: Any) -> list[dict[str, Tensor]]:
     found = []
     for step in range(4):
-        opt.zero_grad()
-        TIED.loss(ddp, step).backward()
-        opt.step()
+        tied_step(ddp, opt, step)
         state = opt.full_state_dict()["state"]
         tensors = {f"{number} {key}": value.clone() for number, of_param in state.items() for key, value in of_param.items()}
         found.append(tensors | {name: value.clone() for name, value in ddp.state_dict().items()})

@@ -76,6 +76,16 @@ SCRIPT = """
 """
 
 
+def started(fault: str, directory: Path) -> list[subprocess.Popen[str]]:
+    """Two processes that train; the second one does what `fault` says."""
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT).replace("{fault}", fault)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen([*command, str(rank), str(directory / "here")], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+
+
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -90,12 +100,7 @@ SCRIPT = """
     ids=["exception", "exit", "exit that closes", "without a word"],
 )
 def test_the_way_a_script_ends_is_told(fault: str, told: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT).replace("{fault}", fault)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "here")], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    ranks = started(fault, tmp_path)
     try:
         first, second = (rank.communicate(timeout=60)[1] for rank in ranks)
     finally:
@@ -115,12 +120,7 @@ ALONE = (
 
 def test_an_error_of_ours_that_one_rank_alone_raises_is_told_though_its_process_is_long_in_ending(tmp_path: Path) -> None:
     """Errors that all ranks raise they raise at once: who still waits two seconds later waits for a rank that will not come."""
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT).replace("{fault}", ALONE)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "here")], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    ranks = started(ALONE, tmp_path)
     try:
         said = ranks[0].communicate(timeout=60)[1]
         assert ranks[1].poll() is None  # its connections were still there

@@ -52,9 +52,7 @@ def require_gone(fault: Fault, found: list[Outcome]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(
-    "point", [point for point in WHERE if point not in ("in_hybrid_backward", "in_expert_backward", "in_launch")]
-)
+@pytest.mark.parametrize("point", [point for point in WHERE if point not in OF_THEIR_OWN])
 def test_a_killed_rank_is_named_on_all_others(point: str, num_ranks: int, record: Record) -> None:
     fault = Fault("killed", point, rank=num_ranks - 1, num_ranks=num_ranks)
     record(f"killed {point.replace('_', ' ')}", require_gone(fault, outcomes(fault)))

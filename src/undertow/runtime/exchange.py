@@ -8,7 +8,7 @@ whatever travels together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -263,8 +263,7 @@ class Exchange(FutureHandle):
 
     def wait(self) -> None:
         """Returns when it is complete; raises what failed, and where a rank is gone."""
-        self._group.wait_until(lambda within_s: bool(wait([self._done], timeout=within_s).done))
-        super().wait()
+        self._group.result(self._done)
 
     def begin(self, post: Callable[[], _Posted], thread: Worker) -> None:
         """Posts, and has `thread` complete it; whoever waits for the exchange learns of an error."""

@@ -171,8 +171,7 @@ class OwnGroup:
         thread = self.worker("undertow-connects")
         thread.submit(_fill, made, self.user.clone)
         thread.shutdown()
-        self.wait_until(lambda within_s: bool(wait([made], timeout=within_s).done))
-        return made.result()
+        return self.result(made)
 
     def _joins(self) -> Member | None:
         member = join_ring(self.user.ranks, self.rank, self._limits)
@@ -197,10 +196,11 @@ class OwnGroup:
                 private.leave_behind(group)
             raise _cut()
 
-    def wait_until(self, ends: Callable[[float], bool]) -> None:
-        """Returns when something has ended: `ends(within_s)` says whether it has. RuntimeError where it never will."""
-        if not self._comes_to_an_end(ends):
+    def result(self, future: Future[_Result]) -> _Result:
+        """What a thread that waits for other ranks has made of it, or what failed; RuntimeError where it never comes back."""
+        if not self._comes_to_an_end(lambda within_s: bool(wait([future], timeout=within_s).done)):
             raise _cut()
+        return future.result()
 
     def _comes_to_an_end(self, ends: Callable[[float], bool]) -> bool:
         """Gloo fails what is under way when it closes a connection, but for a message of which a part is in the socket."""
