@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -25,8 +26,19 @@ def machine() -> Row:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "undertow": version("undertow"),
+        "commit": _commit(),
         "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def _commit() -> str | None:
+    """Of the working tree; None outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        told = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return None
+    return told.stdout.strip() or None
 
 
 def _cpu_model() -> str:

@@ -1,7 +1,7 @@
 """What all-reduces cost on this link, now: measured by the ranks of a run before anything else.
 
 Trains of equal pieces, all launched at once as an overlapping system would: their seconds per byte, at the best piece
-size, are the link's speed. Small ones, one by one, are its latency.
+size, are the link's speed. The fastest of some small ones, one by one, is its latency.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ NUM_TRAINS, NUM_SMALL = 3, 20
 
 
 def calibrate(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """Medians per piece size, and of small all-reduces of tensors on `device`, on this rank."""
+    """The median per piece size, and the fastest small all-reduce, of tensors on `device`, on this rank."""
     small = torch.zeros(64, device=device)
     return {
-        "small_s": median(_train_s([small], group) for _ in range(NUM_SMALL)),
+        "small_s": min(_train_s([small], group) for _ in range(NUM_SMALL)),
         "trains": [{"piece_bytes": piece, "bytes": TRAIN, "seconds": _piece_s(piece, group, device)} for piece in PIECES],
     }
 

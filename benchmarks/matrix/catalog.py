@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,9 @@ from benchmarks.matrix.profile import PROFILES, scaled
 
 MAIN = "main"  # the project's own virtual environment
 _MODULES = "benchmarks.matrix.systems"
-SWEEP_MB = (1, 2, 4, 8, 16)
+SWEEP_MB = (1, 2, 4, 8, 16, 25)
 FIXED_MB = (1, 2, 3, 4, 6, 8, 12, 16, 25)
-NUM_SETTLING = 40  # four looks of the tuner
+NUM_SETTLING = 40  # four looks of the tuner; they are not timed
 NUM_SETTLING_EAGER = NUM_SETTLING + 20  # and one at the order of the lane
 _MEGATRON_NOTE = (
     "Its constructors are patched to succeed without CUDA; all its collectives are asynchronous on a processor. "
@@ -224,7 +225,7 @@ def workload_from_text(text: str) -> WorkloadSpec:
         scale = float(scale_text)
     except ValueError:
         scale = 0.0
-    if not (spec.is_replayed and scale > 0):
+    if not (spec.is_replayed and 0 < scale < math.inf):
         raise UnknownName(f"workload {text!r}: {_scale_hint(spec)}")
     return WorkloadSpec(name=name, title=spec.title, scale=scale)
 

@@ -1,8 +1,8 @@
 """One cell of the matrix: a workload on a number of ranks over one link, with all systems side by side.
 
 Systems of one virtual environment share the processes of a run and take turns step by step, the bare model always with
-them; runs of different environments alternate over repetitions. Start-up time and peak memory want a process per system:
-short runs of one system alone.
+them; another environment has a run of its own. Start-up time and peak memory want a process per system: short runs of one
+system alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Effort:
 
     num_warmup: int
     num_turns: int
-    num_repetitions: int
     has_start_up: bool
 
 
@@ -80,7 +79,7 @@ class CellResult:
 
 
 def runs_of(specs: Sequence[SystemSpec], *, max_systems: int) -> list[Run]:
-    """The runs of one repetition: per environment, as many as its systems need with `max_systems` and the bare model in each."""
+    """Per environment as many as its systems need with `max_systems`, and the bare model in each."""
     (bare,) = SYSTEMS[BARE].jobs()
     by_environment: dict[str, list[SystemJob]] = defaultdict(list)
     for spec in specs:
@@ -107,10 +106,9 @@ def measure_cell(cell: Cell, tell: Tell) -> CellResult:
     runs = runs_of(specs, max_systems=max_systems(num_bytes, cell.num_ranks, available))
     effort = cell.effort
     with _network(cell) as network:
-        for repetition in range(effort.num_repetitions):
-            for run in runs:
-                tell(f"{cell.title}: repetition {repetition + 1} of {effort.num_repetitions}, {_names(run)}")
-                _measure_run(cell, run, network, result)
+        for run in runs:
+            tell(f"{cell.title}: {_names(run)}")
+            _measure_run(cell, run, network, result)
         for spec in specs if effort.has_start_up else ():
             tell(f"{cell.title}: start-up and memory of {spec.name}")
             _measure_start_up(cell, spec, network, result)
@@ -156,7 +154,7 @@ def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult) -> 
 
 def _measure_start_up(cell: Cell, spec: SystemSpec, network: Network, result: CellResult) -> None:
     job = spec.jobs()[0]
-    effort = Effort(num_warmup=0, num_turns=0, num_repetitions=1, has_start_up=True)
+    effort = Effort(num_warmup=0, num_turns=0, has_start_up=True)
     try:
         result.start_up[spec.name] = _run(cell, spec.environment, [job], network, effort)
     except RankFailed as error:

@@ -49,7 +49,7 @@ def why_absent(environment: str) -> str:
     """Text for the row of a system whose environment is not there."""
     place = f"{FOLDER.name}/{environment}"
     if installed_of(environment).exists():
-        return f"{place} is not of the versions in {PINS.name}/{environment}.txt; make bench-peers makes it anew"
+        return f"{place} is not whole, or not of the versions in {PINS.name}/{environment}.txt; make bench-peers makes it anew"
     if log_of(environment).exists():
         return f"the virtual environment {place} could not be made; {place}.log says why"
     return f"no virtual environment {place}; make bench-peers makes it"
@@ -57,4 +57,6 @@ def why_absent(environment: str) -> str:
 
 def _is_installed(environment: str) -> bool:
     pins, installed = pins_of(environment), installed_of(environment)
-    return pins.exists() and installed.exists() and installed.read_bytes() == pins.read_bytes()
+    # A link to an interpreter that is no more does not exist either.
+    is_whole = pins.exists() and installed.exists() and interpreter_of(environment).exists()
+    return is_whole and installed.read_bytes() == pins.read_bytes()

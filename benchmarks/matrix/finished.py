@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,17 @@ Document = dict[str, Any]
 ROW, MACHINE = "row", "machine"  # types of lines
 OF_THE_CELL = ("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "link_measured", "conditions")
 _PLACE = ("workload", "ranks", "link", "kind", "device")
-_OF_OLD_FILES = {"conditions": {}, "device": "cpu"}
 
 
 def place_of(cell: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells a cell from every other one."""
     return tuple(cell[key] for key in _PLACE)
+
+
+def title_of(cell: Mapping[str, Any]) -> str:
+    """The place for readers."""
+    on = "" if cell["device"] == "cpu" else f", {cell['device']}"
+    return f"{cell['workload']}, {cell['ranks']} ranks, {cell['link']} ({cell['kind']}){on}"
 
 
 def lines_of(header: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[Document]:
@@ -36,7 +41,7 @@ def read_cells(path: Path) -> list[Document]:
         return []
     cells: dict[tuple[Any, ...], Document] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
-        line = {**_OF_OLD_FILES, **json.loads(text)}
+        line = json.loads(text)
         if line["type"] != ROW:
             continue
         shared = {key: line[key] for key in OF_THE_CELL}
@@ -45,7 +50,7 @@ def read_cells(path: Path) -> list[Document]:
     return [cell for cell in cells.values() if any(row["error"] is None for row in cell["rows"])]
 
 
-def in_order(cells: Sequence[Document]) -> list[Document]:
+def in_order(cells: Iterable[Document]) -> list[Document]:
     """By workload, link and ranks, whenever they were measured."""
     workloads, links = list(WORKLOADS), list(LINKS)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.matrix.catalog import BARE, OWN
+from benchmarks.matrix.finished import title_of
 
 RECORDED = Path(__file__).parent / "recorded.json"
 WORSE_BY = 0.10
@@ -37,7 +38,7 @@ def ratios_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     ratios = {}
     for cell in cells:
         rows = {row["system"]: row for row in cell["rows"] if row["error"] is None}
-        place = f"{cell['workload']}, {cell['ranks']} ranks, {cell['link']} {cell['kind']}"
+        place = title_of(cell)
         for own in [rows[name] for name in OWN if name in rows]:
             ratios[f"{place}: {own['system']} / {_LIMIT}"] = own["over_limit"]
             for name in [name for name in rows if name not in (*OWN, BARE)]:

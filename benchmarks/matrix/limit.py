@@ -4,8 +4,8 @@
 
 r_i is when gradient i was ready on the last rank (measured on the bare model in the same run), S_i the bytes of all
 gradients that are ready at r_i or later, C*(S) the cheapest way to send S bytes in any split (Gradient i and all later
-ones cannot be on the wire before r_i). C* is taken from below, so that the limit is never too high:
-the best seconds per byte that the calibration of the same run has seen, and no less than the fastest small collective.
+ones cannot be on the wire before r_i). C* is taken from below: the seconds per byte of the best piece size that the
+calibration of the same run has tried, without any latency, and no less than the fastest small collective.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def rows_of_cell(
     limits = [_limits_of_run(ranks) for ranks in timed]
     rows = [_row(spec, timed, limits, errors) for spec in specs]
     for row in rows:
-        row |= _start_up(start_up.get(row["system"], ()), row["system"] if row["variant"] is None else row["variant"])
+        row |= _start_up(start_up.get(row["system"], ()))
     _compare(rows)
     return rows
 
@@ -83,7 +83,8 @@ def profiles_of(timed: Sequence[Sequence[RankResult]]) -> dict[str, str]:
 def _pooled(name: str, timed: Sequence[Sequence[RankResult]], limits: Sequence[Row]) -> dict[str, Any]:
     """All steps of one variant, and the limits and the bare model of the runs it was in."""
     pooled: dict[str, Any] = {"backward_s": [], "step_s": [], "cpu_s": [], "sent_bytes": [], "facts": {}}
-    pooled |= {"limit_s": [], "barrier_limit_s": [], "step_limit_s": [], "bare_backward_s": [], "bare_cpu_s": []}
+    pooled |= {"limit_s": [], "barrier_limit_s": [], "step_limit_s": []}
+    pooled |= {"bare_backward_s": [], "bare_step_s": [], "bare_cpu_s": []}
     for ranks, limit in zip(timed, limits, strict=True):
         if not limit or not all("step_s" in rank["systems"].get(name, {}) for rank in ranks):
             continue
@@ -100,6 +101,7 @@ def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
     limits = {name: median(pooled[name]) for name in ("limit_s", "barrier_limit_s", "step_limit_s")}
     of_step = "step_limit_s" if spec.is_eager else "barrier_limit_s"
     achieved_over_limit = step_s / limits[of_step] if spec.is_sharded else backward_s / limits["limit_s"]
+    bare_s = median(pooled["bare_step_s" if spec.is_sharded else "bare_backward_s"])
     return {
         "num_steps": len(pooled["step_s"]),
         "backward_ms": spread_ms(pooled["backward_s"]),
@@ -108,7 +110,7 @@ def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
         "is_sharded": spec.is_sharded,
         "is_eager": spec.is_eager,
         "over_limit": None if spec.name == BARE else round(achieved_over_limit, 4),
-        "exposed_ms": round((backward_s - median(pooled["bare_backward_s"])) * 1e3, 2),
+        "exposed_ms": round(((step_s if spec.is_sharded else backward_s) - bare_s) * 1e3, 2),
         "host_cpu_ms": round((median(pooled["cpu_s"]) - median(pooled["bare_cpu_s"])) * 1e3, 2),
         "sent_mb": round(median(pooled["sent_bytes"]) / 1e6, 2) if pooled["sent_bytes"] else None,
         **{key: pooled["facts"].get(key) for key in _FACTS_OF_THE_ROW},
@@ -153,6 +155,7 @@ def _limits_of_run(ranks: Sequence[RankResult]) -> Row:
             step_limit_s(it.ready_s, it.used_s, sizes, wire, compute_s=it.backward_s + it.update_s) for it in rounds
         ],
         "bare_backward_s": bare_backward_s,
+        "bare_step_s": bare_step_s,
         "bare_cpu_s": slowest(ranks, BARE, "cpu_s"),
     }
 
@@ -168,17 +171,17 @@ def _wire(ranks: Sequence[RankResult]) -> Wire:
     return Wire(seconds_per_byte=max(wire.seconds_per_byte for wire in wires), least_s=max(wire.least_s for wire in wires))
 
 
-def _start_up(ranks: Sequence[RankResult], name: str) -> Row:
+def _start_up(ranks: Sequence[RankResult]) -> Row:
     """Of the slowest rank, alone in its process: the import with torch, wrapping, the first step; the peak of memory."""
-    reports = [(rank, next(iter(rank["systems"].values()))) for rank in ranks]
-    if not reports or any("first_step_s" not in report for _, report in reports):
+    reports = [(rank, *next(iter(rank["systems"].items()))) for rank in ranks]
+    if not reports or any("first_step_s" not in report for _, _, report in reports):
         return {}
     return {
-        "start_up_of": name,
-        "import_ms": round(max(rank["torch_import_s"] + report["import_s"] for rank, report in reports) * 1e3),
-        "wrap_ms": round(max(report["wrap_s"] for _, report in reports) * 1e3),
-        "first_step_ms": round(max(report["first_step_s"] for _, report in reports) * 1e3),
-        "peak_rss_mb": round(max(rank["peak_rss_mb"] for rank, _ in reports)),
+        "start_up_of": reports[0][1],  # of a sweep its first variant, not the best one
+        "import_ms": round(max(rank["torch_import_s"] + report["import_s"] for rank, _, report in reports) * 1e3),
+        "wrap_ms": round(max(report["wrap_s"] for _, _, report in reports) * 1e3),
+        "first_step_ms": round(max(report["first_step_s"] for _, _, report in reports) * 1e3),
+        "peak_rss_mb": round(max(rank["peak_rss_mb"] for rank, _, _ in reports)),
     }
 
 
@@ -188,4 +191,4 @@ def _compare(rows: Sequence[Row]) -> None:
     for row in rows:
         for key, other in (("speedup_over_per_parameter", PER_PARAMETER), ("speedup_over_torch", TORCH)):
             has_both = row["error"] is None and other in times and row["system"] != BARE
-            row[key] = round(times[other] / times[row["system"]], 3) if has_both else None
+            row[key] = round(times[other] / times[row["system"]], 4) if has_both else None

@@ -1,4 +1,4 @@
-"""python -m benchmarks matrix: workloads x ranks x links x systems, side by side; writes matrix.jsonl, .md, .png and .svg."""
+"""python -m benchmarks matrix: workloads x ranks x links x systems, side by side; writes matrix.jsonl, .md and pictures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,14 +19,16 @@ from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
 from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
 from benchmarks.matrix.finished import Document, in_order, lines_of, place_of, read_cells
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
-from benchmarks.matrix.picture import save_picture
+from benchmarks.matrix.picture import save_pictures
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
 from benchmarks.matrix.table import markdown
 
-FULL = Effort(num_warmup=1, num_turns=6, num_repetitions=1, has_start_up=True)
-QUICK = Effort(num_warmup=2, num_turns=5, num_repetitions=1, has_start_up=False)
+FULL = Effort(num_warmup=1, num_turns=6, has_start_up=True)
+QUICK = Effort(num_warmup=2, num_turns=5, has_start_up=False)
 _QUICK_LEAVES_OUT = ("gpt", 4)  # real arithmetic on more ranks than many machines have processors: noise
-_VALIDATED = ("replay", "1gbit", (catalog.OURS, catalog.TORCH, catalog.PER_PARAMETER))
+# What only some systems of a full run are measured on.
+_VALIDATED = ("replay", "1gbit", (catalog.OURS, "ours-zero1", "ours-eager", catalog.TORCH, catalog.PER_PARAMETER))
+_LARGE = ("gpt2@1", "1gbit", (catalog.OURS, catalog.TORCH, catalog.PER_PARAMETER))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Asked:
     effort: Effort
     device: str
     out: Path
+    has_large: bool  # the workload at its full size as well
     records: bool
     resumes: bool
     is_quick: bool
@@ -67,28 +70,34 @@ def run(asked: Asked, command: str) -> int:
     if missing is not None:
         _tell(f"no shaped links: {missing}. Going on with the emulated link.")
     header = {**machine(), "command": command, "links": "shaped" if missing is None else f"emulated ({missing})"}
-    cells = read_cells(asked.out / "matrix.jsonl") if asked.resumes else []
-    finished = {place_of(cell) for cell in cells}
-    wanted = [cell for cell in _cells(asked, is_shaped=missing is None) if cell.place not in finished]
+    cells = {place_of(cell): cell for cell in read_cells(asked.out / "matrix.jsonl")} if asked.resumes else {}
+    wanted = [cell for cell in _cells(asked, is_shaped=missing is None) if not _is_finished(cells.get(cell.place), cell)]
     try:
         for number, cell in enumerate(wanted, start=1):
             _tell(f"cell {number} of {len(wanted)}")
-            cells = in_order([*cells, _measured(cell)])
-            _write(asked.out, header, cells)
+            cells[cell.place] = _measured(cell)
+            _write(asked.out, header, in_order(cells.values()))
     except KeyboardInterrupt:
         _tell("interrupted; what was measured before is kept")
         return 130
     header["load_average_after"] = machine()["load_average"]
-    pictures = save_picture(cells, asked.out)
-    _write(asked.out, header, cells, picture=pictures[0].name if pictures else None)
-    print(markdown(header, cells))
-    ratios = guard.ratios_of(cells)
+    documents = in_order(cells.values())
+    pictures = save_pictures(documents, asked.out)
+    _write(asked.out, header, documents, pictures=pictures)
+    print(markdown(header, documents, pictures=pictures))
+    ratios = guard.ratios_of(documents)
     print(guard.report(guard.compare(ratios, guard.read_recorded())))
     if asked.records:
         guard.record(ratios, header)
         _tell(f"recorded {len(ratios)} ratios in {guard.RECORDED}")
-    _tell(f"written: {asked.out}/matrix.jsonl, .md, .png, .svg")
-    return 0 if any(row["error"] is None for cell in cells for row in cell["rows"]) else 1
+    _tell(f"written: {asked.out}/matrix.jsonl, .md, and pictures as .png and .svg")
+    return 0 if any(row["error"] is None for cell in documents for row in cell["rows"]) else 1
+
+
+def _is_finished(found: Document | None, cell: Cell) -> bool:
+    """Whether an earlier run has a figure of every system that `cell` is to have."""
+    rows = [] if found is None else found["rows"]
+    return {row["system"] for row in rows if row["error"] is None} >= {spec.name for spec in cell.systems}
 
 
 def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
@@ -109,11 +118,21 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
                 cell = Cell(**place, systems=asked.systems, effort=effort)
                 effort = brief
                 cells.append(cell)
-                if is_shaped and not asked.is_quick and (workload.label, link) == _VALIDATED[:2]:
-                    validated = tuple(spec for spec in asked.systems if spec.name in _VALIDATED[2])
-                    systems = (catalog.SYSTEMS[catalog.BARE], *validated)
-                    cells.append(replace(cell, kind="emulated", systems=systems, effort=brief))
+                validated = _among(asked.systems, _VALIDATED[2])
+                if is_shaped and not asked.is_quick and (workload.label, link) == _VALIDATED[:2] and validated:
+                    cells.append(replace(cell, kind="emulated", systems=validated, effort=brief))
+    large = _among(asked.systems, _LARGE[2])
+    if asked.has_large and _LARGE[1] in asked.links and large:
+        workload = catalog.workload_from_text(_LARGE[0])
+        place = {"workload": workload, "num_ranks": asked.ranks[0], "link": _LARGE[1], "kind": kind, "device": asked.device}
+        cells.append(Cell(**place, systems=large, effort=brief))
     return cells
+
+
+def _among(systems: Sequence[catalog.SystemSpec], names: Sequence[str]) -> tuple[catalog.SystemSpec, ...]:
+    """Those of `systems` with these names, and the bare model; none without any of them."""
+    found = tuple(spec for spec in systems if spec.name in names)
+    return (catalog.SYSTEMS[catalog.BARE], *found) if found else ()
 
 
 def _measured(cell: Cell) -> Document:
@@ -135,8 +154,7 @@ def _measured(cell: Cell) -> Document:
         "device": cell.device,
         "link_measured": link_of_cell(result.timed),
         "conditions": {
-            "date": before["date"],
-            "load_average": before["load_average"],
+            **{key: before[key] for key in ("date", "commit", "torch", "load_average")},
             "load_average_after": machine()["load_average"],
         },
         "rows": rows_of_cell(cell.systems, result.timed, result.start_up, result.errors),
@@ -144,15 +162,22 @@ def _measured(cell: Cell) -> Document:
     }
 
 
-def _write(out: Path, header: Document, cells: Sequence[Document], *, picture: str | None = None) -> None:
+def _write(out: Path, header: Document, cells: Sequence[Document], *, pictures: Mapping[str, Path] | None = None) -> None:
     for cell in cells:
         for system, profile in cell["profiles"].items():
-            name = "-".join(str(part) for part in (*place_of(cell)[:4], system)) + ".json"
+            name = "-".join(str(part) for part in (*place_of(cell), system)) + ".json"
             (out / "profiles").mkdir(exist_ok=True)
             (out / "profiles" / name).write_text(profile, encoding="utf-8")
     lines = lines_of(header, cells)
-    (out / "matrix.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    (out / "matrix.md").write_text(markdown(header, cells, picture=picture), encoding="utf-8")
+    _replace(out / "matrix.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    _replace(out / "matrix.md", markdown(header, cells, pictures=pictures or {}))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Who is interrupted here has the old file or the new one."""
+    part = path.with_suffix(f"{path.suffix}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def _stop(_signum: int, _frame: object) -> None:
@@ -175,17 +200,16 @@ def _asked(given: argparse.Namespace) -> Asked:
     chosen = [name for name in catalog.SYSTEMS if name in (catalog.BARE, *names)]  # the bare model is always there
     effort = QUICK if given.quick else FULL
     if given.steps is not None:
-        repetitions = min(effort.num_repetitions, given.steps)
-        turns = -(-given.steps // repetitions)
-        effort = replace(effort, num_turns=turns, num_repetitions=repetitions)
+        effort = replace(effort, num_turns=given.steps)
     return Asked(
-        workloads=tuple(catalog.workload_from_text(text) for text in dict.fromkeys(workloads)),
+        workloads=tuple({spec.label: spec for spec in map(catalog.workload_from_text, workloads)}.values()),
         ranks=tuple(dict.fromkeys(given.ranks or catalog.RANKS)),
         links=tuple(dict.fromkeys(given.link or (("1gbit",) if given.quick else catalog.LINKS))),
         systems=tuple(catalog.SYSTEMS[name] for name in chosen),
         effort=effort,
         device=_device(given.device),
         out=given.out,
+        has_large=not given.workload and not given.quick,
         records=given.record,
         resumes=given.resume,
         is_quick=given.quick,
@@ -204,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_positive, metavar="N", help="steps of each system in each cell (at most, for slow ones)")
     add("--quick", action="store_true", help="replay and gpt at 1gbit, three systems, few steps: below 3 minutes")
     add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
-    add("--resume", action="store_true", help="keep the cells that are in --out already, and measure the others")
+    add("--resume", action="store_true", help="keep the cells in --out that have all these systems, and measure the others")
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
     return parser
 

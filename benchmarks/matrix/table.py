@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.matrix.catalog import BARE, OURS, PER_PARAMETER
+from benchmarks.matrix.finished import place_of, title_of
 
 Row = Mapping[str, Any]
 _HEAD = (
@@ -26,12 +28,18 @@ _SIZES = ((0, 10e6, "below 10 M"), (10e6, 100e6, "10 to 100 M"), (100e6, float("
 VALID_WITHIN = 0.05
 
 
-def markdown(header: Row, cells: Sequence[Row], *, picture: str | None = None) -> str:
-    """The whole document: the machine, the picture, a table per cell, the answers that need several cells, and the notes."""
+def markdown(header: Row, cells: Sequence[Row], *, pictures: Mapping[str, Path]) -> str:
+    """The whole document: the machine, a table per cell, the answers that need several cells, and the notes.
+
+    `pictures` are of workloads, and stand before the first cell of each.
+    """
     blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items())]
-    if picture is not None:
-        blocks.append(f"![Milliseconds per step of every system, a panel per cell]({picture})")
+    shown = set()
     for cell in cells:
+        workload = cell["workload"]
+        if workload in pictures and workload not in shown:
+            blocks.append(f"![{workload}: milliseconds per step of every system, a panel per cell]({pictures[workload].name})")
+            shown.add(workload)
         blocks += [_cell_heading(cell), markdown_table(_HEAD, (_cells_of(row) for row in cell["rows"])), *_errors(cell["rows"])]
     blocks += [*_by_size(cells), *_validation(cells), *_notes(cells)]
     return "\n\n".join(blocks) + "\n"
@@ -43,17 +51,18 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def validation_rows(cells: Sequence[Row]) -> list[dict[str, Any]]:
     """Systems measured on a shaped link and on the emulated one of the same name, and by how much they differ."""
-    by_place = {(cell["workload"], cell["ranks"], cell["link"], cell["kind"]): cell for cell in cells}
+    by_place = {place_of(cell): cell for cell in cells}
     rows = []
-    for (workload, ranks, link, kind), emulated in by_place.items():
-        shaped = by_place.get((workload, ranks, link, "shaped"))
+    for (workload, ranks, link, kind, device), emulated in by_place.items():
+        shaped = by_place.get((workload, ranks, link, "shaped", device))
         if kind != "emulated" or shaped is None:
             continue
         real = {row["system"]: row for row in shaped["rows"] if row["error"] is None}
         for row in emulated["rows"]:
             if row["error"] is not None or row["system"] not in real or row["system"] == BARE:
                 continue
-            shaped_ms, emulated_ms = (it["backward_ms"]["median"] for it in (real[row["system"]], row))
+            compared = "step_ms" if row["is_sharded"] else "backward_ms"
+            shaped_ms, emulated_ms = (it[compared]["median"] for it in (real[row["system"]], row))
             rows.append(
                 {
                     "workload": workload,
@@ -69,16 +78,16 @@ def validation_rows(cells: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _cell_heading(cell: Row) -> str:
-    heading = f"## {cell['workload']}, {cell['ranks']} ranks, {cell['link']} ({cell['kind']})"
+    heading = f"## {title_of(cell)}"
     speed, small = (cell["link_measured"][name] for name in ("megabytes_per_s", "small_ms"))
     if speed is None:
         return heading
     measured = f"an all-reduce carries {speed} MB/s, a small one takes {small} ms"
     about = f"{cell['workload_title']}; {cell['num_params'] / 1e6:.1f} M parameters. On this link {measured}."
-    if conditions := cell.get("conditions"):
-        load = " to ".join(f"{conditions[key]:.1f}" for key in ("load_average", "load_average_after"))
-        about += f" {conditions['date']}, load average {load}."
-    return f"{heading}\n\n{about}"
+    conditions = cell["conditions"]
+    load = " to ".join(f"{conditions[key]:.1f}" for key in ("load_average", "load_average_after"))
+    commit = f", commit {conditions['commit']}" if conditions.get("commit") else ""
+    return f"{heading}\n\n{about} {conditions['date']}{commit}, load average {load}."
 
 
 def _cells_of(row: Row) -> list[str]:
@@ -107,7 +116,7 @@ def limit_ms(row: Row) -> float:
     """What a system is held to: until gradients are averaged, or of the whole step."""
     if not row["is_sharded"]:
         return float(row["limit_ms"])
-    return float(row["step_limit_ms" if row.get("is_eager") else "barrier_limit_ms"])  # older files have no such key
+    return float(row["step_limit_ms" if row["is_eager"] else "barrier_limit_ms"])
 
 
 def _limit(row: Row) -> str:
@@ -126,7 +135,8 @@ def _by_size(cells: Sequence[Row]) -> list[str]:
             if ours is None or ours["speedup_over_per_parameter"] is None or not low <= cell["num_params"] < high:
                 continue
             place = (cell["workload"], str(cell["ranks"]), f"{cell['link']} ({cell['kind']})")
-            lines.append([name, *place, f"{ours['speedup_over_per_parameter']:.2f}", _number(ours["speedup_over_torch"], 2)])
+            speedups = (ours["speedup_over_per_parameter"], ours["speedup_over_torch"])
+            lines.append([name, *place, *(_number(speedup, 2) for speedup in speedups)])
     if not lines:
         return []
     head = ("parameters", "workload", "ranks", "link", f"times faster than {PER_PARAMETER}", "than torch DDP's default")
@@ -152,8 +162,10 @@ def _validation(cells: Sequence[Row]) -> list[str]:
 
 
 def _notes(cells: Sequence[Row]) -> list[str]:
-    notes = {row["title"]: row["note"] for cell in cells for row in cell["rows"] if row["note"]}
-    return ["## Notes", "\n".join(f"- {title}: {note}" for title, note in notes.items())] if notes else []
+    versions = {row["title"]: row["version"] for cell in cells for row in cell["rows"] if row.get("version")}
+    told = [*((title, f"version {version}.") for title, version in versions.items())]
+    told += [(row["title"], row["note"]) for cell in cells for row in cell["rows"] if row["note"]]
+    return ["## Notes", "\n".join(f"- {title}: {note}" for title, note in dict.fromkeys(told))] if told else []
 
 
 def _spread(times: Row) -> str:

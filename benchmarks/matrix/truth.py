@@ -6,7 +6,8 @@ observing system has found in the second: one that reads a parameter too early i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,41 @@ _ORDERS = 4.0
 Parameters = Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Where right steps lead, and how far from there each parameter may be."""
+
+    right: Parameters
+    bounds: Mapping[str, float]
+
+    def wrong_parameters(self, system: System) -> list[str]:
+        """Names of parameters that are not where right steps lead; all ranks call it together."""
+        found = system.parameters()
+        return [
+            name
+            for name, right in self.right.items()
+            if name not in found or _distance(found[name].detach(), right) > self.bounds[name]
+        ]
+
+
+def reference_of(
+    make_model: Callable[[], nn.Module], batch: tuple[Tensor, ...], group: dist.ProcessGroup, *, beat: Callable[[], object]
+) -> Reference:
+    """For every model that `make_model` makes. `beat` is called often: thousands of reductions one by one take minutes."""
+    model = make_model()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    right = right_parameters(model, batch, group, beat=beat)
+    reordered = right_parameters(make_model(), batch, group, beat=beat, is_reversed=True)
+    return Reference(right=right, bounds=bounds_of(start, right, reordered))
+
+
 def right_parameters(
-    model: nn.Module, batch: tuple[Tensor, ...], group: dist.ProcessGroup, *, is_reversed: bool = False
+    model: nn.Module,
+    batch: tuple[Tensor, ...],
+    group: dist.ProcessGroup,
+    *,
+    beat: Callable[[], object],
+    is_reversed: bool = False,
 ) -> Parameters:
     """What NUM_STEPS right steps make of `model`, which takes them; `is_reversed` adds up the last rank's gradients first."""
     optimizer = sgd(model)
@@ -33,6 +67,7 @@ def right_parameters(
         optimizer.zero_grad()
         model(*batch).backward()
         for param in model.parameters():
+            beat()
             assert param.grad is not None  # every workload uses all of its parameters
             if is_reversed:
                 of_ranks = [torch.empty_like(param.grad) for _ in range(group.size())]
@@ -48,12 +83,6 @@ def right_parameters(
 def bounds_of(start: Parameters, right: Parameters, reordered: Parameters) -> Mapping[str, float]:
     """How far from `right` each parameter may be after steps from `start`; `reordered` is what another order of sums makes."""
     return {name: _bound(start[name], right[name], reordered[name]) for name in right}
-
-
-def wrong_parameters(system: System, right: Parameters, bounds: Mapping[str, float]) -> list[str]:
-    """Names of parameters that are not where right steps lead; all ranks call it together."""
-    found = system.parameters()
-    return [name for name in right if name not in found or _distance(found[name].detach(), right[name]) > bounds[name]]
 
 
 def _bound(start: Tensor, right: Tensor, reordered: Tensor) -> float:

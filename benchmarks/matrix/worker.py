@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from benchmarks.matrix.systems import System
+    from benchmarks.matrix.truth import Reference
     from benchmarks.matrix.turns import Player
 
 _PR_SET_PDEATHSIG = 1
@@ -113,36 +114,32 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
     from benchmarks.matrix.workloads import make_workload
 
     workload = make_workload(job.workload, job.scale, device)
-    batch = workload.make_batch(rank)
-    calibration = calibrate(group, device) if job.num_turns else None
-    model = workload.make_model()
-    start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    right = truth.right_parameters(model, batch, group)
-    bounds = truth.bounds_of(start, right, truth.right_parameters(workload.make_model(), batch, group, is_reversed=True))
-    sizes = [[param.numel(), param.numel() * param.element_size()] for param in model.parameters()]
-    del model
-    result: dict[str, Any] = {"calibration": calibration, "params": sizes, "systems": {}}
+    batch, beat = workload.make_batch(rank), job.alive_path(rank).touch
+    result: dict[str, Any] = {"systems": {}}
+    reference: truth.Reference | None = None
+    if job.num_turns:  # else start-up and memory are measured, of which a reference would be a part
+        result["calibration"] = calibrate(group, device)
+        reference = truth.reference_of(workload.make_model, batch, group, beat=beat)
+        result["params"] = [[param.numel(), param.numel() * param.element_size()] for param in reference.right.values()]
     players = []
     for system in job.systems:
-        seat = _Seat(system, workload.make_model(), batch, group, beat=job.alive_path(rank).touch)
-        _agree(job, system.name, rank, seat.report)
+        seat = _Seat(system, workload.make_model(), batch, group, beat=beat)
         result["systems"][system.name] = seat.report
+        _agree(job, system.name, rank, seat.report)
+        if reference is not None and "error" not in seat.report and system.is_averaged:
+            seat.compare(reference)
+            _agree(job, f"{system.name}, compared", rank, seat.report)
         if seat.player is None or "error" in seat.report:
             continue
-        if system.is_averaged and (wrong := truth.wrong_parameters(seat.player.system, right, bounds)):
-            seat.report["error"] = f"trains wrongly: {', '.join(wrong[:3])} and {len(wrong)} in all are not the reference's"
-            continue
         if job.num_turns:
-            seat.settle(system.num_settling, batch, beat=job.alive_path(rank).touch)
+            seat.settle(system.num_settling, batch, beat=beat)
         players.append(seat.player)
-    del start, right
+    del reference
     gc.collect()
     gc.freeze()  # what the systems are made of is not looked through again while they are timed
     if job.num_turns and players:
         count_sent = turns.sent_bytes_of(job.counted_interface) if job.counted_interface else None
-        table = turns.Table(
-            batch=batch, count_sent=count_sent, group=group, clock=clock_of(device), beat=job.alive_path(rank).touch
-        )
+        table = turns.Table(batch=batch, count_sent=count_sent, group=group, clock=clock_of(device), beat=beat)
         budget = {"num_warmup": job.num_warmup, "num_turns": job.num_turns}
         turns.play(players, table, **budget, turn_budget_s=job.turn_budget_s)
         for player in players:
@@ -154,7 +151,7 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def _agree(job: Job, system: str, rank: int, report: dict[str, Any]) -> None:
-    """A system that could not be built on one rank is out on all. Raises if a rank stays away: it waits inside the system."""
+    """A system with an error on one rank is out on all. Raises if a rank stays away: it waits inside the system."""
     import torch.distributed as dist
 
     store = dist.FileStore(f"{job.folder}/seats", job.num_ranks)
@@ -198,6 +195,11 @@ class _Seat:
         names = ("import_s", "wrap_s", "first_step_s")
         self.report |= {name: stop - begin for name, begin, stop in zip(names, stamps, stamps[1:], strict=False)}
         return Player(name=job.name, system=system, steps_per_turn=job.steps_per_turn)
+
+    def compare(self, reference: Reference) -> None:
+        """A system that trains wrongly has no figures."""
+        if self.player is not None and (wrong := reference.wrong_parameters(self.player.system)):
+            self.report["error"] = f"trains wrongly: {', '.join(wrong[:3])} and {len(wrong)} in all are not the reference's"
 
     def settle(self, num_steps: int, batch: Any, *, beat: Callable[[], object]) -> None:
         """Steps in which a system finds out how it should be run; not before its first steps have shown to train rightly."""

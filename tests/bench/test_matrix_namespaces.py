@@ -44,7 +44,7 @@ def wait_for_its_ranks(runner: subprocess.Popen[str]) -> list[psutil.Process]:
     """The two ranks of the runner, once it has started them."""
     assert runner.stderr is not None
     for line in runner.stderr:
-        if "repetition 1" in line:
+        if ": bare, " in line:
             break
     watched = psutil.Process(runner.pid)
     while True:

@@ -49,6 +49,7 @@ def test_every_system_of_a_peer_trains_right_over_the_emulated_link(environment:
     [
         ("forgets to average", "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not"),
         ("reads too early", "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not"),
+        ("wrong on rank 1", "on rank 1: trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all"),
         ("fails on rank 1", "ValueError: not on this rank"),
         ("dies", "rank 1 was killed by SIGKILL. The end of rank 1's log:\nthe last line of rank 1"),
     ],

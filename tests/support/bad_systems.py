@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from benchmarks.matrix.systems import Setting
@@ -33,6 +34,18 @@ class Late(PlainSystem):
             param.data.copy_(value)
 
 
+class Parted(PlainSystem):
+    """Averages, and has come to other parameters on rank 1."""
+
+    def backward(self, batch: tuple[Tensor, ...]) -> None:
+        super().backward(batch)
+        for param in self.bare.parameters():
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {name: param + dist.get_rank() for name, param in super().parameters().items()}
+
+
 class Dying(PlainSystem):
     """Its rank 1 is killed in the first backward after those that show whether it trains right."""
 
@@ -56,6 +69,8 @@ def build(setting: Setting) -> PlainSystem:
             return Dying(setting.model, setting.model)
         case "reads too early":
             return Late(setting)
+        case "wrong on rank 1":
+            return Parted(setting.model, setting.model)
         case "forgets to average":
             return PlainSystem(setting.model, setting.model)
         case "fails on rank 1" if dist.get_rank() == 1:

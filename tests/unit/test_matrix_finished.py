@@ -27,6 +27,23 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert read_cells(tmp_path / "absent.jsonl") == []
 
 
+def test_a_cell_that_lacks_a_system_is_measured_again_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(one: Cell, _tell: Any) -> CellResult:
+        measured.append([spec.name for spec in one.systems])
+        return CellResult(timed=[], start_up={}, errors={})
+
+    monkeypatch.setattr(run, "measure_cell", measure)
+    monkeypatch.setattr(run, "what_is_missing", lambda: None)
+    write(tmp_path / "matrix.jsonl", at("gpt"))
+    asked = ("--resume", "--workload", "gpt", "--ranks", "2", "--link", "1gbit", "--out", str(tmp_path), "--system", "ours")
+    assert run.main(asked) == 0
+    assert measured == []
+    run.main([*asked, "--system", "fsdp2"])
+    assert measured == [["bare", "ours", "fsdp2"]]
+
+
 def test_a_cell_without_a_figure_is_measured_again(tmp_path: Path) -> None:
     lost = {**at(ranks=2), "rows": [{**row, "error": "no memory"} for row in at()["rows"]]}
     write(tmp_path / "matrix.jsonl", lost, at(ranks=4))

@@ -32,9 +32,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fake_commands(name: str) -> list[list[str]]:
     place = str(environments.FOLDER / name)
+    python = (sys.executable, str(environments.interpreter_of(name)))
     failing = "print('no wheel for this machine'); raise SystemExit(3)"
     return [
-        [sys.executable, "-c", "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir()", place],
+        [sys.executable, "-c", "import os, sys; os.makedirs(f'{sys.argv[1]}/bin'); os.symlink(*sys.argv[2:])", place, *python],
         [sys.executable, "-c", failing if name == "bad" else "pass"],
     ]
 
@@ -84,6 +85,15 @@ def test_an_environment_is_made_once(
     monkeypatch.setattr(install, "commands_for", None)  # nothing is asked for
     assert install.main(["good"]) == 0
     assert f"good: {elsewhere}/good is up to date" in capsys.readouterr().out
+
+
+def test_an_environment_whose_interpreter_has_gone_is_absent(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "commands_for", fake_commands)
+    install.main(["good"])
+    python = environments.interpreter_of("good")
+    python.unlink()
+    python.symlink_to("/no/such/python")
+    assert environments.python_of("good") is None
 
 
 def test_other_pins_make_an_environment_stale(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

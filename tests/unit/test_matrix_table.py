@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from benchmarks.matrix import guard
 from benchmarks.matrix.catalog import SYSTEMS
-from benchmarks.matrix.picture import save_picture
+from benchmarks.matrix.picture import save_pictures
 from benchmarks.matrix.rows import rows_of_cell
 from benchmarks.matrix.table import markdown, validation_rows
 
 from support.matrix import cell, played, rank_result
+
+STAMPS = ("import_s", "wrap_s", "first_step_s")
 
 
 def test_a_row_stands_beside_the_limit_of_its_own_run() -> None:
@@ -56,7 +58,7 @@ def test_the_best_of_a_sweep_is_one_row() -> None:
 def test_what_could_not_be_measured_is_a_row_that_says_why() -> None:
     one = cell("ours", "fsdp2", errors={"fsdp2": "rank 1 was killed by SIGKILL."}, ours=played([121.0] * 2))
     assert one["rows"][1]["error"] == "rank 1 was killed by SIGKILL."
-    text = markdown({"cpu": "one"}, [one])
+    text = markdown({"cpu": "one"}, [one], pictures={})
     assert "| FSDP2 per layer, no reshard | could not be measured |" in text
     assert "rank 1 was killed by SIGKILL." in text
 
@@ -67,17 +69,14 @@ def test_a_system_that_cannot_be_imported_says_so() -> None:
 
 
 def test_start_up_is_that_of_the_slowest_rank() -> None:
-    reports = [
-        {"torch_import_s": 1.0, "peak_rss_mb": 300.4, "systems": {"ours": {"import_s": s, "wrap_s": s, "first_step_s": s}}}
-        for s in (0.1, 0.2)
-    ]
+    reports = [{"torch_import_s": 1.0, "peak_rss_mb": 300.4, "systems": {"ours": dict.fromkeys(STAMPS, s)}} for s in (0.1, 0.2)]
     (row,) = rows_of_cell([SYSTEMS["ours"]], [[rank_result({"ours": played([121.0] * 2)})]], {"ours": reports}, {})
     assert [row[name] for name in ("import_ms", "wrap_ms", "first_step_ms", "peak_rss_mb")] == [1200, 200, 200, 300]
 
 
 def test_the_document_compares_with_a_reduction_per_parameter_by_size() -> None:
     one = cell("bare", "per-parameter", "ours", per_parameter=played([241.0] * 2), ours=played([120.0] * 2))
-    text = markdown({"cpu": "one"}, [one])
+    text = markdown({"cpu": "one"}, [one], pictures={})
     assert "| below 10 M | replay | 2 | 1gbit (shaped) | 2.00 |  |" in text
     assert "an all-reduce carries 20.0 MB/s, a small one takes 1.0 ms" in text
 
@@ -87,13 +86,13 @@ def test_the_emulated_link_is_compared_with_the_shaped_one() -> None:
     emulated = {**cell("ours", ours=played([106.0] * 2)), "kind": "emulated"}
     (row,) = validation_rows([shaped, emulated])
     assert row["difference"] == 0.06
-    assert "| replay | 2 | 1gbit | ours | 100 | 106 | +6.0% | NO |" in markdown({}, [shaped, emulated])
+    assert "| replay | 2 | 1gbit | ours | 100 | 106 | +6.0% | NO |" in markdown({}, [shaped, emulated], pictures={})
     assert validation_rows([shaped]) == []
 
 
 def test_a_ratio_that_is_worse_by_more_than_a_tenth_is_reported() -> None:
     ratios = guard.ratios_of([cell("ours", "torch-ddp", ours=played([121.0] * 2), torch_ddp=played([242.0] * 2))])
-    place = "replay, 2 ranks, 1gbit shaped"
+    place = "replay, 2 ranks, 1gbit (shaped)"
     assert ratios == {f"{place}: ours / limit": 1.1, f"{place}: ours / torch-ddp": 0.5}
     changes = guard.compare(ratios, {f"{place}: ours / limit": 1.05, f"{place}: ours / torch-ddp": 0.44})
     assert guard.report(changes).splitlines() == [
@@ -121,10 +120,38 @@ def test_recording_keeps_what_was_not_measured_now(tmp_path: Any) -> None:
     assert guard.read_recorded(tmp_path / "absent.json") == {}
 
 
-def test_the_picture_has_a_panel_for_each_cell_that_has_figures(tmp_path: Path) -> None:
+def test_each_workload_has_a_picture_with_a_panel_for_each_cell_that_has_figures(tmp_path: Path) -> None:
     one = cell("ours", "fsdp2", ours=played([121.0] * 2), fsdp2=played([199.0] * 2))
-    none = cell("ours", errors={"ours": "rank 1 was killed by SIGKILL."})
-    png, svg = save_picture([one, none], tmp_path)
-    assert "![Milliseconds per step of every system, a panel per cell](matrix.png)" in markdown({}, [one], picture=png.name)
-    assert svg.read_text(encoding="utf-8").count("<!-- replay, 2 ranks, 1gbit (shaped) -->") == 1
-    assert save_picture([none], tmp_path) == []
+    four, other = {**one, "ranks": 4}, {**one, "workload": "gpt2@0.125"}
+    none = {**one, "workload": "moe", "rows": cell("ours", errors={"ours": "rank 1 was killed by SIGKILL."})["rows"]}
+    pictures = save_pictures([one, four, none, other], tmp_path)
+    assert {name: path.name for name, path in pictures.items()} == {
+        "replay": "matrix-replay.png",
+        "gpt2@0.125": "matrix-gpt2@0.125.png",
+    }
+    svg = (tmp_path / "matrix-replay.svg").read_text(encoding="utf-8")
+    assert [svg.count(f"<!-- replay, {ranks} ranks, 1gbit (shaped) -->") for ranks in (2, 4)] == [1, 1]
+    text = markdown({}, [one, four, other], pictures=pictures)
+    assert text.count("![replay: milliseconds per step of every system, a panel per cell](matrix-replay.png)") == 1
+
+
+def test_what_is_exposed_of_a_sharded_step_is_above_the_bare_model_s_whole_step() -> None:
+    systems = {"ours": played([50.0] * 2), "ours_zero1": played([50.0] * 2, step_s=[0.090] * 2)}
+    ours, zero1 = cell("ours", "ours-zero1", **systems)["rows"]
+    assert (ours["exposed_ms"], zero1["exposed_ms"]) == (30.0, 69.0)  # the bare model: 20 and 21 ms
+
+
+def test_start_up_of_a_sweep_is_called_by_the_variant_that_was_started() -> None:
+    reports = [{"torch_import_s": 1.0, "peak_rss_mb": 300.0, "systems": {"torch-ddp-best@1MB": dict.fromkeys(STAMPS, 0.1)}}]
+    timed = [[rank_result({"torch-ddp-best@4MB": played([121.0] * 2)})]]
+    (row,) = rows_of_cell([SYSTEMS["torch-ddp-best"]], timed, {"torch-ddp-best": reports}, {})
+    assert (row["variant"], row["start_up_of"]) == ("torch-ddp-best@4MB", "torch-ddp-best@1MB")
+
+
+def test_every_note_and_version_is_told_once() -> None:
+    one = cell("ours", ours=played([121.0] * 2))
+    notes = [
+        {**one, "rows": [{**row, "note": note} for row in one["rows"]]} for note in ("In one run it failed.", "Slow.", "Slow.")
+    ]
+    told = markdown({}, notes, pictures={}).partition("## Notes")[2].strip().splitlines()
+    assert told == [f"- Undertow, defaults: {note}" for note in ("version 1.", "In one run it failed.", "Slow.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.matrix.truth import bounds_of, wrong_parameters
+from benchmarks.matrix.truth import Reference, bounds_of
 from torch import Tensor
 
 
@@ -25,8 +25,9 @@ def test_what_is_further_away_than_rounding_is_wrong() -> None:
     bounds = bounds_of(START, RIGHT, RIGHT)
     assert bounds["a"] == pytest.approx(2 * 5e-4, rel=1e-3)
     found = Found(a=RIGHT["a"] + torch.tensor([9e-4, 0, 0, 0]), b=RIGHT["b"] + torch.tensor([0, 0, 0, 2e-3]))
-    assert wrong_parameters(found, RIGHT, bounds) == ["b"]
-    assert wrong_parameters(Found(a=RIGHT["a"]), RIGHT, bounds) == ["b"]
+    reference = Reference(right=RIGHT, bounds=bounds)
+    assert reference.wrong_parameters(found) == ["b"]
+    assert reference.wrong_parameters(Found(a=RIGHT["a"])) == ["b"]
 
 
 def test_a_model_that_amplifies_rounding_may_be_as_far_away_as_other_orders_of_a_sum_make_it() -> None:
