@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.matrix.catalog import BARE, OURS, PER_PARAMETER
+from benchmarks.matrix.catalog import BARE, OURS, OWN, PER_PARAMETER, TORCH
 from benchmarks.matrix.finished import place_of, title_of
 
 Row = Mapping[str, Any]
@@ -25,15 +25,25 @@ _HEAD = (
     "import, wrap, first step ms",
 )
 _SIZES = ((0, 10e6, "below 10 M"), (10e6, 100e6, "10 to 100 M"), (100e6, float("inf"), "above 100 M"))
+_TORCH = (TORCH, "torch-ddp-best")
+_GLANCE = (
+    "cell",
+    "Undertow's defaults: achieved / limit",
+    "/ torch DDP's defaults",
+    "/ its best of a sweep",
+    "our fastest, ms",
+    "fastest peer, ms",
+    "ratio",
+)
 VALID_WITHIN = 0.05
 
 
 def markdown(header: Row, cells: Sequence[Row], *, pictures: Mapping[str, Path]) -> str:
-    """The whole document: the machine, a table per cell, the answers that need several cells, and the notes.
+    """The whole document: the machine, a line and a table per cell, the answers that need several cells, and the notes.
 
     `pictures` are of workloads, and stand before the first cell of each.
     """
-    blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items())]
+    blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items()), *_at_a_glance(cells)]
     shown = set()
     for cell in cells:
         workload = cell["workload"]
@@ -125,6 +135,31 @@ def _limit(row: Row) -> str:
 
 def _errors(rows: Sequence[Row]) -> list[str]:
     return [f"{row['title']}:\n\n```\n{row['error']}\n```" for row in rows if row["error"] is not None]
+
+
+def _at_a_glance(cells: Sequence[Row]) -> list[str]:
+    """A line for each cell in which both something of ours and a peer were measured."""
+    lines = [line for cell in cells if (line := _glance(cell)) is not None]
+    return ["## At a glance (ratios of whole steps)", markdown_table(_GLANCE, lines)] if lines else []
+
+
+def _glance(cell: Row) -> list[str] | None:
+    found = {row["system"]: row for row in cell["rows"] if row["error"] is None and row["system"] != BARE}
+    own = [row for name, row in found.items() if name in OWN]
+    peers = [row for name, row in found.items() if name not in OWN]
+    if not own or not peers:
+        return None
+    of_defaults = [""] * 3
+    if (defaults := found.get(OURS)) is not None:
+        ratios = [_step_ms(defaults) / _step_ms(found[name]) if name in found else None for name in _TORCH]
+        of_defaults = [_number(defaults["over_limit"], 3), *(_number(ratio, 2) for ratio in ratios)]
+    fastest = [min(rows, key=_step_ms) for rows in (own, peers)]
+    names = [f"{row['variant'] or row['system']} {_step_ms(row):.0f}" for row in fastest]
+    return [title_of(cell), *of_defaults, *names, f"**{_step_ms(fastest[0]) / _step_ms(fastest[1]):.2f}**"]
+
+
+def _step_ms(row: Row) -> float:
+    return float(row["step_ms"]["median"])
 
 
 def _by_size(cells: Sequence[Row]) -> list[str]:

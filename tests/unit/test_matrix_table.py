@@ -81,6 +81,20 @@ def test_the_document_compares_with_a_reduction_per_parameter_by_size() -> None:
     assert "an all-reduce carries 20.0 MB/s, a small one takes 1.0 ms" in text
 
 
+def test_a_line_for_each_cell_says_how_far_ours_are_from_the_fastest_peer() -> None:
+    systems = {
+        "ours": played([121.0] * 2),
+        "ours_zero1": played([90.0] * 2),
+        "torch_ddp": played([151.0] * 2),
+        "fsdp2": played([99.0] * 2),
+    }
+    one = cell("bare", "ours", "ours-zero1", "torch-ddp", "fsdp2", **systems)
+    alone = {**cell("bare", "ours", ours=played([121.0] * 2)), "ranks": 4}
+    told = markdown({}, [one, alone], pictures={})
+    table = told.partition("## At a glance (ratios of whole steps)")[2].partition("##")[0].strip().splitlines()
+    assert table[2:] == ["| replay, 2 ranks, 1gbit (shaped) | 1.100 | 0.80 |  | ours-zero1 91 | fsdp2 100 | **0.91** |"]
+
+
 def test_the_emulated_link_is_compared_with_the_shaped_one() -> None:
     shaped = cell("ours", ours=played([100.0] * 2))
     emulated = {**cell("ours", ours=played([106.0] * 2)), "kind": "emulated"}
