@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from undertow.errors import ConfigError
 from undertow.plan.spec import ParamSpec
@@ -76,7 +77,7 @@ class Slot:
         return Piece(param=self.param, first=self.first, stop=self.first + self.numel)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: a field follows from the one before it, and is found once
 class Trailer:
     """Fields behind the gradients of a bucket, as half-open ranges of the bucket's storage.
 
@@ -89,42 +90,42 @@ class Trailer:
     num_late: int = 0
     num_ranks: int = 0
 
-    @property
+    @cached_property
     def used(self) -> range:
         """One flag per slot: a gradient came since the last synchronisation. NaN: and it is not finite."""
         return range(self.start, self.start + self.num_slots)
 
-    @property
+    @cached_property
     def signature(self) -> range:
         """The bits of `signature_bits`, then their complements."""
         return range(self.used.stop, self.used.stop + 2 * SIGNATURE_BITS)
 
-    @property
+    @cached_property
     def failed(self) -> range:
         """One flag per rank, set by a rank that failed in this step. In the last bucket only."""
         return range(self.signature.stop, self.signature.stop + self.num_ranks)
 
-    @property
+    @cached_property
     def changed(self) -> range:
         """One flag per rank, set by a rank whose parameters are no longer those of the plan. In the last bucket only."""
         return range(self.failed.stop, self.failed.stop + self.num_ranks)
 
-    @property
+    @cached_property
     def buffers(self) -> range:
         """One flag per rank, set by a rank whose buffers are not those that were compared. In the last bucket only."""
         return range(self.changed.stop, self.changed.stop + self.num_ranks)
 
-    @property
+    @cached_property
     def nonfinite(self) -> range:
         """One flag per rank, set by a rank with a gradient that is infinite or no number. In the last bucket only."""
         return range(self.buffers.stop, self.buffers.stop + self.num_ranks)
 
-    @property
+    @cached_property
     def late(self) -> range:
         """One flag per bucket: a gradient of it arrived again after it had left. In the last bucket only."""
         return range(self.nonfinite.stop, self.nonfinite.stop + self.num_late)
 
-    @property
+    @cached_property
     def busy(self) -> range:
         """One time per rank in milliseconds, each written by its own rank. In the last bucket only."""
         return range(self.late.stop, self.late.stop + self.num_ranks)
@@ -133,7 +134,7 @@ class Trailer:
     def has_verdict(self) -> bool:
         return self.num_late > 0
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.busy.stop if self.has_verdict else self.signature.stop
 

@@ -56,17 +56,18 @@ class TrailerCodec:
         self._bucket = bucket
         self._divisor = divisor
         self._mine = bucket.storage.new_zeros(self._fields.stop - self._fields.start)
-        self._mine[: self._fields.num_slots] = 1
+        self._used, self._signature = (self._part(field) for field in (self._fields.used, self._fields.signature))
+        self._used.fill_(1)
         self._unused: Sequence[int] = ()
 
     def write(self, *, unused: Sequence[int], signature: Tensor, verdict: Verdict | None) -> None:
         """Writes this rank's trailer; `signature` are the flags of `signature_bits` in the bucket's dtype and device."""
         if self._unused:
-            self._part(self._fields.used).fill_(1)
+            self._used.fill_(1)
         if unused:
-            self._part(self._fields.used)[list(unused)] = 0
+            self._used[list(unused)] = 0
         self._unused = unused
-        self._part(self._fields.signature).copy_(signature)
+        self._signature.copy_(signature)
         self._trailer().copy_(self._mine)
         if verdict is not None:
             self._write_verdict(verdict)
