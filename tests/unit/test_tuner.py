@@ -58,12 +58,36 @@ def test_where_steps_differ_much_it_moves_a_few_times_only(seed: int) -> None:
     assert path.outcomes.count("M") <= 7
 
 
-def test_a_plan_that_is_as_good_as_any_stays() -> None:
+def test_a_plan_that_is_as_good_as_any_of_as_few_buckets_stays() -> None:
     world = World(cost=line(20, 0.0001))
-    plan = world.plan_of_size(MANY)
-    path = walk(Tuner(), world, plan, num_looks=2)
-    assert (path.outcomes, path.last) == ("KK", plan)
+    first = world.plan_of_size(MANY)
+    fewest = walk(Tuner(), world, first, num_looks=2).last
+    path = walk(Tuner(), world, fewest, num_looks=2)
+    assert (path.outcomes, path.last) == ("KK", fewest)
     assert path.decisions[0].groups is None
+
+
+def test_of_plans_that_are_as_good_one_of_fewer_buckets_is_tried_and_kept() -> None:
+    """All are through with the last gradient's own bucket."""
+    world = World(cost=line(20, 0.0001))
+    first = world.plan_of_size(MANY)
+    path = walk(Tuner(), world, first, num_looks=4)
+    assert path.outcomes == "FKKK"
+    assert len(path.last.buckets) < 0.75 * len(first.buckets)
+    assert world.finish_us(path.last) <= 1.002 * world.best_us()
+
+
+def test_one_of_fewer_buckets_that_is_slower_is_tried_once() -> None:
+    world = World(cost=line(20, 0.0001), contention_us=lambda plan: 2e4 * (len(plan.buckets) < 48))
+    path = walk(Tuner(), world, world.plan_of_size(MANY), num_looks=6)
+    assert path.outcomes == "FBKKKK"
+    assert path.last == path.plans[0]
+
+
+def test_shards_are_not_moved_to_have_fewer_buckets() -> None:
+    world = World(cost=line(20, 0.0001), has_shards=True)
+    path = walk(Tuner(), world, world.plan_of_size(MANY), num_looks=3)
+    assert "F" not in path.outcomes
 
 
 def test_a_decision_says_what_the_plans_take_and_when_to_look_again() -> None:
@@ -319,5 +343,5 @@ def test_the_same_measurements_make_the_same_decisions(
     decisions = path()
     assert path() == decisions
     assert all(0 <= it.limit_us <= it.predicted_us for it in decisions if it.outcome is not Outcome.UNKNOWN)
-    moves = (Outcome.MOVE, Outcome.BACK, Outcome.LEARN)
+    moves = (Outcome.MOVE, Outcome.FEWER, Outcome.BACK, Outcome.LEARN)
     assert all((it.groups is not None) == (it.outcome in moves) for it in decisions)

@@ -28,6 +28,7 @@ class Outcome(IntEnum):
     OVERTAKEN = 5  # the plan has changed while this was decided
     LEARN = 6  # buckets of other sizes, to find out what those cost
     TOO_LARGE = 7  # all state would have to be on every rank for a moment
+    FEWER = 8  # as good by prediction, and less work for the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,6 +123,7 @@ def _numbers(decision: Decision) -> str:
 _TEXTS: dict[Outcome, Callable[[Decision], str]] = {
     Outcome.KEEP: lambda it: f"kept ({_numbers(it)}: too little to gain, or tried before)",
     Outcome.MOVE: lambda it: f"moved to {num_buckets_text(len(it.groups or ()))} ({_numbers(it)})",
+    Outcome.FEWER: lambda it: f"moved to {num_buckets_text(len(it.groups or ()))} ({_numbers(it)}: fewer, as good)",
     Outcome.BACK: lambda it: f"went back to {num_buckets_text(len(it.groups or ()))}: measured to be faster",
     Outcome.UNKNOWN: lambda _: "kept: too little was measured to tell what buckets of other sizes cost",
     Outcome.OVERTAKEN: lambda _: "not followed: the plan had changed meanwhile",

@@ -17,6 +17,8 @@ from undertow.tune.measurement import Measurement
 
 # A plan that is predicted to gain less than this share of the time until gradients are through is not worth its new buckets.
 _WORTHWHILE = 0.005
+# But one of so much fewer buckets is tried: each takes the host time in backward, which no curve has in it.
+_FEWER = 0.75
 # A move of optimizer state has to be paid for by what so many steps gain.
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
@@ -69,7 +71,7 @@ class Tuner:
         self._windows: dict[str, dict[frozenset[float], deque[_Samples]]] = {}
         self._is_new = False  # since the last decision
         self._known: dict[Groups, _Known] = {}
-        self._has_varied = False
+        self._has_varied = self._has_tried_fewer = False
         self._num_moves = 0
         self._promised_us = 0.0  # what the last move was to gain
         self._overrated_us = 0.0  # by so much a promise was not kept
@@ -146,7 +148,7 @@ class Tuner:
             outcome, groups = Outcome.TOO_LARGE, None
         return Decision(
             outcome=outcome,
-            next_look=1 if outcome is Outcome.MOVE else NUM_STEPS_BETWEEN_LOOKS,
+            next_look=1 if outcome in (Outcome.MOVE, Outcome.FEWER) else NUM_STEPS_BETWEEN_LOOKS,
             present_us=present_us,
             predicted_us=best.finish_us,
             limit_us=best.limit_us,
@@ -199,6 +201,10 @@ class Tuner:
         if best not in self._known and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best
+        # Once for a network, and where nothing has to be moved: whether it pays will be measured.
+        if best not in self._known and len(best) <= _FEWER * len(present) and not (move_us or self._has_tried_fewer):
+            self._has_tried_fewer = True
+            return Outcome.FEWER, best
         return Outcome.KEEP, None
 
     def _forget_what_has_changed(self, now: Measurement) -> None:
@@ -211,7 +217,8 @@ class Tuner:
             del self._windows[kind]
         if drifted or _has_drifted(before.forward_us + before.backward_us, now.forward_us + now.backward_us):
             self._known.clear()
-            self._num_moves, self._overrated_us, self._has_varied, self.is_interleaved = 0, 0.0, False, True
+            self._num_moves, self._overrated_us, self.is_interleaved = 0, 0.0, True
+            self._has_varied = self._has_tried_fewer = False
 
 
 def _sizes(measurement: Measurement) -> dict[str, set[float]]:
