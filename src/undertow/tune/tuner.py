@@ -17,8 +17,9 @@ from undertow.tune.measurement import Measurement
 
 # A plan that is predicted to gain less than this share of the time until gradients are through is not worth its new buckets.
 _WORTHWHILE = 0.005
-# But one of so much fewer buckets is tried: each takes the host time in backward, which no curve has in it.
+# But one of so much fewer buckets is tried: of each the host packs, launches and binds in backward, which no curve has in it.
 _FEWER = 0.75
+_HOST_US = 200.0  # of a bucket, at least: 0.2 to 0.5 ms on the machine of docs/benchmarks.md
 # A move of optimizer state has to be paid for by what so many steps gain.
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
@@ -201,8 +202,9 @@ class Tuner:
         if best not in self._known and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best
-        # Once for a network, and where nothing has to be moved: whether it pays will be measured.
-        if best not in self._known and len(best) <= _FEWER * len(present) and not (move_us or self._has_tried_fewer):
+        # Once for a network: whether it pays will be measured.
+        host_us, is_tried = _HOST_US * (len(present) - len(best)), self._has_tried_fewer or best in self._known
+        if len(best) <= _FEWER * len(present) and not is_tried and host_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._has_tried_fewer = True
             return Outcome.FEWER, best
         return Outcome.KEEP, None
