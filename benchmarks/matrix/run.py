@@ -62,8 +62,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(asked: Asked, command: str) -> int:
     """Measures cell by cell and writes what there is after each: an interrupted run is not lost, and can be resumed."""
-    asked.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C: everything that has been set up is torn down
+    try:
+        return _run(asked, command)
+    except KeyboardInterrupt:
+        _tell("interrupted; what was measured before is kept")
+        return 130
+
+
+def _run(asked: Asked, command: str) -> int:
+    asked.out.mkdir(parents=True, exist_ok=True)
     for name in remove_abandoned():
         _tell(f"removed {name}, which a runner that was killed had left")
     missing = what_is_missing()
@@ -72,14 +80,10 @@ def run(asked: Asked, command: str) -> int:
     header = {**machine(), "command": command, "links": "shaped" if missing is None else f"emulated ({missing})"}
     cells = {place_of(cell): cell for cell in read_cells(asked.out / "matrix.jsonl")} if asked.resumes else {}
     wanted = [cell for cell in _cells(asked, is_shaped=missing is None) if not _is_finished(cells.get(cell.place), cell)]
-    try:
-        for number, cell in enumerate(wanted, start=1):
-            _tell(f"cell {number} of {len(wanted)}")
-            cells[cell.place] = _measured(cell)
-            _write(asked.out, header, in_order(cells.values()))
-    except KeyboardInterrupt:
-        _tell("interrupted; what was measured before is kept")
-        return 130
+    for number, cell in enumerate(wanted, start=1):
+        _tell(f"cell {number} of {len(wanted)}")
+        cells[cell.place] = _measured(cell)
+        _write(asked.out, header, in_order(cells.values()))
     header["load_average_after"] = machine()["load_average"]
     documents = in_order(cells.values())
     pictures = save_pictures(documents, asked.out)
