@@ -43,8 +43,10 @@ class _Shared:
     def now(self) -> _Shared:
         """The buffer that is there by now; the earlier one where that is of another kind, or gone."""
         tensor = self.owners[0].get()
-        is_same_kind = tensor is not None and tensor.shape == self.tensor.shape and tensor.dtype == self.tensor.dtype
-        return _Shared(tensor, self.owners) if tensor is not None and is_same_kind else self
+        if tensor is self.tensor or tensor is None:  # the usual case: called for every buffer in every forward
+            return self
+        is_same_kind = tensor.shape == self.tensor.shape and tensor.dtype == self.tensor.dtype
+        return _Shared(tensor, self.owners) if is_same_kind else self
 
     def put(self, value: Tensor) -> None:
         for owner in self.owners:
@@ -206,8 +208,9 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.itemsize >= torch.float32.itemsize else torch.float32
 
 
+@torch.no_grad()
 def _flat(chunk: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+    return torch.cat([tensor.reshape(-1) for tensor in chunk])
 
 
 def _parts(flat: Tensor, chunk: Sequence[Tensor]) -> list[Tensor]:
