@@ -95,6 +95,18 @@ def test_a_rank_that_has_not_wrapped_its_model_is_reported() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_never_makes_a_second_model_is_not_waited_for_for_ever(num_ranks: int) -> None:
+    fault = Fault("is_late", "before_another_construction", rank=num_ranks - 1, num_ranks=num_ranks)
+    for rank, outcome in enumerate(outcomes(fault)[: fault.rank]):
+        assert (outcome.kind, outcome.text) == (
+            "StallTimeout",
+            f"rank {fault.rank} has not come to synchronise a model within 2 s.\n"
+            f"  synchronisation 0, rank {rank}\n"
+            "  Wrap the model on every rank of the group.",
+        )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_is_stopped_is_said_to_be(num_ranks: int, record: Record) -> None:
     settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
     fault = Fault("is_stopped", "in_forward", rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)

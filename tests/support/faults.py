@@ -213,6 +213,14 @@ def in_data_of_an_impatient_group(script: _Script) -> torch.optim.Optimizer:
     return in_data(script)
 
 
+def before_another_construction(script: _Script) -> torch.optim.Optimizer:
+    """Of a second model of the same ranks."""
+    group = dist.new_group(range(script.fault.num_ranks), timeout=timedelta(seconds=2))
+    script.act()
+    script.other = DistributedDataParallel(nn.Linear(2, 2), process_group=group, config=script.model.sync.config)
+    return in_data(script)
+
+
 def in_evaluation(script: _Script) -> torch.optim.Optimizer:
     """Which a rank runs alone, at a place where the others go on training."""
 

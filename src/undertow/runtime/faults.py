@@ -99,6 +99,13 @@ def timed_out(rank: int, report: str) -> Fault:
     )
 
 
+def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
+    """Some ranks have not made the model that the others have."""
+    named = ", ".join(map(str, ranks))
+    what = f"rank {named} has not come to synchronise a model within {waited_s:.0f} s."
+    return Fault(StallTimeout, what, "Wrap the model on every rank of the group.")
+
+
 def stopped(rank: int) -> State:
     """What a neighbour says of a rank that cannot speak."""
     return State(rank=rank, step=-1, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])

@@ -86,13 +86,15 @@ class Member:
         self.states = {asking["rank"]: asking}
         return True
 
-    def meet(self) -> None:
-        """Returns when all ranks have come to a group that is about to be made, or with a fault where one has not."""
+    def meet(self, patience_s: float) -> None:
+        """Returns when all ranks have come to a group that is about to be made, or with a fault where one has not in time."""
         ring, number = self.ring, self.ring.next_meeting()
         ring.say("opens", number=number)
         with ring.condition:
-            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[number]) == ring.num_ranks)
-            ring.opened.pop(number, None)
+            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[number]) == ring.num_ranks, timeout=patience_s)
+            late = set(range(ring.num_ranks)) - ring.opened.pop(number, set())
+        if late and self.known_fault is None:
+            self.fails(faults.never_came(sorted(late), patience_s))
 
     def places(self, mine: str) -> dict[int, str]:
         """Where each rank stands, in its words, `mine` among them: of those that ask as well, and soon."""
