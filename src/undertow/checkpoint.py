@@ -24,6 +24,8 @@ from undertow.errors import CheckpointError, UndertowError
 from undertow.optim import ShardedOptimizer
 from undertow.optim_state import MASTER, OF_THE_WHOLE, ShardedState
 from undertow.runtime import private, private_checkpoint
+from undertow.runtime.group import OwnGroup
+from undertow.runtime.hooks import earlier_watchers
 from undertow.runtime.waiting import over_users
 
 _Result = TypeVar("_Result")
@@ -35,8 +37,11 @@ def save_checkpoint(
 ) -> None:
     """Saves both in the folder `path`, each rank its part; a collective call, to a place that all ranks see.
 
-    What is there is replaced when the new one is whole, and not before. `extra` is saved as JSON: counters, a scheduler's
-    state. The optimizer may be a ShardedOptimizer or a plain one. CheckpointError, on every rank, where it fails on one.
+    All ranks are those over which the model is synchronised, a bare one's under `attach` too; each group of ranks that has a
+    model of its own saves it to a path of its own. They are those of the default group where nothing synchronises the model,
+    only a group of one rank does, or different groups do. What is there is replaced when the new one is whole, and not before.
+    `extra` is saved as JSON: counters, a scheduler's state. The optimizer may be a ShardedOptimizer or a plain one.
+    CheckpointError, on every rank, where it fails on one.
     """
     target, ranks = Path(path), _Ranks.of(model, optimizer)
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, extra, is_first=ranks.is_first))
@@ -55,7 +60,7 @@ def has_checkpoint(path: str | PathLike[str]) -> bool:
 
 
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Loads what `save_checkpoint` saved, from any number of ranks, and returns `extra`; a collective call.
+    """Loads what `save_checkpoint` saved, from any number of ranks, and returns `extra`; a collective call of the same ranks.
 
     CheckpointError, the same on every rank, where a file is missing, cut short or foreign, or where the model or the
     optimizer is another one; nothing is changed then. Nothing is unpickled but tensors, plain values and torch's own
@@ -93,9 +98,8 @@ class _Ranks:
         _require_no_experts(model, optimizer)
         if not dist.is_available() or not dist.is_initialized():
             return cls(None, torch.device("cpu"))
-        given = optimizer if isinstance(optimizer, ShardedOptimizer) else model
-        group = given.process_group if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel) else None
-        group = dist.group.WORLD if group is None else group
+        group = _group_of(model, optimizer) or dist.group.WORLD
+        assert group is not None  # torch.distributed is initialised
         param = next(model.parameters(), None)
         is_on_device = "nccl" in dist.get_backend(group) and param is not None
         return cls(group, param.device if is_on_device and param is not None else torch.device("cpu"))
@@ -145,6 +149,18 @@ class _Ranks:
             rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
             dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
         return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
+
+
+def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist.ProcessGroup | None:
+    """Of the ranks that have this model; None, for the default one, where nobody synchronises it, or parts over several."""
+    given = optimizer if isinstance(optimizer, ShardedOptimizer) else model
+    if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel):
+        return given.process_group
+    # A bare model does not tell: two groups that each have one of the same names would write one checkpoint of both.
+    watching: list[OwnGroup] = [engine.formation.group for engine in earlier_watchers(model.named_parameters()).values()]
+    if len({own.user.ranks for own in watching}) != 1:
+        return None
+    return watching[0].user.group or watching[0].process_group
 
 
 def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

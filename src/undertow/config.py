@@ -89,8 +89,9 @@ class SyncConfig:
     reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
         (in rank order, in fp32 where gradients are narrower: the same bits under every plan and strategy, but for "hybrid",
         which adds up row by row).
-    op: what becomes of the ranks' gradients: "mean" or "sum". average_in_collective: False divides before the collective, which
-        sums.
+    op: what becomes of the ranks' gradients: "mean" or "sum".
+    average_in_collective: False divides whole gradients before the collective, which sums. It changes nothing with shards and
+        "ordered", where the sum is divided.
     buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; what
         is no real or complex number follows rank 0), or are left alone ("off").
     reduce_dtype: "float32": gradients of parameters of 16 bits are accumulated over micro-batches and reduced in it, and `.grad`
@@ -101,11 +102,13 @@ class SyncConfig:
     nonfinite: what is done about gradients that are infinite or no number on some rank when an optimizer is about to step on
         them: nothing ("ignore"; they are not looked for, which would cost a pass over every bucket, and on devices the host would
         wait for the last one), a line on rank 0 ("warn"), the step is skipped on every rank and changes nothing ("skip"; not in
-        eager form, nor with experts), or NonFiniteGradient on every rank ("raise"). What a GradScaler deals with stays its own.
+        eager form, with experts, or where a plain optimizer is given a closure), or NonFiniteGradient on every rank ("raise").
+        What a GradScaler deals with stays its own.
     check_replicas_every: after how many synchronisations a fingerprint of every parameter is compared over all ranks;
         where one differs every rank raises ReplicaMismatch. None: never.
     stall_warning_s: after how many seconds of waiting a rank has all ranks report who is late, for what, and what it is doing.
-    stall_timeout_s: after how many the step fails, with StallTimeout on every rank. Infinity switches either off.
+    stall_timeout_s: after how many the step fails, with StallTimeout on every rank. Infinity switches either off; over gloo the
+        step then fails so when the timeout of the process group is over, which also ends a longer stall_timeout_s.
     experts: groups of parameters that are reduced over ranks of their own, each an ExpertGroup, in the same order on every rank.
         Not with "hybrid". A process group is of one process: the JSON form says what there is, and is not read back.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".

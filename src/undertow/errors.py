@@ -90,4 +90,4 @@ class RankLost(UndertowError):
 
 
 class StallTimeout(UndertowError, TimeoutError):
-    """A rank has waited for others longer than it was to; raised on every rank."""
+    """A rank has waited for others longer than it was to; raised on every rank that has wrapped its model."""

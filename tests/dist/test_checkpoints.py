@@ -21,7 +21,7 @@ from torch import nn
 from support.checkpoints import Setup, from_bytes, require_equal, to_bytes, train, trained_by, whole_state
 from support.errors import text_of
 from support.ranks import Ranks, RanksFailed
-from undertow import CheckpointError, DistributedDataParallel, has_checkpoint, load_checkpoint, save_checkpoint
+from undertow import CheckpointError, DistributedDataParallel, attach, has_checkpoint, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -470,6 +470,31 @@ def test_names_are_the_modules_however_it_is_wrapped_and_extra_states_are_the_fi
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
     two_ranks.run(extra_states_and_wrappings, tmp_path / "saved")
+
+
+def each_half_saves_its_own(folder: Path, how: str) -> None:
+    """Ranks 0 and 1 have one model, ranks 2 and 3 another one of the same names."""
+    halves = [[0, 1], [2, 3]]
+    groups = [dist.new_group(half) for half in halves]
+    mine = dist.get_rank() // 2
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, 1.0 + mine)
+    wrap = attach if how == "attach" else DistributedDataParallel
+    with contextlib.closing(wrap(model, process_group=groups[mine])):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        save_checkpoint(folder / f"half {mine}", model, optimizer, extra=mine)
+        dist.barrier()
+        nn.init.zeros_(model.weight)
+        assert load_checkpoint(folder / f"half {mine}", model, optimizer) == mine
+        require_equal({"weight": model.weight}, {"weight": torch.full((2, 2), 1.0 + mine)})
+    dist.destroy_process_group(groups[mine])
+
+
+@pytest.mark.parametrize("how", ["attach", "a wrapper's module"])
+def test_a_bare_model_is_saved_by_the_ranks_that_synchronise_it(fresh_four: Ranks, tmp_path: Path, how: str) -> None:
+    fresh_four.run(each_half_saves_its_own, tmp_path, how)
 
 
 def test_one_process_saves_and_loads_without_ranks(tmp_path: Path) -> None:

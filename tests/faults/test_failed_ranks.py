@@ -33,7 +33,7 @@ POINTS = [
 ]
 FINISHED = """rank {faulty} has left: it has finished after {num_steps} synchronisations, and others wait for it.
   synchronisation 3, rank {rank}
-  Give every rank as many batches, or train inside model.join()."""
+  Give every rank as many batches, train inside join() of the wrapper, or have a rank without data call finish()."""
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

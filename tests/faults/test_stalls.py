@@ -67,6 +67,24 @@ def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, re
     record("late, beyond stall_timeout_s=1.5", found[: fault.rank])
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("warning_s", [0.5, math.inf])
+def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(warning_s: float, num_ranks: int) -> None:
+    settings = {"stall_warning_s": warning_s, "stall_timeout_s": math.inf, "buffers": "off"}
+    fault = Fault("is_late", "in_data_of_an_impatient_group", rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
+    head, *rest = report(fault, DOING["in_data"]) if warning_s == 0.5 else ("", "")
+    told = [f"  {head}", *rest] if head else []
+    remedy = (
+        "  Look at what the late ranks are doing, or give the process group a longer timeout: "
+        "stall_timeout_s above it does nothing."
+    )
+    for rank, outcome in enumerate(outcomes(fault)):
+        assert outcome.kind == "StallTimeout", outcome.text
+        first, where, *others = plain(outcome.text).split("\n")
+        assert re.fullmatch(r"rank \d has waited for as long as the process group's timeout lets it\.", first)
+        assert (where, others) == (f"  synchronisation 3, rank {rank}", [*told, remedy])
+
+
 def test_a_rank_that_has_not_wrapped_its_model_is_reported() -> None:
     fault = Fault("is_late", "before_construction", settings={"stall_warning_s": 0.5})
     found = outcomes(fault)
@@ -74,6 +92,18 @@ def test_a_rank_that_has_not_wrapped_its_model_is_reported() -> None:
     assert "rank 0 has waited N s for rank 1 to synchronise a model." in [
         re.sub(r"\d+ s", "N s", text) for text in found[0].logged
     ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_never_makes_a_second_model_is_not_waited_for_for_ever(num_ranks: int) -> None:
+    fault = Fault("is_late", "before_another_construction", rank=num_ranks - 1, num_ranks=num_ranks)
+    for rank, outcome in enumerate(outcomes(fault)[: fault.rank]):
+        assert (outcome.kind, outcome.text) == (
+            "StallTimeout",
+            f"rank {fault.rank} has not come to synchronise a model within 2 s.\n"
+            f"  synchronisation 0, rank {rank}\n"
+            "  Wrap the model on every rank of the group.",
+        )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

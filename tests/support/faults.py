@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -201,6 +202,23 @@ def _optimizer(script: _Script) -> torch.optim.Optimizer:
 def in_data(script: _Script) -> torch.optim.Optimizer:
     script.before_forward = script.act
     return _optimizer(script)
+
+
+def in_data_of_an_impatient_group(script: _Script) -> torch.optim.Optimizer:
+    """Whose collectives may take two seconds."""
+    config, module = script.model.sync.config, script.model.module
+    script.model.close()
+    group = dist.new_group(range(script.fault.num_ranks), timeout=timedelta(seconds=2))
+    script.model = DistributedDataParallel(module, process_group=group, config=config)
+    return in_data(script)
+
+
+def before_another_construction(script: _Script) -> torch.optim.Optimizer:
+    """Of a second model of the same ranks."""
+    group = dist.new_group(range(script.fault.num_ranks), timeout=timedelta(seconds=2))
+    script.act()
+    script.other = DistributedDataParallel(nn.Linear(2, 2), process_group=group, config=script.model.sync.config)
+    return in_data(script)
 
 
 def in_evaluation(script: _Script) -> torch.optim.Optimizer:

@@ -30,7 +30,7 @@ def snippets(page: Path) -> Iterator[Snippet]:
         before = text[: fence.start("code")]
         yield Snippet(
             page=str(page),
-            section=titles(before)[-1],
+            section=(titles(before) or [""])[-1],
             mark=fence["mark"] or "",
             language=fence["language"],
             code=fence["code"],

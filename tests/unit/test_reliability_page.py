@@ -32,6 +32,11 @@ def test_the_report_of_the_page_is_ours() -> None:
     assert quoted == faults.stall_text(asking, {0: asking, 1: late}, {}, ranks=range(2))
 
 
+def test_the_error_where_the_process_groups_timeout_is_over_is_ours() -> None:
+    (told,) = (text for text in QUOTED if text.startswith("rank 0 has waited"))
+    assert ERRORS["StallTimeout"] == f"StallTimeout: {faults.timed_out(0, told).error('synchronisation 3, rank 0')}"
+
+
 def test_what_the_page_says_of_links_is_ours() -> None:
     fault = faults.unreachable([2], by=0, silent_s=5.2)
     assert ERRORS["RankLost"] == f"RankLost: {fault.error('synchronisation 118, rank 0')}"

@@ -73,7 +73,7 @@ def finished(rank: int, num_steps: int) -> Fault:
     return Fault(
         RankLost,
         f"rank {rank} has left: it has finished after {num_steps} synchronisations, and others wait for it.",
-        "Give every rank as many batches, or train inside model.join().",
+        "Give every rank as many batches, train inside join() of the wrapper, or have a rank without data call finish().",
     )
 
 
@@ -86,6 +86,24 @@ def stalled(text: str) -> Fault:
         "Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be.",
         told=rest.strip(),
     )
+
+
+def timed_out(rank: int, report: str) -> Fault:
+    """A collective has ended before a stall was over: it may take no longer than the process group's timeout."""
+    return Fault(
+        StallTimeout,
+        f"rank {rank} has waited for as long as the process group's timeout lets it.",
+        "Look at what the late ranks are doing, or give the process group a longer timeout: "
+        "stall_timeout_s above it does nothing.",
+        told=report,
+    )
+
+
+def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
+    """Some ranks have not made the model that the others have."""
+    named = ", ".join(map(str, ranks))
+    what = f"rank {named} has not come to synchronise a model within {waited_s:.0f} s."
+    return Fault(StallTimeout, what, "Wrap the model on every rank of the group.")
 
 
 def stopped(rank: int) -> State:

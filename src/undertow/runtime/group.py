@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _LOOK_S = 0.25  # between two looks, while something is waited for, whether a rank is gone; the second one counts
+_GLOO_WAITS_S = 1800.0  # where a group has no timeout of its own
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 
@@ -157,7 +158,8 @@ class OwnGroup:
             self.member = member
         with self.waiting("all ranks, to make a process group"):
             if member is not None and self.all_meet:
-                member.meet()
+                timeout = self.user.timeout
+                member.meet(_GLOO_WAITS_S if timeout is None else timeout.total_seconds())
             require_no_fault(member)
             self._group = weakref.ref(self._made())
         if member is not None:

@@ -184,7 +184,7 @@ class Ring:
         has_answers = member.asking is not None and now_s > member.asked_s + ANSWERS_S
         if member.asking is not None and has_answers and not member.is_told:
             member.is_told = True
-            faults.tell(self._report(member, member.asking))
+            faults.tell(self.report(member, member.asking))
         limits = member.limits
         is_over = waited_s > limits.stall_timeout_s
         if waited_s < limits.stall_warning_s and not is_over:
@@ -196,9 +196,10 @@ class Ring:
             if gone and not late - gone.keys():  # else it may be another one that is waited for
                 member.fails(next(iter(gone.values())))
             elif is_over and member.is_made:
-                member.fails(faults.stalled(self._report(member, member.asking)))
+                member.fails(faults.stalled(self.report(member, member.asking)))
 
-    def _report(self, member: Member, asking: State) -> str:
+    def report(self, member: Member, asking: State) -> str:
+        """What all ranks have answered to the one that has asked."""
         gone = {rank: fault.what for rank, fault in self._gone(member).items()}
         return faults.stall_text(asking, member.states, gone, ranks=range(self.num_ranks))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 ANSWERS_S = 1.0  # that ranks have to say what they are doing
 _VERDICT_S = 5.0  # from a broken connection until it is known who is gone
+# Of a collective that has lasted for the timeout of its group. The kernel's own words, of a connection, are others.
+_TIME_IS_OVER = re.compile(r"timed out waiting|operation timed out", re.IGNORECASE)
 
 
 class Member:
@@ -83,13 +86,15 @@ class Member:
         self.states = {asking["rank"]: asking}
         return True
 
-    def meet(self) -> None:
-        """Returns when all ranks have come to a group that is about to be made, or with a fault where one has not."""
+    def meet(self, patience_s: float) -> None:
+        """Returns when all ranks have come to a group that is about to be made, or with a fault where one has not in time."""
         ring, number = self.ring, self.ring.next_meeting()
         ring.say("opens", number=number)
         with ring.condition:
-            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[number]) == ring.num_ranks)
-            ring.opened.pop(number, None)
+            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[number]) == ring.num_ranks, timeout=patience_s)
+            late = set(range(ring.num_ranks)) - ring.opened.pop(number, set())
+        if late and self.known_fault is None:
+            self.fails(faults.never_came(sorted(late), patience_s))
 
     def places(self, mine: str) -> dict[int, str]:
         """Where each rank stands, in its words, `mine` among them: of those that ask as well, and soon."""
@@ -110,16 +115,26 @@ class Member:
 
     def reason(self, error: BaseException) -> Fault | None:
         """Why a collective has failed with `error`; all ranks learn of it. None where it is not known."""
-        ring = self.ring
+        ring, is_over = self.ring, _TIME_IS_OVER.search(str(error)) is not None
         with ring.condition:
-            ring.condition.wait_for(lambda: self.known_fault or self.left or ring.ended, timeout=_VERDICT_S)
+            # Nobody need be gone where the time is over. And it is told before the ranks speak whose connections that has closed.
+            patience_s = ANSWERS_S if is_over else _VERDICT_S
+            ring.condition.wait_for(lambda: self.known_fault or self.left or ring.ended, timeout=patience_s)
             # A word that one has ended well may be overtaken by none that it has not.
             fault = self.known_fault or next(iter((ring.ended | self.left).values()), None)
+        if fault is None and is_over:
+            fault = faults.timed_out(ring.rank, self._last_report())
         if fault is None:
             ring.say("failed", text=faults.text_of(error))
         elif self.known_fault is None:
             self.fails(fault)
         return fault
+
+    def _last_report(self) -> str:
+        """Of the wait that has just ended; empty where nobody has asked in it."""
+        asking = self.asking
+        is_of_now = asking is not None and self.is_told and asking["step"] == self.num_steps()
+        return self.ring.report(self, asking) if asking is not None and is_of_now else ""
 
     def fails(self, fault: Fault) -> None:
         """All ranks of this group give up."""

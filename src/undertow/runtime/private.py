@@ -1,4 +1,4 @@
-"""Every private call into torch, in one place; tests/unit/test_private_torch.py holds what we rely on."""
+"""Private calls into torch, in one place; tests/unit/test_private_torch.py holds what we rely on."""
 
 from __future__ import annotations
 
