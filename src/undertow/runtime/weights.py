@@ -91,8 +91,7 @@ class Weighing:
         if self._handle is None:
             return None
         if not self._is_known:
-            # In eager form another thread waits for it, while this one has a wait of its own.
-            with self._group.waiting("the sum of all ranks' weights" if self.can_wait else ""):
+            with self._group.waiting("the sum of all ranks' weights"):
                 self._handle.wait()
             self._sums = self._on_host() if self._group.device.type == "cpu" else self._on_device()
             self._is_known = True
