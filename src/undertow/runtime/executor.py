@@ -81,7 +81,7 @@ class Executor:
         self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer, rank=group.rank)
         self._handles: dict[int, list[Handle]] = {}
         self._steps: dict[int, Handle] = {}  # of buckets that are stepped in backward
-        self._unsound: set[int] = set()  # buckets that were packed without gradients, after a failure or a change
+        self._unsound: set[int] = set()  # of the round, buckets that were packed without gradients, after a failure or a change
         self._packed: set[int] = set()  # in a round that does not communicate
         self._late: dict[int, tuple[Sequence[Tensor], list[Handle]]] = {}
         self._signatures: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
@@ -101,6 +101,7 @@ class Executor:
 
     def begin(self, this_round: Round) -> None:
         self._round = this_round
+        self._unsound.clear()
         if self._sharding is not None:
             self._sharding.begin_round()
             self._sharding.gathers.being_stepped.clear()
@@ -244,7 +245,6 @@ class Executor:
         eager = sharding.eager
         assert eager is not None  # the schedule is its
         is_sound = index not in self._unsound
-        self._unsound.discard(index)
         if this_round.steps:
             sharding.gathers.step_begins(index)
         reduced = self._handles[index][0]
