@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from support.models import CASES, Fragile
 from support.ranks import Ranks
 from support.sharded import Parameters, parameters, require_equal, training
 from undertow import DistributedDataParallel, PeerFailed
+from undertow.runtime.executor import Executor
 
 LOSS = CASES["mlp"].loss
 SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
@@ -63,3 +66,43 @@ def micro_batch_that_fails(num_failing: int) -> None:
 @pytest.mark.parametrize("num_failing", [1, 2])
 def test_steps_behind_a_micro_batch_that_failed_are_as_ever(two_ranks: Ranks, num_failing: int) -> None:
     two_ranks.run(micro_batch_that_fails, num_failing)
+
+
+def weighted_bucket_that_has_left() -> None:
+    """Rank 0 fails, and gives the round up, before what it has sent of the last layer is complete."""
+    weight = 3.0 + dist.get_rank()
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        one_step(ddp, opt, step, weight=weight)
+
+    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+        for step in range(4):
+            each(ddp, opt, step)
+        healthy = parameters(ddp)
+    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+        for step in range(3):
+            each(ddp, opt, step)
+        before = parameters(ddp)
+        engine, settle = ddp.sync._engine, Executor._settle
+        has_given_up = threading.Event()
+        end = engine._end_round
+
+        def ending(this: Any) -> Any:
+            has_given_up.set()
+            return end(this)
+
+        def late(*args: Any, **kwargs: Any) -> bool:
+            assert has_given_up.wait(30.0)
+            return settle(*args, **kwargs)
+
+        with mock.patch.object(engine, "_end_round", ending), mock.patch.object(Executor, "_settle", late):
+            failing_backward(ddp, opt, 1, weight=weight)
+            after = parameters(ddp)
+    require_same_on_every_rank(after)
+    for name, value in after.items():
+        assert bool(((value == before[name]) | (value == healthy[name])).all()), name
+    assert torch.equal(after["module.last.bias"], healthy["module.last.bias"])
+
+
+def test_a_bucket_that_left_before_the_failure_is_divided_by_its_weights(two_ranks: Ranks) -> None:
+    two_ranks.run(weighted_bucket_that_has_left)

@@ -244,26 +244,28 @@ class Executor:
         assert sharding is not None
         eager = sharding.eager
         assert eager is not None  # the schedule is its
+        # Now: a backward that fails later says nothing of a bucket that left before, with which all ranks go on alike.
         is_sound = index not in self._unsound
+        weighs = is_sound or this_round.has_changed
         if this_round.steps:
             sharding.gathers.step_begins(index)
         reduced = self._handles[index][0]
 
         def step() -> None:
             reduced.wait()  # it is over, and raises here if it has failed
-            is_alike = self._settle(index, this_round)
+            is_alike = self._settle(index, this_round, weighs=weighs)
             if this_round.steps and is_sound and is_alike:
                 eager.update(index)
 
         self._steps[index] = eager.axes.after_reductions(step)
         self._handles[index].append(self._steps[index])
 
-    def _settle(self, index: int, this_round: Round) -> bool:
+    def _settle(self, index: int, this_round: Round, *, weighs: bool) -> bool:
         """Reads the trailer of a bucket that is reduced. Returns whether it may be stepped, which all ranks find alike."""
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         num_readings = len(this_round.readings)
-        sums = None if this_round.weighing is None or this_round.has_failed else this_round.weighing.sums()
+        sums = this_round.weighing.sums() if weighs and this_round.weighing is not None else None
         if sums is not None:
             binding.weigh(divisor=sums.divisor, keep=sums.keep)
         elif this_round.rescale != 1.0:
@@ -318,7 +320,7 @@ class Executor:
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         if binding.settled is None:
-            self._settle(index, self._the_round)
+            self._settle(index, self._the_round, weighs=not self._the_round.has_failed)
         binding.give()
         sharding.gathers.being_stepped.discard(index)
 
