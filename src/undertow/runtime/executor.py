@@ -245,7 +245,7 @@ class Executor:
         eager = sharding.eager
         assert eager is not None  # the schedule is its
         # Now: a backward that fails later says nothing of a bucket that left before, with which all ranks go on alike.
-        is_sound = index not in self._unsound
+        is_sound, weighing = index not in self._unsound, this_round.weighing
         weighs = is_sound or this_round.has_changed
         if this_round.steps:
             sharding.gathers.step_begins(index)
@@ -254,7 +254,7 @@ class Executor:
         def step() -> None:
             reduced.wait()  # it is over, and raises here if it has failed
             is_alike = self._settle(index, this_round, weighs=weighs)
-            if this_round.steps and is_sound and is_alike:
+            if this_round.steps and is_sound and is_alike and (weighing is None or weighing.is_sound()):
                 eager.update(index)
 
         self._steps[index] = eager.axes.after_reductions(step)
