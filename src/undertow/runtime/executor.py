@@ -104,12 +104,14 @@ class Executor:
         self._unsound.clear()
         if self._sharding is not None:
             self._sharding.begin_round()
-            self._sharding.gathers.being_stepped.clear()
+            self._sharding.gathers.round_begins()
             eager = self._sharding.eager
             this_round.is_eager = eager is not None
             if eager is not None and this_round.is_synchronised and not this_round.has_changed:
                 is_late = this_round.weighing is not None and this_round.weighing.is_too_late
                 this_round.steps = eager.begin_round(self._sharding) and this_round.is_last and not is_late
+            if this_round.steps:
+                self._sharding.gathers.steps_begin()
         if self._reducer.hook is not None:
             self._reducer.hook.begin_round()
         self._num_rounds += this_round.is_synchronised
