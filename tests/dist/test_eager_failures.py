@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from support.hybrid import hybrid
 from support.models import CASES, Fragile, noise
 from support.ranks import Ranks
 from support.sharded import Parameters, parameters, require_equal, training
@@ -23,6 +25,11 @@ from undertow.runtime.executor import Executor
 LOSS = CASES["mlp"].loss
 SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
 Read = Callable[[DistributedDataParallel, Any], Parameters]
+
+
+def started(*, on_mesh: bool = False) -> AbstractContextManager[Any]:
+    """A model and its optimizer in eager form, over all ranks or on a mesh of 2 x 2."""
+    return hybrid(fragile(), "SGD", eager=True, **SMALL) if on_mesh else training(fragile(), "zero1", "SGD", eager=True, **SMALL)
 
 
 def fragile() -> Fragile:
@@ -78,8 +85,8 @@ def require_same_on_every_rank(found: Parameters) -> None:
         require_equal(found, other)
 
 
-def read_after_a_failure(what: str, num_failing: int) -> None:
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+def read_after_a_failure(what: str, num_failing: int, on_mesh: bool) -> None:
+    with started(on_mesh=on_mesh) as (ddp, opt):
         for step in range(3):
             one_step(ddp, opt, step)
         before = parameters(ddp)
@@ -98,17 +105,22 @@ def read_after_a_failure(what: str, num_failing: int) -> None:
 @pytest.mark.parametrize("num_failing", [1, 2])
 @pytest.mark.parametrize("what", READS)
 def test_what_is_read_after_a_failed_backward_is_whole(two_ranks: Ranks, what: str, num_failing: int) -> None:
-    two_ranks.run(read_after_a_failure, what, num_failing)
+    two_ranks.run(read_after_a_failure, what, num_failing, False)
+
+
+@pytest.mark.parametrize("num_failing", [1, 3])
+def test_so_is_what_is_read_on_a_mesh(four_ranks: Ranks, num_failing: int) -> None:
+    four_ranks.run(read_after_a_failure, "the state dict", num_failing, True)
 
 
 def saved_after_a_failure(path: Path, num_failing: int) -> None:
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+    with started() as (ddp, opt):
         for step in range(3):
             one_step(ddp, opt, step)
         failing_backward(ddp, opt, num_failing)
         save_checkpoint(path, ddp, opt)
         after, state = parameters(ddp), cloned(of_optimizer(opt))
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+    with started() as (ddp, opt):
         load_checkpoint(path, ddp, opt)
         require_equal(after, parameters(ddp))
         require_equal(state, of_optimizer(opt))
@@ -125,7 +137,7 @@ def saved_after_failures_at_different_points(path: Path) -> None:
     def fails(_gradient: Tensor) -> None:
         raise ZeroDivisionError
 
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+    with started() as (ddp, opt):
         for step in range(3):
             one_step(ddp, opt, step)
         before = parameters(ddp)
@@ -136,7 +148,7 @@ def saved_after_failures_at_different_points(path: Path) -> None:
             one_step(ddp, opt, 3)
         save_checkpoint(path, ddp, opt)
         require_equal(before, parameters(ddp))
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+    with started() as (ddp, opt):
         load_checkpoint(path, ddp, opt)
         require_equal(before, parameters(ddp))
 
@@ -148,7 +160,7 @@ def test_a_rank_that_has_updated_nothing_takes_part_in_what_others_end(two_ranks
 def read_while_the_backward_runs() -> list[str]:
     """In another thread, when the last layer's buckets are on their way."""
     errors: list[str] = []
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+    with started() as (ddp, opt):
         for step in range(3):
             one_step(ddp, opt, step)
 
@@ -183,7 +195,7 @@ def test_another_thread_is_told_that_a_backward_updates_what_it_reads(two_ranks:
 
 def interrupted_where_the_round_ends() -> None:
     """What cannot be ended any more is neither read nor trained on."""
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+    with started() as (ddp, opt):
         for step in range(3):
             one_step(ddp, opt, step)
         engine = ddp.sync._engine
@@ -201,7 +213,7 @@ def test_what_cannot_be_made_whole_raises_wherever_it_is_read(two_ranks: Ranks) 
 
 def lost_in_the_middle() -> None:
     """Of a backward that has updated a part; the other rank will never send its shards."""
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+    with started() as (ddp, opt):
         for step in range(3):
             one_step(ddp, opt, step)
         member = ddp.sync.own_group.member
@@ -245,18 +257,18 @@ def test_steps_behind_a_micro_batch_that_failed_are_as_ever(two_ranks: Ranks, nu
     two_ranks.run(micro_batch_that_fails, num_failing)
 
 
-def weighted_bucket_that_has_left() -> None:
+def weighted_bucket_that_has_left(on_mesh: bool) -> None:
     """Rank 0 fails, and gives the round up, before what it has sent of the last layer is complete."""
     weight = 3.0 + dist.get_rank()
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         one_step(ddp, opt, step, weight=weight)
 
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+    with started(on_mesh=on_mesh) as (ddp, opt):
         for step in range(4):
             each(ddp, opt, step)
         healthy = parameters(ddp)
-    with training(fragile(), "zero1", "SGD", eager=True, **SMALL) as (ddp, opt):
+    with started(on_mesh=on_mesh) as (ddp, opt):
         for step in range(3):
             each(ddp, opt, step)
         before = parameters(ddp)
@@ -282,4 +294,8 @@ def weighted_bucket_that_has_left() -> None:
 
 
 def test_a_bucket_that_left_before_the_failure_is_divided_by_its_weights(two_ranks: Ranks) -> None:
-    two_ranks.run(weighted_bucket_that_has_left)
+    two_ranks.run(weighted_bucket_that_has_left, False)
+
+
+def test_nor_do_replicas_come_apart(four_ranks: Ranks) -> None:
+    four_ranks.run(weighted_bucket_that_has_left, True)
