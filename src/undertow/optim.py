@@ -183,6 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """All of the state on every rank, as the state dict of a plain optimizer; a collective call."""
+        self._steps.make_whole()
         nobodys = states_without_elements(self._stepped, self._state_of_nothing)
         waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
         return self._packed(nobodys | self._full_states() | waiting)
@@ -332,6 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _states(self) -> FullStates:
         """What is known here of every parameter's state."""
+        self._steps.make_whole()
         owned: dict[int, list[Owned]] = {}
         for each in self._owned:
             owned.setdefault(id(self._param_of(each)), []).append(each)

@@ -249,8 +249,8 @@ class Sync:
         """
         if self.steps is None:
             self._engine.open()
-            how: dict[str, Any] = {"is_compiled": self._is_compiled, "is_eager": is_eager, "numbers": self._engine.checks.numbers}
-            self.steps = ShardedSteps(self._module, self._engine.formation, self._config, **how)
+            how: dict[str, Any] = {"is_compiled": self._is_compiled, "is_eager": is_eager}
+            self.steps = ShardedSteps(self._module, self._engine, self._config, **how)
             self._attached.callback(self.steps.close)
         self.steps.hand_to(stepper, settings, is_eager=is_eager)
         return self.steps

@@ -812,6 +812,48 @@ def test_weights_of_eager_steps_begin_with_the_first(
     assert answers == [text.format(where=f"synchronisation 2, rank {rank}") for rank in range(2)]
 
 
+def unsound_weights_in_eager_form(give: Callable[[int, int], float | None], strategy: str) -> str:
+    """The error of the third step, after which parameters are what they were, and training with weights goes on."""
+    model = Integers()
+    ddp = DistributedDataParallel(model, config=SyncConfig(strategy=strategy, bucket_cap_mb=1e-6))
+    try:
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=2.0**-10, momentum=0.5, weight_decay=0.5, eager=True)
+
+        def backward(number: int, weight: float | None) -> None:
+            optimizer.zero_grad()
+            if weight is not None:
+                ddp.weight(weight)
+            loss_of(ddp, number).backward()
+
+        for number in range(2):
+            backward(number, weight_of(number))
+            optimizer.step()
+        ddp.wait()
+        before = [param.detach().clone() for param in model.parameters()]
+        text = text_of(PhaseError, lambda: backward(2, give(dist.get_rank(), dist.get_world_size())))
+        ddp.wait()
+        assert all(map(torch.equal, before, model.parameters()))
+        backward(3, weight_of(3))
+        optimizer.step()
+        ddp.wait()
+        assert not torch.equal(before[0], model.layers[0].weight)
+        return text
+    finally:
+        ddp.close()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("give", "text"),
+    [(only_first, "weights were given on some ranks and not on others.\n"), (zero, "the weights of all ranks add up to 0")],
+)
+def test_weights_that_are_not_sound_update_nothing_in_eager_form(
+    two_ranks: Ranks, give: Callable[[int, int], float | None], text: str, strategy: str
+) -> None:
+    for found in two_ranks.run(unsound_weights_in_eager_form, give, strategy, timeout_s=TIMEOUT_S):
+        assert found.startswith(text)
+
+
 def alone_with_shards() -> tuple[str, str]:
     group = groups_of(*[[rank] for rank in range(dist.get_world_size())])[0]
     texts = []

@@ -7,6 +7,7 @@ backward over ──> bind ──> step(): confirms what was updated            
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from undertow.errors import ConfigError, PhaseError
@@ -29,10 +30,14 @@ class BucketStepper(Protocol):
 
 
 class EagerSteps:
-    """Whose buckets are stepped in backward, and whether its `step()` is due for that."""
+    """Whose buckets are stepped in backward, and whether its `step()` is due for that.
 
-    def __init__(self, axes: Axes) -> None:
+    `end_backward` ends a backward that an exception has left in the middle, where none runs.
+    """
+
+    def __init__(self, axes: Axes, end_backward: Callable[[], object]) -> None:
         self.axes = axes
+        self.end_backward = end_backward
         self.is_due = False  # a backward has updated the parameters, and step() has not confirmed it
         self._stepper: weakref.ref[BucketStepper] | None = None  # whose user holds it
 
@@ -65,7 +70,7 @@ class EagerSteps:
             )
 
 
-def eager_steps_over(axes: Axes, *, overlap: bool) -> EagerSteps | None:
+def eager_steps_over(axes: Axes, *, overlap: bool, end_backward: Callable[[], object]) -> EagerSteps | None:
     """None for a rank alone, which sends nothing; ConfigError where buckets cannot be stepped in backward."""
     if not overlap:
         raise ConfigError(
@@ -81,4 +86,4 @@ def eager_steps_over(axes: Axes, *, overlap: bool) -> EagerSteps | None:
             where="ShardedOptimizer",
             remedy="Leave it out: gathers lie under the next forward.",
         )
-    return EagerSteps(axes)
+    return EagerSteps(axes, end_backward)

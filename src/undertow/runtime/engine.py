@@ -194,9 +194,7 @@ class Engine:
     def complete(self) -> None:
         """Waits for what was launched and binds the gradients. Raises what the ranks have agreed on."""
         this = self._open
-        if this is None:
-            return
-        if this.ending is None:
+        if this is None or this.ending is None:
             self._abandon()
             return
         try:
@@ -205,6 +203,11 @@ class Engine:
         finally:
             if self._open is this:  # an error has ended it
                 self._close_round()
+
+    def end_failed_backward(self) -> None:
+        """Ends a round that an exception in backward has left open, before somebody reads what it has updated in part."""
+        if self._open is not None and not self._open.is_launched and not self._end.is_coming:  # else one runs elsewhere
+            self._abandon()
 
     def open(self) -> None:
         """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""

@@ -81,7 +81,7 @@ class Executor:
         self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer, rank=group.rank)
         self._handles: dict[int, list[Handle]] = {}
         self._steps: dict[int, Handle] = {}  # of buckets that are stepped in backward
-        self._unsound: set[int] = set()  # buckets that were packed without gradients, after a failure or a change
+        self._unsound: set[int] = set()  # of the round, buckets that were packed without gradients, after a failure or a change
         self._packed: set[int] = set()  # in a round that does not communicate
         self._late: dict[int, tuple[Sequence[Tensor], list[Handle]]] = {}
         self._signatures: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
@@ -101,14 +101,17 @@ class Executor:
 
     def begin(self, this_round: Round) -> None:
         self._round = this_round
+        self._unsound.clear()
         if self._sharding is not None:
             self._sharding.begin_round()
-            self._sharding.gathers.being_stepped.clear()
+            self._sharding.gathers.round_begins()
             eager = self._sharding.eager
             this_round.is_eager = eager is not None
             if eager is not None and this_round.is_synchronised and not this_round.has_changed:
                 is_late = this_round.weighing is not None and this_round.weighing.is_too_late
                 this_round.steps = eager.begin_round(self._sharding) and this_round.is_last and not is_late
+            if this_round.steps:
+                self._sharding.gathers.steps_begin()
         if self._reducer.hook is not None:
             self._reducer.hook.begin_round()
         self._num_rounds += this_round.is_synchronised
@@ -243,27 +246,28 @@ class Executor:
         assert sharding is not None
         eager = sharding.eager
         assert eager is not None  # the schedule is its
-        is_sound = index not in self._unsound
-        self._unsound.discard(index)
+        # Now: a backward that fails later says nothing of a bucket that left before, with which all ranks go on alike.
+        is_sound, weighing = index not in self._unsound, this_round.weighing
+        weighs = is_sound or this_round.has_changed
         if this_round.steps:
             sharding.gathers.step_begins(index)
         reduced = self._handles[index][0]
 
         def step() -> None:
             reduced.wait()  # it is over, and raises here if it has failed
-            is_alike = self._settle(index, this_round)
-            if this_round.steps and is_sound and is_alike:
+            is_alike = self._settle(index, this_round, weighs=weighs)
+            if this_round.steps and is_sound and is_alike and (weighing is None or weighing.is_sound()):
                 eager.update(index)
 
         self._steps[index] = eager.axes.after_reductions(step)
         self._handles[index].append(self._steps[index])
 
-    def _settle(self, index: int, this_round: Round) -> bool:
+    def _settle(self, index: int, this_round: Round, *, weighs: bool) -> bool:
         """Reads the trailer of a bucket that is reduced. Returns whether it may be stepped, which all ranks find alike."""
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         num_readings = len(this_round.readings)
-        sums = None if this_round.weighing is None or this_round.has_failed else this_round.weighing.sums()
+        sums = this_round.weighing.sums() if weighs and this_round.weighing is not None else None
         if sums is not None:
             binding.weigh(divisor=sums.divisor, keep=sums.keep)
         elif this_round.rescale != 1.0:
@@ -318,7 +322,7 @@ class Executor:
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         if binding.settled is None:
-            self._settle(index, self._the_round)
+            self._settle(index, self._the_round, weighs=not self._the_round.has_failed)
         binding.give()
         sharding.gathers.being_stepped.discard(index)
 

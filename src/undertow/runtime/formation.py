@@ -251,8 +251,7 @@ class Formation:
             self.watch.order.close()
             self.watch.order = None
         self._recorder.forgets_gathers()
-        sharding = Sharding(plan, now.params, strategy, axes, self._recorder)
-        sharding.eager = eager
+        sharding = Sharding(plan, now.params, strategy, axes, self._recorder, eager)
         reducer = dataclasses.replace(now.reducer, sharding=sharding)
         self.assembly = self._assemble(self.watch.named_params, reducer, generation=now.generation + 1, plan=plan)
         if self.is_active:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from undertow.errors import PhaseError
 from undertow.runtime import private
@@ -15,12 +15,17 @@ from undertow.runtime.shards import FlatParams
 class Gathers:
     """The gathers of a plan's buckets; who reads a parameter waits for its bucket first.
 
-    `being_stepped` are those whose parameters may change while backward goes on.
+    `being_stepped` are those whose parameters may change while backward goes on, `owed` those that it is still to gather: of
+    what is stepped this rank's shards are new, and the others' are not there. `end_backward` ends one that an exception has left.
     """
 
-    def __init__(self, flats: Sequence[FlatParams], exchanges: Exchanges, recorder: Recorder) -> None:
+    def __init__(
+        self, flats: Sequence[FlatParams], exchanges: Exchanges, recorder: Recorder, *, end_backward: Callable[[], object] = int
+    ) -> None:
         self.in_flight: dict[int, Handle] = {}
         self.being_stepped: set[int] = set()
+        self.owed: set[int] = set()
+        self._end_backward = end_backward
         self._flats = flats
         self._exchanges = exchanges
         self._recorder = recorder
@@ -33,6 +38,7 @@ class Gathers:
         params = self._flats[bucket]
         params.mark_written()
         if params.flat.numel() == 0:
+            self.owed.discard(bucket)
             return
         num_bytes = params.flat.numel() * params.flat.element_size()
         self._recorder.gather_launches(bucket, num_bytes=num_bytes)
@@ -45,6 +51,16 @@ class Gathers:
         handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
         self._recorder.gather_launched(bucket, handle)
         self.in_flight[bucket] = handle
+        self.owed.discard(bucket)
+
+    def round_begins(self) -> None:
+        """Nothing is being stepped. PhaseError where the last backward has left parameters updated in part."""
+        self.being_stepped.clear()
+        self._require_whole(self.owed)
+
+    def steps_begin(self) -> None:
+        """The backward under way will have every bucket stepped and gathered."""
+        self.owed.update(range(len(self._flats)))
 
     def step_begins(self, bucket: int) -> None:
         """This rank's shard is written from now on, while backward goes on in this thread."""
@@ -61,8 +77,17 @@ class Gathers:
                 remedy="Let every step use a parameter as often as the first one did, or leave eager=True out.",
             )
 
-    def wait(self, buckets: Iterable[int]) -> None:
-        """Returns when the parameters of these are what the optimizer has made of them."""
+    def make_whole(self) -> None:
+        """Ends a backward that has failed with gathers owed. PhaseError as for `wait`."""
+        self._make_whole(self.owed)
+
+    def wait(self, buckets: Collection[int]) -> None:
+        """Returns when the parameters of these are what the optimizer has made of them.
+
+        A backward that has failed, and owes their gathers, is ended before, with all ranks: also where it has stepped none here,
+        for other ranks may wait for this one. PhaseError where it cannot be ended: it runs, in another thread.
+        """
+        self._make_whole(buckets)
         for bucket in buckets:
             handle = self.in_flight.get(bucket)
             if handle is None:
@@ -76,5 +101,23 @@ class Gathers:
             self._flats[bucket].mark_written()
 
     def wait_for_all(self) -> None:
-        """Returns when nothing is on its way."""
+        """Returns when nothing is on its way. PhaseError as for `wait`."""
+        self.make_whole()
         self.wait(tuple(self.in_flight))
+
+    def _make_whole(self, buckets: Collection[int]) -> None:
+        if not self.owed.isdisjoint(buckets) and private.graph_task_id() == -1:
+            self._end_backward()
+            self._require_whole(buckets)
+
+    def _require_whole(self, buckets: Collection[int]) -> None:
+        left = sorted(self.owed.intersection(buckets))
+        if not left:
+            return
+        group = self._exchanges.group
+        group.require_no_fault()  # which says why, where there is one
+        raise PhaseError(
+            "parameters are read that a backward updates: the shards of other ranks are not there yet.",
+            where=f"ShardedOptimizer(..., eager=True), bucket {', '.join(map(str, left))}, rank {group.rank}",
+            remedy="Read them in the thread that trains, behind backward. If none runs, start again from a checkpoint.",
+        )

@@ -148,7 +148,7 @@ class _Reads(TorchFunctionMode):
 def _wait_for(gathers: Gathers, buckets: Sequence[int]) -> None:
     if gathers.being_stepped:
         gathers.require_unstepped(buckets)
-    if gathers.in_flight:
+    if gathers.in_flight or gathers.owed:
         gathers.wait(buckets)
 
 

@@ -31,7 +31,15 @@ class Sharding:
     `parts` are what it owns of each parameter, none of them empty.
     """
 
-    def __init__(self, plan: Plan, params: Sequence[Tensor], strategy: Strategy, axes: Axes, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        strategy: Strategy,
+        axes: Axes,
+        recorder: Recorder,
+        eager: EagerSteps | None = None,
+    ) -> None:
         _require_dense(plan)
         self.plan = plan
         self.params = tuple(params)
@@ -47,7 +55,7 @@ class Sharding:
             FlatParams(bucket, [params[index] for index in bucket.params], parts, num_ranks=plan.num_ranks)
             for bucket, parts in zip(plan.buckets, self._parts, strict=True)
         ]
-        self.eager: EagerSteps | None = None  # where buckets are stepped in backward
+        self.eager = eager  # where buckets are stepped in backward
         self._bindings: list[ShardedBinding] = []
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=group) for spec, param in zip(plan.params, params, strict=True)
@@ -55,7 +63,8 @@ class Sharding:
         num_pieces = Counter(index for bucket in plan.buckets for index in bucket.params)
         self._splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
         self.parts = [part for parts in self._parts for part in parts if part.numel]
-        self.gathers = Gathers(self._flats, self.exchanges, recorder)
+        end_backward = int if eager is None else eager.end_backward
+        self.gathers = Gathers(self._flats, self.exchanges, recorder, end_backward=end_backward)
 
     def binding(self, bucket: Bucket) -> ShardedBinding:
         """Owns the `.grad` of a bucket's parameters."""

@@ -16,7 +16,7 @@ from undertow.runtime import private, private_scaling
 from undertow.runtime.axes import Axes
 from undertow.runtime.company import Company
 from undertow.runtime.eager import BucketStepper, eager_steps_over
-from undertow.runtime.formation import Formation
+from undertow.runtime.engine import Engine
 from undertow.runtime.group import Agreement
 from undertow.runtime.nonfinite import Arguments, NonFinite
 from undertow.runtime.places import Places
@@ -41,13 +41,13 @@ class ShardedSteps:
     def __init__(
         self,
         module: nn.Module,
-        formation: Formation,
+        engine: Engine,
         config: SyncConfig,
         *,
-        numbers: NonFinite,
         is_compiled: bool,
         is_eager: bool,
     ) -> None:
+        formation = engine.formation
         self.strategy = strategy_named(config.strategy or ZERO1.name)
         if self.strategy.gather is None:
             raise ConfigError(
@@ -67,7 +67,7 @@ class ShardedSteps:
             require_means(config.op, has_hook=False, is_alone_with_shards=True)
         if is_eager and config.nonfinite == "skip":
             raise no_skips_in_eager_form()
-        self._numbers = numbers
+        self._numbers = engine.checks.numbers
         self._module = weakref.ref(module)  # which holds us, by its hooks
         self._formation = formation
         self._overlap = config.overlap
@@ -76,7 +76,8 @@ class ShardedSteps:
         self._axes = Axes(formation.group, config, divisor=formation.assembly.reducer.divisor)
         self.is_eager = is_eager
         try:
-            self.eager = eager_steps_over(self._axes, overlap=config.overlap) if is_eager else None
+            how: dict[str, Any] = {"overlap": config.overlap, "end_backward": engine.end_failed_backward}
+            self.eager = eager_steps_over(self._axes, **how) if is_eager else None
         except ConfigError:
             self._axes.close()
             raise
@@ -194,6 +195,11 @@ class ShardedSteps:
     def wait(self) -> None:
         """Returns when every parameter is what the optimizer has made of it."""
         self._formation.wait_for_parameters()
+
+    def make_whole(self) -> None:
+        """Ends a backward that has failed with parameters and state updated in part, before somebody looks at those."""
+        if self._sharding is not None:
+            self._sharding.gathers.make_whole()
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter; a collective call where ranks have shards of it."""

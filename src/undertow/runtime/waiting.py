@@ -19,6 +19,7 @@ from undertow.runtime.faults import Fault
 from undertow.runtime.guard import GUARD, Ring
 from undertow.runtime.member import Member
 from undertow.runtime.ring import make_ring
+from undertow.runtime.worker import in_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +30,10 @@ _OF_TRANSPORTS = re.compile(r"connection|closed|reset|broken pipe|time.?out|time
 
 
 class Waiting:
-    """`with` it something is waited for that other ranks bring; without a name it only ends with the reason."""
+    """`with` it something is waited for that other ranks bring; without a name it only ends with the reason.
+
+    In a thread of ours it has none: there is one name at a time, that of what the thread waits for which trains.
+    """
 
     __slots__ = ("_before", "_member", "_what")
 
@@ -39,6 +43,8 @@ class Waiting:
 
     def __enter__(self) -> None:
         member = self._member
+        if self._what and in_worker():
+            self._what = ""
         if member is not None and self._what:
             self._before = member.waits_for, member.since_s
             member.since_s = time.monotonic()

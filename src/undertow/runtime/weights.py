@@ -91,12 +91,16 @@ class Weighing:
         if self._handle is None:
             return None
         if not self._is_known:
-            # In eager form another thread waits for it, while this one has a wait of its own.
-            with self._group.waiting("the sum of all ranks' weights" if self.can_wait else ""):
+            with self._group.waiting("the sum of all ranks' weights"):
                 self._handle.wait()
             self._sums = self._on_host() if self._group.device.type == "cpu" else self._on_device()
             self._is_known = True
         return self._sums
+
+    def is_sound(self) -> bool:
+        """Whether gradients may be divided by it: what `require_sound` says later, alike on all ranks. The host waits for it."""
+        self.sums()
+        return self._error("") is None
 
     def copy_to_host(self) -> None:
         """Of a device: starts to bring there what `require_sound` reads; nobody waits for it now."""
@@ -112,8 +116,13 @@ class Weighing:
 
     def require_sound(self, where: str) -> None:
         """PhaseError, on every rank, where some have weights and others not, or all of them add up to 0."""
+        error = self._error(where)
+        if error is not None:
+            raise error
+
+    def _error(self, where: str) -> PhaseError | None:
         if self._handle is None:
-            return
+            return None
         if self._copy is not None:
             on_host, copied = self._copy
             copied.synchronize()  # of a copy that began a step ago
@@ -124,13 +133,14 @@ class Weighing:
         having = [rank for rank, state in enumerate(said) if state == _HAS]
         lacking = [rank for rank, state in enumerate(said) if state == 0.0]
         if having and lacking:
-            raise weights_differ(f"{where}: with {_listed(having)}, without {_listed(lacking)}")
+            return weights_differ(f"{where}: with {_listed(having)}, without {_listed(lacking)}")
         if having and total == 0.0 and self._is_last:
-            raise PhaseError(
+            return PhaseError(
                 "the weights of all ranks add up to 0, and gradients cannot be divided by that.",
                 where=where,
                 remedy="Leave out a step in which no rank has anything to learn from.",
             )
+        return None
 
     def _on_host(self) -> Sums | None:
         new, *said = self._tensor.tolist()

@@ -45,6 +45,11 @@ class Worker:
             self._thread.work.put(None)
 
 
+def in_worker() -> bool:
+    """Whether this is the thread of a worker."""
+    return isinstance(threading.current_thread(), _Thread)
+
+
 class _Thread(threading.Thread):
     """Nobody waits for daemons at exit; we do, before the other ranks are told."""
 

@@ -1,0 +1,301 @@
+"""Backwards in eager form that fail when they have updated a part: what may be read then, and what comes after."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.hybrid import hybrid
+from support.models import CASES, Fragile, noise
+from support.ranks import Ranks
+from support.sharded import Parameters, parameters, require_equal, training
+from undertow import DistributedDataParallel, PeerFailed, PhaseError, load_checkpoint, save_checkpoint
+from undertow.runtime.executor import Executor
+
+LOSS = CASES["mlp"].loss
+SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
+Read = Callable[[DistributedDataParallel, Any], Parameters]
+
+
+def started(*, on_mesh: bool = False) -> AbstractContextManager[Any]:
+    """A model and its optimizer in eager form, over all ranks or on a mesh of 2 x 2."""
+    return hybrid(fragile(), "SGD", eager=True, **SMALL) if on_mesh else training(fragile(), "zero1", "SGD", eager=True, **SMALL)
+
+
+def fragile() -> Fragile:
+    torch.manual_seed(3)
+    return Fragile()
+
+
+def one_step(ddp: DistributedDataParallel, opt: Any, step: int, *, weight: float | None = None) -> None:
+    opt.zero_grad()
+    if weight is not None:
+        ddp.weight(weight)
+    LOSS(ddp, step).backward()
+    opt.step()
+
+
+def failing_backward(ddp: DistributedDataParallel, opt: Any, num_failing: int, *, weight: float | None = None) -> None:
+    """Its error is not raised."""
+    ddp.module.fails = dist.get_rank() < num_failing
+    with pytest.raises(ZeroDivisionError if ddp.module.fails else PeerFailed):
+        one_step(ddp, opt, 3, weight=weight)
+    ddp.module.fails = False
+
+
+def evaluated(model: Callable[[Tensor], Tensor], numel: int) -> Parameters:
+    with torch.no_grad():
+        return {"output": model(noise(2, numel))}
+
+
+def of_optimizer(opt: Any) -> Parameters:
+    state = opt.full_state_dict()["state"]
+    return {f"{number} {key}": value for number, of_param in state.items() for key, value in of_param.items()}
+
+
+READS: dict[str, Read] = {
+    "the state dict": lambda ddp, _: ddp.state_dict(),
+    "the state dict of a layer": lambda ddp, _: ddp.module.last.state_dict(),
+    "the parameters": lambda ddp, _: dict(ddp.named_parameters()),
+    "a copy": lambda ddp, _: copy.deepcopy(ddp).state_dict(),
+    "an evaluation": lambda ddp, _: evaluated(ddp.eval(), 6),
+    "a layer's evaluation": lambda ddp, _: evaluated(ddp.module.last, 8),
+    "the optimizer's state": lambda _, opt: of_optimizer(opt),
+}
+
+
+def cloned(found: Parameters) -> Parameters:
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def require_same_on_every_rank(found: Parameters) -> None:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    for other in gathered:
+        require_equal(found, other)
+
+
+def read_after_a_failure(what: str, num_failing: int, on_mesh: bool) -> None:
+    with started(on_mesh=on_mesh) as (ddp, opt):
+        for step in range(3):
+            one_step(ddp, opt, step)
+        before = parameters(ddp)
+        failing_backward(ddp, opt, num_failing)
+        found = cloned(READS[what](ddp, opt))
+        ddp.wait()
+        require_equal(found, cloned(READS[what](ddp, opt)))
+        after = parameters(ddp)
+        require_same_on_every_rank(after)
+        assert not torch.equal(before["module.last.bias"], after["module.last.bias"])  # there was something to tear
+        ddp.train()
+        one_step(ddp, opt, 4)
+        require_same_on_every_rank(parameters(ddp))
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+@pytest.mark.parametrize("what", READS)
+def test_what_is_read_after_a_failed_backward_is_whole(two_ranks: Ranks, what: str, num_failing: int) -> None:
+    two_ranks.run(read_after_a_failure, what, num_failing, False)
+
+
+@pytest.mark.parametrize("num_failing", [1, 3])
+def test_so_is_what_is_read_on_a_mesh(four_ranks: Ranks, num_failing: int) -> None:
+    four_ranks.run(read_after_a_failure, "the state dict", num_failing, True)
+
+
+def saved_after_a_failure(path: Path, num_failing: int) -> None:
+    with started() as (ddp, opt):
+        for step in range(3):
+            one_step(ddp, opt, step)
+        failing_backward(ddp, opt, num_failing)
+        save_checkpoint(path, ddp, opt)
+        after, state = parameters(ddp), cloned(of_optimizer(opt))
+    with started() as (ddp, opt):
+        load_checkpoint(path, ddp, opt)
+        require_equal(after, parameters(ddp))
+        require_equal(state, of_optimizer(opt))
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_a_checkpoint_in_an_except_block_is_whole(two_ranks: Ranks, tmp_path: Path, num_failing: int) -> None:
+    two_ranks.run(saved_after_a_failure, tmp_path / "saved", num_failing)
+
+
+def saved_after_failures_at_different_points(path: Path) -> None:
+    """On rank 0 no bucket is full yet, and rank 1 has sent some."""
+
+    def fails(_gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    with started() as (ddp, opt):
+        for step in range(3):
+            one_step(ddp, opt, step)
+        before = parameters(ddp)
+        ddp.module.fails = dist.get_rank() == 1
+        if dist.get_rank() == 0:
+            ddp.module.last.weight.register_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            one_step(ddp, opt, 3)
+        save_checkpoint(path, ddp, opt)
+        require_equal(before, parameters(ddp))
+    with started() as (ddp, opt):
+        load_checkpoint(path, ddp, opt)
+        require_equal(before, parameters(ddp))
+
+
+def test_a_rank_that_has_updated_nothing_takes_part_in_what_others_end(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(saved_after_failures_at_different_points, tmp_path / "saved")
+
+
+def read_while_the_backward_runs() -> list[str]:
+    """In another thread, when the last layer's buckets are on their way."""
+    errors: list[str] = []
+    with started() as (ddp, opt):
+        for step in range(3):
+            one_step(ddp, opt, step)
+
+        def read() -> None:
+            try:
+                ddp.state_dict()
+            except PhaseError as error:
+                errors.append(str(error))
+
+        def in_a_thread(_gradient: Tensor) -> None:
+            reader = threading.Thread(target=read)
+            reader.start()
+            reader.join()
+
+        hook = ddp.module.first.weight.register_hook(in_a_thread)
+        one_step(ddp, opt, 3)
+        hook.remove()
+        one_step(ddp, opt, 4)
+        require_same_on_every_rank(parameters(ddp))
+    return errors
+
+
+def test_another_thread_is_told_that_a_backward_updates_what_it_reads(two_ranks: Ranks) -> None:
+    for rank, errors in enumerate(two_ranks.run(read_while_the_backward_runs)):
+        assert len(errors) == 1
+        first, where, remedy = errors[0].splitlines()
+        assert first == ("parameters are read that a backward updates: the shards of other ranks are not there yet.")
+        assert where.startswith("  ShardedOptimizer(..., eager=True), bucket ")
+        assert where.endswith(f", rank {rank}")
+        assert remedy == "  Read them in the thread that trains, behind backward. If none runs, start again from a checkpoint."
+
+
+def interrupted_where_the_round_ends() -> None:
+    """What cannot be ended any more is neither read nor trained on."""
+    with started() as (ddp, opt):
+        for step in range(3):
+            one_step(ddp, opt, step)
+        engine = ddp.sync._engine
+        releases = engine.formation.assembly._synchronising
+        with mock.patch.object(releases, "end_backward", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            one_step(ddp, opt, 3)
+        for act in (ddp.state_dict, lambda: LOSS(ddp, 4).backward(), ddp.state_dict, ddp.close):
+            with pytest.raises(PhaseError, match="parameters are read that a backward updates"):
+                act()
+
+
+def test_what_cannot_be_made_whole_raises_wherever_it_is_read(two_ranks: Ranks) -> None:
+    two_ranks.run(interrupted_where_the_round_ends)
+
+
+def lost_in_the_middle() -> None:
+    """Of a backward that has updated a part; the other rank will never send its shards."""
+    with started() as (ddp, opt):
+        for step in range(3):
+            one_step(ddp, opt, step)
+        member = ddp.sync.own_group.member
+        assert member is not None
+
+        def fails(_gradient: Tensor) -> None:
+            if dist.get_rank() == 1:
+                member.ring.say("failed", text="ZeroDivisionError")
+            with member.ring.condition:
+                member.ring.condition.wait_for(lambda: member.known_fault)
+
+        ddp.module.first.weight.register_hook(fails)
+        with pytest.raises(PeerFailed, match="rank 1 has failed: ZeroDivisionError"):
+            one_step(ddp, opt, 3)
+        for read in [*READS.values()] * 2:
+            with pytest.raises(PeerFailed, match="rank 1 has failed: ZeroDivisionError"):
+                read(ddp, opt)
+
+
+def test_what_a_lost_rank_leaves_in_part_is_not_read(fresh_pair: Ranks) -> None:
+    fresh_pair.run(lost_in_the_middle)
+
+
+def micro_batch_that_fails(num_failing: int) -> None:
+    def trained(*, fails: bool) -> Parameters:
+        with training(fragile(), "zero2", "SGD", eager=True, **SMALL) as (ddp, opt):
+            for step in range(3):
+                one_step(ddp, opt, step)
+            if fails:
+                with ddp.no_sync():
+                    failing_backward(ddp, opt, num_failing)
+            for step in range(4, 6):
+                one_step(ddp, opt, step)
+            return parameters(ddp)
+
+    require_equal(trained(fails=False), trained(fails=True))
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_steps_behind_a_micro_batch_that_failed_are_as_ever(two_ranks: Ranks, num_failing: int) -> None:
+    two_ranks.run(micro_batch_that_fails, num_failing)
+
+
+def weighted_bucket_that_has_left(on_mesh: bool) -> None:
+    """Rank 0 fails, and gives the round up, before what it has sent of the last layer is complete."""
+    weight = 3.0 + dist.get_rank()
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        one_step(ddp, opt, step, weight=weight)
+
+    with started(on_mesh=on_mesh) as (ddp, opt):
+        for step in range(4):
+            each(ddp, opt, step)
+        healthy = parameters(ddp)
+    with started(on_mesh=on_mesh) as (ddp, opt):
+        for step in range(3):
+            each(ddp, opt, step)
+        before = parameters(ddp)
+        engine, settle = ddp.sync._engine, Executor._settle
+        has_given_up = threading.Event()
+        end = engine._end_round
+
+        def ending(this: Any) -> Any:
+            has_given_up.set()
+            return end(this)
+
+        def late(*args: Any, **kwargs: Any) -> bool:
+            assert has_given_up.wait(30.0)
+            return settle(*args, **kwargs)
+
+        with mock.patch.object(engine, "_end_round", ending), mock.patch.object(Executor, "_settle", late):
+            failing_backward(ddp, opt, 1, weight=weight)
+            after = parameters(ddp)
+    require_same_on_every_rank(after)
+    for name, value in after.items():
+        assert bool(((value == before[name]) | (value == healthy[name])).all()), name
+    assert torch.equal(after["module.last.bias"], healthy["module.last.bias"])
+
+
+def test_a_bucket_that_left_before_the_failure_is_divided_by_its_weights(two_ranks: Ranks) -> None:
+    two_ranks.run(weighted_bucket_that_has_left, False)
+
+
+def test_nor_do_replicas_come_apart(four_ranks: Ranks) -> None:
+    four_ranks.run(weighted_bucket_that_has_left, True)

@@ -1,0 +1,59 @@
+"""What a rank is said to wait for, where threads of ours wait beside the one that trains."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from undertow.runtime.waiting import Waiting
+from undertow.runtime.worker import Worker
+
+
+class Member:
+    """As much of one as is asked for."""
+
+    waits_for = ""
+    since_s = 0.0
+    known_fault = None
+
+
+def wait_here(member: Any, name: str, begins: threading.Event, ends: threading.Event) -> None:
+    with Waiting(member, name):
+        begins.set()
+        assert ends.wait(10.0)
+
+
+@pytest.mark.parametrize("which_ends_first", ["the worker's", "the trainer's"])
+def test_a_thread_of_ours_takes_no_name(which_ends_first: str) -> None:
+    member: Any = Member()
+    begins, ends, is_over = threading.Event(), threading.Event(), Future[None]()
+    worker = Worker("undertow-test", is_broken=bool)
+    worker.submit(wait_here, member, "the sum of all ranks' weights", begins, ends)
+    worker.submit(is_over.set_result, None)
+    worker.shutdown()
+    assert begins.wait(10.0)
+    assert member.waits_for == ""
+    with Waiting(member, "bucket 3"):
+        assert member.waits_for == "bucket 3"
+        if which_ends_first == "the worker's":
+            ends.set()
+            is_over.result(10.0)
+        assert member.waits_for == "bucket 3"
+    ends.set()
+    is_over.result(10.0)
+    assert (member.waits_for, member.since_s) == ("", 0.0)
+
+
+def test_any_other_thread_may_be_the_one_that_trains() -> None:
+    member: Any = Member()
+    begins, ends = threading.Event(), threading.Event()
+    trainer = threading.Thread(target=wait_here, args=(member, "bucket 3", begins, ends))
+    trainer.start()
+    assert begins.wait(10.0)
+    assert member.waits_for == "bucket 3"
+    ends.set()
+    trainer.join()
+    assert member.waits_for == ""
