@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undertow.runtime import private
 from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.shards import ShardPart
@@ -44,7 +45,7 @@ class InnerOptimizer:
             grad = gradient_of(owned.part)
             owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
             owned.follow_values()
-        self.optimizer.step()
+        private.step_unwatched(self.optimizer)  # the user's is the one of the whole, around which hooks are called
         for owned in self.owned:
             owned.target.grad = None
             if owned.target is not owned.values:

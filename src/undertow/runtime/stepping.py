@@ -303,7 +303,9 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     @private.untraced
     def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> NonFinite | None:
         sync, engine = weak_sync(), weak_engine()
-        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        stepped = (param for group in optimizer.param_groups for param in group["params"])
+        # An optimizer over shards has other tensors: were it asked of those, every model would look through its parameters.
+        params = {id(param) for param in stepped if isinstance(param, nn.Parameter)}
         if engine is not None and sync is not None and engine.concerns(params):
             sync.require_stepper(optimizer)
             engine.finish_before_step(params, steps=steps)
