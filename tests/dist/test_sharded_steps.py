@@ -610,7 +610,6 @@ def dropped() -> list[int]:
         ddp = DistributedDataParallel(MLP.model())
         opt = optimizer_for(ddp, "zero1")
         one_step(ddp, opt)
-        ddp.wait()
         gone.append(weakref.ref(ddp.module))
         del ddp, opt
         gc.collect()
