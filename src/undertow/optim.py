@@ -43,7 +43,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `target` is what `attach` or `DistributedDataParallel` returned, `params` as for torch (all trained parameters if None),
     `defaults` are `cls`'s. Making one is a collective call. From its first step on gradients are reduced to shards, and what
     every rank has updated is gathered under the next forward: wait with `target.wait()` before you read parameters elsewhere.
-    Parameters of 16 bits are updated in fp32. Raises ConfigError for an optimizer that is not elementwise.
+    Parameters of 16 bits are updated in fp32. Raises ConfigError for an optimizer that is not elementwise, or that counts in its
+    parameter groups, and not in its state.
 
     Of a model with experts an optimizer has the parameters of one group of ranks: make one for the model with its dense ones
     as `params`, and one for each of `sync.experts`. Their norm is that of `undertow.clip_grad_norm_`.
