@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from support.errors import text_of
 from support.models import CASES, Branches, Case, noise
 from support.naive import naive_mean, require_same_gradients
 from support.ranks import Ranks
@@ -363,3 +364,32 @@ def dropped_in_a_thread_of_ours() -> None:
 
 def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing(fresh_pair: Ranks) -> None:
     fresh_pair.run(dropped_in_a_thread_of_ours)
+
+
+def stray_gradient(eager: bool, clips: bool) -> str:
+    """What every rank says of a gradient that only rank 1 has a part of."""
+    with training(MLP.model(), "zero1", "SGD", eager=eager, bucket_cap_mb=1e-4) as (ddp, opt):
+        for step in range(2):
+            step_of(ddp, opt, step)
+        opt.zero_grad()
+        MLP.loss(ddp, 2).backward()
+        owned: list[list[bool]] = [[] for _ in range(2)]
+        dist.all_gather_object(owned, [bool(parts) for parts in opt.owned_parts().values()])
+        index = list(zip(*owned, strict=True)).index((False, True))
+        param = list(opt.owned_parts())[index]
+        with ddp.no_sync():
+            (2 * param).sum().backward()
+        text = text_of(PhaseError, lambda: opt.clip_grad_norm_(1.0) if clips else opt.step())
+        opt.zero_grad()
+        name = ddp.plan.params[index].name
+        return text.replace(repr(name), "'it'").replace(f"rank {dist.get_rank()}", "rank mine")
+
+
+@pytest.mark.parametrize(("eager", "clips"), [(False, False), (False, True), (True, False)], ids=["step", "clip", "eager step"])
+def test_a_gradient_that_is_not_synchronised_is_an_error_on_every_rank(fresh_pair: Ranks, eager: bool, clips: bool) -> None:
+    text = (
+        "the optimizer steps on gradients that were accumulated and not synchronised.\n"
+        "  parameter 'it', rank mine\n"
+        "  Run the last backward of a step outside of accumulate() and no_sync()."
+    )
+    assert fresh_pair.run(stray_gradient, eager, clips) == [text, text]

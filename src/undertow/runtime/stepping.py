@@ -172,13 +172,8 @@ class ShardedSteps:
         return self.eager is not None and self.eager.is_due
 
     def confirm(self) -> bool:
-        """The optimizer steps where `is_stepped`. Returns whether there is more to do: to `begin`, for a plan is to be taken.
-
-        PhaseError where gradients have been added to since.
-        """
+        """The optimizer steps where `is_stepped`. Returns whether there is more to do: to `begin`, for a plan is to be taken."""
         assert self.eager is not None  # else nothing is stepped
-        if self._sharding is not None:
-            self._sharding.require_synchronised()
         self.eager.is_due = False
         return self._formation.is_layout_due
 
