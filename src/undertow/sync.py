@@ -164,7 +164,8 @@ class Sync:
         return self._engine.plan
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """All parameters of the module that are not left alone, trained or not."""
+        """All parameters of the module that are not left alone, trained or not, as a sharded optimizer has made them; waits."""
+        self.wait_for_parameters()
         return self._members.named_params()
 
     def take_part_with(self, others: Iterable[Sync]) -> None:
