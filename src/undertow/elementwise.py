@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from undertow.errors import ConfigError
+from undertow.runtime import private
+from undertow.runtime.inner import is_same
 
 # What they would do to a shard is not what they do to a part of the whole parameter.
 _NOT_ELEMENTWISE = {
@@ -28,13 +30,13 @@ _SHAPE, _CUT, _NUM_STEPS = (4, 6), 9, 3
 
 
 def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
-    """ConfigError for an optimizer that treats a parameter otherwise than each of its elements; one of torch's is known,
-    another one is tried out on a few numbers.
+    """ConfigError for an optimizer that treats a parameter otherwise than each of its elements, or that keeps in its groups what
+    changes from step to step; one of torch's is known, another one is tried out on a few numbers.
     """
     is_torchs = cls.__module__.startswith("torch.optim")
     reason = _NOT_ELEMENTWISE.get(cls.__name__)
-    if reason is None and not (is_torchs and cls.__name__ in _KNOWN) and not _treats_parts_alike(make, hyper_parameters, device):
-        reason = "it updates parts of a parameter otherwise than the whole"
+    if reason is None and not (is_torchs and cls.__name__ in _KNOWN):
+        reason = _found_out(make, hyper_parameters, device)
     if reason is not None:
         raise ConfigError(
             f"{cls.__name__} cannot be sharded: {reason}.",
@@ -45,28 +47,46 @@ def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: d
 
 def state_of_one_element(make: MakeOptimizer, hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
     """What the optimizer keeps of a parameter with one element, after one step."""
-    return dict(_stepped(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])[1][0])
+    return dict(_Trial(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]]).states[0])
 
 
-def _treats_parts_alike(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: torch.device) -> bool:
+def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: torch.device) -> str | None:
+    """What some steps show of an optimizer that nobody knows; None where it may be sharded."""
     generator = torch.Generator().manual_seed(0)  # leaves the user's alone
     start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
-    whole, _ = _stepped(make, hyper_parameters, [start], [[grad] for grad in grads])
-    parts, _ = _stepped(make, hyper_parameters, _cut(start), [_cut(grad) for grad in grads])
-    return torch.equal(whole[0].flatten(), torch.cat(parts))
+    whole = _Trial(make, hyper_parameters, [start], [[grad] for grad in grads])
+    parts = _Trial(make, hyper_parameters, _cut(start), [_cut(grad) for grad in grads])
+    if not torch.equal(whole.values[0].flatten(), torch.cat(parts.values)):
+        return "it updates parts of a parameter otherwise than the whole"
+    if whole.changed:
+        names = ", ".join(map(repr, whole.changed))
+        return f"its steps change {names} in its parameter groups, and only its state is kept, moved and saved"
+    return None
 
 
 def _cut(tensor: Tensor) -> list[Tensor]:
     return [tensor.flatten()[:_CUT].clone(), tensor.flatten()[_CUT:].clone()]
 
 
-def _stepped(
-    make: MakeOptimizer, hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
-) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
-    optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
-    for of_step in grads:
-        for param, grad in zip(params, of_step, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-    return [param.detach() for param in params], [optimizer.state.get(param, {}) for param in params]
+class _Trial:
+    """Some steps of an optimizer over parameters of their own."""
+
+    def __init__(
+        self, make: MakeOptimizer, hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
+    ) -> None:
+        params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+        optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
+        before = copy.deepcopy(_settings(optimizer))
+        for of_step in grads:
+            for param, grad in zip(params, of_step, strict=True):
+                param.grad = grad.clone()
+            private.step_unwatched(optimizer)
+        after = _settings(optimizer)
+        self.values = [param.detach() for param in params]
+        self.states = [optimizer.state.get(param, {}) for param in params]
+        self.changed = [name for name in dict.fromkeys((*before, *after)) if not is_same(before.get(name), after.get(name))]
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    (group,) = optimizer.param_groups
+    return {name: value for name, value in group.items() if name != "params"}

@@ -43,7 +43,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `target` is what `attach` or `DistributedDataParallel` returned, `params` as for torch (all trained parameters if None),
     `defaults` are `cls`'s. Making one is a collective call. From its first step on gradients are reduced to shards, and what
     every rank has updated is gathered under the next forward: wait with `target.wait()` before you read parameters elsewhere.
-    Parameters of 16 bits are updated in fp32. Raises ConfigError for an optimizer that is not elementwise.
+    Parameters of 16 bits are updated in fp32. Raises ConfigError for an optimizer that is not elementwise, or that counts in its
+    parameter groups, and not in its state.
 
     Of a model with experts an optimizer has the parameters of one group of ranks: make one for the model with its dense ones
     as `params`, and one for each of `sync.experts`. Their norm is that of `undertow.clip_grad_norm_`.
@@ -98,6 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._confirm()
         else:
             sharding, settings = self._begin(), self._settings()
+            sharding.require_synchronised(self._params())
             for inner in self._inners.values():
                 inner.step(settings, sharding.gradient)
             self._stepped.update(param for param in self._params() if param.grad is not None)
@@ -153,6 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             lambda: {"max_norm": float(max_norm), "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite},
         )
         sharding = self._begin()
+        sharding.require_synchronised(self._params())
         grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
         total = total_norm(grads, norm_type, device=sharding.group.device, group=sharding.group)
         if error_if_nonfinite:
@@ -285,6 +288,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 where="ShardedOptimizer.step, eager=True",
                 remedy="Change them between step() and the next backward, as schedulers do, or leave eager=True out.",
             )
+        if self._sharding is not None:
+            self._sharding.require_synchronised(self._params())
         if self._steps.confirm():
             self._begin()
 

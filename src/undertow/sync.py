@@ -26,13 +26,14 @@ from undertow.runtime import private
 from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.companions import Companions
+from undertow.runtime.dropped import let_go_when_dropped
 from undertow.runtime.engine import Engine
 from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.hooks import ModuleHook, is_outermost_forward
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf, Members
 from undertow.runtime.mesh import chosen_group, other_group
-from undertow.runtime.planning import explanation_of, measured_profile, no_profile
+from undertow.runtime.planning import explanation_of, measured_profile
 from undertow.runtime.private_graphs import cut_bytes, cut_graphs
 from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction, start_reduction
@@ -99,8 +100,7 @@ class Sync:
         attached.callback(watch_steps(self, self._engine))
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
-        self._let_go = weakref.finalize(self, attached.close)
-        self._let_go.atexit = False
+        self._let_go = let_go_when_dropped(self, self._engine, attached.close)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -164,7 +164,8 @@ class Sync:
         return self._engine.plan
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """All parameters of the module that are not left alone, trained or not."""
+        """All parameters of the module that are not left alone, trained or not, as a sharded optimizer has made them; waits."""
+        self.wait_for_parameters()
         return self._members.named_params()
 
     def take_part_with(self, others: Iterable[Sync]) -> None:
@@ -410,10 +411,7 @@ class Sync:
         Never communicates. PhaseError before the first steps are measured, which takes about ten.
         """
         formation = self._engine.formation
-        profile = measured_profile(formation.watch, formation.assembly)
-        if profile is None:
-            raise no_profile(self._config)
-        return profile
+        return measured_profile(formation.watch, formation.assembly, self._config)
 
     def measure_network(self) -> None:
         """Sends messages of many sizes, for plans and profiles that know what those take; a collective call between steps.
@@ -445,6 +443,7 @@ class Sync:
             if self._group.is_alive:
                 self.wait()  # else what is in flight would leave its gradients None
         finally:
-            self._let_go()
+            self._let_go.detach()  # which would wait once more for what has failed, or was interrupted
+            self._attached.close()
             for hook in self._forward_hooks:
                 hook.remove()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 import time
 import warnings
 from typing import Any
@@ -13,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from support.errors import text_of
 from support.models import CASES, Branches, Case, noise
 from support.naive import naive_mean, require_same_gradients
 from support.ranks import Ranks
-from support.sharded import parameters, require_equal, trained, training
+from support.sharded import optimizer_for, parameters, require_equal, trained, training
 from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, attach
 
 MLP = CASES["mlp"]
@@ -288,3 +291,105 @@ def closed_and_strange() -> None:
 
 def test_after_close_and_with_strangers(two_ranks: Ranks) -> None:
     two_ranks.run(closed_and_strange)
+
+
+def dropped_with_gathers_in_flight(eager: bool, keeping: int | None) -> None:
+    model, kept = MLP.model(), []
+
+    def train() -> None:
+        ddp = DistributedDataParallel(model, config=SyncConfig(strategy="zero1", **SMALL))
+        opt = optimizer_for(ddp, "zero1", "SGD", eager=eager)
+        for step in range(3):
+            step_of(ddp, opt, step)
+            if step == 1:
+                late_gathers(ddp)
+        if dist.get_rank() == keeping:
+            kept.append(ddp)
+
+    expected = trained(MLP, "ddp", "SGD", num_steps=3, **SMALL)
+    train()
+    for ddp in kept:
+        ddp.wait()
+    require_equal(expected, {f"module.{name}": value.clone() for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("keeping", [None, 1], ids=["both drop it", "one keeps it"])
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+def test_a_dropped_wrapper_leaves_parameters_that_have_come(fresh_pair: Ranks, eager: bool, keeping: int | None) -> None:
+    fresh_pair.run(dropped_with_gathers_in_flight, eager, keeping)
+
+
+def dropped_when_a_rank_is_lost() -> float:
+    """Seconds that it takes."""
+    ddp = DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1", **SMALL))
+    opt = optimizer_for(ddp, "zero1", "SGD")
+    for step in range(2):
+        step_of(ddp, opt, step)
+    ddp.wait()
+    opt.zero_grad()
+    MLP.loss(ddp, 2).backward()
+    if dist.get_rank() == 1:
+        ddp.close()  # never steps
+        return 0.0
+    opt.step()
+    began_s = time.monotonic()
+    del ddp, opt
+    gc.collect()
+    return time.monotonic() - began_s
+
+
+def test_a_dropped_wrapper_does_not_wait_for_a_rank_that_has_left(fresh_pair: Ranks) -> None:
+    assert max(fresh_pair.run(dropped_when_a_rank_is_lost)) < 30
+
+
+def dropped_in_a_thread_of_ours() -> None:
+    """Which may be the one that brings what would be waited for."""
+    ddp = DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1", **SMALL))
+    opt = optimizer_for(ddp, "zero1", "SGD")
+    for step in range(2):
+        step_of(ddp, opt, step)
+    ddp.wait()
+    held, is_dropped = [ddp, opt], threading.Event()
+    posting = ddp.sync._engine.formation.assembly.reducer.sharding.exchanges._posting
+    step_of(ddp, opt, 2)
+
+    def drop() -> None:
+        held.clear()
+        is_dropped.set()
+
+    posting.submit(drop)
+    del ddp, opt
+    assert is_dropped.wait(10)
+
+
+def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing(fresh_pair: Ranks) -> None:
+    fresh_pair.run(dropped_in_a_thread_of_ours)
+
+
+def stray_gradient(eager: bool, clips: bool) -> str:
+    """What every rank says of a gradient that only rank 1 has a part of."""
+    with training(MLP.model(), "zero1", "SGD", eager=eager, bucket_cap_mb=1e-4) as (ddp, opt):
+        for step in range(2):
+            step_of(ddp, opt, step)
+        opt.zero_grad()
+        MLP.loss(ddp, 2).backward()
+        owned: list[list[bool]] = [[] for _ in range(2)]
+        dist.all_gather_object(owned, [bool(parts) for parts in opt.owned_parts().values()])
+        index = list(zip(*owned, strict=True)).index((False, True))
+        param = list(opt.owned_parts())[index]
+        with ddp.no_sync():
+            (2 * param).sum().backward()
+        text = text_of(PhaseError, lambda: opt.clip_grad_norm_(1.0) if clips else opt.step())
+        opt.zero_grad()
+        name = ddp.plan.params[index].name
+        return text.replace(repr(name), "'it'").replace(f"rank {dist.get_rank()}", "rank mine")
+
+
+@pytest.mark.parametrize(("eager", "clips"), [(False, False), (False, True), (True, False)], ids=["step", "clip", "eager step"])
+def test_a_gradient_that_is_not_synchronised_is_an_error_on_every_rank(fresh_pair: Ranks, eager: bool, clips: bool) -> None:
+    text = (
+        "the optimizer steps on gradients that were accumulated and not synchronised.\n"
+        "  parameter 'it', rank mine\n"
+        "  Run the last backward of a step outside of accumulate() and no_sync()."
+    )
+    assert fresh_pair.run(stray_gradient, eager, clips) == [text, text]

@@ -217,6 +217,7 @@ def evaluated(ddp: DistributedDataParallel) -> list[Tensor]:
 
 READERS: dict[str, Any] = {
     "parameters of the wrapper": lambda ddp: [param.detach().clone() for param in ddp.parameters()],
+    "parameters of the sync": lambda ddp: [param.detach().clone() for _, param in ddp.sync.named_parameters()],
     "state_dict": lambda ddp: [value.clone() for value in ddp.state_dict().values()],
     "state_dict of a part": lambda ddp: [
         value.clone() for part in (ddp.module[0], ddp.module[2]) for value in part.state_dict().values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from support.errors import text_of
 from support.models import CASES, Branches, Case, noise
 from support.ranks import Ranks
 from support.sharded import OPTIMIZERS, optimizer_for, parameters, require_equal, trained, training
@@ -506,6 +508,36 @@ class Signs(torch.optim.SGD):
                     param.data.add_(param.grad.sign(), alpha=-group["lr"])
 
 
+class Counting(torch.optim.Optimizer):
+    """Ever smaller steps, by a counter in the group, which is one of the settings or comes with the first step."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-0.1 / float(group["count"]))
+
+
+def counts_in_groups(settings: dict[str, Any]) -> str:
+    with contextlib.closing(DistributedDataParallel(MLP.model())) as ddp:
+        return text_of(ConfigError, lambda: ShardedOptimizer(Counting, ddp, **settings))
+
+
+@pytest.mark.parametrize("settings", [{}, {"count": 0}, {"count": torch.zeros(1)}], ids=["new", "a number", "a tensor"])
+def test_an_optimizer_that_counts_in_its_groups_is_refused(two_ranks: Ranks, settings: dict[str, Any]) -> None:
+    for text in two_ranks.run(counts_in_groups, settings):
+        assert text == (
+            "Counting cannot be sharded: its steps change 'count' in its parameter groups, and only its state is kept, moved and "
+            "saved.\n"
+            "  ShardedOptimizer, which gives each rank a part of a parameter as a flat piece\n"
+            "  Use an elementwise optimizer such as AdamW or SGD, or this one without sharding."
+        )
+
+
 def mistakes() -> None:
     model = MLP.model()
     ddp = DistributedDataParallel(model, config=SyncConfig(strategy="zero1"))
@@ -610,7 +642,6 @@ def dropped() -> list[int]:
         ddp = DistributedDataParallel(MLP.model())
         opt = optimizer_for(ddp, "zero1")
         one_step(ddp, opt)
-        ddp.wait()
         gone.append(weakref.ref(ddp.module))
         del ddp, opt
         gc.collect()

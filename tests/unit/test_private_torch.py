@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import threading
 import warnings
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from undertow.boxes import Box
@@ -469,3 +471,39 @@ def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) ->
         assert torch.amp.GradScaler._unscale_grads_ is not original
         each()
     assert torch.amp.GradScaler._unscale_grads_ is original
+
+
+def test_an_optimizer_steps_without_the_hooks_of_all_and_with_its_own() -> None:
+    called: list[str] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: called.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: called.append("after any")),
+    ]
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    try:
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        private.step_unwatched(optimizer)
+        assert called == []
+        assert param.tolist() == [-1.0, -1.0]
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        private.step_unwatched(optimizer)
+        assert called == ["before any", "after", "after any"]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert param.tolist() == [-2.0, -2.0]
+
+
+def test_a_step_that_is_wrapped_once_more_is_taken_as_a_whole() -> None:
+    class Twice(torch.optim.SGD):
+        @functools.wraps(torch.optim.SGD.step)  # whose attributes say that torch has hooked it
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            return super().step(closure)
+
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    torch.optim.SGD([param], lr=1.0)  # with which its step is hooked
+    private.step_unwatched(Twice([param], lr=1.0))
+    assert param.tolist() == [-2.0, -2.0]

@@ -220,8 +220,16 @@ outcomes = st.sampled_from(Outcome)
 microseconds = st.floats(0, 1e12)
 
 
-@given(plan=plans() | plans(splits=True), outcome=outcomes, next_look=st.integers(1, 10**6), times=st.tuples(*[microseconds] * 3))
-def test_a_decision_arrives_as_it_left(plan: Plan, outcome: Outcome, next_look: int, times: tuple[float, float, float]) -> None:
+@given(
+    plan=plans() | plans(splits=True),
+    outcome=outcomes,
+    next_look=st.integers(1, 10**6),
+    times=st.tuples(*[microseconds] * 3),
+    is_interleaved=st.booleans(),
+)
+def test_a_decision_arrives_as_it_left(
+    plan: Plan, outcome: Outcome, next_look: int, times: tuple[float, float, float], is_interleaved: bool
+) -> None:
     present_us, predicted_us, limit_us = times
     decision = Decision(
         outcome=outcome,
@@ -230,6 +238,7 @@ def test_a_decision_arrives_as_it_left(plan: Plan, outcome: Outcome, next_look: 
         predicted_us=predicted_us,
         limit_us=limit_us,
         groups=plan.groups if plan.params else None,
+        is_interleaved=is_interleaved,
     )
     assert decision_from_array(decision.to_array(plan.params), plan.params) == decision
 

@@ -324,14 +324,15 @@ def test_gathers_leave_between_reductions_as_long_as_that_is_faster() -> None:
     predicted = tuner.gathers_behind(plan)
     assert predicted is not None
     assert any(predicted[:-1])
-    tuner.learn_order(interleaved_us=100.9, last_us=100.0)  # within what some steps differ by
+    tuner.learn_order(plan.groups, interleaved_us=100.9, last_us=100.0)  # within what some steps differ by
     assert tuner.gathers_behind(plan) == predicted
-    tuner.learn_order(interleaved_us=101.1, last_us=100.0)
+    tuner.learn_order(plan.groups, interleaved_us=101.1, last_us=100.0)
     last = tuner.gathers_behind(plan)
     assert last is not None
     assert not any(last[:-1])
     tuner.learn(World(cost=NETWORKS["slow"], has_shards=True).measure(plan))
-    assert tuner.is_interleaved  # another network is another question
+    assert tuner.would_interleave  # another network is another question
+    assert not tuner.has_compared_orders(plan.groups)  # to be answered as soon as the first time
 
 
 @settings(max_examples=15, deadline=None)

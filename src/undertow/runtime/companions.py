@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from undertow.errors import UndertowError
 
 
 class Companion(Protocol):
     """What an engine is to others."""
+
+    formation: Any
 
     def take_part(self, task: int) -> None: ...
 
@@ -44,6 +46,13 @@ class Companions:
         for engine in self._present():
             with contextlib.suppress(UndertowError):
                 engine.complete()
+
+    def wait_for_parameters(self) -> None:
+        """Returns when those of all of them have come, or what was to bring them has failed, of which nobody is told."""
+        for engine in self._present():
+            with contextlib.suppress(RuntimeError):
+                if engine.formation.group.is_alive:
+                    engine.formation.wait_for_parameters()
 
     def _present(self) -> Iterator[Companion]:
         return (engine for ref in self._engines if (engine := ref()) is not None)

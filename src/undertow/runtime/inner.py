@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undertow.runtime import private
 from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.shards import ShardPart
@@ -44,7 +45,7 @@ class InnerOptimizer:
             grad = gradient_of(owned.part)
             owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
             owned.follow_values()
-        self.optimizer.step()
+        private.step_unwatched(self.optimizer)  # the user's is the one of the whole, around which hooks are called
         for owned in self.owned:
             owned.target.grad = None
             if owned.target is not owned.values:
@@ -66,11 +67,12 @@ def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, A
         f"{name} of group {group}: {then.get(name)}, now {present.get(name)}"
         for group, (then, present) in enumerate(zip(before, now, strict=True))
         for name in dict.fromkeys((*then, *present))
-        if not _is_same(then.get(name), present.get(name))
+        if not is_same(then.get(name), present.get(name))
     ]
 
 
-def _is_same(one: object, other: object) -> bool:
+def is_same(one: object, other: object) -> bool:
+    """Whether two values of a hyper-parameter are."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.shape == other.shape and bool((one == other).all()))
     return bool(one == other)

@@ -110,7 +110,7 @@ class Members:
     def has_new_of(self, tensors: Collection[int]) -> bool:
         """Whether one of these, by id, is trained since a change that nobody has looked at."""
         module = self._module()
-        if module is None or not self.has_changed():
+        if module is None or not tensors or not self.has_changed():
             return False
         return any(id(param) in tensors for _, param in self._named_params(module) if param.requires_grad)
 

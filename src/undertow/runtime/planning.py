@@ -72,9 +72,12 @@ def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
     return next((reason for applies, reason in reasons if applies), "")
 
 
-def measured_profile(watch: Watch, assembly: Assembly) -> Profile | None:
-    """What was measured of these parameters; None before anything was."""
-    return None if watch.tuner is None else watch.tuner.profile(assembly.plan, strategy=assembly.strategy.name)
+def measured_profile(watch: Watch, assembly: Assembly, config: SyncConfig) -> Profile:
+    """What was measured of these parameters; PhaseError before anything was."""
+    profile = None if watch.tuner is None else watch.tuner.profile(assembly.plan, strategy=assembly.strategy.name)
+    if profile is None:
+        raise no_profile(config)
+    return profile
 
 
 def no_profile(config: SyncConfig) -> PhaseError:

@@ -24,6 +24,8 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 _NOBODYS_TAG = (1 << 30) + 1  # nothing is ever sent with it
+# Of the function that torch puts around the step of every class of optimizers when one of it is made.
+_STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(int).__code__
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -344,6 +346,20 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something is called after each step of this optimizer, or of all."""
     return bool(optimizer._optimizer_step_post_hooks or sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks)
+
+
+def step_unwatched(optimizer: torch.optim.Optimizer) -> None:
+    """Steps; hooks that the user has put on the steps of all optimizers are not called, those of this one are.
+
+    They are where it has hooks of its own, or where its class steps by the step of another class.
+    """
+    step: Any = type(optimizer).step
+    # Of a step that somebody else has wrapped, what lies beneath is not all of it.
+    is_torchs = getattr(step, "__code__", None) is _STEP_WITH_HOOKS and "step" not in vars(optimizer)
+    if is_torchs and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+        step.__wrapped__(optimizer)
+    else:
+        optimizer.step()
 
 
 def num_hooks_ever() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -128,25 +128,28 @@ class Sharding:
         grads = self._bindings[bucket].settled or ()
         return dict(zip(self.plan.buckets[bucket].params, grads, strict=True))
 
-    def require_synchronised(self) -> None:
-        """PhaseError where something was added to a gradient since it was reduced."""
-        for part in self.parts:
-            grad = self.params[part.param].grad
-            if isinstance(grad, GradientPlaceholder):
-                self._gradient(part, grad)
+    def require_synchronised(self, params: Iterable[Tensor]) -> None:
+        """PhaseError where something was added to the gradient of one of these since it was reduced, whoever owns it."""
+        stepped = set(map(id, params))
+        for index, param in enumerate(self.params):
+            if isinstance(param.grad, GradientPlaceholder) and param.grad.added is not None and id(param) in stepped:
+                raise self._not_synchronised(index)
 
     def _gradient(self, part: ShardPart, grad: Tensor | None) -> Tensor | None:
         if not isinstance(grad, GradientPlaceholder):  # a rank alone has all of it
             whole = None if grad is None else in_memory_order(grad, self.strides[part.param])
             return None if whole is None else whole[part.start : part.stop].to(wide_dtype(whole.dtype))
         if grad.added is not None:
-            raise PhaseError(
-                "the optimizer steps on gradients that were accumulated and not synchronised.",
-                where=f"parameter {self.plan.params[part.param].name!r}, rank {self.rank}",
-                remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-            )
+            raise self._not_synchronised(part.param)
         mine = grad.parts[part.bucket]
         return torch.zeros_like(mine) if grad.is_cleared else mine
+
+    def _not_synchronised(self, index: int) -> PhaseError:
+        return PhaseError(
+            "the optimizer steps on gradients that were accumulated and not synchronised.",
+            where=f"parameter {self.plan.params[index].name!r}, rank {self.rank}",
+            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+        )
 
     @torch.no_grad()
     def scale_gradients(self, parts: Sequence[ShardPart], scale: Tensor) -> None:

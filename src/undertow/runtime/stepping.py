@@ -173,13 +173,8 @@ class ShardedSteps:
         return self.eager is not None and self.eager.is_due
 
     def confirm(self) -> bool:
-        """The optimizer steps where `is_stepped`. Returns whether there is more to do: to `begin`, for a plan is to be taken.
-
-        PhaseError where gradients have been added to since.
-        """
+        """The optimizer steps where `is_stepped`. Returns whether there is more to do: to `begin`, for a plan is to be taken."""
         assert self.eager is not None  # else nothing is stepped
-        if self._sharding is not None:
-            self._sharding.require_synchronised()
         self.eager.is_due = False
         return self._formation.is_layout_due
 
@@ -309,7 +304,9 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     @private.untraced
     def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> NonFinite | None:
         sync, engine = weak_sync(), weak_engine()
-        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        stepped = (param for group in optimizer.param_groups for param in group["params"])
+        # An optimizer over shards has other tensors: were it asked of those, every model would look through its parameters.
+        params = {id(param) for param in stepped if isinstance(param, nn.Parameter)}
         if engine is not None and sync is not None and engine.concerns(params):
             sync.require_stepper(optimizer)
             engine.finish_before_step(params, steps=steps)

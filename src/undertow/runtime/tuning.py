@@ -54,7 +54,6 @@ class Tuning:
         self._is_frozen = is_frozen
         self._num_rounds = 0
         self._order: tuple[Groups, GathersBehind] | None = None  # of the plan with these groups
-        self._compared: set[Groups] = set()
         self._tried: tuple[Groups, float] | None = None  # whose order has taken so long, microseconds a step
         self._is_measuring = False
         self._now: Present | None = None
@@ -75,7 +74,7 @@ class Tuning:
             decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None, gathers_behind=None)
         if decision.gathers_behind is not None:
             self._order = (decision.groups or decided_on.plan.groups, decision.gathers_behind)
-        self._next_look = decision.next_look
+        self._next_look, self.tuner.is_interleaved = decision.next_look, decision.is_interleaved
         if self._may_move:
             self.history = [*self.history, Decided(round=self._num_rounds, decision=decision)][-_NUM_KEPT:]
         return decision.groups
@@ -151,8 +150,7 @@ class Tuning:
 
     def _compare_orders(self, measured: Present, records: Sequence[StepRecord]) -> None:
         if self._tried is not None and self._tried[0] == measured.plan.groups:
-            self._compared.add(measured.plan.groups)
-            self.tuner.learn_order(interleaved_us=self._tried[1], last_us=_usual_us(records))
+            self.tuner.learn_order(measured.plan.groups, interleaved_us=self._tried[1], last_us=_usual_us(records))
 
     def _decide(self, measured: Present) -> None:
         """Rank 0 decides, and the others will hear of it."""
@@ -176,9 +174,9 @@ class Tuning:
         if decision.groups is not None:
             plan = plan_from_groups(plan.params, decision.groups, num_ranks=plan.num_ranks)
         order = self.tuner.gathers_behind(plan)
-        is_new = order is not None and any(order[:-1]) and plan.groups not in self._compared
+        is_new = order is not None and any(order[:-1]) and not self.tuner.has_compared_orders(plan.groups)
         next_look = min(decision.next_look, _NUM_STEPS_TRIED) if is_new else decision.next_look
-        return replace(decision, gathers_behind=order, next_look=next_look)
+        return replace(decision, gathers_behind=order, is_interleaved=self.tuner.would_interleave, next_look=next_look)
 
 
 def _usual_us(records: Sequence[StepRecord]) -> float:

@@ -76,7 +76,9 @@ class Tuner:
         self._num_moves = 0
         self._promised_us = 0.0  # what the last move was to gain
         self._overrated_us = 0.0  # by so much a promise was not kept
-        self.is_interleaved = True  # gathers between reductions, where buckets are stepped in backward: as long as it pays
+        # Where buckets are stepped in backward, gathers leave between reductions: so it was decided, on one rank for all.
+        self.is_interleaved = True
+        self._has_paid: dict[Groups, bool] = {}  # that they do, by the plan with which it was found out
 
     @property
     def curves(self) -> dict[str, CostCurve]:
@@ -104,12 +106,22 @@ class Tuner:
         for oldest in list(of_sizes)[:-_NUM_SIZES]:
             del of_sizes[oldest]
 
-    def learn_order(self, *, interleaved_us: float, last_us: float) -> None:
+    def learn_order(self, groups: Groups, *, interleaved_us: float, last_us: float) -> None:
         """Takes in how long whole steps were with gathers between reductions, and with all of them behind the last one.
 
         What lies under the computation slows it where both need the same processors, which no prediction has in it.
         """
-        self.is_interleaved = interleaved_us <= last_us * (1 + _FASTER)
+        self._has_paid.pop(groups, None)  # the last comparison comes last
+        self._has_paid[groups] = interleaved_us <= last_us * (1 + _FASTER)
+
+    def has_compared_orders(self, groups: Groups) -> bool:
+        """Whether `learn_order` has been told of a plan with these groups, and nothing has changed since."""
+        return groups in self._has_paid
+
+    @property
+    def would_interleave(self) -> bool:
+        """Whether gathers shall leave between reductions: as long as it pays, by the last comparison."""
+        return next(reversed(self._has_paid.values()), True)
 
     def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
         """What was learned, as measured under `plan`; None before anything was."""
@@ -142,7 +154,8 @@ class Tuner:
         assert profile is not None  # there is a measurement
         if not knows_enough(profile, has_shards=has_shards):
             return self._try_other_sizes(plan, has_shards=has_shards)
-        best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
+        how = {"has_shards": has_shards, "is_eager": is_eager, "is_interleaved": self.would_interleave}
+        best, present_us = self.best_and_present(profile, plan, **how)
         move_us = _move_us(plan, profile.costs()) if has_shards else 0.0
         outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
         if groups is not None and not _may_move(plan, has_shards=has_shards):
@@ -162,16 +175,18 @@ class Tuner:
         if profile is None or not knows_enough(profile, has_shards=True):
             return None
         times = lane_times(without_update(profile), plan, profile.costs())
-        return eager_order(times) if self.is_interleaved else gathers_last(times)
+        return eager_order(times) if self.would_interleave else gathers_last(times)
 
-    def best_and_present(self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool) -> tuple[Optimum, float]:
+    def best_and_present(
+        self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool, is_interleaved: bool
+    ) -> tuple[Optimum, float]:
         """The best plan that is known, in the user's order if there is one, and what the present one takes by the same costs."""
         order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
         most_bytes = max_bucket_bytes(plan)
         if is_eager:
-            stepped, how = without_update(profile), self.is_interleaved
-            best = best_eager_groups(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes, is_interleaved=how)
-            return best, eager_period_us(stepped, plan, costs, is_interleaved=how)
+            stepped, how = without_update(profile), {"is_interleaved": is_interleaved}
+            best = best_eager_groups(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes, **how)
+            return best, eager_period_us(stepped, plan, costs, **how)
         best = optimal_groups(
             plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
         )
@@ -219,7 +234,8 @@ class Tuner:
             del self._windows[kind]
         if drifted or _has_drifted(before.forward_us + before.backward_us, now.forward_us + now.backward_us):
             self._known.clear()
-            self._num_moves, self._overrated_us, self.is_interleaved = 0, 0.0, True
+            self._has_paid.clear()
+            self._num_moves, self._overrated_us = 0, 0.0
             self._has_varied = self._has_tried_fewer = False
 
 

@@ -1,0 +1,114 @@
+"""Hooks for the steps of all optimizers, and the optimizers over shards, which are not the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from support.models import CASES
+from support.ranks import Ranks
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow.runtime.members import _Census
+
+MLP = CASES["mlp"]
+
+
+class StepsAsItsBase(torch.optim.AdamW):
+    """torch calls the hooks of all optimizers around the step of the base once more."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class WithOwnHook(torch.optim.AdamW):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_steps = 0
+        self.register_step_pre_hook(lambda *_: setattr(self, "num_steps", self.num_steps + 1))
+
+
+@contextlib.contextmanager
+def two_models(cls: type[Any], *, eager: bool) -> Iterator[tuple[DistributedDataParallel, Any]]:
+    """The first one, and its optimizer; both are there and neither has to do with the other."""
+    config = SyncConfig(strategy="zero1", bucket_cap_mb=1e-4)
+    ddps = [DistributedDataParallel(MLP.model(), config=config) for _ in range(2)]
+    try:
+        yield ddps[0], ShardedOptimizer(cls, ddps[0], lr=0.01, eager=eager)
+    finally:
+        for ddp in ddps:
+            ddp.close()
+
+
+def one_step(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+    opt.zero_grad()
+    MLP.loss(ddp, step).backward()
+    opt.step()
+
+
+def looks(cls: type[Any], eager: bool) -> int:
+    """How often a step looks through parameters, in the thread that trains: at a forward, at the step of another model."""
+    threads: Counter[int] = Counter()
+    has_changed = _Census.has_changed
+
+    def counted(census: _Census) -> bool:
+        threads[threading.get_ident()] += 1
+        return has_changed(census)
+
+    with two_models(cls, eager=eager) as (ddp, opt):
+        for step in range(2):
+            one_step(ddp, opt, step)
+        assert len(ddp.plan.buckets) > 2
+        with mock.patch.object(_Census, "has_changed", counted):
+            one_step(ddp, opt, 2)
+    assert set(threads) == {threading.get_ident()}
+    return threads.total()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, StepsAsItsBase, WithOwnHook])
+def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(
+    two_ranks: Ranks, cls: type[Any], eager: bool
+) -> None:
+    assert two_ranks.run(looks, cls, eager) == [2, 2]
+
+
+def hooked(cls: type[Any], eager: bool) -> None:
+    called: list[tuple[str, str, int]] = []
+
+    def note(when: str) -> Any:
+        return lambda optimizer, *_: called.append((when, type(optimizer).__name__, threading.get_ident()))
+
+    with two_models(cls, eager=eager) as (ddp, opt):
+        hooks = [register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))]
+        for step in range(3):
+            called.clear()
+            one_step(ddp, opt, step)
+            mine = threading.get_ident()
+            assert called == [("before", "ShardedOptimizer", mine), ("after", "ShardedOptimizer", mine)]
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+def test_the_users_hooks_for_all_optimizers_are_called_once_a_step(two_ranks: Ranks, eager: bool) -> None:
+    two_ranks.run(hooked, torch.optim.AdamW, eager)
+
+
+def own_hooks(eager: bool) -> None:
+    with two_models(WithOwnHook, eager=eager) as (ddp, opt):
+        for step in range(3):
+            one_step(ddp, opt, step)
+        assert {inner.optimizer.num_steps for inner in opt._inners.values()} == {3}
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+def test_hooks_that_an_optimizer_puts_on_itself_are_called(two_ranks: Ranks, eager: bool) -> None:
+    two_ranks.run(own_hooks, eager)
