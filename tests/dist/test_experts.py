@@ -532,6 +532,36 @@ def test_shards_of_experts_over_their_group_make_the_same_model(
     four_ranks.run(sharded, strategy, is_eager, settings)
 
 
+def dropped_with_gathers_in_flight() -> None:
+    model, num_steps = mixture(), 4
+
+    def train(group: dist.ProcessGroup) -> nn.Module:
+        experts = (ExpertGroup(match=MATCH, process_group=group, divisor=4),)
+        ddp = DistributedDataParallel(model, config=SyncConfig(strategy="zero1", reduction="ordered", experts=experts))
+        bare = copy.deepcopy(model)
+        optimizers = optimizers_of(ddp)
+        for step in range(num_steps):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss(ddp, step).backward()
+            if step == num_steps - 1:
+                for part in (ddp.sync, *ddp.sync.experts):
+                    posting = part._engine.formation.assembly.reducer.sharding.exchanges._posting
+                    posting.submit(time.sleep, 0.2)
+            for optimizer in optimizers:
+                optimizer.step()
+        return bare
+
+    with experts_group() as group:
+        bare = train(group)
+        trained_naively(bare, group, torch.optim.AdamW(bare.parameters(), **ADAMW), num_steps=num_steps)
+        require_equal_values(model, bare)
+
+
+def test_a_dropped_wrapper_leaves_parameters_that_have_come(fresh_four: Ranks) -> None:
+    fresh_four.run(dropped_with_gathers_in_flight)
+
+
 def sharded_beside_plain() -> str:
     """Dense state in shards, all of the experts' on each rank that holds them, in groups of one rank."""
     torch.manual_seed(dist.get_rank())
