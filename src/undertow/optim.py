@@ -51,6 +51,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     `eager`: from the second step on parameters are updated bucket by bucket while backward goes on, with the hyper-parameters
     of its begin, and `step()` confirms that. What needs all gradients before the update raises: clipping, a GradScaler, closures.
+    So does what reads parameters, or state, in another thread beside that backward: PhaseError. After one that has failed they
+    are whole: reading them first ends it on all ranks.
     """
 
     def __init__(

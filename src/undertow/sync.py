@@ -238,7 +238,7 @@ class Sync:
         self.wait_for_parameters()
 
     def wait_for_parameters(self) -> None:
-        """Returns when every parameter is what a sharded optimizer has made of it."""
+        """Returns when every parameter is what a sharded optimizer has made of it; PhaseError beside an eager backward."""
         if self.steps is not None:
             self.steps.wait()
 
