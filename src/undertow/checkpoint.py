@@ -157,7 +157,8 @@ def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist
     if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel):
         return given.process_group
     # A bare model does not tell: two groups that each have one of the same names would write one checkpoint of both.
-    watching: list[OwnGroup] = [engine.formation.group for engine in earlier_watchers(model.named_parameters()).values()]
+    engines = earlier_watchers(model.named_parameters()).values()
+    watching: list[OwnGroup] = [engine.formation.group for engine in engines if engine.formation.group.num_ranks > 1]
     if len({own.user.ranks for own in watching}) != 1:
         return None
     return watching[0].user.group or watching[0].process_group

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from undertow.errors import ConfigError
 from undertow.runtime import private
-from undertow.runtime.inner import is_same
 
 # What they would do to a shard is not what they do to a part of the whole parameter.
 _NOT_ELEMENTWISE = {
@@ -76,7 +75,7 @@ class _Trial:
     ) -> None:
         params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
         optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
-        before = copy.deepcopy(_settings(optimizer))
+        before = _settings(optimizer)
         for of_step in grads:
             for param, grad in zip(params, of_step, strict=True):
                 param.grad = grad.clone()
@@ -84,9 +83,10 @@ class _Trial:
         after = _settings(optimizer)
         self.values = [param.detach() for param in params]
         self.states = [optimizer.state.get(param, {}) for param in params]
-        self.changed = [name for name in dict.fromkeys((*before, *after)) if not is_same(before.get(name), after.get(name))]
+        self.changed = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """As text: a function or NaN among them is not equal to a copy of itself."""
     (group,) = optimizer.param_groups
-    return {name: value for name, value in group.items() if name != "params"}
+    return {name: repr(value) for name, value in group.items() if name != "params"}

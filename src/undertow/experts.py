@@ -138,7 +138,7 @@ class SyncWithExperts(Sync):
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter; a collective call, of the ranks of its group, under a sharded optimizer."""
         for expert in self.experts:
-            if any(param is it for _, it in expert.named_parameters()):
+            if any(param is it for _, it in expert._members.named_params()):
                 return expert.full_gradient(param)
         return super().full_gradient(param)
 
@@ -239,7 +239,7 @@ def _alike_on_all_ranks(
     """
     found, sync = look(), weak_sync()
     parts = () if sync is None else (sync, *sync.experts)
-    ours = {id(param) for part in parts for _, param in part.named_parameters()}
+    ours = {id(param) for part in parts for _, param in part._members.named_params()}  # which waits for no gather
     is_ours = any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
     if sync is None or not is_ours or sync.num_ranks == 1:
         return found

@@ -84,6 +84,19 @@ def test_one_of_fewer_buckets_that_is_slower_is_tried_once() -> None:
     assert path.last == path.plans[0]
 
 
+def test_fewer_buckets_that_are_slower_say_nothing_of_the_promise_of_a_move_before() -> None:
+    """Of which a later move would be asked for the whole gain once more."""
+    world, tuner = World(cost=NETWORKS["slow"]), Tuner()
+    moved = walk(tuner, world, world.plan_of_size(FEW), num_looks=1).last
+    us = world.finish_us(moved)
+    look = replace(world.measure(moved), synchronised_us=us, spread_us=0.0)
+    best = moved.groups[: len(moved.groups) // 2]
+    assert tuner._choose(moved.groups, best, look, gain_us=0.0, move_us=0.0)[0] is Outcome.FEWER
+    slower = replace(look, synchronised_us=1.1 * us)
+    assert tuner._choose(best, best, slower, gain_us=0.0, move_us=0.0)[0] is Outcome.BACK
+    assert tuner._overrated_us == pytest.approx(0.1 * us)
+
+
 def test_shards_are_moved_to_have_fewer_buckets_where_a_thousand_steps_pay_for_it() -> None:
     """Each bucket fewer saves the host 0.2 s in so many steps; a move gathers everything three times."""
     world = World(cost=line(1, 1e-6), has_shards=True)

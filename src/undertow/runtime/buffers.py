@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,6 +16,7 @@ from undertow.runtime.collectives import all_reduce_async
 from undertow.runtime.group import OwnGroup
 
 _CHUNK_BYTES = 25 * 1024 * 1024
+_MOST_ON_THEIR_WAY = 3
 _Item = TypeVar("_Item")
 
 
@@ -164,12 +165,20 @@ def _has_mean(buffer: Tensor) -> bool:
 
 
 def _follow(buffers: Sequence[_Shared], group: OwnGroup, source: int) -> None:
-    chunks = list(_chunks(buffers, _tensor_of))
-    # All are sent before one is waited for: the forward stands still meanwhile, and pays one latency in place of several.
-    on_their_way = [_Sent([buffer.tensor for buffer in chunk], group, source) for chunk in chunks]
-    for chunk, sent in zip(chunks, on_their_way, strict=True):
-        if (values := sent.values()) is not None:
-            _replace(chunk, values)
+    # Several are sent before one is waited for: the forward stands still meanwhile, and a model with counters among its buffers
+    # pays one latency in place of two. No more, for each is a copy.
+    on_their_way: deque[tuple[list[_Shared], _Sent]] = deque()
+    for chunk in _chunks(buffers, _tensor_of):
+        if len(on_their_way) == _MOST_ON_THEIR_WAY:
+            _arrive(*on_their_way.popleft())
+        on_their_way.append((chunk, _Sent([buffer.tensor for buffer in chunk], group, source)))
+    for chunk, sent in on_their_way:
+        _arrive(chunk, sent)
+
+
+def _arrive(chunk: Sequence[_Shared], sent: _Sent) -> None:
+    if (values := sent.values()) is not None:
+        _replace(chunk, values)
 
 
 def _replace(chunk: Sequence[_Shared], values: Sequence[Tensor]) -> None:

@@ -270,8 +270,8 @@ class Engine:
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, whether a gradient of ours will come or not."""
         if self.formation.is_active and not self.is_closed and self._is_between_rounds():
+            self._end.watch(task)  # first: who finds a round open and no end coming takes its backward for failed
             self._begin(is_synchronised=self.synchronises)
-            self._end.watch(task)
 
     def finish_owed(self) -> None:
         """Runs a round if one is owed: a companion has."""

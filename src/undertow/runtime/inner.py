@@ -67,11 +67,11 @@ def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, A
         f"{name} of group {group}: {then.get(name)}, now {present.get(name)}"
         for group, (then, present) in enumerate(zip(before, now, strict=True))
         for name in dict.fromkeys((*then, *present))
-        if not is_same(then.get(name), present.get(name))
+        if not _is_same(then.get(name), present.get(name))
     ]
 
 
-def is_same(one: object, other: object) -> bool:
+def _is_same(one: object, other: object) -> bool:
     """Whether two values of a hyper-parameter are."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.shape == other.shape and bool((one == other).all()))

@@ -220,7 +220,7 @@ class Tuner:
         # Once for a network: whether it pays will be measured.
         host_us, is_tried = _HOST_US * (len(present) - len(best)), self._has_tried_fewer or best in self._known
         if len(best) <= _FEWER * len(present) and not is_tried and host_us * _PAID_BACK_AFTER_STEPS > move_us:
-            self._has_tried_fewer = True
+            self._has_tried_fewer, self._promised_us = True, 0.0
             return Outcome.FEWER, best
         return Outcome.KEEP, None
 
