@@ -319,13 +319,19 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come(fresh_pair: Ranks, e
     fresh_pair.run(dropped_with_gathers_in_flight, eager, keeping)
 
 
-def dropped_when_a_rank_is_lost() -> float:
-    """Seconds that it takes."""
+def stepped_twice() -> tuple[DistributedDataParallel, Any]:
+    """Nothing is in flight."""
     ddp = DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1", **SMALL))
     opt = optimizer_for(ddp, "zero1", "SGD")
     for step in range(2):
         step_of(ddp, opt, step)
     ddp.wait()
+    return ddp, opt
+
+
+def dropped_when_a_rank_is_lost() -> float:
+    """Seconds that it takes."""
+    ddp, opt = stepped_twice()
     opt.zero_grad()
     MLP.loss(ddp, 2).backward()
     if dist.get_rank() == 1:
@@ -344,11 +350,7 @@ def test_a_dropped_wrapper_does_not_wait_for_a_rank_that_has_left(fresh_pair: Ra
 
 def dropped_in_a_thread_of_ours() -> None:
     """Which may be the one that brings what would be waited for."""
-    ddp = DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1", **SMALL))
-    opt = optimizer_for(ddp, "zero1", "SGD")
-    for step in range(2):
-        step_of(ddp, opt, step)
-    ddp.wait()
+    ddp, opt = stepped_twice()
     held, is_dropped = [ddp, opt], threading.Event()
     posting = ddp.sync._engine.formation.assembly.reducer.sharding.exchanges._posting
     step_of(ddp, opt, 2)

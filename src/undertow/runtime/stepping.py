@@ -75,9 +75,10 @@ class ShardedSteps:
         self._group = formation.group
         self._axes = Axes(formation.group, config, divisor=formation.assembly.reducer.divisor)
         self.is_eager = is_eager
+        self.eager = None
         try:
-            how: dict[str, Any] = {"overlap": config.overlap, "end_backward": engine.end_failed_backward}
-            self.eager = eager_steps_over(self._axes, **how) if is_eager else None
+            if is_eager:
+                self.eager = eager_steps_over(self._axes, overlap=config.overlap, end_backward=engine.end_failed_backward)
         except ConfigError:
             self._axes.close()
             raise

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from undertow.config import SyncConfig
-from undertow.errors import RankLost, StallTimeout, UndertowError
+from undertow.errors import RankLost, UndertowError
 from undertow.plan import Bucket, Plan
 from undertow.runtime import faults, private
 from undertow.runtime.faults import Fault
@@ -158,11 +158,7 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, world: obje
         nonlocal told_s
         waited_s, named = time.monotonic() - began_s, ", ".join(map(str, late))
         if waited_s > patience_s:
-            raise StallTimeout(
-                f"rank {named} has not come to synchronise a model within {patience_s:.0f} s.",
-                where=where,
-                remedy="Wrap the model on every rank of the group.",
-            )
+            raise faults.never_came(late, patience_s).error(where)
         if time.monotonic() - told_s > limits.stall_warning_s:
             told_s = time.monotonic()
             faults.tell(f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronise a model.")
