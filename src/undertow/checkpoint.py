@@ -101,8 +101,9 @@ class _Ranks:
         group = _group_of(model, optimizer) or dist.group.WORLD
         assert group is not None  # torch.distributed is initialised
         param = next(model.parameters(), None)
-        is_on_device = "nccl" in dist.get_backend(group) and param is not None
-        return cls(group, param.device if is_on_device and param is not None else torch.device("cpu"))
+        if param is None or "nccl" not in dist.get_backend(group):
+            return cls(group, torch.device("cpu"))
+        return cls(group, param.device)
 
     @property
     def is_first(self) -> bool:

@@ -44,7 +44,7 @@ def folder_for_saving(path: Path, *, optimizer: str | None, extra: Any) -> Path:
         _require_ours(folder)
     if not _is_complete(path):
         _remove(path)
-        whole = next((folder for folder in (new, old) if _is_complete(folder)), None)
+        whole = _left_beside(path)
         if whole is not None:
             os.rename(whole, path)
     for folder in (new, old):
@@ -70,10 +70,9 @@ def put_in_place(path: Path) -> None:
 
 def folder_for_loading(path: Path) -> Path:
     """`path`, or what a save that was interrupted between its renames has left in its stead. CheckpointError."""
-    new, old = _beside(path)
     if path.exists() or path.is_symlink():
         return path
-    found = next((folder for folder in (new, old) if _is_complete(folder)), None)
+    found = _left_beside(path)
     if found is None:
         raise CheckpointError(
             "there is no checkpoint.", where=str(path.absolute()), remedy="Look for it in another place; every rank must see it."
@@ -83,8 +82,12 @@ def folder_for_loading(path: Path) -> Path:
 
 def is_there(path: Path) -> bool:
     """Whether there is something to load at `path`, whole or not: nothing else counts as a run that has not begun."""
-    new, old = _beside(path)
-    return path.exists() or path.is_symlink() or _is_complete(new) or _is_complete(old)
+    return path.exists() or path.is_symlink() or _left_beside(path) is not None
+
+
+def _left_beside(path: Path) -> Path | None:
+    """What a save that was interrupted between its renames has left whole."""
+    return next((folder for folder in _beside(path) if _is_complete(folder)), None)
 
 
 def read_stored(folder: Path) -> Stored:

@@ -68,7 +68,6 @@ class SyncWithExperts(Sync):
         elsewhere = AnyOf([_Matching(group.match) for group in groups])
         super().__init__(module, process_group=process_group, mesh=mesh, config=dense, shared=shared, elsewhere=elsewhere)
         self._groups = tuple(groups)
-        self.experts = ()
         try:
             for group, given in zip(groups, config.experts, strict=True):
                 own = dataclasses.replace(dense, experts=(group,), plan=None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from undertow.errors import ConfigError, WrongType
+from undertow.runtime.comm_hook import name_of, require_future
 
 __all__ = ["chain"]
 
@@ -42,7 +43,7 @@ def chain(*stages: Stage) -> Hook:
     def chained(_state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its own classes
         return _run(stages, bucket, bucket.buffer())
 
-    chained.__qualname__ = f"chain({', '.join(_name(hook) for _, hook in stages)})"
+    chained.__qualname__ = f"chain({', '.join(name_of(hook) for _, hook in stages)})"
     return chained
 
 
@@ -51,12 +52,7 @@ def _run(stages: Sequence[Stage], bucket: Any, buffer: Tensor) -> Any:
     (state, hook), *rest = stages
     bucket.set_buffer(buffer)  # which a wrapper may have replaced
     future = hook(state, bucket)
-    if not isinstance(future, torch._C.Future):
-        raise WrongType(
-            f"expected the communication hook to return a torch.futures.Future, got {type(future).__name__}.",
-            where=f"{_name(hook)}, in a chain",
-            remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
-        )
+    require_future(future, where=f"{name_of(hook)}, in a chain")
     if not rest:
         return future
     # One that does not communicate is done by now, and the next one may communicate: in this thread. On a device `then` does
@@ -90,7 +86,3 @@ def _put(result: Any, buffer: Tensor) -> None:
 
 def _described(result: object) -> str:
     return f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__
-
-
-def _name(hook: Hook) -> str:
-    return getattr(hook, "__qualname__", type(hook).__name__)

@@ -188,7 +188,7 @@ class _Step:
         self._plan = plan
         self._conditions = conditions
         self._uses = _uses(profile, plan)
-        self._schedule = self._lowered(strategy, costs)
+        self._schedule = self._lowered(strategy)
         self._num_bytes = _num_bytes(plan, strategy)
         self._crossing = strategy.crossing
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
@@ -218,7 +218,7 @@ class _Step:
             gathers=tuple(sent.record(begin_us=begin_us) for sent in self._gathers.values()),
         )
 
-    def _lowered(self, strategy: Strategy, _costs: Costs) -> Schedule:
+    def _lowered(self, strategy: Strategy) -> Schedule:
         num_buckets, order = len(self._plan.buckets), [bucket for bucket, _ in self._uses]
         schedule = lower_data_parallel(num_buckets, strategy, overlap=self._conditions.overlap, gather_order=order)
         return verify(schedule, strategy, num_buckets=num_buckets)
@@ -302,8 +302,8 @@ class _EagerStep(_Step):
     """A step whose buckets are stepped and gathered in backward, behind another one like it, whose gathers it waits for."""
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
+        self._lane_times = times = lane_times(profile, plan, costs)
         super().__init__(profile, plan, strategy, costs, conditions)
-        times = lane_times(profile, plan, costs)
         self._step_us = times.step_us
         self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
         self._stepped_us: dict[int, float] = {}
@@ -333,9 +333,9 @@ class _EagerStep(_Step):
             gathers=tuple(sent.record(begin_us=begin_us) for sent in before.values()),
         )
 
-    def _lowered(self, strategy: Strategy, costs: Costs) -> Schedule:
+    def _lowered(self, strategy: Strategy) -> Schedule:
         behind = self._conditions.gathers_behind
-        behind = eager_order(lane_times(self._profile, self._plan, costs)) if behind is None else behind
+        behind = eager_order(self._lane_times) if behind is None else behind
         num_buckets = len(self._plan.buckets)
         return verify(lower_eager(num_buckets, strategy, behind), strategy, num_buckets=num_buckets)
 

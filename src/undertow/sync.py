@@ -93,9 +93,9 @@ class Sync:
         self._engine = Engine(self._members, own, self._config, self._recorder)
         if self._hook is not None:
             self._engine.use_hook(self._hook)
-        attached = contextlib.ExitStack()
+        attached, members, engine = contextlib.ExitStack(), self._members, self._engine
         attached.callback(self._group.close)
-        attached.callback(self._members.close)
+        attached.callback(lambda: None if engine.is_passed_on else members.close())  # who came later has them
         attached.callback(self._engine.close)
         attached.callback(watch_steps(self, self._engine))
         self._attached = attached
@@ -250,8 +250,7 @@ class Sync:
         """
         if self.steps is None:
             self._engine.open()
-            how: dict[str, Any] = {"is_compiled": self._is_compiled, "is_eager": is_eager}
-            self.steps = ShardedSteps(self._module, self._engine, self._config, **how)
+            self.steps = ShardedSteps(self._module, self._engine, self._config, is_compiled=self._is_compiled, is_eager=is_eager)
             self._attached.callback(self.steps.close)
         self.steps.hand_to(stepper, settings, is_eager=is_eager)
         return self.steps

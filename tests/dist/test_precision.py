@@ -19,7 +19,7 @@ from support.hybrid import hybrid
 from support.models import CASES, noise
 from support.ranks import Ranks
 from support.sharded import require_equal, training
-from undertow import DistributedDataParallel, SyncConfig
+from undertow import DistributedDataParallel, SyncConfig, attach
 from undertow.errors import ConfigError, PhaseError
 
 MLP = CASES["mlp"]
@@ -115,6 +115,34 @@ def restored_when_closed() -> list[torch.dtype]:
 @needs_grad_dtype
 def test_closing_gives_gradients_their_dtype_back(two_ranks: Ranks) -> None:
     assert set(two_ranks.run(restored_when_closed)[0]) == {torch.bfloat16}
+
+
+def passed_on(way: str) -> None:
+    """To a second wrapper, or to another group: gradients keep the dtype in which they are added up."""
+    model, settings = narrow_model(), SyncConfig(reduce_dtype="float32")
+    first = attach(model, config=settings)
+    narrow_loss(model, 0).backward()
+    second, group = None, None
+    if way == "a second wrapper":
+        second = attach(model, config=settings)
+        first.close()
+    else:
+        group = dist.new_group()
+        first.change_process_group(group)
+    narrow_loss(model, 1).backward()
+    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.float32}
+    for sync in (first, second):
+        if sync is not None:
+            sync.close()
+    if group is not None:
+        dist.destroy_process_group(group)
+    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.bfloat16}
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("way", ["a second wrapper", "another group"])
+def test_gradients_that_are_passed_on_keep_their_dtype(two_ranks: Ranks, way: str) -> None:
+    two_ranks.run(passed_on, way)
 
 
 def with_a_gradient() -> str:

@@ -21,6 +21,7 @@ from support.naive import naive_mean, require_same_gradients
 from support.ranks import Ranks
 from support.sharded import optimizer_for, parameters, require_equal, trained, training
 from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, attach
+from undertow.plan import Piece
 
 MLP = CASES["mlp"]
 SMALL = {"bucket_cap_mb": 1e-4, "reduction": "ordered"}
@@ -63,6 +64,32 @@ def scaled_alone(set_to_none: bool) -> None:
 def test_one_rank_unscales_what_it_steps_on(set_to_none: bool) -> None:
     with Ranks(1) as one:
         one.run(scaled_alone, set_to_none)
+
+
+def pinned_in_pieces() -> str:
+    """A plan of two ranks that has large parameters in several buckets."""
+    with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
+        step_of(ddp, opt, 0)
+        step_of(ddp, opt, 1)
+        assert any(isinstance(member, Piece) for group in ddp.plan.groups for member in group)
+        return ddp.plan.to_json()
+
+
+def trained_alone_by_a_plan(plan: str) -> None:
+    def clipped(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        opt.zero_grad()
+        MLP.loss(ddp, step).backward()
+        opt.clip_grad_norm_(1e-3)
+        opt.step()
+
+    require_equal(trained(MLP, "ddp", "SGD"), trained(MLP, "zero1", "SGD", plan=plan))
+    require_equal(trained(MLP, "zero1", "SGD", each=clipped), trained(MLP, "zero1", "SGD", each=clipped, plan=plan))
+
+
+def test_one_rank_steps_all_of_what_a_plan_of_two_has_in_pieces(two_ranks: Ranks) -> None:
+    plan = two_ranks.run(pinned_in_pieces)[0]
+    with Ranks(1) as one:
+        one.run(trained_alone_by_a_plan, plan)
 
 
 class TwoWays(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from support.models import CASES, Branches, Case, noise
 from support.ranks import Ranks
-from support.sharded import delay, parameters, require_equal, trained, training
+from support.sharded import Parameters, delay, parameters, require_equal, trained, training
 from undertow import DistributedDataParallel
+from undertow.runtime import private
 from undertow.runtime.gathers import Gathers
 from undertow.schedule import OpKind
 
@@ -252,6 +254,36 @@ def ema_in_a_post_hook() -> None:
 
 def test_a_hook_after_the_step_reads_new_parameters(ranks: Ranks) -> None:
     ranks.run(ema_in_a_post_hook)
+
+
+def interrupted_behind_the_update(num_interrupted: int, overlap: bool) -> None:
+    """What is read behind a step that is interrupted on the first ranks, and trained from there, is as without."""
+
+    def interrupted(optimizer: torch.optim.Optimizer) -> None:
+        step_unwatched(optimizer)
+        raise KeyboardInterrupt
+
+    def step(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, number: int, *, is_interrupted: bool) -> Parameters:
+        if is_interrupted and number == 1 and dist.get_rank() < num_interrupted:
+            with mock.patch.object(private, "step_unwatched", interrupted), pytest.raises(KeyboardInterrupt):
+                step_of(ddp, opt, MLP, number)
+        else:
+            step_of(ddp, opt, MLP, number)
+        return {name: param.clone() for name, param in ddp.state_dict().items()}
+
+    def run(*, is_interrupted: bool) -> list[Parameters]:
+        with training(MLP.model(), "zero1", "SGD", reduction="ordered", overlap=overlap, **SMALL) as (ddp, opt):
+            return [step(ddp, opt, number, is_interrupted=is_interrupted) for number in range(3)]
+
+    step_unwatched = private.step_unwatched
+    for found, expected in zip(run(is_interrupted=True), run(is_interrupted=False), strict=True):
+        require_equal(found, expected)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_interrupted", [1, 2])
+def test_an_interrupted_step_leaves_no_torn_parameters(two_ranks: Ranks, num_interrupted: int, overlap: bool) -> None:
+    two_ranks.run(interrupted_behind_the_update, num_interrupted, overlap)
 
 
 def stale_reads_raise() -> None:

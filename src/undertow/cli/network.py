@@ -46,10 +46,6 @@ class NetworkOptions:
             raise _unused("--node-link", "--per-node")
 
     @property
-    def are_given(self) -> bool:
-        return self.link is not None
-
-    @property
     def _given(self) -> str:
         return "--node-link" if self.per_node is None else "--per-node"
 

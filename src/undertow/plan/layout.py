@@ -81,8 +81,8 @@ class Slot:
 class Trailer:
     """Fields behind the gradients of a bucket, as half-open ranges of the bucket's storage.
 
-    The verdict travels in the last bucket only, which leaves when backward is over: `num_late` flags, one per
-    bucket, and `num_ranks` busy times; both are zero in the other buckets.
+    The verdict travels in the last bucket only, which leaves when backward is over: four flags and a busy time for each of
+    `num_ranks` ranks, and `num_late` flags, one per bucket; both numbers are zero in the other buckets, and these fields empty.
     """
 
     start: int
@@ -136,7 +136,7 @@ class Trailer:
 
     @cached_property
     def stop(self) -> int:
-        return self.busy.stop if self.has_verdict else self.signature.stop
+        return self.busy.stop
 
 
 def signature_bits(*, step: int, generation: int, mode: int | None) -> tuple[int, ...]:

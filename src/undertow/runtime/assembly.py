@@ -63,7 +63,7 @@ class Assembly:
     @cached_property
     def executor(self) -> Executor:
         """Made when it is first asked for: a group of one rank never needs the buckets."""
-        return Executor(self.plan, self.params, self.reducer.group, self._recorder, self.reducer)
+        return Executor(self.plan, self.params, self._recorder, self.reducer)
 
     def releases(self, this_round: Round) -> Releases:
         """The ops of a round of its kind, none of which has happened."""

@@ -54,10 +54,6 @@ class Binding(Protocol):
         """What was taken and is to be reduced: a dense bucket's gradients, flat, or each sparse gradient."""
         ...
 
-    def views_of(self, value: Tensor) -> list[Tensor]:
-        """The gradients in one of `values`."""
-        ...
-
     def give(self, used_elsewhere: Collection[int] = ()) -> None:
         """Binds `.grad` to the reduced values.
 
@@ -113,9 +109,6 @@ class DenseBinding:
 
     def values(self) -> Sequence[Tensor]:
         return (self.bucket.bucket_tensor,)
-
-    def views_of(self, value: Tensor) -> list[Tensor]:
-        return self.bucket.views_of(value)
 
     def give(self, used_elsewhere: Collection[int] = ()) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
@@ -267,9 +260,6 @@ class SparseBinding:
 
     def values(self) -> Sequence[Tensor]:
         return self._values
-
-    def views_of(self, value: Tensor) -> list[Tensor]:
-        return [value]
 
     def give(self, used_elsewhere: Collection[int] = ()) -> None:
         restored = self._kept.keys() - set(used_elsewhere)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.runtime import private
-from undertow.runtime.collectives import all_reduce_async
+from undertow.runtime.collectives import all_reduce_async, started
 from undertow.runtime.group import OwnGroup
 
 _CHUNK_BYTES = 25 * 1024 * 1024
@@ -123,9 +123,9 @@ def broadcast_in_place(tensors: Sequence[Tensor], group: OwnGroup, *, source: in
         _Sent(chunk, group, source).write()
 
 
-def send_in_place(tensors: Sequence[Tensor], group: OwnGroup, *, source: int = 0) -> Callable[[], None]:
-    """Starts what `broadcast_in_place` does; what it returns waits and writes."""
-    on_their_way = [_Sent(chunk, group, source) for chunk in _chunks(tensors, _itself)]
+def send_in_place(tensors: Sequence[Tensor], group: OwnGroup) -> Callable[[], None]:
+    """Starts what `broadcast_in_place` does, from rank 0; what it returns waits and writes."""
+    on_their_way = [_Sent(chunk, group, 0) for chunk in _chunks(tensors, _itself)]
 
     def write() -> None:
         for sent in on_their_way:
@@ -145,11 +145,10 @@ class _Sent:
         payload = self._flat.view(torch.uint8)
         self._group = group
         with group.waiting():
-            self._work = dist.broadcast(payload, group=group.process_group, group_src=source, async_op=True)
+            self._work = started(dist.broadcast(payload, group=group.process_group, group_src=source, async_op=True))
 
     def values(self) -> list[Tensor] | None:
         """What the source has; None on the source itself."""
-        assert self._work is not None  # async_op on a rank of the group
         with self._group.waiting("parameters or buffers of another rank"):
             self._group.complete(self._work)
         return None if self._is_source else _parts(self._flat, self._tensors)

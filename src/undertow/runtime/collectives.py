@@ -97,6 +97,12 @@ class FutureHandle:
         self._done.add_done_callback(callback)
 
 
+def started(work: dist.Work | None) -> dist.Work:
+    """What torch returns where this rank is in the group, and `async_op` was asked for."""
+    assert work is not None
+    return work
+
+
 def all_reduce_async(
     tensor: torch.Tensor,
     group: dist.ProcessGroup | None,
@@ -105,6 +111,4 @@ def all_reduce_async(
     complete: Callable[[dist.Work], object] = dist.Work.wait,
 ) -> ReductionHandle:
     """Starts an all-reduce of `tensor` in place; `complete` is how it is waited for."""
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    assert work is not None  # async_op on a rank of the group
-    return ReductionHandle(work, complete)
+    return ReductionHandle(started(dist.all_reduce(tensor, op=op, group=group, async_op=True)), complete)

@@ -63,7 +63,7 @@ class CommHook:
 
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
         _check_signature(hook)
-        self.name = getattr(hook, "__qualname__", type(hook).__name__)
+        self.name = name_of(hook)
         self._state = state
         self._hook = hook
         self._thread: ThreadPoolExecutor | None = None
@@ -95,13 +95,22 @@ class CommHook:
         target, sent = bucket.buffer(), CollectiveBytes()
         with sent if is_counted else nullcontext():
             future = self._hook(self._state, bucket)
-        if not isinstance(future, torch._C.Future):  # of which torch.futures.Future is a subclass
-            raise WrongType(
-                f"expected the communication hook to return a torch.futures.Future, got {type(future).__name__}.",
-                where=f"{self.name}, bucket {bucket.index()}",
-                remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
-            )
+        require_future(future, where=f"{self.name}, bucket {bucket.index()}")
         return HookHandle(future, target, sent, name=self.name)
+
+
+def name_of(hook: Callable[..., Any]) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+def require_future(returned: object, *, where: str) -> None:
+    """WrongType for anything else that a hook has returned."""
+    if not isinstance(returned, torch._C.Future):  # of which torch.futures.Future is a subclass
+        raise WrongType(
+            f"expected the communication hook to return a torch.futures.Future, got {type(returned).__name__}.",
+            where=where,
+            remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
+        )
 
 
 class HookHandle:

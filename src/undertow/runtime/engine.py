@@ -46,7 +46,7 @@ class Engine:
         self.is_accumulating = self.is_closed = False
         self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
-        self._is_passed_on, self._recorder = False, recorder  # to somebody who came later
+        self.is_passed_on, self._recorder = False, recorder  # to somebody who came later
         self._progress = Progress()
         group.num_steps, group.is_idle = self._progress.rounds, self._progress.is_idle
         self._open: OpenRound | None = None
@@ -119,12 +119,12 @@ class Engine:
         self.complete()
         self.formation.wait_for_parameters()
         self.close()
-        self._is_passed_on = True
+        self.is_passed_on = True
         return self.formation.watch.accumulated_ids()
 
     def require_successor(self) -> None:
         """PhaseError where our parameters were passed on to somebody who is gone."""
-        if self._is_passed_on:
+        if self.is_passed_on:
             self.formation.require_watched()
 
     def inherit(self, accumulated: set[int]) -> None:

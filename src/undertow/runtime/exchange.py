@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.runtime.collectives import FutureHandle, Handle
+from undertow.runtime.collectives import FutureHandle, Handle, started
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.narrow import narrowed
 from undertow.runtime.worker import Worker
@@ -230,11 +230,11 @@ class PostedExchanges:
 
     def _receive(self, received: Sequence[Tensor], *, tag: int) -> list[dist.Work]:
         group = self.group.process_group
-        return [_posted(dist.irecv(received[peer], group=group, group_src=peer, tag=tag)) for peer in self._peers]
+        return [started(dist.irecv(received[peer], group=group, group_src=peer, tag=tag)) for peer in self._peers]
 
     def _send(self, sent: Sequence[Tensor], *, tag: int) -> list[dist.Work]:
         group = self.group.process_group
-        return [_posted(dist.isend(sent[peer], group=group, group_dst=peer, tag=tag)) for peer in self._peers]
+        return [started(dist.isend(sent[peer], group=group, group_dst=peer, tag=tag)) for peer in self._peers]
 
     @property
     def _peers(self) -> list[int]:
@@ -310,11 +310,6 @@ class _Scratch:
         """From the thread that completes exchanges, while another one takes."""
         for tensor in tensors:
             self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
-
-
-def _posted(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # this rank is in the group
-    return work
 
 
 def sum_in_order(parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()) -> Tensor:

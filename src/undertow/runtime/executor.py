@@ -17,7 +17,6 @@ from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import Handle
 from undertow.runtime.comm_hook import HookedBucket, HookHandle, QueuedHook
 from undertow.runtime.finite import FiniteCheck
-from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.reducer import Reducer
 from undertow.runtime.sharded_binding import ShardedBinding
@@ -62,9 +61,9 @@ class Round:
 class Executor:
     """The buckets of one plan and what is in flight of them; `reducer` says how they are reduced."""
 
-    def __init__(self, plan: Plan, params: Sequence[Tensor], group: OwnGroup, recorder: Recorder, reducer: Reducer) -> None:
-        self._rank = group.rank
-        self._group = group if reducer.sharding is None else reducer.sharding.exchanges.group
+    def __init__(self, plan: Plan, params: Sequence[Tensor], recorder: Recorder, reducer: Reducer) -> None:
+        self._rank = reducer.group.rank
+        self._group = reducer.group if reducer.sharding is None else reducer.sharding.exchanges.group
         self._labels = [label_of(bucket, plan) for bucket in plan.buckets]
         self._recorder = recorder
         self._reducer = reducer
@@ -78,7 +77,7 @@ class Executor:
             TrailerCodec(bucket, binding.bucket, divisor=reducer.trailer_divisor)
             for bucket, binding in zip(plan.buckets, self._bindings, strict=True)
         ]
-        self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer, rank=group.rank)
+        self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer)
         self._handles: dict[int, list[Handle]] = {}
         self._steps: dict[int, Handle] = {}  # of buckets that are stepped in backward
         self._unsound: set[int] = set()  # of the round, buckets that were packed without gradients, after a failure or a change

@@ -23,10 +23,9 @@ class FiniteCheck:
     host waits for nothing.
     """
 
-    def __init__(self, reducer: Reducer, *, rank: int) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         self.stops_updates = reducer.nonfinite == "raise"
         self._reducer = reducer
-        self._rank = rank
         self._has_found: Tensor | None = None  # [] bool, in this round
 
     def begin(self) -> None:
@@ -41,7 +40,7 @@ class FiniteCheck:
             trailer.mark_nonfinite(bad)
             self._has_found = bad.any() if self._has_found is None else self._has_found | bad.any().to(self._has_found.device)
         if self._has_found is not None and layout.trailer.has_verdict:
-            trailer.tell_nonfinite(self._has_found, rank=self._rank)
+            trailer.tell_nonfinite(self._has_found, rank=self._reducer.group.rank)
 
     def bad_slots(self, values: Sequence[Tensor], layout: Bucket) -> Tensor | None:
         """Which gradients in `values`, as `Binding.values` has them, are not finite; None where the host knows that all are.

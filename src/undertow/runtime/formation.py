@@ -363,7 +363,7 @@ class Formation:
         groups, self._groups = self._groups, None
         if groups is not None:
             return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
-        if self._config.plan is not None:
+        if self._config.plan is not None and now.num_ranks > 1:  # one rank alone gathers nothing that could bring pieces together
             return first_plan(now.params, self._config, num_ranks=now.num_ranks, splits=True)
         if order is None:
             order = [param for bucket in now.buckets for param in bucket.params]

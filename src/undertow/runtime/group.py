@@ -20,6 +20,7 @@ import torch.distributed as dist
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.runtime import private
+from undertow.runtime.collectives import started
 from undertow.runtime.member import Member
 from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
 from undertow.runtime.worker import Worker
@@ -48,9 +49,8 @@ class GroupRef:
     backend: str
     timeout: timedelta | None
     held: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
-    rows: tuple[
-        tuple[int, ...], ...
-    ] = ()  # of a mesh of two dimensions: ranks with shards of one another; a row for each replica
+    # Of a mesh of two dimensions: ranks with shards of one another; a row for each replica.
+    rows: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupRef:
@@ -258,10 +258,6 @@ class OwnGroup:
         """Whether a rank is known to be gone: the connections are closed, or are about to be."""
         return self.member is not None and self.member.known_fault is not None
 
-    @property
-    def can_average(self) -> bool:
-        return self.user.can_average
-
     def close(self) -> None:
         """Destroys the clone; does nothing if torch.distributed has done so already."""
         _destroy(weakref.ref(self))
@@ -380,11 +376,10 @@ class Agreement:
         mine = torch.frombuffer(bytearray(hashlib.sha256(self._text).digest()), dtype=torch.uint8).to(group.device)
         self._digests = [torch.empty_like(mine) for _ in range(group.num_ranks)]
         with group.waiting():
-            self._work = dist.all_gather(self._digests, mine, group=group.process_group, async_op=True)
+            self._work = started(dist.all_gather(self._digests, mine, group=group.process_group, async_op=True))
 
     def is_reached(self) -> bool:
         """Whether all ranks have given the same; waits."""
-        assert self._work is not None  # async_op on a rank of the group
         with self._group.waiting("the comparison of all ranks' parameters"):
             self._group.complete(self._work)
         return all(torch.equal(digest, self._digests[0]) for digest in self._digests)
@@ -403,9 +398,7 @@ def _all_gather(group: OwnGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
     mine = tensor.to(group.device)
     received = [torch.empty_like(mine) for _ in range(group.num_ranks)]
     with group.waiting("the comparison of all ranks' parameters"):
-        work = dist.all_gather(received, mine, group=group.process_group, async_op=True)
-        assert work is not None  # async_op on a rank of the group
-        group.complete(work)
+        group.complete(started(dist.all_gather(received, mine, group=group.process_group, async_op=True)))
     return [row.cpu() for row in received]
 
 

@@ -66,9 +66,7 @@ class Members:
 
     def trained_now(self) -> list[tuple[str, Tensor]]:
         """The same, and `has_changed` goes on comparing with an earlier moment. None where the module is gone."""
-        module = self._module()
-        named_params = [] if module is None else self._named_params(module)
-        return [(name, param) for name, param in named_params if param.requires_grad]
+        return [(name, param) for name, param in self.named_params() if param.requires_grad]
 
     def close(self) -> None:
         """Gradients have the dtype of their parameters again."""
@@ -104,7 +102,7 @@ class Members:
         module = self._module()
         if self._is_unseen or module is None or self._seen.has_other_modules() or self._kinds_of(module) != self._kinds:
             return False
-        self._seen = _Census.of(module)
+        self._seen = _Census(module)
         return True
 
     def has_new_of(self, tensors: Collection[int]) -> bool:
@@ -117,7 +115,7 @@ class Members:
     @property
     def device(self) -> torch.device:
         """Of the first parameter that is trained; the processor where there is none."""
-        return next((param.device for _, param in self.trained()), torch.device("cpu"))
+        return next((param.device for _, param in self.trained_now()), torch.device("cpu"))
 
     def specs(self, named_params: Sequence[tuple[str, Tensor]]) -> list[ParamSpec]:
         """What the planner needs to know of the parameters."""
@@ -149,7 +147,7 @@ class Members:
         self.common_buffers = CommonBuffers(_buffer_owners(module, self._ignored), tables)
 
     def _see(self, module: nn.Module) -> None:
-        self._seen = _Census.of(module)
+        self._seen = _Census(module)
         self._is_unseen = False
         # Of this moment: an optimizer that steps on other parameters does not concern us.
         self.ids = frozenset(id(param) for _, param in self._named_params(module))
@@ -175,7 +173,8 @@ class Members:
 class _Census:
     """Every parameter of a module at one moment, quick to compare with a later one."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
         self._parameters = [module._parameters for module in modules]
         # Weakly, unlike the tables of parameters: a child may refer to its parent, and hold it for ever.
         self._modules = list(map(weakref.ref, modules))
@@ -189,10 +188,6 @@ class _Census:
         self._shapes = list(map(_shape_of, params))
         self._strides = list(map(_stride_of, params))
         self._device = params[0].device if params else None
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Census:
-        return cls(list(module.modules()))
 
     def present(self) -> list[Tensor]:
         return [param for param in chain.from_iterable(map(dict.values, self._parameters)) if param is not None]

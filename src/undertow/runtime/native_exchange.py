@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undertow.errors import ConfigError
 from undertow.runtime import private
-from undertow.runtime.collectives import Handle
+from undertow.runtime.collectives import Handle, started
 from undertow.runtime.exchange import Exchanges, PostedExchanges, sum_in_order, wide_dtype
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.narrow import narrowed, travels_narrower
@@ -76,7 +76,7 @@ class NativeExchanges:
                 shard.div_(self._divisor)
             _used_here(parts)  # held until now: NCCL reads it
 
-        return _NativeExchange([work, _started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
+        return _NativeExchange([work, started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
 
     def all_reduce(self, tensor: Tensor) -> _NativeExchange:
         num_ranks, pg = self.group.num_ranks, self.group.process_group
@@ -101,12 +101,12 @@ class NativeExchanges:
         pg = self.group.process_group
         with self._stream_behind(tensor):
             before.wait()
-            trailers = _started(dist.all_reduce(trailer, group=pg, async_op=True))
+            trailers = started(dist.all_reduce(trailer, group=pg, async_op=True))
             if self._in_order:
                 mean = self.all_reduce(tensor)
                 return _NativeExchange([trailers, *mean.works], mean.wait)
             sent = narrowed(tensor.div(self._divisor).to(trailer.dtype), self._wire)
-            work = _started(dist.all_reduce(sent, group=pg, async_op=True))
+            work = started(dist.all_reduce(sent, group=pg, async_op=True))
         return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)))
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
@@ -134,7 +134,7 @@ class NativeExchanges:
             sum_in_order([_used_here(row) for row in rows], into=into, rows=self._rows)
             _used_here(parts)  # held until now: NCCL reads it
 
-        return _started(work), add_up
+        return started(work), add_up
 
 
 class _NativeExchange:
@@ -182,8 +182,3 @@ def _used_here(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream())
     return tensor
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # async_op on a rank of the group
-    return work

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import observed
+from undertow.runtime.collectives import started
 from undertow.runtime.group import OwnGroup
 
 
@@ -37,8 +38,7 @@ class ObservedOrder:
         order = order.to(self._group.device)  # [number of parameters]
         with self._group.waiting():
             work = dist.broadcast(order, group=self._group.process_group, group_src=0, async_op=True)
-        assert work is not None  # async_op on a rank of the group
-        self._sent = order, work
+        self._sent = order, started(work)
 
     def take(self) -> list[int] | None:
         """The order that was sent, once; waits for it."""

@@ -53,7 +53,7 @@ class Reducer:
     def averages(self) -> bool:
         """Whether the backend divides; else we divide before a sum, which may be too large for 16 bits."""
         is_mean = self.divisor == self.group.num_ranks
-        return is_mean and self.average_in_collective and self.group.can_average and self.wire is None
+        return is_mean and self.average_in_collective and self.group.user.can_average and self.wire is None
 
     @property
     def trailer_divisor(self) -> float:

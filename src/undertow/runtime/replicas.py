@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import ReplicaMismatch
+from undertow.runtime.collectives import started
 from undertow.runtime.group import OwnGroup
 
 _WORD = 8  # bytes
@@ -73,8 +74,7 @@ class Replicas:
         received = [torch.empty_like(mine) for _ in range(self._group.num_ranks)]
         with self._group.waiting():
             work = dist.all_gather(received, mine, group=self._group.process_group, async_op=True)
-        assert work is not None  # async_op on a rank of the group
-        self._sent.append(_Sent(number, [name for name, _ in named_params], self._names, received, work))
+        self._sent.append(_Sent(number, [name for name, _ in named_params], self._names, received, started(work)))
 
     def require_alike(self) -> None:
         """ReplicaMismatch, on every rank, where the parameters that were sent are not the same; waits for them."""

@@ -119,7 +119,7 @@ class ShardedBinding:
     @torch.no_grad()
     def weigh(self, *, divisor: float | Tensor, keep: float | Tensor) -> None:
         """Divides what was reduced, and multiplies what placeholders hold from before, to which it will be added."""
-        (self._shard if self._aside is None else self._aside).div_(divisor)
+        self.reduced.div_(divisor)
         for position in self._live:
             self._held[position].parts[self._index].mul_(keep)
 
@@ -128,9 +128,6 @@ class ShardedBinding:
 
     def values(self) -> Sequence[Tensor]:
         return ()
-
-    def views_of(self, value: Tensor) -> list[Tensor]:
-        return self.bucket.views_of(value)
 
     @torch.no_grad()
     def settle(self, used_elsewhere: Collection[int] = ()) -> None:

@@ -98,7 +98,7 @@ class TrailerCodec:
     def parse(self, trailer: Tensor, mine: Tensor) -> Reading | None:
         """What `trailer` says to a rank that wrote `mine`; None where every rank wrote the same and reported nothing."""
         fields = self._fields
-        stop = (fields.busy.start if fields.has_verdict else fields.stop) - fields.start
+        stop = fields.busy.start - fields.start
         if torch.equal(trailer[:stop], mine[:stop]):
             return None
         flags = (trailer[:stop] != 0).tolist()
@@ -109,12 +109,12 @@ class TrailerCodec:
             ranks_differ=ranks_differ(without_weights(signature)),
             some_have_weights=some_have_weights,
             some_have_none=some_have_none,
-            failed_ranks=_set_flags(self._flags(flags, fields.failed)) if fields.has_verdict else (),
-            changed_ranks=_set_flags(self._flags(flags, fields.changed)) if fields.has_verdict else (),
-            other_buffers_ranks=_set_flags(self._flags(flags, fields.buffers)) if fields.has_verdict else (),
-            late_buckets=_set_flags(self._flags(flags, fields.late)) if fields.has_verdict else (),
+            failed_ranks=_set_flags(self._flags(flags, fields.failed)),
+            changed_ranks=_set_flags(self._flags(flags, fields.changed)),
+            other_buffers_ranks=_set_flags(self._flags(flags, fields.buffers)),
+            late_buckets=_set_flags(self._flags(flags, fields.late)),
             nonfinite=frozenset(_set_flags(trailer[: fields.num_slots].isnan().tolist())),
-            nonfinite_ranks=_set_flags(self._flags(flags, fields.nonfinite)) if fields.has_verdict else (),
+            nonfinite_ranks=_set_flags(self._flags(flags, fields.nonfinite)),
         )
 
     def busy_ms(self) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from undertow.plan import GathersBehind, Groups, Plan, plan_from_groups
 from undertow.runtime.assembly import Present
+from undertow.runtime.collectives import started
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
 from undertow.schedule import Arrivals
@@ -57,7 +58,7 @@ class Tuning:
         self._tried: tuple[Groups, float] | None = None  # whose order has taken so long, microseconds a step
         self._is_measuring = False
         self._now: Present | None = None
-        self._sent: tuple[Present, Tensor, dist.Work | None] | None = None  # a decision on its way
+        self._sent: tuple[Present, Tensor, dist.Work] | None = None  # a decision on its way
         self._next_look = NUM_STEPS_BETWEEN_LOOKS
         self._looks: Iterator[None] | None = self._look_again_and_again()
 
@@ -68,7 +69,7 @@ class Tuning:
         decided_on, numbers, work = self._sent
         self._sent = None
         with self._group.waiting("rank 0's plan"):
-            self._wait(work)
+            self._group.complete(work)
         decision = decision_from_array(numbers.cpu().numpy(), decided_on.plan.params)
         if decision.groups is not None and decided_on != present:
             decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None, gathers_behind=None)
@@ -133,7 +134,7 @@ class Tuning:
         work = dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group.process_group, async_op=True)
         yield
         with self._group.waiting("the times of all ranks"):
-            self._wait(work)
+            self._group.complete(work)
         measurement = measurement_from_array(latest.cpu().numpy(), records, measured.plan)
         if measurement is not None:
             self.tuner.learn(measurement)
@@ -161,11 +162,7 @@ class Tuning:
             decision = self._with_order(decision, measured)
         numbers: Tensor = torch.from_numpy(decision.to_array(measured.plan.params)).to(self._group.device)
         work = dist.broadcast(numbers, group=self._group.process_group, group_src=0, async_op=True)
-        self._sent = measured, numbers, work
-
-    def _wait(self, work: dist.Work | None) -> None:
-        assert work is not None  # async_op on a rank of the group
-        self._group.complete(work)
+        self._sent = measured, numbers, started(work)
 
     def _with_order(self, decision: Decision, measured: Present) -> Decision:
         if not measured.is_eager:

@@ -33,9 +33,10 @@ class Worker:
         if self._is_over:
             raise RuntimeError("cannot schedule new futures after shutdown")
         if self._thread is None:
-            self._thread = _Thread(self._name, self._is_broken)
-            self._thread.start()
-            weakref.finalize(self, self._thread.work.put, None).atexit = False
+            thread = _Thread(self._name, self._is_broken)
+            thread.start()  # before it is kept: one that cannot start would be waited for
+            self._thread = thread
+            weakref.finalize(self, thread.work.put, None).atexit = False
         self._thread.work.put(partial(work, *args))
 
     def shutdown(self) -> None:

@@ -38,7 +38,7 @@ _PART_OF = {"own": "param"}
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """What an op reads or writes: a bucket's part of `grad` or `param`, or all of it (`bucket` None)."""
+    """What an op reads or writes: a bucket's part of `grad`, `shard`, `param` or `own`, or all of it (`bucket` None)."""
 
     name: str
     bucket: int | None
@@ -60,7 +60,7 @@ class Op:
     """One operation: where it runs, what it touches, which ops it comes after."""
 
     id: int
-    lane: str  # "compute", or "comm." and the name of a mesh axis
+    lane: str  # "compute", "update", or "comm." and the name of a mesh axis
     kind: OpKind
     bucket: int | None  # None: all buckets
     reads: tuple[Buffer, ...] = ()

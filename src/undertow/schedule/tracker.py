@@ -32,7 +32,7 @@ class Releases:
         """Starts the next round: nothing has happened."""
         self._happened.clear()
         self._blockers = list(self._graph.num_blockers)
-        self._queues = [deque(ids) for ids in self._graph.comm_lanes]
+        self._queues = [deque(ids) for ids in self._graph.queues]
 
     def fill(self, bucket: int) -> Sequence[Op]:
         """The ops to issue now that all gradients of `bucket` are there."""
@@ -117,7 +117,7 @@ class _Graph:
 
     num_blockers: tuple[int, ...]
     successors: tuple[tuple[int, ...], ...]
-    comm_lanes: tuple[tuple[int, ...], ...]
+    queues: tuple[tuple[int, ...], ...]  # by lane that is not the compute lane
     fills: tuple[int, ...]  # by bucket
     end: int
     join: int
@@ -136,7 +136,7 @@ class _Graph:
         return cls(
             num_blockers=tuple(len(op.after) for op in schedule.ops),
             successors=tuple(map(tuple, successors)),
-            comm_lanes=tuple(map(tuple, lanes.values())),
+            queues=tuple(map(tuple, lanes.values())),
             fills=tuple(sorted(of_kind[OpKind.FILL], key=lambda op_id: schedule.ops[op_id].bucket or 0)),
             end=of_kind[OpKind.END][0],
             join=of_kind[OpKind.JOIN][0],

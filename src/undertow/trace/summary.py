@@ -119,16 +119,17 @@ def summarize(
     """Medians over `records`, all of which were made under `plan`."""
     splits = [_split(record) for record in records]
     times = {field.name: _median(splits, field.name) for field in dataclasses.fields(_Split)}
-    # What are parts of another time follow from the medians, so that the lines of the report add up.
-    times["hidden_ms"] = max(0.0, times["communication_ms"] - times["exposed_ms"])
-    times["wire_ms"] = max(0.0, times["exposed_ms"] - times["late_rank_ms"])
+    # What is a part of another time follows from the medians, so that the lines of the report add up.
+    communication_ms, exposed_ms = times["communication_ms"], times["exposed_ms"]
     busy = tuple(median(times) for times in zip(*(record.busy_ms for record in records), strict=True))
     return StepReport(
         num_steps=len(records),
         num_skipped=num_skipped,
         is_one_graph=is_one_graph,
         rank=rank,
-        overlap=_overlap(splits),
+        hidden_ms=max(0.0, communication_ms - exposed_ms),
+        wire_ms=max(0.0, exposed_ms - times["late_rank_ms"]),
+        overlap=max(0.0, 1 - exposed_ms / communication_ms) if communication_ms > 0 else None,
         slowest_rank=max(range(len(busy)), key=busy.__getitem__) if busy else None,
         busy_ms=busy,
         buckets=tuple(_bucket_report(records, plan, index) for index in range(len(plan.buckets))) if _any_sent(records) else (),
@@ -145,9 +146,7 @@ class _Split:
     forward_ms: float
     backward_ms: float
     communication_ms: float
-    hidden_ms: float
     exposed_ms: float
-    wire_ms: float
     late_rank_ms: float
     gather_ms: float
     gather_exposed_ms: float
@@ -166,9 +165,7 @@ def _split(record: StepRecord) -> _Split:
         forward_ms=sum(stop - start for start, stop in record.forwards) * _MS,
         backward_ms=sum(stop - start for start, stop in record.backwards) * _MS,
         communication_ms=overlap.total_us * _MS,
-        hidden_ms=overlap.hidden_us * _MS,
         exposed_ms=exposed_ms,
-        wire_ms=exposed_ms - late_ms,
         late_rank_ms=late_ms,
         gather_ms=union_us(record.gather_intervals()) * _MS,
         gather_exposed_ms=sum(_length_us(gather.waited) for gather in record.gathers) * _MS,
@@ -180,12 +177,6 @@ def _split(record: StepRecord) -> _Split:
 
 def _median(splits: Sequence[_Split], name: str) -> float:
     return median(getattr(split, name) for split in splits) if splits else 0.0
-
-
-def _overlap(splits: Sequence[_Split]) -> float | None:
-    total = _median(splits, "communication_ms")
-    # From the medians that the report shows, so that its lines agree with one another.
-    return max(0.0, 1 - _median(splits, "exposed_ms") / total) if total > 0 else None
 
 
 def _any_sent(records: Sequence[StepRecord]) -> bool:
