@@ -23,7 +23,13 @@ def place_of(cell: Mapping[str, Any]) -> tuple[Any, ...]:
 def title_of(cell: Mapping[str, Any]) -> str:
     """The place for readers."""
     on = "" if cell["device"] == "cpu" else f", {cell['device']}"
-    return f"{cell['workload']}, {cell['ranks']} ranks, {cell['link']} ({cell['kind']}){on}"
+    return f"{cell['workload']}, {cell['ranks']} ranks, {link_of(cell)}{on}"
+
+
+def link_of(cell: Mapping[str, Any]) -> str:
+    """The link for readers: "1gbit (shaped)"."""
+    is_bare_cable = (cell["link"], cell["kind"]) == ("none", "shaped")
+    return f"{cell['link']} ({'cables, unshaped' if is_bare_cable else cell['kind']})"
 
 
 def lines_of(header: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[Document]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.matrix.catalog import BARE, OURS, OWN, PER_PARAMETER, TORCH
-from benchmarks.matrix.finished import place_of, title_of
+from benchmarks.matrix.finished import link_of, place_of, title_of
 
 Row = Mapping[str, Any]
 _HEAD = (
@@ -169,7 +169,7 @@ def _by_size(cells: Sequence[Row]) -> list[str]:
             ours = next((row for row in cell["rows"] if row["system"] == OURS and row["error"] is None), None)
             if ours is None or ours["speedup_over_per_parameter"] is None or not low <= cell["num_params"] < high:
                 continue
-            place = (cell["workload"], str(cell["ranks"]), f"{cell['link']} ({cell['kind']})")
+            place = (cell["workload"], str(cell["ranks"]), link_of(cell))
             speedups = (ours["speedup_over_per_parameter"], ours["speedup_over_torch"])
             lines.append([name, *place, *(_number(speedup, 2) for speedup in speedups)])
     if not lines:
