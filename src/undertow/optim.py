@@ -102,12 +102,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             sharding, settings = self._begin(), self._settings()
             sharding.require_synchronised(self._params())
-            try:
+            with self._steps.update():
                 for inner in self._inners.values():
                     inner.step(settings, sharding.gradient)
                 self._stepped.update(param for param in self._params() if param.grad is not None)
-            finally:  # also what Ctrl-C has left half updated: the same half is to be on every rank
-                self._steps.end()
         if private.has_step_post_hooks(self):  # which may read parameters
             self._steps.wait()
         return loss

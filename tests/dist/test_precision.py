@@ -123,8 +123,8 @@ def passed_on(way: str) -> None:
     first = attach(model, config=settings)
     narrow_loss(model, 0).backward()
     second, group = None, None
-    if way == "a second wrapper":
-        second = attach(model, config=settings)
+    if way != "another group":
+        second = attach(model, config=settings if way == "a second wrapper" else None)
         first.close()
     else:
         group = dist.new_group()
@@ -140,7 +140,7 @@ def passed_on(way: str) -> None:
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize("way", ["a second wrapper", "another group"])
+@pytest.mark.parametrize("way", ["a second wrapper", "one without the setting", "another group"])
 def test_gradients_that_are_passed_on_keep_their_dtype(two_ranks: Ranks, way: str) -> None:
     two_ranks.run(passed_on, way)
 

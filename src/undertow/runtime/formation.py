@@ -67,9 +67,7 @@ class Formation:
         self.retiring: Assembly | None = None
         self._retiring_watch: Watch | None = None  # of what is retiring, until a round has begun
         self._before: _InForce | None = None  # a change that does not count yet
-        self._members = members
-        self._config = config
-        self._recorder = recorder
+        self._members, self._config, self._recorder = members, config, recorder
         self._on_full = on_full
         self._on_backward = on_backward
         self._has_looked = True
@@ -363,8 +361,10 @@ class Formation:
         groups, self._groups = self._groups, None
         if groups is not None:
             return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
-        if self._config.plan is not None and now.num_ranks > 1:  # one rank alone gathers nothing that could bring pieces together
-            return first_plan(now.params, self._config, num_ranks=now.num_ranks, splits=True)
+        if self._config.plan is not None:
+            pinned = first_plan(now.params, self._config, num_ranks=now.num_ranks, splits=True)
+            if now.num_ranks > 1 or not pinned.split_params:  # one rank alone gathers nothing, and would not join pieces again
+                return pinned
         if order is None:
             order = [param for bucket in now.buckets for param in bucket.params]
         return plan_in_order(now.params, order, self._config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
@@ -446,3 +446,4 @@ class Formation:
                 )
         for engine in earlier.values():
             self.watch.arrived_before |= self.watch.indices(engine.pass_on())
+            self._members.gives_back |= engine.formation._members.gives_back

@@ -45,11 +45,13 @@ class InnerOptimizer:
             grad = gradient_of(owned.part)
             owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
             owned.follow_values()
-        private.step_unwatched(self.optimizer)  # the user's is the one of the whole, around which hooks are called
-        for owned in self.owned:
-            owned.target.grad = None
-            if owned.target is not owned.values:
-                owned.values.copy_(owned.target)
+        try:
+            private.step_unwatched(self.optimizer)  # the user's is the one of the whole, around which hooks are called
+        finally:  # where it is interrupted too: else a copy would be taken for what somebody has written over
+            for owned in self.owned:
+                owned.target.grad = None
+                if owned.target is not owned.values:
+                    owned.values.copy_(owned.target)
 
 
 def owned_part(sharding: Sharding, part: ShardPart) -> Owned:

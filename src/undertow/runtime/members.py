@@ -38,7 +38,8 @@ class AnyOf:
 class Members:
     """The tensors of `module` that are synchronised: all but the names in `ignored`.
 
-    Narrower parameters accumulate their gradients in `reduce_dtype`, if that is not None, until `close`.
+    Narrower parameters accumulate their gradients in `reduce_dtype`, if that is not None, until `close`: of these members, or of
+    those that have taken over, which give back what the earlier ones have widened.
     """
 
     # Of the moment when the module was last looked at: all of its parameters, and what those are that are synchronised.
@@ -50,6 +51,7 @@ class Members:
         self._module = weakref.ref(module)
         self._ignored = ignored
         self._wide: torch.dtype | None = None if reduce_dtype is None else getattr(torch, reduce_dtype)
+        self.gives_back = self._wide is not None
         self._see(module)
         self.common_buffers = CommonBuffers(())
         self.common_frozen: list[tuple[str, Tensor]] = []  # when the ranks last compared what they have
@@ -70,7 +72,7 @@ class Members:
 
     def close(self) -> None:
         """Gradients have the dtype of their parameters again."""
-        for _, param in self.trained_now() if self._wide is not None else ():
+        for _, param in self.trained_now() if self.gives_back else ():
             if private.gradient_dtype(param) != param.dtype:
                 grad, param.grad = param.grad, None
                 private.set_gradient_dtype(param, param.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
@@ -161,12 +161,22 @@ class ShardedSteps:
         elif stepper is not None:
             cast(CompanyKeeper, stepper).keep_company(name, arguments)
 
-    def end(self) -> None:
-        """It has stepped: every rank's shards are on their way to the others."""
-        if self._formation.is_active:
-            self._formation.assembly.gather()
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """Inside, this rank's shards are updated; then they are on their way to the others, whose own come."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C too: the half that is updated the others are to have as well
+            with contextlib.suppress(Exception):
+                self._send()
+            raise
+        self._send()
         if not self._overlap:
             self.wait()
+
+    def _send(self) -> None:
+        if self._formation.is_active:
+            self._formation.assembly.gather()
 
     @property
     def is_stepped(self) -> bool:
