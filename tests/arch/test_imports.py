@@ -20,6 +20,7 @@ PURE = [
     "undertow.trace",
     "undertow.profile",
     "undertow.simulate",
+    "undertow.tune",
     "undertow.report",
 ]
 

@@ -73,17 +73,19 @@ def test_buffers_are_not_averaged_in_evaluation(ranks: Ranks) -> None:
         assert equal(after, seen)
 
 
-def evaluate_on_rank_0_alone() -> None:
-    with wrapped(CASE.model()) as ddp:
-        if dist.get_rank() == 0:
+def evaluate_on_the_last_rank_alone() -> list[str]:
+    """Not on rank 0, which others would have to wait for."""
+    with wrapped(CASE.model()) as ddp, collectives() as called:
+        if dist.get_rank() == dist.get_world_size() - 1:
             with torch.no_grad():
                 CASE.loss(ddp, 0)
             ddp.eval()
             CASE.loss(ddp, 0)
+        return called
 
 
 def test_a_rank_may_evaluate_alone(ranks: Ranks) -> None:
-    ranks.run(evaluate_on_rank_0_alone)
+    assert ranks.run(evaluate_on_the_last_rank_alone) == [[]] * ranks.num_ranks
 
 
 class Scaled(nn.Module):

@@ -130,7 +130,11 @@ def state_dict_goes_round() -> None:
         file = io.BytesIO()
         torch.save(side.ddp.state_dict(), file)
         file.seek(0)
+        with torch.no_grad():
+            for param in side.ddp.parameters():
+                param.zero_()
         side.ddp.load_state_dict(torch.load(file))
+        side.compare_parameters()
         side.ddp(noise(5, 6)).sum().backward()
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.drop_in import TIMEOUT_S, SideBySide, squares
+from support.drop_in import TIMEOUT_S, SideBySide, require_same_on_every_rank, squares
 from support.errors import text_of
 from support.models import noise
 from support.ranks import Ranks
@@ -146,6 +146,7 @@ def replaced_inside() -> None:
         outer.zero_grad()
         outer(noise(2, 4, step=step)).sum().backward()
         torch.optim.SGD(outer.parameters(), lr=0.125).step()
+        require_same_on_every_rank(outer)  # whose inputs differ
     outer.close()
 
 
@@ -180,7 +181,9 @@ def groups_of_different_numbers() -> None:
         gc.collect()
     for group in mine:
         ddp = DistributedDataParallel(linear(), process_group=group)
-        ddp(torch.ones(2, 4)).sum().backward()
+        ddp(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
+        # The mean of two ranks, each of which has two rows.
+        assert torch.equal(ddp.module.weight.grad, torch.full((3, 4), float(sum(dist.get_process_group_ranks(group)))))
         ddp.close()
     for ddp in kept:
         ddp.close()

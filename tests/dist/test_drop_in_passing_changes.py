@@ -110,7 +110,8 @@ def adversarial() -> list[int]:
                         param.grad /= dist.get_world_size()
                 torch.optim.SGD(turn.parameters(), lr=0.25).step()
         for ours, theirs in zip(wrapped.parameters(), bare.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if dist.get_world_size() == 2 else 1e-6)
+            # Three summands in another order: 4 ulps, 5e-7, of gradients below 1, times 0.25, in each of 5 steps.
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if dist.get_world_size() == 2 else 6e-7)
     generations = [net.sync._engine.generation for net in nets.values()]
     for net in nets.values():
         net.close()

@@ -33,10 +33,10 @@ ENDINGS = {
 }
 
 
-def exit_codes(script: str, meeting_point: Path) -> list[tuple[int, str]]:
+def exit_codes(script: str, meeting_point: Path, **variables: str) -> list[tuple[int, str]]:
     """Of both ranks, with what they wrote to stderr."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **variables}
     ranks = [
         subprocess.Popen([*command, str(rank), str(meeting_point)], env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -56,6 +56,23 @@ SHARDED = SCRIPT.replace("torch.optim.SGD(model.parameters(), ", "undertow.Shard
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_script_ends_with_exit_code_0(ending: str, script: str, tmp_path: Path) -> None:
     assert exit_codes(script + ENDINGS[ending], tmp_path / "meeting-point") == [(0, ""), (0, "")]
+
+
+# Gloo then connects two ranks when they first send to each other: whoever asked by a receive of its own whether the other one
+# is there would wait for it.
+ALONE = """
+    from undertow.runtime import private
+    if rank == 0:
+        assert not private.is_gone(1)
+        private.default_store().set("asked", "")
+    private.default_store().wait(["asked"])
+    model ="""
+
+
+@pytest.mark.parametrize("script", [SCRIPT, SHARDED], ids=["plain", "gathers in flight"])
+def test_a_script_ends_with_exit_code_0_where_gloo_connects_lazily(script: str, tmp_path: Path) -> None:
+    watched = script.replace("\n    model =", ALONE) + "    assert model.sync.own_group.member is not None\n"
+    assert exit_codes(watched, tmp_path / "meeting-point", TORCH_GLOO_LAZY_INIT="1") == [(0, ""), (0, "")]
 
 
 # Imported before there is a group, which a module of torch's would keep.

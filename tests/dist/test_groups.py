@@ -9,19 +9,24 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from dist.test_events import collectives
 from dist.test_late_arrivals import require_nearly_same
+from dist.test_nonfinite import heard
+from support.drop_in import TIMEOUT_S
 from support.models import CASES, Branches, mlp, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import Ranks
-from undertow import DistributedDataParallel, attach
+from support.sharded import training
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, attach
 from undertow.runtime import private
 
 
@@ -53,7 +58,7 @@ def models_in_one_backward(num_models: int, reverse_on_rank_1: bool, changes: bo
 @pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])
 @pytest.mark.parametrize("reverse_on_rank_1", [False, True], ids=["same order", "other order"])
 def test_several_models_in_one_backward_are_right(ranks: Ranks, reverse_on_rank_1: bool, changes: bool) -> None:
-    ranks.run(models_in_one_backward, 3, reverse_on_rank_1, changes, timeout_s=20.0)
+    ranks.run(models_in_one_backward, 3, reverse_on_rank_1, changes, timeout_s=TIMEOUT_S)
 
 
 def late_parts_of_several_models() -> None:
@@ -78,7 +83,7 @@ def late_parts_of_several_models() -> None:
 
 
 def test_late_parts_of_several_models_do_not_wait_for_each_other(two_ranks: Ranks) -> None:
-    two_ranks.run(late_parts_of_several_models, timeout_s=20.0)
+    two_ranks.run(late_parts_of_several_models, timeout_s=TIMEOUT_S)
 
 
 def parts_of_one_model() -> None:
@@ -122,26 +127,27 @@ def test_gradients_are_averaged_inside_a_subgroup(fresh_ranks: Ranks, with_wrapp
     assert fresh_ranks.run(gradients_in_a_subgroup, [2, 1], with_wrapper) == [None, [2.5] * 3, [2.5] * 3]
 
 
-def late_to_a_subgroup() -> None:
+def late_to_a_subgroup() -> list[float] | None:
     if dist.get_rank() == 2:
         time.sleep(1.0)
-    gradients_in_a_subgroup([0, 2], True)
+    return gradients_in_a_subgroup([0, 2], True)
 
 
 def test_a_model_can_be_wrapped_anew_over_a_subgroup(fresh_ranks: Ranks) -> None:
     fresh_ranks.run(gradients_in_a_subgroup, [0, 2], True)
-    fresh_ranks.run(late_to_a_subgroup, timeout_s=8.0)
+    assert fresh_ranks.run(late_to_a_subgroup, timeout_s=TIMEOUT_S) == [[2.0] * 3, None, [2.0] * 3]
 
 
-def group_beside_another_of_rank_0() -> None:
+def group_beside_another_of_rank_0() -> list[float] | None:
     extra = dist.new_group([0], use_local_synchronization=True)
-    gradients_in_a_subgroup([0, 2], True)
+    grads = gradients_in_a_subgroup([0, 2], True)
     if dist.get_rank() == 0:
         dist.destroy_process_group(extra)
+    return grads
 
 
 def test_ranks_of_a_subgroup_may_be_in_different_numbers_of_other_groups(fresh_ranks: Ranks) -> None:
-    fresh_ranks.run(group_beside_another_of_rank_0, timeout_s=8.0)
+    assert fresh_ranks.run(group_beside_another_of_rank_0, timeout_s=TIMEOUT_S) == [[2.0] * 3, None, [2.0] * 3]
 
 
 def groups_of_a_model(way: Callable[..., Any], members: list[int] | None) -> tuple[bool, bool, bool, str] | None:
@@ -188,30 +194,37 @@ def test_our_group_waits_as_long_as_the_users(ranks: Ranks) -> None:
         assert found_of_the_default == usual != found
 
 
-def own_collectives_between() -> None:
-    case = CASES["mlp"]
+def own_collectives_between() -> list[float]:
+    """The sums of the user's own: the n-th of each rank has 10 n and the rank. Rank 0 launches one more of them before ours."""
+    case, works = CASES["mlp"], []
+
+    def reduce_mine(*_: torch.Tensor) -> None:
+        mine = torch.tensor(10.0 * len(works) + dist.get_rank())
+        works.append((dist.all_reduce(mine, async_op=True), mine))
+
     with wrapped_and_bare(case.model(), bucket_cap_mb=1e-6) as (ddp, bare):
-        mine = torch.tensor(float(dist.get_rank()))
-        works = []
-
-        def reduce_mine(_: torch.Tensor) -> None:
-            works.append(dist.all_reduce(mine.clone(), async_op=True))
-
         for param in ddp.parameters():
             param.register_post_accumulate_grad_hook(reduce_mine)
         for step in range(3):
-            works.append(dist.all_reduce(mine.clone(), async_op=True))
             for model in (ddp, bare):
                 model.zero_grad()
-                case.loss(model, step).backward()
-            for work in works:
+            if dist.get_rank() == 0:
+                reduce_mine()
+            case.loss(ddp, step).backward()
+            if dist.get_rank() != 0:
+                reduce_mine()
+            case.loss(bare, step).backward()
+            for work, _ in works:
                 work.wait()
             naive_mean(bare)
             require_same_gradients(ddp, bare)
+    return [mine.item() for _, mine in works]
 
 
 def test_the_users_own_collectives_do_not_meet_ours(ranks: Ranks) -> None:
-    ranks.run(own_collectives_between)
+    num_ranks = ranks.num_ranks
+    sums = [10.0 * number * num_ranks + sum(range(num_ranks)) for number in range(3 * 5)]  # of 4 parameters, and one more
+    assert ranks.run(own_collectives_between, timeout_s=TIMEOUT_S) == [sums] * num_ranks
 
 
 def one_rank_alone() -> list[str]:
@@ -273,18 +286,64 @@ def test_a_model_that_was_dropped_is_freed(two_ranks: Ranks, way: Callable[[nn.M
     assert two_ranks.run(freed, way, close) == [[], []]
 
 
-def closed_leaves_nothing(num_steps: int) -> None:
+def hooks_of(model: nn.Module) -> list[str]:
+    """Of all kinds, on modules and parameters."""
+    parts = [*model.named_modules(), *model.named_parameters()]
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of tensors, which have them as attributes of their class
+    return [
+        f"{name}: {kind}"
+        for name, part in parts
+        for kind in (kinds if isinstance(part, torch.Tensor) else [kind for kind in vars(part) if "_hooks" in kind])
+        if getattr(part, kind, None)
+    ]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "attached": {},
+    "sharded": {"config": SyncConfig(strategy="zero1")},
+    "in mixed precision": {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
+}
+
+
+def closed_leaves_nothing(way: str, num_steps: int) -> tuple[bool, list[str]]:
+    """Whether there were hooks while the model was synchronised, and those that there are afterwards."""
     model = Branches()
     for _ in range(2):
-        sync = attach(model)
+        called = model if way == "attached" else DistributedDataParallel(model, **WAYS[way])
+        sync = attach(model) if way == "attached" else called
+        optimizer = ShardedOptimizer(torch.optim.SGD, called, lr=0.1) if way == "sharded" else None
         for _ in range(num_steps):
-            model(noise(1, 4)).sum().backward()
+            called(noise(1, 4)).sum().backward()
+            if optimizer is not None:
+                optimizer.step()
+        had_hooks = hooks_of(model) != []
         sync.close()
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-    assert not any(getattr(param, "_post_accumulate_grad_hooks", None) for param in model.parameters())
+    return had_hooks, hooks_of(model)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_close_takes_every_hook_off(two_ranks: Ranks, num_steps: int) -> None:
-    two_ranks.run(closed_leaves_nothing, num_steps)
+@pytest.mark.parametrize("way", WAYS)
+def test_close_takes_every_hook_off(two_ranks: Ranks, way: str, num_steps: int) -> None:
+    assert two_ranks.run(closed_leaves_nothing, way, num_steps) == [(True, [])] * 2
+
+
+def without_a_ring() -> list[str]:
+    """What is logged where gloo cannot connect neighbours, by a plain model and a sharded one that take a step."""
+    case = CASES["mlp"]
+    with heard() as texts, mock.patch.object(private, "gloo_device", side_effect=RuntimeError("no such interface")):
+        for strategy in ("ddp", "zero1"):
+            bare = case.model()
+            with training(case.model(), strategy) as (ddp, optimizer):
+                assert ddp.sync.own_group.member is None
+                for model in (ddp, bare):
+                    case.loss(model, 0).backward()
+                naive_mean(bare)
+                for ours, wanted in zip(ddp.parameters(), bare.parameters(), strict=True):
+                    assert torch.equal(ddp.full_gradient(ours), wanted.grad)
+                optimizer.step()
+    return texts
+
+
+def test_ranks_that_no_ring_connects_train_and_say_so(fresh_pair: Ranks) -> None:
+    told = "rank {} reaches no ring of connections: lost ranks are found by the backend and its timeout alone."
+    assert fresh_pair.run(without_a_ring, timeout_s=TIMEOUT_S) == [[told.format(rank)] * 2 for rank in range(2)]

@@ -207,30 +207,37 @@ def test_a_rank_may_evaluate_alone(four_ranks: Ranks, eager: bool) -> None:
 
 
 def delayed(kind: OpKind, late_rank: int, eager: bool) -> None:
-    expected = trained_naively(TIED, "SGD", num_steps=5)
+    expected, late = trained_naively(TIED, "SGD", num_steps=5), []
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        nonlocal late
         if step == 1:
-            delay(ddp, kind, late_rank, seconds=0.003)
+            late = delay(ddp, kind, late_rank, seconds=0.003)
         opt.zero_grad()
         TIED.loss(ddp, step).backward()
         opt.step()
 
     require_equal(expected, trained_on_mesh(TIED, "SGD", num_steps=5, each=each, eager=eager, **ORDERED))
+    assert (dist.get_rank() == late_rank) == (late != [])
 
 
 @pytest.mark.parametrize(
-    ("kind", "late_rank"),
+    ("kind", "late_rank", "eager"),
     [
-        (OpKind.PACK, 0),
-        (OpKind.REDUCE_SCATTER, 1),
-        (OpKind.ALL_REDUCE, 2),
-        (OpKind.STEP, 3),
-        (OpKind.BIND, 1),
-        (OpKind.ALL_GATHER, 2),
+        *(
+            (kind, late_rank, eager)
+            for kind, late_rank in (
+                (OpKind.PACK, 0),
+                (OpKind.REDUCE_SCATTER, 1),
+                (OpKind.ALL_REDUCE, 2),
+                (OpKind.BIND, 1),
+                (OpKind.ALL_GATHER, 2),
+            )
+            for eager in (False, True)
+        ),
+        (OpKind.STEP, 3, True),  # in the other form it is the script's own
     ],
 )
-@pytest.mark.parametrize("eager", [False, True])
 def test_a_delay_at_any_op_changes_nothing(four_ranks: Ranks, kind: OpKind, late_rank: int, eager: bool) -> None:
     four_ranks.run(delayed, kind, late_rank, eager)
 

@@ -74,10 +74,10 @@ def compared_well(strategy: str, eager: bool) -> None:
     for every in (1, None):
         with training(same_mlp(), strategy, eager=eager, check_replicas_every=every, auto_tune=False) as (ddp, optimizer):
             train(ddp, optimizer, None, num_steps=3)
-            if strategy != "ddp":
-                delay(ddp, OpKind.ALL_GATHER, 1, seconds=0.05)
+            late = [] if strategy == "ddp" else delay(ddp, OpKind.ALL_GATHER, 1, seconds=0.05)
             train(ddp, optimizer, None, num_steps=6)
             ddp.wait()
+            assert (strategy != "ddp" and dist.get_rank() == 1) == (late != [])
             results.append([param.detach().clone() for param in ddp.parameters()])
     assert all(map(torch.equal, *results))
 

@@ -133,10 +133,11 @@ def test_a_read_at_a_new_place_waits_in_evaluation_and_is_stopped_in_training(fr
 
 
 def other_memory_format(strategy: str) -> None:
-    """Channels-last weights become contiguous in mid-training, while a rank holds last step's gradients."""
+    """Channels-last weights become contiguous in mid-training, while rank 0 holds last step's gradients, if they are whole."""
     case = CASES["convolutions"]
     bare = case.model()
     held: list[Any] = []
+    values: list[Tensor] = []
     ddp = DistributedDataParallel(copy.deepcopy(bare), config=SyncConfig(strategy=strategy, **SMALL))
     opt: Any = (
         torch.optim.AdamW(ddp.parameters(), lr=0.01) if strategy == "ddp" else ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.01)
@@ -155,8 +156,10 @@ def other_memory_format(strategy: str) -> None:
         naive_mean(bare)
         if strategy == "ddp":
             require_same_gradients(ddp, bare)
+            assert all(map(torch.equal, held, values))
             if dist.get_rank() == 0:
                 held = [param.grad for param in ddp.parameters()]
+                values = [grad.clone() for grad in held]
         else:
             for mine, theirs in zip(ddp.parameters(), bare.parameters(), strict=True):
                 full = ddp.full_gradient(mine)
@@ -165,7 +168,6 @@ def other_memory_format(strategy: str) -> None:
         opt.step()
         reference.step()
     ddp.wait()
-    assert held is not None
     for mine, theirs in zip(ddp.parameters(), bare.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     ddp.close()

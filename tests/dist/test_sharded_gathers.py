@@ -311,14 +311,16 @@ def test_a_stale_parameter_is_found_by_autograd(two_ranks: Ranks) -> None:
 
 
 def delayed(kind: OpKind, late_rank: int, strategy: str) -> None:
-    expected = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered")
+    expected, late = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered"), []
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        nonlocal late
         if step == 1:
-            delay(ddp, kind, late_rank, seconds=0.004)
+            late = delay(ddp, kind, late_rank, seconds=0.004)
         step_of(ddp, opt, TIED, step)
 
     require_equal(expected, trained(TIED, strategy, "SGD", num_steps=5, each=each, reduction="ordered", **SMALL))
+    assert (dist.get_rank() == late_rank) == (late != [])
 
 
 @pytest.mark.parametrize(("strategy", "late_rank"), [("zero1", 0), ("zero2", 1)])

@@ -266,9 +266,11 @@ def joined_with_weights() -> None:
             # The last one of rank 0 and of other even ranks alone.
             weight = sum((3 + 2 * rank) * (1 + number % 2) for rank in range(0, dist.get_world_size(), 2))
             loss_of(reference.model, number).backward()
-            if dist.get_world_size() == 2:
+            if dist.get_rank() == 0:  # which alone uses that layer
                 wanted = reference.model.layers[1].weight.grad / weight
-                assert torch.equal(ddp.module.layers[1].weight.grad, wanted)
+                # Of 3 ranks it is divided by 3, and by 10 / 3, which is rounded too: three roundings, where this has one.
+                tolerance = 2 * torch.finfo(wanted.dtype).eps * float(wanted.abs().max()) * (dist.get_world_size() > 2)
+                torch.testing.assert_close(ddp.module.layers[1].weight.grad, wanted, rtol=0.0, atol=tolerance)
 
 
 def test_a_rank_that_has_left_its_loop_has_no_weight(ranks: Ranks) -> None:

@@ -218,17 +218,22 @@ def test_a_rank_that_fails_in_a_look_does_not_part_the_plans(two_ranks: Ranks, f
     assert second == ["ZeroDivisionError", first[-1]]
 
 
-def uneven() -> None:
+def uneven() -> str:
     case, num_batches = CASES["mlp"], 4 * ONE_LOOK - 13 * dist.get_rank()
-    with scripted(all_in_one, one_each), training(case.model(), "ddp") as (ddp, opt), ddp.join():
-        for step in range(num_batches):
-            opt.zero_grad()
-            case.loss(ddp, step).backward()
-            opt.step()
+    with scripted(all_in_one, one_each) as seen, training(case.model(), "ddp") as (ddp, opt):
+        with ddp.join():
+            for step in range(num_batches):
+                opt.zero_grad()
+                case.loss(ddp, step).backward()
+                opt.step()
+        if dist.get_rank() == 0:
+            assert len({plan.fingerprint for plan in seen}) > 1
+        return ddp.sync.plan.fingerprint
 
 
 def test_a_rank_without_data_follows_the_plans_of_the_others(two_ranks: Ranks) -> None:
-    two_ranks.run(uneven)
+    first, second = two_ranks.run(uneven)
+    assert first == second
 
 
 def two_models() -> list[str]:

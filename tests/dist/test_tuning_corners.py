@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dist.test_tuning import ONE_LOOK
+from support.drop_in import TIMEOUT_S
 from support.errors import text_of
 from support.models import CASES, noise
 from support.ranks import Ranks
@@ -34,7 +35,7 @@ def frozen_on_one_rank(step_of_the_change: int) -> str:
 
 @pytest.mark.parametrize("step", [1, 5, 6, 7, 8, 9])
 def test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times(fresh_pair: Ranks, step: int) -> None:
-    texts = fresh_pair.run(frozen_on_one_rank, step, timeout_s=10)
+    texts = fresh_pair.run(frozen_on_one_rank, step, timeout_s=TIMEOUT_S)
     assert texts[0] == texts[1]
 
 
@@ -62,10 +63,12 @@ def test_wide_values_move_where_the_optimizer_has_no_state(two_ranks: Ranks) -> 
     two_ranks.run(wide_values_of_an_optimizer_without_state)
 
 
-def frozen_for_a_moment_on_one_rank() -> None:
+def frozen_for_a_moment_on_one_rank() -> tuple[bool, str]:
+    """Whether the plan has changed, and the last one."""
     net = CASES["mlp"].model()
     ddp = DistributedDataParallel(net, config=SyncConfig(strategy="zero1"))
     optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.01)
+    first = ddp.sync.plan.fingerprint
     with scripted(one_each, in_pieces):
         for step in range(ONE_LOOK + 3):
             optimizer.zero_grad()
@@ -76,11 +79,15 @@ def frozen_for_a_moment_on_one_rank() -> None:
                 net[0].requires_grad_(True)
                 ddp(noise(5, 6))
             optimizer.step()
+    last = ddp.sync.plan.fingerprint
     ddp.close()
+    return last != first, last
 
 
 def test_what_one_rank_looks_at_between_backward_and_step_does_not_part_the_plans(fresh_pair: Ranks) -> None:
-    fresh_pair.run(frozen_for_a_moment_on_one_rank, timeout_s=10)
+    first, second = fresh_pair.run(frozen_for_a_moment_on_one_rank, timeout_s=TIMEOUT_S)
+    assert first == second
+    assert first[0]
 
 
 def why_under_deterministic_algorithms() -> str:
@@ -97,4 +104,5 @@ def why_under_deterministic_algorithms() -> str:
 
 
 def test_a_plan_that_is_frozen_is_not_said_to_be_planned(two_ranks: Ranks) -> None:
-    assert "planned from what was measured" not in two_ranks.run(why_under_deterministic_algorithms)
+    for why in two_ranks.run(why_under_deterministic_algorithms):
+        assert why == "torch.use_deterministic_algorithms: another plan rounds differently"

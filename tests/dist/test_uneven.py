@@ -210,8 +210,9 @@ def on_a_mesh(loop: Loop) -> None:
             first = value.clone()
             dist.broadcast(first, 0)
             assert torch.equal(value, first)
-            # Gradients differ by about 1e-7 of themselves, and so does what AdamW makes of them, 0.01 a step.
-            torch.testing.assert_close(value, wanted[name], rtol=0.0, atol=1e-5)
+            # Gradients differ by about 1e-7 of their summands, 1e-5 of themselves where those cancel to a hundredth, and so does
+            # what AdamW makes of them, 0.01 a step. With the rounding of parameters below 1 that is 2e-7 in each of 4 steps.
+            torch.testing.assert_close(value, wanted[name], rtol=0.0, atol=1e-6)
 
 
 def two_epochs() -> None:

@@ -76,9 +76,9 @@ SCRIPT = """
 """
 
 
-def started(fault: str, directory: Path) -> list[subprocess.Popen[str]]:
+def started(fault: str, directory: Path, *, script: str = SCRIPT) -> list[subprocess.Popen[str]]:
     """Two processes that train; the second one does what `fault` says."""
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT).replace("{fault}", fault)]
+    command = [sys.executable, "-c", textwrap.dedent(script).replace("{fault}", fault)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     return [
         subprocess.Popen([*command, str(rank), str(directory / "here")], env=environment, stderr=subprocess.PIPE, text=True)
@@ -111,6 +111,43 @@ def test_the_way_a_script_ends_is_told(fault: str, told: str, tmp_path: Path) ->
     first = first.replace("[rank0]: ", "")  # torch's hook puts it before each line
     assert re.search(rf"^undertow\.errors\.{re.escape(told)}$", first, re.MULTILINE), first
     assert ("ValueError: row 7 has no label" in second) == ("ValueError" in told)
+
+
+# A thread of the script's own trains, and the main thread of the failing process goes on.
+THREADED = """
+    import sys, threading, time, torch, torch.distributed as dist
+    import undertow
+
+    rank, meeting_point = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(meeting_point, 2), rank=rank, world_size=2)
+
+    def train():
+        model = undertow.DistributedDataParallel(torch.nn.Linear(4, 4))
+        for step in range(3):
+            if (rank, step) == (1, 2):
+                {fault}
+            model(torch.ones(2, 4)).sum().backward()
+
+    if rank == 1:
+        threading.Thread(target=train, daemon=True).start()
+        time.sleep(60)
+    train()
+"""
+
+
+def test_an_exception_that_ends_a_training_thread_is_told(tmp_path: Path) -> None:
+    """Its process stays, and so do its connections."""
+    ranks = started('raise ValueError("row 7 has no label")', tmp_path, script=THREADED)
+    try:
+        said = ranks[0].communicate(timeout=60)[1]
+        assert ranks[1].poll() is None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert "PeerFailed: rank 1 has failed: ValueError: row 7 has no label" in said
+    assert ranks[0].returncode == 1
 
 
 ALONE = (

@@ -53,6 +53,14 @@ def test_a_late_rank_is_reported_on_every_rank_and_training_goes_on(point: str, 
         assert "\n".join(report(fault, DOING[point], WAITS_FOR.get(point, FIRST))) in [plain(text) for text in outcome.logged]
 
 
+def test_the_report_comes_again_while_the_rank_is_late() -> None:
+    """Every two seconds, or a little later: ranks have one to answer, and may sleep for one between two looks."""
+    settings = {"stall_warning_s": 0.5, "stall_timeout_s": math.inf, "buffers": "off"}
+    for outcome in outcomes(Fault("is_late_for_long", "in_data", settings=settings)):
+        heads = [plain(text).split("\n")[0] for text in outcome.logged]
+        assert heads.count(HEAD.format(bucket=FIRST, faulty=1)) >= 2
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, record: Record) -> None:
     settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
@@ -79,7 +87,7 @@ def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(warni
         "stall_timeout_s above it does nothing."
     )
     for rank, outcome in enumerate(outcomes(fault)):
-        assert outcome.kind == "StallTimeout", outcome.text
+        assert (outcome.kind, outcome.exit_code) == ("StallTimeout", 1), outcome.text
         first, where, *others = plain(outcome.text).split("\n")
         assert re.fullmatch(r"rank \d has waited for as long as the process group's timeout lets it\.", first)
         assert (where, others) == (f"  synchronisation 3, rank {rank}", [*told, remedy])

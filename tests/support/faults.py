@@ -158,6 +158,10 @@ def is_late(_script: _Script) -> None:
     time.sleep(4.0)
 
 
+def is_late_for_long(_script: _Script) -> None:
+    time.sleep(5.5)
+
+
 def is_stopped(script: _Script) -> None:
     script.say(stopped=True)
     os.kill(os.getpid(), signal.SIGSTOP)

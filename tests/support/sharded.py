@@ -85,14 +85,16 @@ def require_equal(first: Parameters, second: Parameters, *, what: str = "") -> N
     assert different == [], what
 
 
-def delay(ddp: DistributedDataParallel, kind: OpKind, late_rank: int, *, seconds: float) -> None:
-    """From now on that rank is late with every op of this kind, under the present plan."""
+def delay(ddp: DistributedDataParallel, kind: OpKind, late_rank: int, *, seconds: float) -> list[OpKind]:
+    """From now on that rank is late with every op of this kind, under the present plan; what it has been late with."""
     table = ddp.sync._engine.formation.assembly.executor._table
-    act = table[kind]
+    act, delayed = table[kind], []
 
     def late(*args: Any) -> None:
         if dist.get_rank() == late_rank:
+            delayed.append(kind)
             time.sleep(seconds)
         act(*args)
 
     table[kind] = late
+    return delayed

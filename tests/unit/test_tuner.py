@@ -169,6 +169,24 @@ def test_shards_that_would_be_whole_on_every_rank_for_a_moment_stay_where_they_a
     assert set(path.outcomes) <= {"T", "K"}
 
 
+@pytest.mark.parametrize("has_shards", [True, False])
+@pytest.mark.parametrize(
+    ("layer_bytes", "cap_bytes", "moves", "stays"),
+    [(1_000_000, FEW, Outcome.MOVE, Outcome.TOO_LARGE), (800_000, 1e6, Outcome.LEARN, Outcome.UNKNOWN)],
+    ids=["a better plan", "to learn"],
+)
+def test_shards_move_up_to_so_many_bytes(
+    monkeypatch: pytest.MonkeyPatch, layer_bytes: int, cap_bytes: float, moves: Outcome, stays: Outcome, has_shards: bool
+) -> None:
+    """Without shards each rank has everything anyway."""
+    world = World(cost=NETWORKS["far"], params=model(layer_bytes=layer_bytes), has_shards=has_shards)
+    plan = world.plan_of_size(cap_bytes)
+    num_bytes = sum(bucket.num_bytes for bucket in plan.buckets)
+    for most_bytes, outcome in ((num_bytes, moves), (num_bytes - 1, stays if has_shards else moves)):
+        monkeypatch.setattr("undertow.tune.tuner._MOST_MOVED_BYTES", most_bytes)
+        assert walk(Tuner(), world, plan, num_looks=1).decisions[0].outcome is outcome
+
+
 def test_a_look_that_measured_nothing_decides_nothing() -> None:
     """Else what the plan before took would count as what the present one takes."""
     world = World(cost=NETWORKS["slow"])
