@@ -122,23 +122,28 @@ THREADED = """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meeting_point, 2), rank=rank, world_size=2)
 
-    def train():
-        model = undertow.DistributedDataParallel(torch.nn.Linear(4, 4))
+    def wrapped():
+        return undertow.DistributedDataParallel(torch.nn.Linear(4, 4))
+
+    def train(model=None):
+        model = model or wrapped()
         for step in range(3):
             if (rank, step) == (1, 2):
                 {fault}
             model(torch.ones(2, 4)).sum().backward()
 
     if rank == 1:
-        threading.Thread(target=train, daemon=True).start()
+        threading.Thread(target=train, args=({arguments}), daemon=True).start()
         time.sleep(60)
     train()
 """
 
 
-def test_an_exception_that_ends_a_training_thread_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", ["", "wrapped(),"], ids=["wrapped there", "wrapped in another thread"])
+def test_an_exception_that_ends_a_training_thread_is_told(arguments: str, tmp_path: Path) -> None:
     """Its process stays, and so do its connections."""
-    ranks = started('raise ValueError("row 7 has no label")', tmp_path, script=THREADED)
+    script = THREADED.replace("{arguments}", arguments)
+    ranks = started('raise ValueError("row 7 has no label")', tmp_path, script=script)
     try:
         said = ranks[0].communicate(timeout=60)[1]
         assert ranks[1].poll() is None

@@ -88,6 +88,7 @@ class Engine:
             self._prepare(formation.watch)
         if not is_training:
             return
+        formation.group.trains_here()
         if not formation.is_active and not self.is_accumulating:
             self._recorder.round_ends(())  # there are no rounds that would end a step
         self._recorder.forward_begins()

@@ -253,6 +253,11 @@ class OwnGroup:
         """Whether torch.distributed still has the group, and every rank is there."""
         return not self.is_broken and self._group is not None and self._group() is not None and dist.is_initialized()
 
+    def trains_here(self) -> None:
+        """This thread trains: other ranks are told of an exception that ends it, and shown its stack where it is late."""
+        if self.member is not None:
+            self.member.thread = threading.get_ident()
+
     @property
     def is_broken(self) -> bool:
         """Whether a rank is known to be gone: the connections are closed, or are about to be."""

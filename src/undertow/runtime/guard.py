@@ -310,7 +310,7 @@ class Guard:
             self._thread.join(_FLUSH_S)
 
     def trains_in(self, thread: int) -> bool:
-        """Whether a group of ours was made in this thread."""
+        """Whether this is the thread that was the last to train a model of ours, or to make one."""
         return any(member.thread == thread for ring in self._rings.values() for member in list(ring.members.values()))
 
     def _forget(self) -> None:

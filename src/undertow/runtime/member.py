@@ -40,7 +40,7 @@ class Member:
         self.num_steps: Callable[[], int] = int  # synchronisations that this rank has completed
         self.is_idle: Callable[[], bool] = bool  # whether no step has begun since the last one
         self.module: Callable[[], Any] | None = None  # a weak reference
-        self.thread = threading.get_ident()  # which trains
+        self.thread = threading.get_ident()  # which trains, as far as is known: this one until another one does
         self.fault: Fault | None = None  # of these groups alone
         self.groups: list[tuple[Callable[[], object], Callable[[], object]]] = []  # what interrupts each, and destroys it
         self.asked_s = -math.inf  # when ranks were last asked, by anybody
