@@ -48,7 +48,8 @@ SCRIPT = """
             loss(ddp, num_steps, rank).backward()
             optimizer.step()
             num_steps += 1
-            (here / f"steps-{rank}").write_text(str(num_steps))
+            (here / f"coming-{rank}").write_text(str(num_steps))
+            (here / f"coming-{rank}").rename(here / f"steps-{rank}")  # who reads finds it whole
     except undertow.errors.UndertowError as error:
         at = time.monotonic()
         (here / f"error-{rank}").write_text(f"{at}\\n{type(error).__name__}\\n{error}")
@@ -103,7 +104,7 @@ def ranks(network: Network, tmp_path: Path) -> Iterator[Ranks]:
 def num_steps(directory: Path) -> int:
     """That all ranks have made."""
     found = [directory / f"steps-{rank}" for rank in range(NUM_RANKS)]
-    return min(int(path.read_text() or 0) if path.exists() else 0 for path in found)
+    return min(int(path.read_text()) if path.exists() else 0 for path in found)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
