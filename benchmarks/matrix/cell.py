@@ -20,6 +20,7 @@ import torch
 from benchmarks.matrix.catalog import BARE, SYSTEMS, SystemSpec, WorkloadSpec
 from benchmarks.matrix.environments import python_of, why_absent
 from benchmarks.matrix.errors import MatrixError, RankFailed
+from benchmarks.matrix.finished import PLACE, title_of
 from benchmarks.matrix.job import Job, SystemJob
 from benchmarks.matrix.links import Network, emulated_network, shaped_network
 from benchmarks.matrix.processes import run_job
@@ -57,8 +58,7 @@ class Cell:
 
     @property
     def title(self) -> str:
-        on = "" if self.device == "cpu" else f", {self.device}"
-        return f"{self.workload.label}, {self.num_ranks} ranks, {self.link} {self.kind}{on}"
+        return title_of(dict(zip(PLACE, self.place, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

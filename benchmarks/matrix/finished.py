@@ -12,12 +12,12 @@ from benchmarks.matrix.catalog import LINKS, WORKLOADS
 Document = dict[str, Any]
 ROW, MACHINE = "row", "machine"  # types of lines
 OF_THE_CELL = ("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "link_measured", "conditions")
-_PLACE = ("workload", "ranks", "link", "kind", "device")
+PLACE = ("workload", "ranks", "link", "kind", "device")
 
 
 def place_of(cell: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells a cell from every other one."""
-    return tuple(cell[key] for key in _PLACE)
+    return tuple(cell[key] for key in PLACE)
 
 
 def title_of(cell: Mapping[str, Any]) -> str:

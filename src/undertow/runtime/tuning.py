@@ -131,7 +131,7 @@ class Tuning:
         records = self._recorder.records(generation=measured.generation, at_most=NUM_STEPS_MEASURED)
         mine = array_of_records(records, measured.plan, num_steps=NUM_STEPS_MEASURED)
         latest = torch.from_numpy(mine).to(self._group.device)
-        work = dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group.process_group, async_op=True)
+        work = started(dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group.process_group, async_op=True))
         yield
         with self._group.waiting("the times of all ranks"):
             self._group.complete(work)
