@@ -12,9 +12,9 @@ from torch import Tensor
 from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError
 from undertow.runtime import private, private_checkpoint
+from undertow.runtime.agreement import gather_bytes
 from undertow.runtime.buckets import strides_of_gradient
 from undertow.runtime.exchange import wide_dtype
-from undertow.runtime.group import gather_bytes
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.shards import ShardPart, in_memory_order
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from undertow.errors import PhaseError
+from undertow.runtime.agreement import gather_bytes
 from undertow.runtime.company import Company
-from undertow.runtime.group import gather_bytes
 from undertow.runtime.waiting import over_users
 from undertow.sync import Sync
 

@@ -210,7 +210,9 @@ def versions_differ(where: str) -> str:
         return text_of(PlanMismatch, lambda: attach(mlp()))
 
 
-@pytest.mark.parametrize(("where", "name"), [("torch.__version__", "torch"), ("undertow.runtime.group.__version__", "undertow")])
+@pytest.mark.parametrize(
+    ("where", "name"), [("torch.__version__", "torch"), ("undertow.runtime.agreement.__version__", "undertow")]
+)
 def test_ranks_with_different_versions_are_told_so(ranks: Ranks, where: str, name: str) -> None:
     for text in ranks.run(versions_differ, where):
         assert f"  first difference: {name} is '1.0' on rank 0 and '1.1' on rank 1" in text

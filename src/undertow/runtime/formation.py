@@ -12,6 +12,7 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
+from undertow.runtime.agreement import Agreement, surroundings
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.axes import Axes
 from undertow.runtime.binding import gradients_aside
@@ -19,7 +20,7 @@ from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.eager import EagerSteps
 from undertow.runtime.executor import Executor, Round
-from undertow.runtime.group import Agreement, OwnGroup, surroundings
+from undertow.runtime.group import OwnGroup
 from undertow.runtime.hooks import earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
 from undertow.runtime.order import ObservedOrder

@@ -1,13 +1,11 @@
-"""Process groups of our own, and small exchanges over them."""
+"""Process groups of our own."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,16 +16,13 @@ import torch
 import torch.distributed as dist
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
+from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime import private
-from undertow.runtime.collectives import started
 from undertow.runtime.member import Member
 from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
 from undertow.runtime.worker import Worker
-from undertow.version import __version__
 
 if TYPE_CHECKING:
-    from undertow.runtime.comm_hook import CommHook
     from undertow.runtime.company import Company
 
 _Result = TypeVar("_Result")
@@ -46,7 +41,7 @@ class GroupRef:
     """
 
     ranks: tuple[int, ...]  # in the world
-    backend: str
+    backend: str  # as torch.distributed takes it: "gloo", or one for each type of device, "cpu:gloo,cuda:nccl"
     timeout: timedelta | None
     held: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
     # Of a mesh of two dimensions: ranks with shards of one another; a row for each replica.
@@ -55,7 +50,10 @@ class GroupRef:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupRef:
         ranks = tuple(dist.get_process_group_ranks(group))
-        return cls(ranks, dist.get_backend(group), private.timeout_of(group), weakref.ref(group))
+        backend = dist.get_backend(group)
+        if backend == dist.Backend.UNDEFINED:  # init_process_group() was left to choose
+            backend = dist.get_backend_config(group)
+        return cls(ranks, backend, private.timeout_of(group), weakref.ref(group))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -104,6 +102,11 @@ class GroupRef:
         """Whether a collective can divide."""
         return any(name in self.backend for name in _BACKENDS_WITH_AVERAGE)
 
+    def backend_for(self, device: torch.device) -> str:
+        """The backend that carries tensors of that device."""
+        by_type = dict(pair.split(":", 1) for pair in self.backend.split(",") if ":" in pair)
+        return by_type.get(device.type, self.backend)
+
     def clone(self) -> dist.ProcessGroup:
         """A new group of the same ranks; a collective call."""
         return private.new_group(self.ranks, self.backend, self.timeout)
@@ -130,7 +133,7 @@ class OwnGroup:
         self.all_meet = within is None  # before it is made, so that nobody waits there for a rank that is gone
         self.rank = user.rank
         self.num_ranks = len(user.ranks)
-        self.backend = user.backend
+        self.backend = user.backend_for(device)
         self.device = device  # where small tensors of exchanges live
         self.member: Member | None = None  # by which we know whether the other ranks are there
         self.num_steps: Callable[[], int] = int
@@ -341,105 +344,3 @@ def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "torchrun --nproc-per-node=2 script.py.",
         )
     return dist.group.WORLD  # type: ignore[return-value]
-
-
-def gather_bytes(group: OwnGroup, payload: bytes) -> list[bytes]:
-    """What every rank has given, in rank order; nothing is unpickled."""
-    sizes = _all_gather(group, torch.tensor([len(payload)], dtype=torch.int64))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(max(1, longest), dtype=torch.uint8)
-    padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    received = _all_gather(group, padded)
-    return [bytes(row[: int(size)].tolist()) for row, size in zip(received, sizes, strict=True)]
-
-
-def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
-    """What must be the same on every rank beside parameters and settings."""
-    return {
-        "torch": str(torch.__version__),
-        "undertow": __version__,
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
-        "mesh": group.user.rows or None,
-        "communication hook": None if hook is None else hook.name,
-    }
-
-
-class Agreement:
-    """A comparison of all ranks' settings, parameters and other tensors, under way; a collective call."""
-
-    def __init__(
-        self,
-        group: OwnGroup,
-        *,
-        settings: dict[str, Any],
-        params: Sequence[dict[str, Any]],
-        others: Sequence[dict[str, Any]],
-    ) -> None:
-        described = {"settings": settings, "params": list(params), "others": list(others)}
-        self._text = json.dumps(described, sort_keys=True).encode()
-        self._group = group
-        mine = torch.frombuffer(bytearray(hashlib.sha256(self._text).digest()), dtype=torch.uint8).to(group.device)
-        self._digests = [torch.empty_like(mine) for _ in range(group.num_ranks)]
-        with group.waiting():
-            self._work = started(dist.all_gather(self._digests, mine, group=group.process_group, async_op=True))
-
-    def is_reached(self) -> bool:
-        """Whether all ranks have given the same; waits."""
-        with self._group.waiting("the comparison of all ranks' parameters"):
-            self._group.complete(self._work)
-        return all(torch.equal(digest, self._digests[0]) for digest in self._digests)
-
-    def require(self) -> None:
-        """Returns where all ranks have given the same; else PlanMismatch on every one of them."""
-        if self.is_reached():
-            return
-        digests = [bytes(digest.tolist()) for digest in self._digests]
-        described = [json.loads(received) for received in gather_bytes(self._group, self._text)]
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise _mismatch(described[0], described[other], other, fingerprints=[digest.hex()[:4] for digest in digests])
-
-
-def _all_gather(group: OwnGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
-    mine = tensor.to(group.device)
-    received = [torch.empty_like(mine) for _ in range(group.num_ranks)]
-    with group.waiting("the comparison of all ranks' parameters"):
-        group.complete(started(dist.all_gather(received, mine, group=group.process_group, async_op=True)))
-    return [row.cpu() for row in received]
-
-
-def _mismatch(first: dict[str, Any], second: dict[str, Any], rank: int, *, fingerprints: Sequence[str]) -> PlanMismatch:
-    def summary(number: int, described: dict[str, Any]) -> str:
-        return f"rank {number}: {len(described['params'])} parameters, fingerprint {fingerprints[number]}"
-
-    remedy = "Build the model the same way on every rank before wrapping it."
-    if difference := _tensor_difference(first["params"], second["params"], rank, kind="parameter"):
-        what = "ranks disagree on the parameters."
-    elif difference := _tensor_difference(first["others"], second["others"], rank, kind="tensor"):
-        what = "ranks disagree on the frozen parameters or the buffers."
-    else:
-        what, remedy = "ranks disagree on the settings.", "Give every rank the same settings and the same versions."
-        difference = _setting_difference(first["settings"], second["settings"], rank)
-    where = f"{summary(0, first)}   {summary(rank, second)}\n  first difference: {difference}"
-    return PlanMismatch(what, where=where, remedy=remedy)
-
-
-def _tensor_difference(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], rank: int, *, kind: str) -> str | None:
-    for index in range(max(len(first), len(second))):
-        mine = first[index] if index < len(first) else None
-        theirs = second[index] if index < len(second) else None
-        if mine == theirs:
-            continue
-        if mine is None or theirs is None or mine["name"] != theirs["name"]:
-            return f"{kind} {index} is {_named(mine)} on rank 0 and {_named(theirs)} on rank {rank}"
-        field = next(key for key in mine if mine[key] != theirs[key])
-        return f"{field} of {kind} {index} ({mine['name']!r}) is {mine[field]} on rank 0 and {theirs[field]} on rank {rank}"
-    return None
-
-
-def _setting_difference(first: dict[str, Any], second: dict[str, Any], rank: int) -> str:
-    name = next(key for key in (*first, *second) if first.get(key) != second.get(key))
-    return f"{name} is {first.get(name)!r} on rank 0 and {second.get(name)!r} on rank {rank}"
-
-
-def _named(spec: dict[str, Any] | None) -> str:
-    return "missing" if spec is None else repr(spec["name"])

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec
 from undertow.runtime import private
+from undertow.runtime.agreement import Agreement
 from undertow.runtime.buffers import BufferOwner, CommonBuffers
-from undertow.runtime.group import Agreement, OwnGroup
+from undertow.runtime.group import OwnGroup
 from undertow.runtime.manager import spec_of
 
 _dtype_of = attrgetter("dtype")

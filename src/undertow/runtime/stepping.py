@@ -13,11 +13,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
 from undertow.runtime import private, private_scaling
+from undertow.runtime.agreement import Agreement
 from undertow.runtime.axes import Axes
 from undertow.runtime.company import Company
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.engine import Engine
-from undertow.runtime.group import Agreement
 from undertow.runtime.nonfinite import Arguments, NonFinite
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
