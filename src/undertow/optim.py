@@ -106,8 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for inner in self._inners.values():
                     inner.step(settings, sharding.gradient)
                 self._stepped.update(param for param in self._params() if param.grad is not None)
-        if private.has_step_post_hooks(self):  # which may read parameters
-            self._steps.wait()
+        self._steps.step_ends(is_read=private.has_step_post_hooks(self))
         return loss
 
     def begin_updates(self, sharding: Sharding) -> bool:

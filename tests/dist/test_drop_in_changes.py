@@ -269,22 +269,34 @@ def test_everything_may_be_frozen_for_a_while(ranks: Ranks, bucket_cap_mb: float
     ranks.run(frozen_for_a_while, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
-def unfrozen_and_trained_through_a_method(bucket_cap_mb: float | None) -> None:
-    with SideBySide(Layers(), bucket_cap_mb) as side:
-        for step in range(4):
+def head_unfrozen(module: Layers) -> None:
+    """Whose gradient is the first of a backward: it is there before any that was watched."""
+    module.layers[2].requires_grad_(True)
+
+
+def changed_and_trained_through_a_method(change: Change, bucket_cap_mb: float | None) -> None:
+    """No forward of the wrapper tells of the change: what came before it was seen must count."""
+    layers = Layers()
+    layers.layers[2].requires_grad_(change is not head_unfrozen)
+    with SideBySide(layers, bucket_cap_mb) as side:
+        for step in range(5):
             if step == 2:
                 for module in side.both_modules:
-                    unfrozen(module)
+                    change(module)
             side.zero_grad()
             for module in side.both_modules:
                 module.loss(noise(3, 4, step=step)).backward()
+            torch.optim.SGD(side.module.parameters(), lr=0.0).step()  # of a change that no gradient has told of, a step does
             side.compare()
             side.optimize()
 
 
 @with_both_plans
-def test_a_parameter_unfrozen_for_a_method_of_the_module_is_synchronised(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(unfrozen_and_trained_through_a_method, bucket_cap_mb, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("change", [unfrozen, head_unfrozen, exchanged, parameter_added, submodule_added, parameter_replaced])
+def test_a_change_is_followed_where_a_method_of_the_module_is_trained(
+    ranks: Ranks, change: Change, bucket_cap_mb: float | None
+) -> None:
+    ranks.run(changed_and_trained_through_a_method, change, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def added_with_values_of_each_ranks_own(bucket_cap_mb: float | None) -> None:

@@ -134,6 +134,10 @@ class Elsewhere(nn.Module):
         hidden = nn.functional.linear(x, self.layer.weight, self.layer.bias).tanh()
         return self.head(hidden) * self.scale
 
+    def loss(self, x: Tensor) -> Tensor:
+        gain = self.scale.square()  # first, so that backward comes to it last
+        return (self.forward(x).square() * gain).sum()
+
 
 class Holder(nn.Module):
     def __init__(self) -> None:
@@ -159,6 +163,47 @@ def read_in_another_module(delay_s: float) -> None:
 
 def test_a_parameter_read_in_another_module_has_come(ranks: Ranks) -> None:
     ranks.run(read_in_another_module, 0.01)
+
+
+def trained_through_a_method(eager: bool) -> None:
+    """Of whose forward the wrapper hears nothing, and which reads parameters outside of every module."""
+
+    def run(strategy: str) -> Parameters:
+        torch.manual_seed(5)
+        is_eager = eager and strategy != "ddp"
+        with training(Elsewhere(), strategy, "SGD", eager=is_eager, reduction="ordered", **SMALL) as (ddp, opt):
+            for number in range(6):
+                opt.zero_grad()
+                ddp.module.loss(noise(5, 6, step=number)).backward()
+                opt.step()
+                if strategy != "ddp" and number == 2:
+                    SlowGathers(ddp)
+            return parameters(ddp)
+
+    require_equal(run("ddp"), run("zero1"))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_method_of_the_module_reads_parameters_that_have_come(two_ranks: Ranks, eager: bool) -> None:
+    two_ranks.run(trained_through_a_method, eager)
+
+
+def read_in_a_method_behind_a_forward() -> None:
+    """The step before had a forward of the whole model, and left its gathers on their way for the next one."""
+    torch.manual_seed(5)
+    with training(Elsewhere(), **SMALL) as (ddp, opt):
+        for number in range(3):
+            step_of(ddp, opt, MLP, number)
+        SlowGathers(ddp, delay_s=0.2)
+        step_of(ddp, opt, MLP, 3)
+        assert gathers_of(ddp).in_flight
+        loss = ddp.module.loss(noise(5, 6))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_method_that_reads_too_early_once_is_found_by_autograd(two_ranks: Ranks) -> None:
+    two_ranks.run(read_in_a_method_behind_a_forward)
 
 
 def order_changes() -> None:

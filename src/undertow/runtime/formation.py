@@ -137,8 +137,8 @@ class Formation:
 
     def settle(self) -> None:
         """Looks once more, for a round begins: what has changed by now counts."""
-        if self._before is not None:
-            self._has_looked = False
+        is_announced = self._before is not None  # by a forward, since which gradients of new parameters are counted
+        self._has_looked &= not is_announced
         self.look()
         if self._before is None:
             return
@@ -153,6 +153,8 @@ class Formation:
         before.close()
         accumulated = before.accumulated_ids()
         self.watch.arrived_before |= self.watch.indices(accumulated)
+        if not is_announced:
+            self.watch.arrived_before |= self.watch.came_uncounted(before)
         self._accumulated |= accumulated.difference(self.watch.ids)
 
     def close(self) -> None:
@@ -327,8 +329,7 @@ class Formation:
 
     def wait_for_parameters(self) -> None:
         """Returns when every parameter is what a sharded optimizer has made of it."""
-        before = None if self._before is None else self._before.assembly
-        for assembly in (self.assembly, self.retiring, before):
+        for assembly in (self.assembly, self.retiring, None if self._before is None else self._before.assembly):
             if assembly is not None and assembly.reducer.sharding is not None:
                 assembly.reducer.sharding.gathers.wait_for_all()
 
@@ -366,8 +367,7 @@ class Formation:
             pinned = first_plan(now.params, self._config, num_ranks=now.num_ranks, splits=True)
             if now.num_ranks > 1 or not pinned.split_params:  # one rank alone gathers nothing, and would not join pieces again
                 return pinned
-        if order is None:
-            order = [param for bucket in now.buckets for param in bucket.params]
+        order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
         return plan_in_order(now.params, order, self._config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:

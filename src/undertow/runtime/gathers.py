@@ -57,6 +57,7 @@ class Gathers:
         """Nothing is being stepped. PhaseError where the last backward has left parameters updated in part."""
         self.being_stepped.clear()
         self._require_whole(self.owed)
+        self.wait(tuple(self.in_flight))  # where no forward has: of what was read too early autograd then finds most
 
     def steps_begin(self) -> None:
         """The backward under way will have every bucket stepped and gathered."""

@@ -86,6 +86,7 @@ class ShardedSteps:
         self._sharding: Sharding | None = None
         self._places: Places | None = None
         self._is_compiled = is_compiled
+        self._has_trained = False  # by a forward of the whole module, since the last step
         self._is_closed = False
 
     def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool) -> None:
@@ -171,12 +172,20 @@ class ShardedSteps:
                 self._send()
             raise
         self._send()
-        if not self._overlap:
-            self.wait()
 
     def _send(self) -> None:
         if self._formation.is_active:
             self._formation.assembly.gather()
+
+    def step_ends(self, *, is_read: bool) -> None:
+        """The optimizer has stepped; what `is_read` behind it, by hooks, has come when this returns.
+
+        So has everything where no forward of the whole module has run: where a method of it is trained, nothing else waits for
+        what is read outside of its parts.
+        """
+        if is_read or not self._overlap or not self._has_trained:
+            self.wait()
+        self._has_trained = False
 
     @property
     def is_stepped(self) -> bool:
@@ -220,6 +229,7 @@ class ShardedSteps:
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
+        self._has_trained |= is_training
         if is_training and self.eager is not None:
             self.eager.require_confirmed("a training forward begins")
         if self._places is not None:

@@ -101,6 +101,10 @@ class Watch:
         absent = set(missing) - self.arrived_before if missing else ()
         return [position for position, param in enumerate(bucket) if param in absent] if absent else []
 
+    def came_uncounted(self, before: Watch) -> set[int]:
+        """Parameters that `before` did not watch and that have a gradient: it came in this backward, ahead of our hooks."""
+        return {index for index, param in enumerate(self.params) if id(param) not in before.ids and param.grad is not None}
+
     def accumulated_ids(self) -> set[int]:
         """The parameters, by id, that have accumulated a gradient since the last synchronisation."""
         return {id(self.named_params[index][1]) for index in self.arrived_before}
