@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
+from undertow.ddp_arguments import check_module
 from undertow.experts import synchronised
 from undertow.sync import Sync
 
@@ -26,8 +27,9 @@ def attach(
     The module keeps its class and its `state_dict` keys. All ranks take over rank 0's parameters and buffers. The
     ranks are those of `process_group`, of `mesh`, or of the default group; a mesh has one dimension, or two with
     `strategy="hybrid"`, of which the first replicates and the second shards. What `ignore` names (parameters, buffers,
-    submodules, by name or the thing itself) is left alone.
+    submodules, by name or the thing itself) is left alone. Raises ConfigError for what cannot be synchronised.
     """
+    check_module(module, caller="attach")
     sync = synchronised(module, mesh=mesh, process_group=process_group, config=config, ignore=ignore)
     sync.watch_forwards()
     return sync

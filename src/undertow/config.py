@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, WrongType
 
 # What each setting may be.
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -260,6 +260,18 @@ def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
     else:
         return
     raise ConfigError(what, where=f"SyncConfig, ExpertGroup(match={group.match!r})", remedy=remedy)
+
+
+def require_settings(config: object) -> None:
+    """WrongType for what is neither settings nor None."""
+    if not isinstance(config, SyncConfig | None):
+        raise WrongType(
+            f"config must be a SyncConfig, got {type(config).__name__}.",
+            where="the settings of a wrapper or of attach",
+            remedy="Write config=SyncConfig(**settings) for a dict of settings."
+            if isinstance(config, dict)
+            else "Write config=SyncConfig(...).",
+        )
 
 
 def _unreadable(what: str, *, remedy: str = "Use text that to_json() has written.") -> ConfigError:

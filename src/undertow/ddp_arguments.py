@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from undertow.config import SyncConfig
+from undertow.config import SyncConfig, require_settings
 from undertow.errors import ConfigError, WrongType
 
 _WHERE = "DistributedDataParallel(...)"
@@ -20,50 +20,50 @@ _ONE_BYTE_MIB = 1 / 1024**2
 Devices = Sequence[int | str | torch.device]
 
 
-def check_module(module: object) -> None:
-    """ConfigError for what cannot be wrapped."""
+def check_module(module: object, *, caller: str = "DistributedDataParallel") -> None:
+    """ConfigError for what cannot be synchronised, as `caller` was asked to."""
+    where = f"{caller}(...)"
     if not isinstance(module, nn.Module):
         raise WrongType(
             f"module must be a torch.nn.Module, got {type(module).__name__}.",
-            where="DistributedDataParallel, first argument",
+            where=f"{caller}, first argument",
             remedy="Pass the model itself.",
         )
     if type(module) is TorchDistributedDataParallel:
         raise ConfigError(
             "this module is wrapped already, by torch's own DistributedDataParallel.",
-            where="DistributedDataParallel(torch.nn.parallel.DistributedDataParallel(...))",
-            remedy="Wrap the bare module.",
+            where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
+            remedy="Give the bare module.",
         )
     for name, param in module.named_parameters():
-        _check_parameter(name, param)
+        _check_parameter(name, param, caller)
     device_types = sorted({param.device.type for param in module.parameters()})
     if len(device_types) > 1:
         raise ConfigError(
-            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
-            f"locate in {device_types}.",
-            where=_WHERE,
-            remedy="Move the whole module with module.to(device) before wrapping it.",
+            f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {device_types}.",
+            where=where,
+            remedy="Move the whole module with module.to(device) before.",
         )
     if device_types == ["cpu"] and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise ConfigError(
             "SyncBatchNorm layers only work with GPU modules.",
-            where=_WHERE,
+            where=where,
             remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
         )
 
 
-def _check_parameter(name: str, param: Tensor) -> None:
+def _check_parameter(name: str, param: Tensor, caller: str) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ConfigError(
-            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`.",
+            f"Modules with uninitialized parameters can't be used with `{caller}`.",
             where=f"parameter {name!r} has no shape yet",
             remedy="Run a dummy forward pass to correctly initialize the modules.",
         )
     if type(param.data).__name__ == "DTensor":
         raise ConfigError(
-            f"parameter {name!r} is sharded by tensor parallelism, which is not ours.",
-            where=_WHERE,
-            remedy="Use torch's fully_shard on the data-parallel dimension of the mesh.",
+            f"parameter {name!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
+            where=f"{caller}(...)",
+            remedy="Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
         )
 
 
@@ -170,6 +170,7 @@ def settings_of(config: SyncConfig | None, given: dict[str, Any], mixed_precisio
 
     With torch's mixed precision gradients travel in its `reduce_dtype`, else in its `param_dtype`, if `config` says nothing.
     """
+    require_settings(config)
     if config is not None and given:
         raise ConfigError(
             f"settings are given twice: {', '.join(sorted(given))} by arguments of torch's, and config.",

@@ -368,6 +368,9 @@ def errors_of_arguments() -> dict[str, str]:
         "sync batch norm": lambda: DistributedDataParallel(with_batch_norm),
         "no shape": lambda: DistributedDataParallel(without_a_shape()),
         "sharded": lambda: DistributedDataParallel(sharded),
+        "sharded, attached": lambda: attach(sharded),
+        "no settings": lambda: DistributedDataParallel(mlp(), config={"strategy": "zero1"}),
+        "no settings, attached": lambda: attach(mlp(), config="zero1"),
         "devices": lambda: DistributedDataParallel(mlp(), [0, 1]),
         "device on CPU": lambda: DistributedDataParallel(mlp(), [torch.device("cpu")]),
         "output device on CPU": lambda: DistributedDataParallel(mlp(), output_device=1),
@@ -439,20 +442,29 @@ ARGUMENTS = {
     "  Pass the model itself.",
     "torch's wrapper": "this module is wrapped already, by torch's own DistributedDataParallel.\n"
     "  DistributedDataParallel(torch.nn.parallel.DistributedDataParallel(...))\n"
-    "  Wrap the bare module.",
+    "  Give the bare module.",
     "two device types": "DistributedDataParallel's input module must be on the same type of devices, but input module "
     "parameters locate in ['cpu', 'meta'].\n"
     "  DistributedDataParallel(...)\n"
-    "  Move the whole module with module.to(device) before wrapping it.",
+    "  Move the whole module with module.to(device) before.",
     "sync batch norm": "SyncBatchNorm layers only work with GPU modules.\n"
     "  DistributedDataParallel(...)\n"
     "  Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
     "no shape": "Modules with uninitialized parameters can't be used with `DistributedDataParallel`.\n"
     "  parameter '2.weight' has no shape yet\n"
     "  Run a dummy forward pass to correctly initialize the modules.",
-    "sharded": "parameter 'weight' is sharded by tensor parallelism, which is not ours.\n"
+    "sharded": "parameter 'weight' is sharded already, by torch's fully_shard or by tensor parallelism.\n"
     "  DistributedDataParallel(...)\n"
-    "  Use torch's fully_shard on the data-parallel dimension of the mesh.",
+    "  Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
+    "sharded, attached": "parameter 'weight' is sharded already, by torch's fully_shard or by tensor parallelism.\n"
+    "  attach(...)\n"
+    "  Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
+    "no settings": "config must be a SyncConfig, got dict.\n"
+    "  the settings of a wrapper or of attach\n"
+    "  Write config=SyncConfig(**settings) for a dict of settings.",
+    "no settings, attached": "config must be a SyncConfig, got str.\n"
+    "  the settings of a wrapper or of attach\n"
+    "  Write config=SyncConfig(...).",
     "devices": "device_ids can only be None or contain a single element, got [0, 1].\n"
     "  DistributedDataParallel(...)\n"
     "  Start one process per device, and move the module to its device before wrapping it.",
