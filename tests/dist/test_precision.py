@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from support.hybrid import hybrid
 from support.models import CASES, noise
 from support.ranks import Ranks
 from support.sharded import require_equal, training
-from undertow import DistributedDataParallel, SyncConfig, attach
+from undertow import DistributedDataParallel, SyncConfig, attach, average_gradients
 from undertow.errors import ConfigError, PhaseError
+from undertow.runtime.trailer import TrailerCodec
 
 MLP = CASES["mlp"]
 LR = 0.05
@@ -511,3 +513,45 @@ def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(
 ) -> None:
     settings = {"reduction": reduction, "wire_dtype": "float16" if is_wire else None}
     four_ranks.run(across_in_half, shape, Steep() if is_wire else Steep().half(), settings)
+
+
+def large_halves(wire: str | None, reduction: str) -> None:
+    """40,000 twice is more than float16 holds, and the mean is not."""
+    model = nn.Linear(4, 1, bias=False)
+    model = model if wire else model.half()
+    dtype = model.weight.dtype
+    with training(model, "ddp", wire_dtype=wire, reduction=reduction) as (ddp, _):
+        ddp(torch.full((1, 4), 40_000.0, dtype=dtype)).sum().backward()
+        assert torch.equal(model.weight.grad, torch.full((1, 4), 40_000.0, dtype=dtype))
+    (averaged,) = average_gradients([torch.full((4,), 40_000.0).half()], [torch.zeros(4).half()])
+    assert torch.equal(averaged, torch.full((4,), 40_000.0).half())
+
+
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+@pytest.mark.parametrize("wire", [None, "float16"])
+def test_a_mean_of_halves_does_not_overflow(two_ranks: Ranks, wire: str | None, reduction: str) -> None:
+    two_ranks.run(large_halves, wire, reduction)
+
+
+def readings_of_sums(strategy: str, settings: dict[str, Any]) -> None:
+    """What every rank has written alike says nothing, also where it comes back as a sum."""
+    readings: list[object] = []
+    parse = TrailerCodec.parse
+
+    def noted(*args: Any) -> Any:
+        readings.append(parse(*args))
+        return readings[-1]
+
+    with mock.patch.object(TrailerCodec, "parse", noted), training(MLP.model(), strategy, "SGD", **settings) as (ddp, opt):
+        for step in range(3):
+            opt.zero_grad()
+            MLP.loss(ddp, step).backward()
+            opt.step()
+    assert set(readings) == {None}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [("zero1", {}), ("ddp", {"op": "sum"}), ("ddp", {"average_in_collective": False})]
+)
+def test_trailers_that_were_added_up_are_not_taken_apart(ranks: Ranks, strategy: str, settings: dict[str, Any]) -> None:
+    ranks.run(readings_of_sums, strategy, settings)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
-from undertow.schedule import Arrivals
+from undertow.schedule import Arrivals, SerialArrivals
 
 
 def noted_arrivals(*buckets: Sequence[int], num_params: int) -> tuple[Arrivals, list[str]]:
@@ -78,3 +79,26 @@ def test_arrivals_are_noted_in_other_buckets_too() -> None:
     arrivals.regroup([(0,), (1,)])
     arrivals.arrive(1)
     assert called == ["p1", "b1 full"]
+
+
+def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
+    """As those of another device do: counted before the round has begun, they would count for none."""
+    full: list[int] = []
+    begins, has_counted = threading.Event(), threading.Event()
+
+    def begin(_traversal: int, _param: int) -> None:
+        begins.set()
+        assert not has_counted.wait(0.2)
+        arrivals.reset()
+
+    def arrive_elsewhere() -> None:
+        begins.wait()
+        arrivals.arrive(1)
+        has_counted.set()
+
+    arrivals = SerialArrivals([(0, 1)], num_params=2, on_full=full.append, traversal=lambda: 7, on_traversal=begin)
+    other = threading.Thread(target=arrive_elsewhere)
+    other.start()
+    arrivals.arrive(0)
+    other.join()
+    assert full == [0]

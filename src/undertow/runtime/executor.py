@@ -74,7 +74,7 @@ class Executor:
             for bucket in plan.buckets
         ]
         self._trailers = [
-            TrailerCodec(bucket, binding.bucket, divisor=reducer.trailer_divisor)
+            TrailerCodec(bucket, binding.bucket, divisor=reducer.trailer_divisor(binding.bucket.storage.dtype))
             for bucket, binding in zip(plan.buckets, self._bindings, strict=True)
         ]
         self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer)
@@ -127,7 +127,7 @@ class Executor:
         """Issues `ops` in the given order."""
         with self._group.launching() if ops and ops[0].kind is not OpKind.BIND else self._group.waiting():
             for op in ops:
-                with _profiler_range(f"undertow.{op.label}"):
+                with _profiler_range(op):
                     self._table[op.kind](self, op.bucket or 0)
 
     def take_over_readings(self, before: Executor) -> None:
@@ -305,7 +305,8 @@ class Executor:
         if self._sharding is not None:
             self._bind_placeholders(self._sharding, index)
             return
-        _rescale(binding.values(), this_round)
+        if this_round.weighing is not None or this_round.rescale != 1.0:
+            _rescale(binding.values(), this_round)
         used = self._used_elsewhere(index, this_round)
         binding.give(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
 
@@ -397,5 +398,7 @@ def _rescale(values: Sequence[Tensor], this_round: Round) -> None:
             value.mul_(this_round.rescale)
 
 
-def _profiler_range(label: str) -> AbstractContextManager[object]:
-    return torch.profiler.record_function(label) if private.is_profiling() else nullcontext()
+def _profiler_range(what: Op | str) -> AbstractContextManager[object]:
+    if not private.is_profiling():
+        return nullcontext()
+    return torch.profiler.record_function(what if isinstance(what, str) else f"undertow.{what.label}")

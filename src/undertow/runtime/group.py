@@ -50,7 +50,7 @@ class GroupRef:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupRef:
         ranks = tuple(dist.get_process_group_ranks(group))
-        backend = dist.get_backend(group)
+        backend: str = dist.get_backend(group)
         if backend == dist.Backend.UNDEFINED:  # init_process_group() was left to choose
             backend = dist.get_backend_config(group)
         return cls(ranks, backend, private.timeout_of(group), weakref.ref(group))

@@ -18,6 +18,9 @@ from undertow.runtime.narrow import Widened, narrowed, travels_narrower, wire_dt
 from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.sharding import Sharding
 
+# NCCL divides what each rank gives.
+_BACKENDS_THAT_DIVIDE_SUMS = ("gloo", "emulated")
+
 
 @dataclass(frozen=True)
 class Reducer:
@@ -49,16 +52,15 @@ class Reducer:
         """Whether there is anything to do: one rank alone has its mean already, unless a hook or a divisor changes it."""
         return self.group.num_ranks > 1 or self.hook is not None or self.divisor != 1
 
-    @property
-    def averages(self) -> bool:
+    def averages(self, dtype: torch.dtype) -> bool:
         """Whether the backend divides; else we divide before a sum, which may be too large for 16 bits."""
         is_mean = self.divisor == self.group.num_ranks
-        return is_mean and self.average_in_collective and self.group.user.can_average and self.wire is None
+        fits = dtype is not torch.float16 or self.group.backend not in _BACKENDS_THAT_DIVIDE_SUMS
+        return is_mean and fits and self.average_in_collective and self.group.user.can_average and self.wire is None
 
-    @property
-    def trailer_divisor(self) -> float:
-        """By what trailers come back divided: those of shards are added up."""
-        is_divided = self.sharding is None and (self.averages or self.in_order is not None)
+    def trailer_divisor(self, dtype: torch.dtype) -> float:
+        """By what trailers of buckets of `dtype` come back divided: those of shards are added up."""
+        is_divided = self.sharding is None and (self.averages(dtype) or self.in_order is not None)
         return self.divisor if is_divided else 1
 
     def close(self) -> None:
@@ -71,7 +73,7 @@ class Reducer:
         """Starts the mean of `tensor`, or its sum, in place; what is behind `numel` elements may come back as a sum anyway."""
         if self.in_order is not None and not tensor.is_sparse:
             return self.in_order.all_reduce(tensor)
-        if self.averages and not tensor.is_sparse:
+        if self.averages(tensor.dtype) and not tensor.is_sparse:
             return self._all_reduce(tensor, dist.ReduceOp.AVG)
         if self.divisor != 1:
             (tensor if tensor.is_sparse else tensor[:numel]).div_(self.divisor)

@@ -17,7 +17,7 @@ from undertow.runtime.dist_autograd import DistributedBackwards
 from undertow.runtime.hooks import watch_parameters
 from undertow.runtime.order import ObservedOrder
 from undertow.runtime.tuning import Tuning
-from undertow.schedule import Arrivals
+from undertow.schedule import Arrivals, SerialArrivals
 from undertow.tune import Tuner
 
 
@@ -34,7 +34,8 @@ class Watch:
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
-        self.arrivals = Arrivals(
+        kind = Arrivals if len({param.device for _, param in named_params}) <= 1 else SerialArrivals
+        self.arrivals = kind(
             params_of_bucket(plan),
             num_params=len(named_params),
             on_full=on_full,

@@ -1,6 +1,6 @@
 """The ops of one step: lowered from a plan, verified, printed, and released as gradients arrive."""
 
-from undertow.schedule.arrivals import Arrivals
+from undertow.schedule.arrivals import Arrivals, SerialArrivals
 from undertow.schedule.lower import gathers_after_reductions, lower_accumulation, lower_data_parallel, lower_eager
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule, schedule_from_text
 from undertow.schedule.placement import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
@@ -20,6 +20,7 @@ __all__ = [
     "Placement",
     "Releases",
     "Schedule",
+    "SerialArrivals",
     "Strategy",
     "Tracker",
     "gathers_after_reductions",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from undertow.errors import ConfigError
 
@@ -145,6 +147,18 @@ class Arrivals:
         for bucket in self._buckets_of_param[param]:
             self._num_pending[bucket] -= 1
         return [bucket for bucket in self._buckets_of_param[param] if not self._num_pending[bucket]]
+
+
+class SerialArrivals(Arrivals):
+    """Arrivals that come from several threads: autograd has one for each device, and buckets must leave in one order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.RLock()  # a hook may run a backward
+        super().__init__(*args, **kwargs)
+
+    def arrive(self, param: int, _gradient: object = None) -> None:
+        with self._lock:
+            super().arrive(param)
 
 
 def _nobody(_bucket: int) -> None:
