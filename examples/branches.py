@@ -59,7 +59,7 @@ def main() -> None:
         if has_rows:
             mse_loss(predicted, wanted.to(device)).backward()
         else:
-            model.finish()  # joins the other ranks' reduction; optimizer.step() would do so by itself
+            model.finish()  # joins the other ranks' reduction, before anything looks at a gradient
         optimizer.step()
         if dist.get_rank() == 0 and step % 10 in (0, 9):
             rows, wanted = batch(64, torch.arange(NUM_BRANCHES), torch.Generator().manual_seed(1000))

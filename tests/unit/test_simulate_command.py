@@ -520,7 +520,7 @@ def test_a_link_without_a_profile_is_refused(monkeypatch: pytest.MonkeyPatch, ca
     assert call("plan", "--link", "1gbit", monkeypatch=monkeypatch) == 2
     assert capsys.readouterr().err == (
         "Error: --link says what a step takes, which needs a profile.\n  the model of undertow demo has no times\n"
-        "  Give a profile that save_profile() has written, or leave --link out.\n"
+        "  Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.\n"
     )
 
 

@@ -64,7 +64,7 @@ def show_plan(request: PlanRequest) -> None:
         raise ConfigError(
             "--link says what a step takes, which needs a profile.",
             where=f"{request.file or 'the model of undertow demo'} has no times",
-            remedy="Give a profile that save_profile() has written, or leave --link out.",
+            remedy="Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.",
         )
     source = _demo_parameters() if request.file is None else source_from_file(request.file)
     plan = plan_from_source(
