@@ -32,6 +32,11 @@ def link_of(cell: Mapping[str, Any]) -> str:
     return f"{cell['link']} ({'cables, unshaped' if is_bare_cable else cell['kind']})"
 
 
+def profile_name(cell: Mapping[str, Any], system: str) -> str:
+    """The file in OUT/profiles with what `system`, or a variant of it, has measured in this cell."""
+    return "-".join(str(part) for part in (*place_of(cell), system)) + ".json"
+
+
 def lines_of(header: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[Document]:
     """A line for the machine, then one for each row, with what is true of its whole cell."""
     lines: list[Document] = [{"type": MACHINE, **header}]

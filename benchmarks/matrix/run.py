@@ -17,7 +17,7 @@ from benchmarks.machine import machine
 from benchmarks.matrix import catalog, guard
 from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
 from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
-from benchmarks.matrix.finished import Document, in_order, lines_of, place_of, read_cells
+from benchmarks.matrix.finished import Document, in_order, lines_of, place_of, profile_name, read_cells
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
 from benchmarks.matrix.picture import save_pictures
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
@@ -169,9 +169,8 @@ def _measured(cell: Cell) -> Document:
 def _write(out: Path, header: Document, cells: Sequence[Document], *, pictures: Mapping[str, Path] | None = None) -> None:
     for cell in cells:
         for system, profile in cell["profiles"].items():
-            name = "-".join(str(part) for part in (*place_of(cell), system)) + ".json"
             (out / "profiles").mkdir(exist_ok=True)
-            (out / "profiles" / name).write_text(profile, encoding="utf-8")
+            (out / "profiles" / profile_name(cell, system)).write_text(profile, encoding="utf-8")
     lines = lines_of(header, cells)
     _replace(out / "matrix.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     _replace(out / "matrix.md", markdown(header, cells, pictures=pictures or {}))
