@@ -97,10 +97,18 @@ def max_systems(num_bytes: int, num_ranks: int, available_bytes: int) -> int:
     return max(2, int(_SHARE_OF_MEMORY * available_bytes / (_COPIES * num_bytes * num_ranks)))
 
 
+def why_not_here(spec: SystemSpec, device: str) -> str | None:
+    """Why a system cannot be measured on `device` of this machine, however often it is tried; None if it can."""
+    if device not in spec.devices:
+        return f"set up for {' and '.join(spec.devices)} alone, not for {device}: see Peers in docs/benchmarks.md"
+    return why_absent(spec.environment) if python_of(spec.environment) is None else None
+
+
 def measure_cell(cell: Cell, tell: Tell) -> CellResult:
     """Runs everything; a system that cannot be measured has its error in the result."""
-    result = CellResult(timed=[], start_up={}, errors={})
-    specs = [spec for spec in cell.systems if _is_made(spec, result)]
+    reasons = {spec.name: why_not_here(spec, cell.device) for spec in cell.systems}
+    result = CellResult(timed=[], start_up={}, errors={name: why for name, why in reasons.items() if why is not None})
+    specs = [spec for spec in cell.systems if spec.name not in result.errors]
     available = psutil.virtual_memory().available if cell.device == "cpu" else torch.cuda.mem_get_info()[0]
     num_bytes = cell.workload.gradient_bytes(cell.device)
     runs = runs_of(specs, max_systems=max_systems(num_bytes, cell.num_ranks, available))
@@ -113,13 +121,6 @@ def measure_cell(cell: Cell, tell: Tell) -> CellResult:
             tell(f"{cell.title}: start-up and memory of {spec.name}")
             _measure_start_up(cell, spec, network, result)
     return result
-
-
-def _is_made(spec: SystemSpec, result: CellResult) -> bool:
-    if python_of(spec.environment) is not None:
-        return True
-    result.errors[spec.name] = why_absent(spec.environment)
-    return False
 
 
 @contextmanager
