@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.matrix.catalog import LINKS, WORKLOADS
+from benchmarks.matrix.links import LOCAL
 
 Document = dict[str, Any]
 ROW, MACHINE = "row", "machine"  # types of lines
 OF_THE_CELL = ("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "link_measured", "conditions")
+_KINDS_OF_NONE = {"shaped": "cables, unshaped", LOCAL: "this machine's own"}
 PLACE = ("workload", "ranks", "link", "kind", "device")
 
 
@@ -28,8 +30,8 @@ def title_of(cell: Mapping[str, Any]) -> str:
 
 def link_of(cell: Mapping[str, Any]) -> str:
     """The link for readers: "1gbit (shaped)"."""
-    is_bare_cable = (cell["link"], cell["kind"]) == ("none", "shaped")
-    return f"{cell['link']} ({'cables, unshaped' if is_bare_cable else cell['kind']})"
+    kind = _KINDS_OF_NONE.get(cell["kind"], cell["kind"]) if cell["link"] == "none" else cell["kind"]
+    return f"{cell['link']} ({kind})"
 
 
 def profile_name(cell: Mapping[str, Any], system: str) -> str:

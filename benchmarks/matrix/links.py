@@ -1,4 +1,4 @@
-"""Links between the ranks of this machine: shaped ones between network namespaces, or the emulated one.
+"""Links between the ranks of this machine: shaped ones between network namespaces, the emulated one, or none of ours.
 
     rank 0            rank 1            a namespace each, named after this process
     eth0 tbf 1gbit    eth0 tbf 1gbit    each rank's way out is shaped
@@ -24,6 +24,7 @@ from pathlib import Path
 from benchmarks.matrix.errors import NoNamespaces
 
 PREFIX = "undertow-bench-"
+LOCAL = "local"
 _numbers = count()
 
 
@@ -46,7 +47,7 @@ SHAPES = {
 class Network:
     """Where ranks run and what they talk over."""
 
-    kind: str  # "shaped" or "emulated"
+    kind: str  # "shaped", "emulated" or LOCAL
     interface: str
     emulated: str | None  # text of the emulated link
     namespaces: tuple[str, ...] = ()  # by rank
@@ -72,6 +73,11 @@ def what_is_missing() -> str | None:
 
 def emulated_network(link: str) -> Network:
     return Network(kind="emulated", interface="lo", emulated=link)
+
+
+def local_network() -> Network:
+    """As the machine is: nothing is between ranks on devices but what it has itself."""
+    return Network(kind=LOCAL, interface="lo", emulated=None)
 
 
 @contextmanager

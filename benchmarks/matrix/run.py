@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.matrix import catalog, guard
-from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
+from benchmarks.matrix.cell import Cell, CellResult, Effort, kind_of, measure_cell
 from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
 from benchmarks.matrix.finished import Document, in_order, lines_of, place_of, profile_name, read_cells
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
@@ -109,8 +109,8 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
 
     Start-up and memory are measured in a workload's first cell: they hardly depend on the link.
     """
-    kind = "shaped" if is_shaped else "emulated"
     brief = replace(asked.effort, has_start_up=False)
+    validated = _among(asked.systems, _VALIDATED[2]) if is_shaped and asked.device == "cpu" and not asked.is_quick else ()
     cells: list[Cell] = []
     for workload in asked.workloads:
         effort = asked.effort
@@ -118,16 +118,17 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
             for num_ranks in asked.ranks:
                 if (workload.name, num_ranks) in asked.left_out:
                     continue
+                kind = kind_of(link, num_ranks, asked.device, has_namespaces=is_shaped)
                 place = {"workload": workload, "num_ranks": num_ranks, "link": link, "kind": kind, "device": asked.device}
                 cell = Cell(**place, systems=asked.systems, effort=effort)
                 effort = brief
                 cells.append(cell)
-                validated = _among(asked.systems, _VALIDATED[2])
-                if is_shaped and not asked.is_quick and (workload.label, link) == _VALIDATED[:2] and validated:
+                if validated and (workload.label, link) == _VALIDATED[:2]:
                     cells.append(replace(cell, kind="emulated", systems=validated, effort=brief))
     large = _among(asked.systems, _LARGE[2])
     if asked.has_large and _LARGE[1] in asked.links and large:
         workload = catalog.workload_from_text(_LARGE[0])
+        kind = kind_of(_LARGE[1], asked.ranks[0], asked.device, has_namespaces=is_shaped)
         place = {"workload": workload, "num_ranks": asked.ranks[0], "link": _LARGE[1], "kind": kind, "device": asked.device}
         cells.append(Cell(**place, systems=large, effort=brief))
     return cells

@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.matrix import catalog
-from benchmarks.matrix.cell import Cell, Effort, Run, max_systems, measure_cell, runs_of
+from benchmarks.matrix.cell import Run, max_systems, runs_of
 from benchmarks.matrix.errors import UnknownName, require_known
-from benchmarks.matrix.links import emulated_network
 from benchmarks.matrix.profile import PROFILES, Layer, scaled
 from benchmarks.matrix.run import main
 
@@ -110,20 +108,6 @@ def test_what_a_worker_imports_before_its_system_is_there_in_every_environment()
     check = f"import sys, {imports}; sys.exit(bool({{'undertow', 'rich', 'psutil', 'matplotlib'}} & set(sys.modules)))"
     root = Path(catalog.__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", check], check=False, cwd=root).returncode == 0
-
-
-def test_what_is_set_up_for_processors_alone_says_so_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    monkeypatch.setattr("benchmarks.matrix.cell.torch.cuda.mem_get_info", lambda: (1 << 40, 1 << 40))
-    monkeypatch.setattr("benchmarks.matrix.cell.run_job", lambda job, *_, **__: tried.extend(it.name for it in job.systems))
-    specs = tuple(catalog.SYSTEMS[name] for name in ("bare", "ours", "megatron-ddp", "megatron-distopt", "deepspeed-zero1"))
-    monkeypatch.setattr("benchmarks.matrix.cell._network", lambda _cell: nullcontext(emulated_network("none")))
-    place = {"workload": catalog.WORKLOADS["gpt"], "num_ranks": 2, "link": "none", "kind": "shaped", "device": "cuda"}
-    effort = Effort(num_warmup=1, num_turns=1, has_start_up=False)
-    result = measure_cell(Cell(**place, systems=specs, effort=effort), lambda _line: None)
-    assert tried == ["bare", "ours"]
-    why = "set up for cpu alone, not for cuda: see Peers in docs/benchmarks.md"
-    assert result.errors == dict.fromkeys(("megatron-ddp", "megatron-distopt", "deepspeed-zero1"), why)
 
 
 def _names(run: Run) -> tuple[str, list[str]]:
