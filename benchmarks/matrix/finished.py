@@ -60,7 +60,12 @@ def read_cells(path: Path) -> list[Document]:
         shared = {key: line[key] for key in OF_THE_CELL}
         cell = cells.setdefault(place_of(line), {**shared, "rows": [], "profiles": {}})
         cell["rows"].append({key: value for key, value in line.items() if key not in (*OF_THE_CELL, "type")})
-    return [cell for cell in cells.values() if any(row["error"] is None for row in cell["rows"])]
+    return [cell for cell in cells.values() if measured_systems(cell)]
+
+
+def measured_systems(cell: Document) -> set[str]:
+    """Names of those that have a figure."""
+    return {row["system"] for row in cell["rows"] if row["error"] is None}
 
 
 def in_order(cells: Iterable[Document]) -> list[Document]:

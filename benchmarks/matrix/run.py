@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.matrix import catalog, guard
-from benchmarks.matrix.cell import Cell, CellResult, Effort, kind_of, measure_cell
+from benchmarks.matrix.cell import Cell, CellResult, Effort, kind_of, measure_cell, why_not_here
 from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
-from benchmarks.matrix.finished import Document, in_order, lines_of, place_of, profile_name, read_cells
+from benchmarks.matrix.finished import Document, in_order, lines_of, measured_systems, place_of, profile_name, read_cells
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
 from benchmarks.matrix.picture import save_pictures
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
@@ -82,7 +82,12 @@ def _run(asked: Asked, command: str) -> int:
     wanted = [cell for cell in _cells(asked, is_shaped=missing is None) if not _is_finished(cells.get(cell.place), cell)]
     for number, cell in enumerate(wanted, start=1):
         _tell(f"cell {number} of {len(wanted)}")
-        cells[cell.place] = _measured(cell)
+        earlier = cells.get(cell.place)
+        found = _measured(cell if earlier is None else _with_systems_of(earlier, cell))
+        if earlier is not None and not measured_systems(found):
+            _tell(f"{cell.title}: nothing could be measured; the figures of an earlier run are kept")
+            continue
+        cells[cell.place] = found
         _write(asked.out, header, in_order(cells.values()))
     header["load_average_after"] = machine()["load_average"]
     documents = in_order(cells.values())
@@ -95,13 +100,21 @@ def _run(asked: Asked, command: str) -> int:
         guard.record(ratios, header)
         _tell(f"recorded {len(ratios)} ratios in {guard.RECORDED}")
     _tell(f"written: {asked.out}/matrix.jsonl, .md, and pictures as .png and .svg")
-    return 0 if any(row["error"] is None for cell in documents for row in cell["rows"]) else 1
+    return 0 if any(map(measured_systems, documents)) else 1
 
 
-def _is_finished(found: Document | None, cell: Cell) -> bool:
-    """Whether an earlier run has a figure of every system that `cell` is to have."""
-    rows = [] if found is None else found["rows"]
-    return {row["system"] for row in rows if row["error"] is None} >= {spec.name for spec in cell.systems}
+def _is_finished(earlier: Document | None, cell: Cell) -> bool:
+    """Whether an earlier run has a figure of every system that `cell` is to have and that can be measured here."""
+    if earlier is None:
+        return False
+    lacking = [spec for spec in cell.systems if spec.name not in measured_systems(earlier)]
+    return all(why_not_here(spec, cell.device) is not None for spec in lacking)
+
+
+def _with_systems_of(earlier: Document, cell: Cell) -> Cell:
+    """`cell`, which takes the place of an earlier one, with what that has figures of."""
+    names = measured_systems(earlier) | {spec.name for spec in cell.systems}
+    return replace(cell, systems=tuple(spec for name, spec in catalog.SYSTEMS.items() if name in names))
 
 
 def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
