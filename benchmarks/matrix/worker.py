@@ -41,9 +41,11 @@ def main(job_path: str, rank: int) -> None:
     _die_with(job.runner_pid)
     torch_import_s = _import_torch()
     with _process_group(job, rank) as group:
-        result = _run(job, rank, group, _device_of(job, rank))
+        device = _device_of(job, rank)
+        result = _run(job, rank, group, device)
     result["torch_import_s"] = torch_import_s
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    result["peak_device_mb"] = _peak_device_mb(device)
     whole = job.result_path(rank)
     partial = whole.with_suffix(".part")
     partial.write_text(json.dumps(result), encoding="utf-8")
@@ -77,6 +79,13 @@ def _device_of(job: Job, rank: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def _peak_device_mb(device: torch.device) -> float | None:
+    """What torch has allocated at most, of this process; None on processors."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else None
 
 
 @contextmanager

@@ -69,9 +69,21 @@ def test_a_system_that_cannot_be_imported_says_so() -> None:
 
 
 def test_start_up_is_that_of_the_slowest_rank() -> None:
-    reports = [{"torch_import_s": 1.0, "peak_rss_mb": 300.4, "systems": {"ours": dict.fromkeys(STAMPS, s)}} for s in (0.1, 0.2)]
+    alone = {"torch_import_s": 1.0, "peak_rss_mb": 300.4, "peak_device_mb": None}
+    reports = [{**alone, "systems": {"ours": dict.fromkeys(STAMPS, s)}} for s in (0.1, 0.2)]
     (row,) = rows_of_cell([SYSTEMS["ours"]], [[rank_result({"ours": played([121.0] * 2)})]], {"ours": reports}, {})
     assert [row[name] for name in ("import_ms", "wrap_ms", "first_step_ms", "peak_rss_mb")] == [1200, 200, 200, 300]
+    assert row["peak_device_mb"] is None
+
+
+def test_the_peak_of_memory_is_the_device_s_where_the_model_is_on_one() -> None:
+    one = cell("ours", ours=played([121.0] * 2))
+    for on_device, shown in ((None, "3001"), (771.6, "772")):
+        alone = {"torch_import_s": 1.0, "peak_rss_mb": 3001.0, "peak_device_mb": on_device}
+        reports = [{**alone, "systems": {"ours": dict.fromkeys(STAMPS, 0.1)}}]
+        rows = rows_of_cell([SYSTEMS["ours"]], [[rank_result({"ours": played([121.0] * 2)})]], {"ours": reports}, {})
+        text = markdown({"cpu": "one"}, [{**one, "rows": rows}], pictures={})
+        assert f"| {shown} | 1100, 100, 100 |" in text
 
 
 def test_the_document_compares_with_a_reduction_per_parameter_by_size() -> None:
@@ -156,7 +168,8 @@ def test_what_is_exposed_of_a_sharded_step_is_above_the_bare_model_s_whole_step(
 
 
 def test_start_up_of_a_sweep_is_called_by_the_variant_that_was_started() -> None:
-    reports = [{"torch_import_s": 1.0, "peak_rss_mb": 300.0, "systems": {"torch-ddp-best@1MB": dict.fromkeys(STAMPS, 0.1)}}]
+    alone = {"torch_import_s": 1.0, "peak_rss_mb": 300.0, "peak_device_mb": None}
+    reports = [{**alone, "systems": {"torch-ddp-best@1MB": dict.fromkeys(STAMPS, 0.1)}}]
     timed = [[rank_result({"torch-ddp-best@4MB": played([121.0] * 2)})]]
     (row,) = rows_of_cell([SYSTEMS["torch-ddp-best"]], timed, {"torch-ddp-best": reports}, {})
     assert (row["variant"], row["start_up_of"]) == ("torch-ddp-best@4MB", "torch-ddp-best@1MB")
