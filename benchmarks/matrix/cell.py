@@ -197,6 +197,7 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
             num_ranks=cell.num_ranks,
             workload=cell.workload.name,
             scale=cell.workload.scale,
+            gradient_bytes=cell.workload.gradient_bytes(cell.device),
             systems=tuple(jobs),
             num_warmup=effort.num_warmup,
             num_turns=effort.num_turns,

@@ -127,7 +127,7 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
     result: dict[str, Any] = {"systems": {}}
     reference: truth.Reference | None = None
     if job.num_turns:  # else start-up and memory are measured, of which a reference would be a part
-        result["calibration"] = calibrate(group, device)
+        result["calibration"] = calibrate(group, device, gradient_bytes=job.gradient_bytes, beat=beat)
         reference = truth.reference_of(workload.make_model, batch, group, beat=beat)
         result["params"] = [[param.numel(), param.numel() * param.element_size()] for param in reference.right.values()]
     players = []

@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.matrix import catalog
+from benchmarks.matrix import calibrate, catalog
 from benchmarks.matrix.cell import Cell, Effort, kind_of, measure_cell
 from benchmarks.matrix.finished import title_of
 from benchmarks.matrix.job import Job
 from benchmarks.matrix.links import Network
+
+
+class Done:
+    """A collective that is."""
+
+    def wait(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -68,6 +75,35 @@ def test_what_is_set_up_for_processors_alone_says_so(ran: list[tuple[Job, Networ
     why = "set up for cpu alone, not for cuda: see Peers in docs/benchmarks.md"
     assert measure("bare", "ours", *peers, num_ranks=2) == dict.fromkeys(peers, why)
     assert [[system.name for system in job.systems] for job, _ in ran] == [["bare", "ours"]]
+
+
+def test_a_train_of_calibration_has_as_many_bytes_as_the_gradients_on_a_device_and_16_mb_elsewhere(
+    ran: list[tuple[Job, Network]],
+) -> None:
+    measure("bare", "ours", num_ranks=2)
+    ((job, _),) = ran
+    assert calibrate.train_bytes(torch.device("cuda"), job.gradient_bytes) == job.gradient_bytes == 498_000_000
+    assert calibrate.train_bytes(torch.device("cuda"), 11_000_000) == 16 << 20
+    assert calibrate.train_bytes(torch.device("cpu"), job.gradient_bytes) == 16 << 20
+
+
+def test_calibration_sends_whole_pieces_and_says_how_many_bytes_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def all_reduce(piece: torch.Tensor, **_: Any) -> Done:
+        sent.append(piece.nbytes)
+        return Done()
+
+    monkeypatch.setattr(calibrate, "train_bytes", lambda _device, gradient_bytes: gradient_bytes)
+    monkeypatch.setattr(calibrate.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(calibrate.dist, "all_reduce", all_reduce)
+    beats: list[None] = []
+    told = calibrate.calibrate(None, torch.device("cpu"), gradient_bytes=38 << 20, beat=lambda: beats.append(None))  # type: ignore[arg-type]
+    sizes = [(train["piece_bytes"], train["bytes"]) for train in told["trains"]]
+    assert sizes == [(1 << 20, 38 << 20), (4 << 20, 36 << 20), (16 << 20, 32 << 20)]
+    # The first one of each size, and those that count.
+    assert sum(sent) == 20 * 256 + (1 + calibrate.NUM_TRAINS) * sum(num_bytes for _, num_bytes in sizes)
+    assert len(beats) == 3 * calibrate.NUM_TRAINS
 
 
 def test_the_link_of_such_a_cell_is_called_the_machine_s_own() -> None:
