@@ -160,13 +160,17 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def _agree(job: Job, system: str, rank: int, report: dict[str, Any]) -> None:
-    """A system with an error on one rank is out on all. Raises if a rank stays away: it waits inside the system."""
+    """A system with an error on one rank is out on all. Raises, with ours, if a rank stays away: it waits inside the system."""
     import torch.distributed as dist
 
     store = dist.FileStore(f"{job.folder}/seats", job.num_ranks)
     keys = [f"{system}/{other}" for other in range(job.num_ranks)]
     store.set(keys[rank], report.get("error", ""))
-    store.wait(keys, _AGREE)
+    try:
+        store.wait(keys, _AGREE)
+    except RuntimeError:
+        # The last line of our log is what the row has room for.
+        raise RuntimeError(f"{system}: {report.get('error', 'another rank stays away')}") from None
     for other, key in enumerate(keys):
         error = store.get(key).decode()
         if error and "error" not in report:
