@@ -95,12 +95,21 @@ def _run(asked: Asked, command: str) -> int:
     _write(asked.out, header, documents, pictures=pictures)
     print(markdown(header, documents, pictures=pictures))
     ratios = guard.ratios_of(documents)
-    print(guard.report(guard.compare(ratios, guard.read_recorded())))
+    print(guard.report(guard.compare(ratios, guard.read_recorded(), expected=_expected(wanted))))
     if asked.records:
         guard.record(ratios, header)
         _tell(f"recorded {len(ratios)} ratios in {guard.RECORDED}")
     _tell(f"written: {asked.out}/matrix.jsonl, .md, and pictures as .png and .svg")
     return 0 if any(map(measured_systems, documents)) else 1
+
+
+def _expected(measured: Sequence[Cell]) -> set[str]:
+    """Names of the ratios that these cells would have if nothing had failed in them."""
+    return {
+        name
+        for cell in measured
+        for name in guard.names_of(cell.title, [it.name for it in cell.systems if why_not_here(it, cell.device) is None])
+    }
 
 
 def _is_finished(earlier: Document | None, cell: Cell) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.matrix import environments, run
+from benchmarks.matrix import environments, guard, run
 from benchmarks.matrix.cell import Cell, CellResult
 from benchmarks.matrix.errors import NoNamespaces
 from benchmarks.matrix.finished import in_order, lines_of, read_cells
@@ -94,6 +94,22 @@ def test_a_cell_without_a_figure_is_measured_again(tmp_path: Path) -> None:
     lost = {**at(ranks=2), "rows": [{**row, "error": "no memory"} for row in at()["rows"]]}
     write(tmp_path / "matrix.jsonl", lost, at(ranks=4))
     assert [found["ranks"] for found in read_cells(tmp_path / "matrix.jsonl")] == [4]
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_run_tells_which_recorded_ratios_it_has_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = "gpt, 2 ranks, 1gbit (shaped)"
+    others = ("limit", "per-parameter", "torch-ddp", "megatron-ddp")
+    monkeypatch.setattr(guard, "read_recorded", lambda: {f"{place}: ours / {other}": 1.018 for other in others})
+    monkeypatch.setattr(environments, "FOLDER", tmp_path / ".venv-peers")
+    # torch DDP is not asked for, and Megatron-core cannot be measured here.
+    resume(tmp_path, "per-parameter", "ours", "megatron-ddp")
+    told = capsys.readouterr().out.splitlines()
+    assert "0 of 0 ratios have a recorded one; worse by more than 10%: 0; lost: 2" in told
+    lost = [f"  LOST  {place}: ours / {other}, recorded 1.018" for other in ("limit", "per-parameter")]
+    assert [line for line in told if line.startswith("  LOST")] == lost
 
 
 def test_cells_stand_in_one_order_whenever_they_were_measured() -> None:

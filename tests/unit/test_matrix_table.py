@@ -122,7 +122,7 @@ def test_a_ratio_that_is_worse_by_more_than_a_tenth_is_reported() -> None:
     assert ratios == {f"{place}: ours / limit": 1.1, f"{place}: ours / torch-ddp": 0.5}
     changes = guard.compare(ratios, {f"{place}: ours / limit": 1.05, f"{place}: ours / torch-ddp": 0.44})
     assert guard.report(changes).splitlines() == [
-        "2 of 2 ratios have a recorded one; worse by more than 10%: 1",
+        "2 of 2 ratios have a recorded one; worse by more than 10%: 1; lost: 0",
         f"  WORSE  {place}: ours / torch-ddp: 0.500, recorded 0.440 (+14%)",
     ]
 
@@ -135,7 +135,28 @@ def test_a_sharded_system_of_ours_is_compared_by_whole_steps_and_not_with_ours()
 
 
 def test_a_ratio_that_was_never_recorded_is_no_change() -> None:
-    assert guard.report(guard.compare({"a": 1.0}, {})) == "0 of 1 ratios have a recorded one; worse by more than 10%: 0"
+    told = "0 of 1 ratios have a recorded one; worse by more than 10%: 0; lost: 0"
+    assert guard.report(guard.compare({"a": 1.0}, {})) == told
+
+
+def test_a_recorded_ratio_of_a_system_that_has_no_figure_any_more_is_told() -> None:
+    one = cell("bare", "ours", "torch-ddp", "fsdp2", errors={"ours": "trains wrongly"}, torch_ddp=played([242.0] * 2))
+    ratios, place = guard.ratios_of([one]), "replay, 2 ranks, 1gbit (shaped)"
+    recorded = {f"{place}: ours / limit": 1.018, f"{place}: ours / torch-ddp": 0.5, f"{place}: ours / fsdp2": 0.6}
+    # Without what the run did not ask for, and without other cells.
+    recorded |= {f"{place}: ours-zero1 / limit": 1.0, "replay, 4 ranks, 1gbit (shaped): ours / limit": 1.0}
+    expected = guard.names_of(place, ["bare", "ours", "torch-ddp"])
+    assert guard.report(guard.compare(ratios, recorded, expected=expected)).splitlines() == [
+        "0 of 0 ratios have a recorded one; worse by more than 10%: 0; lost: 2",
+        f"  LOST  {place}: ours / limit, recorded 1.018",
+        f"  LOST  {place}: ours / torch-ddp, recorded 0.500",
+    ]
+
+
+def test_the_ratios_that_are_expected_are_those_that_a_cell_has() -> None:
+    systems = {"ours": played([121.0] * 2), "ours_zero1": played([99.0] * 2), "torch_ddp": played([249.0] * 2)}
+    names = ["bare", "ours", "ours-zero1", "torch-ddp"]
+    assert guard.names_of("replay, 2 ranks, 1gbit (shaped)", names) == guard.ratios_of([cell(*names, **systems)]).keys()
 
 
 def test_recording_keeps_what_was_not_measured_now(tmp_path: Any) -> None:
