@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.matrix.errors import NoNamespaces
 
+NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 PREFIX = "undertow-bench-"
 LOCAL = "local"
 _numbers = count()
@@ -101,15 +102,19 @@ def shaped_network(link: str, num_ranks: int) -> Iterator[Network]:
                 subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def remove_abandoned() -> list[str]:
-    """Deletes the namespaces of runners that are no more; says which."""
-    removed = []
-    for path in sorted(Path("/run/netns").glob(f"{PREFIX}*")):
+def remove_abandoned() -> tuple[list[str], str | None]:
+    """Deletes the namespaces of runners that are no more: those that are gone, and a line about those that are not."""
+    removed, left, why = [], [], ""
+    for path in sorted(NAMESPACES.glob(f"{PREFIX}*")):
         owner = path.name.removeprefix(PREFIX).split("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
-            removed.append(path.name)
-    return removed
+        if not owner.isdigit() or Path(f"/proc/{owner}").exists():
+            continue
+        try:
+            _run("ip", "netns", "del", path.name)
+        except (NoNamespaces, OSError) as error:  # an OSError where there is no `ip`
+            why = str(error)
+        (left if path.exists() else removed).append(path.name)
+    return removed, f"a runner that was killed has left {', '.join(left)}, not to be removed now: {why}" if left else None
 
 
 @contextmanager

@@ -72,8 +72,11 @@ def run(asked: Asked, command: str) -> int:
 
 def _run(asked: Asked, command: str) -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
-    for name in remove_abandoned():
+    removed, not_removed = remove_abandoned()
+    for name in removed:
         _tell(f"removed {name}, which a runner that was killed had left")
+    if not_removed is not None:
+        _tell(not_removed)
     missing = what_is_missing()
     if missing is not None:
         _tell(f"no shaped links: {missing}. Going on with the emulated link.")

@@ -41,7 +41,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(run, "measure_cell", measure)
     monkeypatch.setattr(run, "what_is_missing", lambda: None)
-    monkeypatch.setattr(run, "remove_abandoned", list)
+    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
     return found
 
 
@@ -126,7 +126,7 @@ def test_a_run_that_is_resumed_measures_what_is_missing(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(run, "measure_cell", measure)
     monkeypatch.setattr(run, "what_is_missing", lambda: None)
-    monkeypatch.setattr(run, "remove_abandoned", list)
+    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
     kept = [at("gpt", 2), at("moe", 2, "none")]
     write(tmp_path / "matrix.jsonl", *kept)
     asked = ("--workload", "gpt", "--link", "1gbit", "--link", "none", "--system", "ours", "--out", str(tmp_path))
