@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.matrix.finished import profile_name, title_of
 from undertow.cost import Costs, RingCosts, TransferredCosts, link_from_text
 from undertow.plan import plan_from_groups
 from undertow.profile import Profile, profile_from_file
@@ -48,7 +49,7 @@ class Prediction:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints and writes the tables; 0, or 1 if an error is above its bound, 2 without a matrix."""
+    """Prints and writes the tables; 0, or 1 if an error is above its bound, 2 without a matrix, or without a profile of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks fidelity", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
         "--out", type=Path, default=Path("out"), metavar="DIR", help="where the matrix has written (default: out)"
@@ -63,6 +64,14 @@ def main(arguments: Sequence[str]) -> int:
     measured = [row for row in map(json.loads, lines) if row["type"] == "row" and not row.get("error")]
     rows = [variant for row in measured for variant in _variants(row)]
     own, other = list(own_predictions(rows, out)), list(other_predictions(rows, out))
+    if not own and not other:
+        console.print(
+            f"{out / 'profiles'} has no profile of a cell in {out / 'matrix.jsonl'}. Run the matrix with a system of ours: "
+            f"python -m benchmarks matrix --workload replay --system ours --out {out}",
+            markup=False,
+            soft_wrap=True,  # a command is copied
+        )
+        return 2
     tables = (("From its own profile", own, OWN_BOUND), (f"From the profile of {BASE_LINK}", other, OTHER_BOUND))
     for title, predictions, bound in tables:
         console.print(_table(title, predictions, bound))
@@ -110,7 +119,7 @@ def _prediction(row: dict[str, Any], profile: Profile, planned: Profile, costs: 
     record = _simulated(profile, planned, costs, num_ranks=row["ranks"])
     until_averaged_us = max(bucket.waited[1] for bucket in record.buckets)
     return Prediction(
-        cell=f"{row['workload']}, {row['ranks']} ranks, {row['link']} ({row['kind']})",
+        cell=title_of(row),
         system=row["variant"] or row["system"],
         measured_ms=row["step_ms" if row["is_sharded"] else "backward_ms"]["median"],
         predicted_ms=(record.step_us if row["is_sharded"] else until_averaged_us) / 1e3,
@@ -124,8 +133,7 @@ def _simulated(profile: Profile, planned: Profile, costs: Costs, *, num_ranks: i
 
 
 def _profile(row: dict[str, Any], out: Path) -> Profile | None:
-    name = f"{row['workload']}-{row['ranks']}-{row['link']}-{row['kind']}-{row['variant'] or row['system']}.json"
-    path = out / "profiles" / name
+    path = out / "profiles" / profile_name(row, row["variant"] or row["system"])
     return profile_from_file(path) if path.exists() else None
 
 

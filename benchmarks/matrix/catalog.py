@@ -13,6 +13,7 @@ from benchmarks.matrix.links import SHAPES
 from benchmarks.matrix.profile import PROFILES, scaled
 
 MAIN = "main"  # the project's own virtual environment
+DEVICES = ("cpu", "cuda")
 _MODULES = "benchmarks.matrix.systems"
 SWEEP_MB = (1, 2, 4, 8, 16, 25)
 FIXED_MB = (1, 2, 3, 4, 6, 8, 12, 16, 25)
@@ -38,6 +39,7 @@ class SystemSpec:
     module: str  # with build(setting), see benchmarks.matrix.systems
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})  # suffix -> options
     environment: str = MAIN
+    devices: tuple[str, ...] = DEVICES  # that the module sets it up for
     is_averaged: bool = True
     is_sharded: bool = False  # its update communicates: the whole step is compared, not the backward
     is_eager: bool = False  # nothing waits for a barrier: the limit is that with the next forward
@@ -137,6 +139,7 @@ SYSTEMS = {
             module=f"{_MODULES}.megatron",
             variants={"@default": {}, **_megatron_sweep(SWEEP_MB)},
             environment="megatron",
+            devices=("cpu",),
             note=_MEGATRON_NOTE,
         ),
         SystemSpec(
@@ -145,6 +148,7 @@ SYSTEMS = {
             module=f"{_MODULES}.megatron",
             variants=_megatron_sweep((2, 4, 8), use_distributed_optimizer=True),
             environment="megatron",
+            devices=("cpu",),
             is_sharded=True,
             steps_per_turn=4,
             note=f"{_MEGATRON_NOTE} It uses gloo's reduce-scatter, which sends as much as an all-reduce.",
@@ -156,6 +160,7 @@ SYSTEMS = {
                 module=f"{_MODULES}.deepspeed_zero",
                 variants={"": {"stage": stage}},
                 environment="deepspeed",
+                devices=("cpu",),
                 is_sharded=True,
                 note="Made for device streams: on a processor all its collectives are synchronous. It saves memory, not time.",
             )
@@ -210,7 +215,6 @@ WORKLOADS = {
     )
 }
 LINKS = tuple(SHAPES)
-DEVICES = ("cpu", "cuda")
 RANKS = (2, 4)
 
 

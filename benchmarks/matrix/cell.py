@@ -22,7 +22,7 @@ from benchmarks.matrix.environments import python_of, why_absent
 from benchmarks.matrix.errors import MatrixError, RankFailed
 from benchmarks.matrix.finished import PLACE, title_of
 from benchmarks.matrix.job import Job, SystemJob
-from benchmarks.matrix.links import Network, emulated_network, shaped_network
+from benchmarks.matrix.links import LOCAL, Network, emulated_network, local_network, shaped_network
 from benchmarks.matrix.processes import run_job
 
 Tell = Callable[[str], None]
@@ -46,7 +46,7 @@ class Cell:
     workload: WorkloadSpec
     num_ranks: int
     link: str
-    kind: str  # "shaped" or "emulated"
+    kind: str  # see `kind_of`
     systems: tuple[SystemSpec, ...]
     effort: Effort
     device: str = "cpu"
@@ -59,6 +59,11 @@ class Cell:
     @property
     def title(self) -> str:
         return title_of(dict(zip(PLACE, self.place, strict=True)))
+
+    @property
+    def uses_nccl(self) -> bool:
+        """It finds a way of its own between devices of one machine, which no token bucket shapes."""
+        return self.kind == LOCAL and _has_device_each(self.device, self.num_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,22 @@ class CellResult:
     timed: list[list[dict[str, Any]]]
     start_up: dict[str, list[dict[str, Any]]]  # by system
     errors: dict[str, str]  # by system
+
+
+def kind_of(link: str, num_ranks: int, device: str, *, has_namespaces: bool) -> str:
+    """Over what ranks talk that are to have `link` between them: "shaped", "emulated" or LOCAL.
+
+    Devices with nothing to be shaped between them need neither of the first two: the emulated link carries tensors of
+    processors only, and processes that talk over NCCL do not find one another across network namespaces.
+    """
+    if (device, link) == ("cuda", "none") and (_has_device_each(device, num_ranks) or not has_namespaces):
+        return LOCAL
+    return "shaped" if has_namespaces else "emulated"
+
+
+def _has_device_each(device: str, num_ranks: int) -> bool:
+    """NCCL wants a CUDA device for each rank."""
+    return device == "cuda" and torch.cuda.device_count() >= num_ranks
 
 
 def runs_of(specs: Sequence[SystemSpec], *, max_systems: int) -> list[Run]:
@@ -97,10 +118,18 @@ def max_systems(num_bytes: int, num_ranks: int, available_bytes: int) -> int:
     return max(2, int(_SHARE_OF_MEMORY * available_bytes / (_COPIES * num_bytes * num_ranks)))
 
 
+def why_not_here(spec: SystemSpec, device: str) -> str | None:
+    """Why a system cannot be measured on `device` of this machine, however often it is tried; None if it can."""
+    if device not in spec.devices:
+        return f"set up for {' and '.join(spec.devices)} alone, not for {device}: see Peers in docs/benchmarks.md"
+    return why_absent(spec.environment) if python_of(spec.environment) is None else None
+
+
 def measure_cell(cell: Cell, tell: Tell) -> CellResult:
     """Runs everything; a system that cannot be measured has its error in the result."""
-    result = CellResult(timed=[], start_up={}, errors={})
-    specs = [spec for spec in cell.systems if _is_made(spec, result)]
+    reasons = {spec.name: why_not_here(spec, cell.device) for spec in cell.systems}
+    result = CellResult(timed=[], start_up={}, errors={name: why for name, why in reasons.items() if why is not None})
+    specs = [spec for spec in cell.systems if spec.name not in result.errors]
     available = psutil.virtual_memory().available if cell.device == "cpu" else torch.cuda.mem_get_info()[0]
     num_bytes = cell.workload.gradient_bytes(cell.device)
     runs = runs_of(specs, max_systems=max_systems(num_bytes, cell.num_ranks, available))
@@ -115,19 +144,17 @@ def measure_cell(cell: Cell, tell: Tell) -> CellResult:
     return result
 
 
-def _is_made(spec: SystemSpec, result: CellResult) -> bool:
-    if python_of(spec.environment) is not None:
-        return True
-    result.errors[spec.name] = why_absent(spec.environment)
-    return False
-
-
 @contextmanager
 def _network(cell: Cell) -> Iterator[Network]:
     if cell.kind == "emulated":
         if cell.device != "cpu":
-            raise MatrixError("the emulated link carries tensors of processors only; as root, links are shaped")
+            raise MatrixError(
+                "the emulated link carries tensors of processors only; as root, links are shaped, and --link none needs neither"
+            )
         yield emulated_network(cell.link)
+        return
+    if cell.kind == LOCAL:
+        yield local_network()
         return
     with shaped_network(cell.link, cell.num_ranks) as network:
         yield network
@@ -165,21 +192,20 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
     python = python_of(environment)
     if python is None:
         raise MatrixError(f"the virtual environment {environment!r} has gone")
-    # NCCL wants a device for each rank, and finds a way between them that no token bucket shapes.
-    uses_nccl = cell.link == "none" and cell.device == "cuda" and torch.cuda.device_count() >= cell.num_ranks
     with tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder:
         job = Job(
             num_ranks=cell.num_ranks,
             workload=cell.workload.name,
             scale=cell.workload.scale,
+            gradient_bytes=cell.workload.gradient_bytes(cell.device),
             systems=tuple(jobs),
             num_warmup=effort.num_warmup,
             num_turns=effort.num_turns,
             turn_budget_s=_TURN_BUDGET_S,
-            counted_interface=network.interface if network.namespaces and not uses_nccl else None,
+            counted_interface=network.interface if network.namespaces else None,
             emulated=network.emulated,
             device=cell.device,
-            backend="cpu:gloo,cuda:nccl" if uses_nccl else "gloo",
+            backend="cpu:gloo,cuda:nccl" if cell.uses_nccl else "gloo",
             folder=folder,
         )
         return run_job(job, network, python=str(python), silence_s=_SILENCE_S)

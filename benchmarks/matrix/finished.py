@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.matrix.catalog import LINKS, WORKLOADS
+from benchmarks.matrix.links import LOCAL
 
 Document = dict[str, Any]
 ROW, MACHINE = "row", "machine"  # types of lines
 OF_THE_CELL = ("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "link_measured", "conditions")
+_KINDS_OF_NONE = {"shaped": "cables, unshaped", LOCAL: "this machine's own"}
 PLACE = ("workload", "ranks", "link", "kind", "device")
 
 
@@ -28,8 +30,13 @@ def title_of(cell: Mapping[str, Any]) -> str:
 
 def link_of(cell: Mapping[str, Any]) -> str:
     """The link for readers: "1gbit (shaped)"."""
-    is_bare_cable = (cell["link"], cell["kind"]) == ("none", "shaped")
-    return f"{cell['link']} ({'cables, unshaped' if is_bare_cable else cell['kind']})"
+    kind = _KINDS_OF_NONE.get(cell["kind"], cell["kind"]) if cell["link"] == "none" else cell["kind"]
+    return f"{cell['link']} ({kind})"
+
+
+def profile_name(cell: Mapping[str, Any], system: str) -> str:
+    """The file in OUT/profiles with what `system`, or a variant of it, has measured in this cell."""
+    return "-".join(str(part) for part in (*place_of(cell), system)) + ".json"
 
 
 def lines_of(header: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[Document]:
@@ -53,7 +60,12 @@ def read_cells(path: Path) -> list[Document]:
         shared = {key: line[key] for key in OF_THE_CELL}
         cell = cells.setdefault(place_of(line), {**shared, "rows": [], "profiles": {}})
         cell["rows"].append({key: value for key, value in line.items() if key not in (*OF_THE_CELL, "type")})
-    return [cell for cell in cells.values() if any(row["error"] is None for row in cell["rows"])]
+    return [cell for cell in cells.values() if measured_systems(cell)]
+
+
+def measured_systems(cell: Document) -> set[str]:
+    """Names of those that have a figure."""
+    return {row["system"] for row in cell["rows"] if row["error"] is None}
 
 
 def in_order(cells: Iterable[Document]) -> list[Document]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,15 @@ _LIMIT = "limit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One ratio, smaller is better; `recorded` is None for one that has not been recorded."""
+    """One ratio, smaller is better; `recorded` is None for one that has not been recorded, `measured` for one that is lost."""
 
     name: str
     recorded: float | None
-    measured: float
+    measured: float | None
 
     @property
     def change(self) -> float | None:
-        return None if self.recorded is None else self.measured / self.recorded - 1
+        return None if self.recorded is None or self.measured is None else self.measured / self.recorded - 1
 
     @property
     def is_worse(self) -> bool:
@@ -40,24 +40,39 @@ def ratios_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         rows = {row["system"]: row for row in cell["rows"] if row["error"] is None}
         place = title_of(cell)
         for own in [rows[name] for name in OWN if name in rows]:
-            ratios[f"{place}: {own['system']} / {_LIMIT}"] = own["over_limit"]
+            ratios[_name(place, own["system"], _LIMIT)] = own["over_limit"]
             for name in [name for name in rows if name not in (*OWN, BARE)]:
                 measured = "step_ms" if own["is_sharded"] or rows[name]["is_sharded"] else "backward_ms"
                 ratio = own[measured]["median"] / rows[name][measured]["median"]
-                ratios[f"{place}: {own['system']} / {name}"] = round(ratio, 4)
+                ratios[_name(place, own["system"], name)] = round(ratio, 4)
     return ratios
 
 
-def compare(measured: Mapping[str, float], recorded: Mapping[str, float]) -> list[Change]:
-    return [Change(name=name, recorded=recorded.get(name), measured=ratio) for name, ratio in measured.items()]
+def names_of(place: str, systems: Collection[str]) -> set[str]:
+    """Of the ratios that the cell with this title has where all of `systems` have a figure."""
+    others = [_LIMIT, *(name for name in systems if name not in (*OWN, BARE))]
+    return {_name(place, own, other) for own in OWN if own in systems for other in others}
+
+
+def _name(place: str, own: str, other: str) -> str:
+    return f"{place}: {own} / {other}"
+
+
+def compare(measured: Mapping[str, float], recorded: Mapping[str, float], *, expected: Collection[str] = ()) -> list[Change]:
+    """What was measured beside what is recorded, then what is recorded and `expected` and was not measured."""
+    lost = sorted(recorded.keys() & set(expected) - measured.keys())
+    return [Change(name=name, recorded=recorded.get(name), measured=measured.get(name)) for name in (*measured, *lost)]
 
 
 def report(changes: Sequence[Change]) -> str:
-    """What became worse, first; a line when nothing did."""
-    known = [change for change in changes if change.recorded is not None]
+    """What became worse, first, and what has no value any more; a line when there is neither."""
+    lost = [change for change in changes if change.measured is None]
+    known = [change for change in changes if change.measured is not None and change.recorded is not None]
     worse = [change for change in known if change.is_worse]
-    lines = [f"{len(known)} of {len(changes)} ratios have a recorded one; worse by more than {WORSE_BY:.0%}: {len(worse)}"]
+    counted = f"{len(known)} of {len(changes) - len(lost)} ratios have a recorded one"
+    lines = [f"{counted}; worse by more than {WORSE_BY:.0%}: {len(worse)}; lost: {len(lost)}"]
     lines += [f"  WORSE  {it.name}: {it.measured:.3f}, recorded {it.recorded:.3f} ({it.change:+.0%})" for it in worse]
+    lines += [f"  LOST  {it.name}, recorded {it.recorded:.3f}" for it in lost]
     return "\n".join(lines)
 
 

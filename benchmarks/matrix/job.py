@@ -28,6 +28,7 @@ class Job:
     num_ranks: int
     workload: str
     scale: float
+    gradient_bytes: int  # of the workload
     systems: tuple[SystemJob, ...]
     num_warmup: int  # turns of every system before those that count
     num_turns: int

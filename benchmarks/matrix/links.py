@@ -1,4 +1,4 @@
-"""Links between the ranks of this machine: shaped ones between network namespaces, or the emulated one.
+"""Links between the ranks of this machine: shaped ones between network namespaces, the emulated one, or none of ours.
 
     rank 0            rank 1            a namespace each, named after this process
     eth0 tbf 1gbit    eth0 tbf 1gbit    each rank's way out is shaped
@@ -23,7 +23,9 @@ from pathlib import Path
 
 from benchmarks.matrix.errors import NoNamespaces
 
+NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 PREFIX = "undertow-bench-"
+LOCAL = "local"
 _numbers = count()
 
 
@@ -46,7 +48,7 @@ SHAPES = {
 class Network:
     """Where ranks run and what they talk over."""
 
-    kind: str  # "shaped" or "emulated"
+    kind: str  # "shaped", "emulated" or LOCAL
     interface: str
     emulated: str | None  # text of the emulated link
     namespaces: tuple[str, ...] = ()  # by rank
@@ -74,6 +76,11 @@ def emulated_network(link: str) -> Network:
     return Network(kind="emulated", interface="lo", emulated=link)
 
 
+def local_network() -> Network:
+    """As the machine is: nothing is between ranks on devices but what it has itself."""
+    return Network(kind=LOCAL, interface="lo", emulated=None)
+
+
 @contextmanager
 def shaped_network(link: str, num_ranks: int) -> Iterator[Network]:
     """Namespaces for `num_ranks` ranks joined by `link`, deleted at the end. Raises NoNamespaces."""
@@ -95,15 +102,19 @@ def shaped_network(link: str, num_ranks: int) -> Iterator[Network]:
                 subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def remove_abandoned() -> list[str]:
-    """Deletes the namespaces of runners that are no more; says which."""
-    removed = []
-    for path in sorted(Path("/run/netns").glob(f"{PREFIX}*")):
+def remove_abandoned() -> tuple[list[str], str | None]:
+    """Deletes the namespaces of runners that are no more: those that are gone, and a line about those that are not."""
+    removed, left, why = [], [], ""
+    for path in sorted(NAMESPACES.glob(f"{PREFIX}*")):
         owner = path.name.removeprefix(PREFIX).split("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
-            removed.append(path.name)
-    return removed
+        if not owner.isdigit() or Path(f"/proc/{owner}").exists():
+            continue
+        try:
+            _run("ip", "netns", "del", path.name)
+        except (NoNamespaces, OSError) as error:  # an OSError where there is no `ip`
+            why = str(error)
+        (left if path.exists() else removed).append(path.name)
+    return removed, f"a runner that was killed has left {', '.join(left)}, not to be removed now: {why}" if left else None
 
 
 @contextmanager

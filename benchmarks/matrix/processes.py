@@ -18,7 +18,6 @@ from benchmarks.matrix.links import Network, interrupts_postponed
 
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.05
-_BLAME_S = 3.0  # for other ranks' last words: the first to end may not be the cause
 _LOG_LINES = 12
 
 
@@ -61,28 +60,24 @@ def _environment(network: Network) -> dict[str, str]:
 
 def _wait(job: Job, ranks: list[subprocess.Popen[bytes]], silence_s: float) -> None:
     began_s = time.time()
-    while any(rank.poll() is None for rank in ranks):
-        if any(_has_failed(job, index, rank) for index, rank in enumerate(ranks)):
-            _wait_until(ranks, time.monotonic() + _BLAME_S)
-            break
+    while True:
+        is_over = all(rank.poll() is not None for rank in ranks)
+        failed = [index for index, rank in enumerate(ranks) if _has_failed(job, index, rank)]
+        if failed:
+            # The cause is among the first: who ends later may do so because they are gone. One that a signal killed says
+            # nothing, and is what the others complain about.
+            cause = min(failed, key=lambda index: ranks[index].returncode)
+            raise RankFailed(f"rank {cause} {_how(ranks[cause].returncode)}. {_last_words(job, cause)}")
+        if is_over:
+            return
         if time.time() - max(began_s, _last_sign_s(job)) > silence_s:
             raise RankFailed(f"no rank has come further for {silence_s:.0f} s. {_last_words(job, 0)}")
         time.sleep(_POLL_S)
-    failed = [index for index, rank in enumerate(ranks) if rank.poll() is not None and _has_failed(job, index, rank)]
-    if failed:
-        # One that a signal killed says nothing, and is the cause of what the others complain about.
-        cause = min(failed, key=lambda index: ranks[index].returncode)
-        raise RankFailed(f"rank {cause} {_how(ranks[cause].returncode)}. {_last_words(job, cause)}")
 
 
 def _last_sign_s(job: Job) -> float:
     paths = [job.alive_path(rank) for rank in range(job.num_ranks)]
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
-
-
-def _wait_until(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> None:
-    while time.monotonic() < deadline_s and any(rank.poll() is None for rank in ranks):
-        time.sleep(_POLL_S)
 
 
 def _has_failed(job: Job, index: int, rank: subprocess.Popen[bytes]) -> bool:

@@ -172,7 +172,7 @@ def _wire(ranks: Sequence[RankResult]) -> Wire:
 
 
 def _start_up(ranks: Sequence[RankResult]) -> Row:
-    """Of the slowest rank, alone in its process: the import with torch, wrapping, the first step; the peak of memory."""
+    """Of the slowest rank, alone in its process: the import with torch, wrapping, the first step; the peaks of memory."""
     reports = [(rank, *next(iter(rank["systems"].items()))) for rank in ranks]
     if not reports or any("first_step_s" not in report for _, _, report in reports):
         return {}
@@ -182,7 +182,12 @@ def _start_up(ranks: Sequence[RankResult]) -> Row:
         "wrap_ms": round(max(report["wrap_s"] for _, _, report in reports) * 1e3),
         "first_step_ms": round(max(report["first_step_s"] for _, _, report in reports) * 1e3),
         "peak_rss_mb": round(max(rank["peak_rss_mb"] for rank, _, _ in reports)),
+        "peak_device_mb": _peak_device_mb([rank["peak_device_mb"] for rank, _, _ in reports]),
     }
+
+
+def _peak_device_mb(of_ranks: Sequence[float | None]) -> int | None:
+    return max((round(peak) for peak in of_ranks if peak is not None), default=None)
 
 
 def _compare(rows: Sequence[Row]) -> None:

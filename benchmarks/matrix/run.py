@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.matrix import catalog, guard
-from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
+from benchmarks.matrix.cell import Cell, CellResult, Effort, kind_of, measure_cell, why_not_here
 from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
-from benchmarks.matrix.finished import Document, in_order, lines_of, place_of, read_cells
+from benchmarks.matrix.finished import Document, in_order, lines_of, measured_systems, place_of, profile_name, read_cells
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
 from benchmarks.matrix.picture import save_pictures
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
@@ -72,8 +72,11 @@ def run(asked: Asked, command: str) -> int:
 
 def _run(asked: Asked, command: str) -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
-    for name in remove_abandoned():
+    removed, not_removed = remove_abandoned()
+    for name in removed:
         _tell(f"removed {name}, which a runner that was killed had left")
+    if not_removed is not None:
+        _tell(not_removed)
     missing = what_is_missing()
     if missing is not None:
         _tell(f"no shaped links: {missing}. Going on with the emulated link.")
@@ -82,7 +85,12 @@ def _run(asked: Asked, command: str) -> int:
     wanted = [cell for cell in _cells(asked, is_shaped=missing is None) if not _is_finished(cells.get(cell.place), cell)]
     for number, cell in enumerate(wanted, start=1):
         _tell(f"cell {number} of {len(wanted)}")
-        cells[cell.place] = _measured(cell)
+        earlier = cells.get(cell.place)
+        found = _measured(cell if earlier is None else _with_systems_of(earlier, cell))
+        if earlier is not None and not measured_systems(found):
+            _tell(f"{cell.title}: nothing could be measured; the figures of an earlier run are kept")
+            continue
+        cells[cell.place] = found
         _write(asked.out, header, in_order(cells.values()))
     header["load_average_after"] = machine()["load_average"]
     documents = in_order(cells.values())
@@ -90,18 +98,35 @@ def _run(asked: Asked, command: str) -> int:
     _write(asked.out, header, documents, pictures=pictures)
     print(markdown(header, documents, pictures=pictures))
     ratios = guard.ratios_of(documents)
-    print(guard.report(guard.compare(ratios, guard.read_recorded())))
+    print(guard.report(guard.compare(ratios, guard.read_recorded(), expected=_expected(wanted))))
     if asked.records:
         guard.record(ratios, header)
         _tell(f"recorded {len(ratios)} ratios in {guard.RECORDED}")
     _tell(f"written: {asked.out}/matrix.jsonl, .md, and pictures as .png and .svg")
-    return 0 if any(row["error"] is None for cell in documents for row in cell["rows"]) else 1
+    return 0 if any(map(measured_systems, documents)) else 1
 
 
-def _is_finished(found: Document | None, cell: Cell) -> bool:
-    """Whether an earlier run has a figure of every system that `cell` is to have."""
-    rows = [] if found is None else found["rows"]
-    return {row["system"] for row in rows if row["error"] is None} >= {spec.name for spec in cell.systems}
+def _expected(measured: Sequence[Cell]) -> set[str]:
+    """Names of the ratios that these cells would have if nothing had failed in them."""
+    return {
+        name
+        for cell in measured
+        for name in guard.names_of(cell.title, [it.name for it in cell.systems if why_not_here(it, cell.device) is None])
+    }
+
+
+def _is_finished(earlier: Document | None, cell: Cell) -> bool:
+    """Whether an earlier run has a figure of every system that `cell` is to have and that can be measured here."""
+    if earlier is None:
+        return False
+    lacking = [spec for spec in cell.systems if spec.name not in measured_systems(earlier)]
+    return all(why_not_here(spec, cell.device) is not None for spec in lacking)
+
+
+def _with_systems_of(earlier: Document, cell: Cell) -> Cell:
+    """`cell`, which takes the place of an earlier one, with what that has figures of."""
+    names = measured_systems(earlier) | {spec.name for spec in cell.systems}
+    return replace(cell, systems=tuple(spec for name, spec in catalog.SYSTEMS.items() if name in names))
 
 
 def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
@@ -109,8 +134,8 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
 
     Start-up and memory are measured in a workload's first cell: they hardly depend on the link.
     """
-    kind = "shaped" if is_shaped else "emulated"
     brief = replace(asked.effort, has_start_up=False)
+    validated = _among(asked.systems, _VALIDATED[2]) if is_shaped and asked.device == "cpu" and not asked.is_quick else ()
     cells: list[Cell] = []
     for workload in asked.workloads:
         effort = asked.effort
@@ -118,16 +143,17 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
             for num_ranks in asked.ranks:
                 if (workload.name, num_ranks) in asked.left_out:
                     continue
+                kind = kind_of(link, num_ranks, asked.device, has_namespaces=is_shaped)
                 place = {"workload": workload, "num_ranks": num_ranks, "link": link, "kind": kind, "device": asked.device}
                 cell = Cell(**place, systems=asked.systems, effort=effort)
                 effort = brief
                 cells.append(cell)
-                validated = _among(asked.systems, _VALIDATED[2])
-                if is_shaped and not asked.is_quick and (workload.label, link) == _VALIDATED[:2] and validated:
+                if validated and (workload.label, link) == _VALIDATED[:2]:
                     cells.append(replace(cell, kind="emulated", systems=validated, effort=brief))
     large = _among(asked.systems, _LARGE[2])
     if asked.has_large and _LARGE[1] in asked.links and large:
         workload = catalog.workload_from_text(_LARGE[0])
+        kind = kind_of(_LARGE[1], asked.ranks[0], asked.device, has_namespaces=is_shaped)
         place = {"workload": workload, "num_ranks": asked.ranks[0], "link": _LARGE[1], "kind": kind, "device": asked.device}
         cells.append(Cell(**place, systems=large, effort=brief))
     return cells
@@ -169,9 +195,8 @@ def _measured(cell: Cell) -> Document:
 def _write(out: Path, header: Document, cells: Sequence[Document], *, pictures: Mapping[str, Path] | None = None) -> None:
     for cell in cells:
         for system, profile in cell["profiles"].items():
-            name = "-".join(str(part) for part in (*place_of(cell), system)) + ".json"
             (out / "profiles").mkdir(exist_ok=True)
-            (out / "profiles" / name).write_text(profile, encoding="utf-8")
+            (out / "profiles" / profile_name(cell, system)).write_text(profile, encoding="utf-8")
     lines = lines_of(header, cells)
     _replace(out / "matrix.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     _replace(out / "matrix.md", markdown(header, cells, pictures=pictures or {}))

@@ -117,9 +117,15 @@ def _cells_of(row: Row) -> list[str]:
         _number(row["state_mb"], 1),
         _number(row["collectives"], 0),
         "" if is_bare else _number(row["host_cpu_ms"], 1),
-        _number(row.get("peak_rss_mb"), 0),
+        _number(_peak_mb(row), 0),
         "" if None in start_up else ", ".join(f"{value:.0f}" for value in start_up),
     ]
+
+
+def _peak_mb(row: Row) -> float | None:
+    """Of the device, where the model was on one; that of the host is in matrix.jsonl."""
+    on_device: float | None = row.get("peak_device_mb")
+    return row.get("peak_rss_mb") if on_device is None else on_device
 
 
 def limit_ms(row: Row) -> float:

@@ -41,9 +41,11 @@ def main(job_path: str, rank: int) -> None:
     _die_with(job.runner_pid)
     torch_import_s = _import_torch()
     with _process_group(job, rank) as group:
-        result = _run(job, rank, group, _device_of(job, rank))
+        device = _device_of(job, rank)
+        result = _run(job, rank, group, device)
     result["torch_import_s"] = torch_import_s
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    result["peak_device_mb"] = _peak_device_mb(device)
     whole = job.result_path(rank)
     partial = whole.with_suffix(".part")
     partial.write_text(json.dumps(result), encoding="utf-8")
@@ -77,6 +79,13 @@ def _device_of(job: Job, rank: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def _peak_device_mb(device: torch.device) -> float | None:
+    """What torch has allocated at most, of this process; None on processors."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else None
 
 
 @contextmanager
@@ -118,7 +127,7 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
     result: dict[str, Any] = {"systems": {}}
     reference: truth.Reference | None = None
     if job.num_turns:  # else start-up and memory are measured, of which a reference would be a part
-        result["calibration"] = calibrate(group, device)
+        result["calibration"] = calibrate(group, device, gradient_bytes=job.gradient_bytes, beat=beat)
         reference = truth.reference_of(workload.make_model, batch, group, beat=beat)
         result["params"] = [[param.numel(), param.numel() * param.element_size()] for param in reference.right.values()]
     players = []
@@ -151,13 +160,17 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def _agree(job: Job, system: str, rank: int, report: dict[str, Any]) -> None:
-    """A system with an error on one rank is out on all. Raises if a rank stays away: it waits inside the system."""
+    """A system with an error on one rank is out on all. Raises, with ours, if a rank stays away: it waits inside the system."""
     import torch.distributed as dist
 
     store = dist.FileStore(f"{job.folder}/seats", job.num_ranks)
     keys = [f"{system}/{other}" for other in range(job.num_ranks)]
     store.set(keys[rank], report.get("error", ""))
-    store.wait(keys, _AGREE)
+    try:
+        store.wait(keys, _AGREE)
+    except RuntimeError:
+        # The last line of our log is what the row has room for.
+        raise RuntimeError(f"{system}: {report.get('error', 'another rank stays away')}") from None
     for other, key in enumerate(keys):
         error = store.get(key).decode()
         if error and "error" not in report:

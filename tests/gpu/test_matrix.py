@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks.matrix import catalog
-from benchmarks.matrix.cell import Cell, Effort, measure_cell
+from benchmarks.matrix.cell import Cell, Effort, kind_of, measure_cell
 from benchmarks.matrix.clock import DeviceClock
 from benchmarks.matrix.links import what_is_missing
 from benchmarks.matrix.rows import rows_of_cell
@@ -32,11 +32,10 @@ def test_a_clock_of_the_device_sees_what_the_host_does_not_wait_for() -> None:
 
 @pytest.mark.parametrize("workload", ["gpt", "resnet"])
 def test_systems_train_right_on_a_device(workload: str) -> None:
-    if (missing := what_is_missing()) is not None:
-        pytest.skip(f"shaped links cannot be made here: {missing}")
+    kind = kind_of("none", 2, "cuda", has_namespaces=what_is_missing() is None)
     specs = tuple(catalog.SYSTEMS[name] for name in ("bare", "ours", "torch-ddp"))
     spec = catalog.workload_from_text(workload)
-    cell = Cell(workload=spec, num_ranks=2, link="none", kind="shaped", systems=specs, effort=EFFORT, device="cuda")
+    cell = Cell(workload=spec, num_ranks=2, link="none", kind=kind, systems=specs, effort=EFFORT, device="cuda")
     result = measure_cell(cell, lambda _line: None)
     rows = rows_of_cell(specs, result.timed, result.start_up, result.errors)
     assert {row["system"]: row["error"] for row in rows} == {"bare": None, "ours": None, "torch-ddp": None}

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.matrix import run
+from benchmarks.matrix import environments, guard, run
 from benchmarks.matrix.cell import Cell, CellResult
+from benchmarks.matrix.errors import NoNamespaces
 from benchmarks.matrix.finished import in_order, lines_of, read_cells
 
-from support.matrix import cell, played
+from support.matrix import cell, played, rank_result
 
 
 def at(workload: str = "replay", ranks: int = 2, link: str = "1gbit") -> dict[str, Any]:
@@ -27,27 +28,88 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert read_cells(tmp_path / "absent.jsonl") == []
 
 
-def test_a_cell_that_lacks_a_system_is_measured_again_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = []
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The systems of every cell that would be measured; the second one asked for has a figure, the others fail."""
+    found: list[list[str]] = []
 
     def measure(one: Cell, _tell: Any) -> CellResult:
-        measured.append([spec.name for spec in one.systems])
-        return CellResult(timed=[], start_up={}, errors={})
+        names = [spec.name for spec in one.systems]
+        found.append(names)
+        result = rank_result({names[1]: played([99.0, 99.0])})
+        return CellResult(timed=[[result, result]], start_up={}, errors={})
 
     monkeypatch.setattr(run, "measure_cell", measure)
     monkeypatch.setattr(run, "what_is_missing", lambda: None)
-    write(tmp_path / "matrix.jsonl", at("gpt"))
-    asked = ("--resume", "--workload", "gpt", "--ranks", "2", "--link", "1gbit", "--out", str(tmp_path), "--system", "ours")
-    assert run.main(asked) == 0
+    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
+    return found
+
+
+def resume(out: Path, *systems: str) -> int:
+    """One cell, with these systems."""
+    names = [word for system in systems for word in ("--system", system)]
+    return run.main(["--resume", "--workload", "gpt", "--ranks", "2", "--link", "1gbit", "--out", str(out), *names])
+
+
+def test_a_cell_that_lacks_a_system_is_measured_again_with_those_it_had(tmp_path: Path, measured: list[list[str]]) -> None:
+    earlier = at("gpt")
+    gone = {**earlier["rows"][1], "system": "ours-as-it-was"}  # a name that the catalog no longer has
+    write(tmp_path / "matrix.jsonl", {**earlier, "rows": [*earlier["rows"], gone]})
+    assert resume(tmp_path, "ours") == 0
     assert measured == []
-    run.main([*asked, "--system", "fsdp2"])
+    assert resume(tmp_path, "fsdp2") == 0
     assert measured == [["bare", "ours", "fsdp2"]]
+    (one,) = read_cells(tmp_path / "matrix.jsonl")
+    assert {row["system"]: row["error"] for row in one["rows"]} == {"bare": None, "ours": None, "fsdp2": "not measured"}
+    assert one["rows"][1]["backward_ms"]["median"] == 99.0
+
+
+def test_a_system_that_cannot_be_measured_here_leaves_a_cell_finished(
+    tmp_path: Path, measured: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "FOLDER", tmp_path / ".venv-peers")
+    write(tmp_path / "matrix.jsonl", at("gpt"))
+    assert resume(tmp_path, "ours", "megatron-ddp", "deepspeed-zero1") == 0
+    assert measured == []
+    assert resume(tmp_path, "ours", "megatron-ddp", "torch-ddp") == 0
+    assert measured == [["bare", "ours", "torch-ddp", "megatron-ddp"]]
+
+
+@pytest.mark.usefixtures("measured")
+def test_an_earlier_cell_is_kept_where_nothing_could_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_cell: Cell, _tell: Any) -> CellResult:
+        raise NoNamespaces("ip netns add: no")
+
+    monkeypatch.setattr(run, "measure_cell", fail)
+    write(tmp_path / "matrix.jsonl", at("gpt"))
+    assert resume(tmp_path, "fsdp2") == 0
+    assert read_cells(tmp_path / "matrix.jsonl") == [at("gpt")]
+    told = "gpt, 2 ranks, 1gbit (shaped): nothing could be measured; the figures of an earlier run are kept"
+    assert told in capsys.readouterr().err
 
 
 def test_a_cell_without_a_figure_is_measured_again(tmp_path: Path) -> None:
     lost = {**at(ranks=2), "rows": [{**row, "error": "no memory"} for row in at()["rows"]]}
     write(tmp_path / "matrix.jsonl", lost, at(ranks=4))
     assert [found["ranks"] for found in read_cells(tmp_path / "matrix.jsonl")] == [4]
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_run_tells_which_recorded_ratios_it_has_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = "gpt, 2 ranks, 1gbit (shaped)"
+    others = ("limit", "per-parameter", "torch-ddp", "megatron-ddp")
+    monkeypatch.setattr(guard, "read_recorded", lambda: {f"{place}: ours / {other}": 1.018 for other in others})
+    monkeypatch.setattr(environments, "FOLDER", tmp_path / ".venv-peers")
+    # torch DDP is not asked for, and Megatron-core cannot be measured here.
+    resume(tmp_path, "per-parameter", "ours", "megatron-ddp")
+    told = capsys.readouterr().out.splitlines()
+    assert "0 of 0 ratios have a recorded one; worse by more than 10%: 0; lost: 2" in told
+    lost = [f"  LOST  {place}: ours / {other}, recorded 1.018" for other in ("limit", "per-parameter")]
+    assert [line for line in told if line.startswith("  LOST")] == lost
 
 
 def test_cells_stand_in_one_order_whenever_they_were_measured() -> None:
@@ -64,7 +126,7 @@ def test_a_run_that_is_resumed_measures_what_is_missing(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(run, "measure_cell", measure)
     monkeypatch.setattr(run, "what_is_missing", lambda: None)
-    monkeypatch.setattr(run, "remove_abandoned", list)
+    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
     kept = [at("gpt", 2), at("moe", 2, "none")]
     write(tmp_path / "matrix.jsonl", *kept)
     asked = ("--workload", "gpt", "--link", "1gbit", "--link", "none", "--system", "ours", "--out", str(tmp_path))

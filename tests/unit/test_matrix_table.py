@@ -69,9 +69,21 @@ def test_a_system_that_cannot_be_imported_says_so() -> None:
 
 
 def test_start_up_is_that_of_the_slowest_rank() -> None:
-    reports = [{"torch_import_s": 1.0, "peak_rss_mb": 300.4, "systems": {"ours": dict.fromkeys(STAMPS, s)}} for s in (0.1, 0.2)]
+    alone = {"torch_import_s": 1.0, "peak_rss_mb": 300.4, "peak_device_mb": None}
+    reports = [{**alone, "systems": {"ours": dict.fromkeys(STAMPS, s)}} for s in (0.1, 0.2)]
     (row,) = rows_of_cell([SYSTEMS["ours"]], [[rank_result({"ours": played([121.0] * 2)})]], {"ours": reports}, {})
     assert [row[name] for name in ("import_ms", "wrap_ms", "first_step_ms", "peak_rss_mb")] == [1200, 200, 200, 300]
+    assert row["peak_device_mb"] is None
+
+
+def test_the_peak_of_memory_is_the_device_s_where_the_model_is_on_one() -> None:
+    one = cell("ours", ours=played([121.0] * 2))
+    for on_device, shown in ((None, "3001"), (771.6, "772")):
+        alone = {"torch_import_s": 1.0, "peak_rss_mb": 3001.0, "peak_device_mb": on_device}
+        reports = [{**alone, "systems": {"ours": dict.fromkeys(STAMPS, 0.1)}}]
+        rows = rows_of_cell([SYSTEMS["ours"]], [[rank_result({"ours": played([121.0] * 2)})]], {"ours": reports}, {})
+        text = markdown({"cpu": "one"}, [{**one, "rows": rows}], pictures={})
+        assert f"| {shown} | 1100, 100, 100 |" in text
 
 
 def test_the_document_compares_with_a_reduction_per_parameter_by_size() -> None:
@@ -110,7 +122,7 @@ def test_a_ratio_that_is_worse_by_more_than_a_tenth_is_reported() -> None:
     assert ratios == {f"{place}: ours / limit": 1.1, f"{place}: ours / torch-ddp": 0.5}
     changes = guard.compare(ratios, {f"{place}: ours / limit": 1.05, f"{place}: ours / torch-ddp": 0.44})
     assert guard.report(changes).splitlines() == [
-        "2 of 2 ratios have a recorded one; worse by more than 10%: 1",
+        "2 of 2 ratios have a recorded one; worse by more than 10%: 1; lost: 0",
         f"  WORSE  {place}: ours / torch-ddp: 0.500, recorded 0.440 (+14%)",
     ]
 
@@ -123,7 +135,28 @@ def test_a_sharded_system_of_ours_is_compared_by_whole_steps_and_not_with_ours()
 
 
 def test_a_ratio_that_was_never_recorded_is_no_change() -> None:
-    assert guard.report(guard.compare({"a": 1.0}, {})) == "0 of 1 ratios have a recorded one; worse by more than 10%: 0"
+    told = "0 of 1 ratios have a recorded one; worse by more than 10%: 0; lost: 0"
+    assert guard.report(guard.compare({"a": 1.0}, {})) == told
+
+
+def test_a_recorded_ratio_of_a_system_that_has_no_figure_any_more_is_told() -> None:
+    one = cell("bare", "ours", "torch-ddp", "fsdp2", errors={"ours": "trains wrongly"}, torch_ddp=played([242.0] * 2))
+    ratios, place = guard.ratios_of([one]), "replay, 2 ranks, 1gbit (shaped)"
+    recorded = {f"{place}: ours / limit": 1.018, f"{place}: ours / torch-ddp": 0.5, f"{place}: ours / fsdp2": 0.6}
+    # Without what the run did not ask for, and without other cells.
+    recorded |= {f"{place}: ours-zero1 / limit": 1.0, "replay, 4 ranks, 1gbit (shaped): ours / limit": 1.0}
+    expected = guard.names_of(place, ["bare", "ours", "torch-ddp"])
+    assert guard.report(guard.compare(ratios, recorded, expected=expected)).splitlines() == [
+        "0 of 0 ratios have a recorded one; worse by more than 10%: 0; lost: 2",
+        f"  LOST  {place}: ours / limit, recorded 1.018",
+        f"  LOST  {place}: ours / torch-ddp, recorded 0.500",
+    ]
+
+
+def test_the_ratios_that_are_expected_are_those_that_a_cell_has() -> None:
+    systems = {"ours": played([121.0] * 2), "ours_zero1": played([99.0] * 2), "torch_ddp": played([249.0] * 2)}
+    names = ["bare", "ours", "ours-zero1", "torch-ddp"]
+    assert guard.names_of("replay, 2 ranks, 1gbit (shaped)", names) == guard.ratios_of([cell(*names, **systems)]).keys()
 
 
 def test_recording_keeps_what_was_not_measured_now(tmp_path: Any) -> None:
@@ -156,7 +189,8 @@ def test_what_is_exposed_of_a_sharded_step_is_above_the_bare_model_s_whole_step(
 
 
 def test_start_up_of_a_sweep_is_called_by_the_variant_that_was_started() -> None:
-    reports = [{"torch_import_s": 1.0, "peak_rss_mb": 300.0, "systems": {"torch-ddp-best@1MB": dict.fromkeys(STAMPS, 0.1)}}]
+    alone = {"torch_import_s": 1.0, "peak_rss_mb": 300.0, "peak_device_mb": None}
+    reports = [{**alone, "systems": {"torch-ddp-best@1MB": dict.fromkeys(STAMPS, 0.1)}}]
     timed = [[rank_result({"torch-ddp-best@4MB": played([121.0] * 2)})]]
     (row,) = rows_of_cell([SYSTEMS["torch-ddp-best"]], timed, {"torch-ddp-best": reports}, {})
     assert (row["variant"], row["start_up_of"]) == ("torch-ddp-best@4MB", "torch-ddp-best@1MB")

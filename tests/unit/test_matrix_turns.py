@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,17 @@ def table() -> Table:
 def test_every_step_of_a_turn_follows_a_barrier(calls: list[str]) -> None:
     turns.play([player(calls)], table(), num_warmup=1, num_turns=1, turn_budget_s=60)
     assert calls == ["barrier", "backward", "update", "finish"] * 2
+
+
+def test_the_wait_for_a_device_is_no_work_of_the_system_s(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device(HostClock):
+        def settle(self) -> None:
+            calls.extend(["waits"] * 100)
+
+    monkeypatch.setattr(turns.time, "process_time", lambda: float(len(calls)))
+    one = player(calls)
+    turns.play([one], replace(table(), clock=Device()), num_warmup=1, num_turns=2, turn_budget_s=60)
+    assert one.cpu_s == [3.0] * 2  # backward, update, finish
 
 
 def test_a_system_that_carries_over_is_timed_between_starts_of_steps_only(calls: list[str]) -> None:

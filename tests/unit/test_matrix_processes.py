@@ -1,0 +1,76 @@
+"""Which rank of a run is blamed, and what it says."""
+
+from __future__ import annotations
+
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from benchmarks.matrix import processes, worker
+from benchmarks.matrix.errors import RankFailed
+from benchmarks.matrix.job import Job
+
+
+class Rank:
+    """A process that says this whenever it is asked how it ended, and the last of it from then on."""
+
+    def __init__(self, *codes: int | None) -> None:
+        self.codes = list(codes)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self.returncode = self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+        return self.returncode
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    given: dict[str, Any] = {"workload": "replay", "scale": 1.0, "gradient_bytes": 1, "systems": (), "turn_budget_s": 1.0}
+    given |= {"num_warmup": 1, "num_turns": 1, "counted_interface": None, "emulated": None, "device": "cpu", "backend": "gloo"}
+    made = Job(**given, num_ranks=2, folder=str(tmp_path))
+    for rank in range(2):
+        made.log_path(rank).write_text(f"the last line of rank {rank}\n")
+    return made
+
+
+def wait(job: Job, *ranks: Rank) -> None:
+    processes._wait(job, [cast("subprocess.Popen[bytes]", rank) for rank in ranks], silence_s=60.0)
+
+
+def test_a_rank_that_ends_because_the_first_was_gone_is_not_blamed(job: Job) -> None:
+    with pytest.raises(RankFailed) as caught:
+        wait(job, Rank(None, None, 1), Rank(None, None, None, None, -6))
+    assert str(caught.value) == "rank 0 ended with exit code 1. The end of rank 0's log:\nthe last line of rank 0"
+
+
+def test_of_ranks_that_have_ended_at_once_the_one_that_was_killed_is_blamed(job: Job) -> None:
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
+        wait(job, Rank(1), Rank(-9))
+
+
+def test_a_rank_that_fails_after_all_others_have_ended_is_seen(job: Job) -> None:
+    job.result_path(1).touch()
+    with pytest.raises(RankFailed, match="rank 0 ended with exit code 3"):
+        wait(job, Rank(None, None, None, 3), Rank(0))
+
+
+def test_a_rank_that_aborts_behind_its_results_has_done_its_work(job: Job) -> None:
+    for rank in range(2):
+        job.result_path(rank).touch()
+    wait(job, Rank(None, None, -6), Rank(0))
+
+
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [({"error": "ValueError: not on this rank"}, "ours: ValueError: not on this rank"), ({}, "ours: another rank stays away")],
+)
+def test_a_rank_whose_others_wait_inside_a_system_says_its_own_error_last(
+    report: dict[str, Any], told: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_AGREE", timedelta(seconds=0.01))
+    with pytest.raises(RuntimeError) as caught:
+        worker._agree(job, "ours", 1, report)
+    assert str(caught.value) == told
+    assert caught.value.__suppress_context__
