@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from undertow.config import SyncConfig
-from undertow.ddp_arguments import check_module
+from undertow.config import SyncConfig, require_settings
+from undertow.ddp_arguments import check_module, check_parameters, ignored_by
 from undertow.experts import synchronised
 from undertow.sync import Sync
 
@@ -30,7 +30,10 @@ def attach(
     submodules, by name or the thing itself) is left alone. Raises ConfigError for what cannot be synchronised.
     """
     check_module(module, caller="attach")
-    sync = synchronised(module, mesh=mesh, process_group=process_group, config=config, ignore=ignore)
+    require_settings(config)
+    ignored = ignored_by(module, ignore, config)
+    check_parameters(module, ignored, caller="attach")
+    sync = synchronised(module, mesh=mesh, process_group=process_group, config=config, ignore=ignored)
     sync.watch_forwards()
     return sync
 

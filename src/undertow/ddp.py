@@ -17,14 +17,14 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow import ddp_arguments as arguments
-from undertow.config import SyncConfig
+from undertow.config import SyncConfig, require_settings
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.experts import synchronised
 from undertow.mixed_precision import MixedPrecision, mixed_precision_of
 from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.runtime import private
-from undertow.runtime.ignore import names_to_ignore, still_there
+from undertow.runtime.ignore import still_there
 from undertow.runtime.private_graphs import cut_bytes
 from undertow.runtime.reduction import Reduction
 from undertow.trace import StepReport, Trace
@@ -77,6 +77,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ignore: Iterable[str | nn.Module | Tensor] = (),
     ) -> None:
         arguments.check_module(module)
+        require_settings(config)
+        ignored = (*arguments.ignored_by(module, ignore, config), *arguments.ignored_by_torchs_way(module))
+        arguments.check_parameters(module, ignored)
         device_indices = arguments.check_devices(module, device_ids, output_device)
         arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         arguments.warn_of_check_reduction(check_reduction)
@@ -98,7 +101,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision  # type: ignore[assignment]  # anything with its dtypes
-        ignored = (*names_to_ignore(module, ignore), *arguments.ignored_by_torchs_way(module))
         self._precision = mixed_precision_of(mixed_precision, module, ignored)
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
         self.sync = synchronised(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from undertow.config import SyncConfig, require_settings
+from undertow.config import SyncConfig
 from undertow.errors import ConfigError, WrongType
+from undertow.runtime.ignore import names_to_ignore
 
 _WHERE = "DistributedDataParallel(...)"
 _ONE_BYTE_MIB = 1 / 1024**2
@@ -21,8 +22,7 @@ Devices = Sequence[int | str | torch.device]
 
 
 def check_module(module: object, *, caller: str = "DistributedDataParallel") -> None:
-    """ConfigError for what cannot be synchronised, as `caller` was asked to."""
-    where = f"{caller}(...)"
+    """ConfigError for what is no bare module; `caller` was asked to synchronise it."""
     if not isinstance(module, nn.Module):
         raise WrongType(
             f"module must be a torch.nn.Module, got {type(module).__name__}.",
@@ -35,9 +35,15 @@ def check_module(module: object, *, caller: str = "DistributedDataParallel") -> 
             where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
             remedy="Give the bare module.",
         )
-    for name, param in module.named_parameters():
+
+
+def check_parameters(module: nn.Module, ignored: Collection[str], *, caller: str = "DistributedDataParallel") -> None:
+    """ConfigError for parameters, but for those of the names `ignored`, and layers that cannot be synchronised."""
+    where = f"{caller}(...)"
+    params = {name: param for name, param in module.named_parameters() if name not in ignored}
+    for name, param in params.items():
         _check_parameter(name, param, caller)
-    device_types = sorted({param.device.type for param in module.parameters()})
+    device_types = sorted({param.device.type for param in params.values()})
     if len(device_types) > 1:
         raise ConfigError(
             f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {device_types}.",
@@ -105,6 +111,11 @@ def _device_index(device: int | str | torch.device) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
+def ignored_by(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None) -> tuple[str, ...]:
+    """Names of what the argument and the settings have left alone."""
+    return (*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore))
+
+
 def ignored_by_torchs_way(module: nn.Module) -> list[str]:
     """What `_set_params_and_buffers_to_ignore_for_model` was told; names that the module does not have count for nothing."""
     known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
@@ -170,7 +181,6 @@ def settings_of(config: SyncConfig | None, given: dict[str, Any], mixed_precisio
 
     With torch's mixed precision gradients travel in its `reduce_dtype`, else in its `param_dtype`, if `config` says nothing.
     """
-    require_settings(config)
     if config is not None and given:
         raise ConfigError(
             f"settings are given twice: {', '.join(sorted(given))} by arguments of torch's, and config.",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
-from undertow.config import ExpertGroup, SyncConfig, require_settings
+from undertow.config import ExpertGroup, SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime import private, private_scaling
 from undertow.runtime.companions import all_of
@@ -38,7 +38,6 @@ from undertow.tune import Explanation
 
 def synchronised(module: nn.Module, *, config: SyncConfig | None = None, **how: Any) -> Sync:
     """What synchronises the module, `how` being the other arguments of `Sync`; a collective call."""
-    require_settings(config)
     if config is None or not config.experts:
         return Sync(module, config=config, **how)
     return SyncWithExperts(module, config=config, **how)

@@ -349,6 +349,24 @@ def without_a_shape() -> nn.Module:
     return model
 
 
+def shards_that_are_left_alone(way: Callable[..., Any], by_settings: bool) -> None:
+    """Tensor parallelism's, for example, whose gradients are no affair of ours."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[1].weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)]))
+    how = {"config": SyncConfig(ignore=("1.weight",))} if by_settings else {"ignore": (it for it in [model[1]])}
+    sync = way(model, **how)
+    model[0](torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+    assert torch.equal(model[0].weight.grad, torch.full((2, 2), (dist.get_world_size() + 1) / 2))
+    sync.close()
+
+
+@pytest.mark.parametrize("by_settings", [False, True])
+@pytest.mark.parametrize("way", [DistributedDataParallel, attach])
+def test_sharded_parameters_may_be_ignored(two_ranks: Ranks, way: Callable[..., Any], by_settings: bool) -> None:
+    two_ranks.run(shards_that_are_left_alone, way, by_settings)
+
+
 def errors_of_arguments() -> dict[str, str]:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("outer", "dp"))
     other = Branches(1)
