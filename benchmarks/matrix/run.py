@@ -78,18 +78,21 @@ def _run(asked: Asked, command: str) -> int:
     if not_removed is not None:
         _tell(not_removed)
     missing = what_is_missing()
-    if missing is not None:
+    asked_cells = _cells(asked, is_shaped=missing is None)
+    if missing is not None and any(cell.kind == "emulated" for cell in asked_cells):
         _tell(f"no shaped links: {missing}. Going on with the emulated link.")
-    header = {**machine(), "command": command, "links": "shaped" if missing is None else f"emulated ({missing})"}
+    header = {**machine(), "command": command, "links": _links(asked_cells, missing)}
     cells = {place_of(cell): cell for cell in read_cells(asked.out / "matrix.jsonl")} if asked.resumes else {}
-    wanted = [cell for cell in _cells(asked, is_shaped=missing is None) if not _is_finished(cells.get(cell.place), cell)]
+    wanted = [cell for cell in asked_cells if not _is_finished(cells.get(cell.place), cell)]
     for number, cell in enumerate(wanted, start=1):
         _tell(f"cell {number} of {len(wanted)}")
         earlier = cells.get(cell.place)
         found = _measured(cell if earlier is None else _with_systems_of(earlier, cell))
-        if earlier is not None and not measured_systems(found):
+        if earlier is not None and not measured_systems(found) - {catalog.BARE}:
             _tell(f"{cell.title}: nothing could be measured; the figures of an earlier run are kept")
             continue
+        for system in sorted(measured_systems(earlier) - measured_systems(found) if earlier is not None else ()):
+            _tell(f"{cell.title}: {system} had a figure from an earlier run, and has none now")
         cells[cell.place] = found
         _write(asked.out, header, in_order(cells.values()))
     header["load_average_after"] = machine()["load_average"]
@@ -104,6 +107,12 @@ def _run(asked: Asked, command: str) -> int:
         _tell(f"recorded {len(ratios)} ratios in {guard.RECORDED}")
     _tell(f"written: {asked.out}/matrix.jsonl, .md, and pictures as .png and .svg")
     return 0 if any(map(measured_systems, documents)) else 1
+
+
+def _links(cells: Sequence[Cell], missing: str | None) -> str:
+    """For the head of the tables: between what ranks are, and why not what was wanted."""
+    kinds = dict.fromkeys(cell.kind for cell in cells)
+    return ", ".join(f"{kind} ({missing})" if kind == "emulated" and missing is not None else kind for kind in kinds)
 
 
 def _expected(measured: Sequence[Cell]) -> set[str]:

@@ -24,7 +24,7 @@ from undertow.errors import CheckpointError, UndertowError
 from undertow.optim import ShardedOptimizer
 from undertow.optim_state import MASTER, OF_THE_WHOLE, ShardedState
 from undertow.runtime import private, private_checkpoint
-from undertow.runtime.group import OwnGroup
+from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.hooks import earlier_watchers
 from undertow.runtime.waiting import over_users
 
@@ -101,7 +101,7 @@ class _Ranks:
         group = _group_of(model, optimizer) or dist.group.WORLD
         assert group is not None  # torch.distributed is initialised
         param = next(model.parameters(), None)
-        if param is None or "nccl" not in dist.get_backend(group):
+        if param is None or GroupRef.of(group).backend_for(param.device) != "nccl":
             return cls(group, torch.device("cpu"))
         return cls(group, param.device)
 

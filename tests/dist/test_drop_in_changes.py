@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.drop_in import TIMEOUT_S, SideBySide, with_both_plans
+from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, with_both_plans
 from support.models import Branches, noise
 from support.naive import gradients
 from support.ranks import Ranks
-from undertow import DistributedDataParallel
+from undertow import DistributedDataParallel, attach, clip_grad_norm_
 
 NUM_STEPS_AFTER = 2
 
@@ -297,6 +297,50 @@ def test_a_change_is_followed_where_a_method_of_the_module_is_trained(
     ranks: Ranks, change: Change, bucket_cap_mb: float | None
 ) -> None:
     ranks.run(changed_and_trained_through_a_method, change, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def changed_again_behind_a_forward(bucket_cap_mb: float | None) -> None:
+    """The forward tells of one change; of the other, which a method then trains, nothing does."""
+    layers = Layers()
+    layers.layers[2].requires_grad_(False)
+    with SideBySide(layers, bucket_cap_mb) as side:
+        for step in range(4):
+            side.zero_grad()
+            if step == 2:
+                for module in side.both_modules:
+                    unfrozen(module)
+                loss(side.ddp, step)
+                for module in side.both_modules:
+                    head_unfrozen(module)
+            for module in side.both_modules:
+                module.loss(noise(3, 4, step=step)).backward()
+            side.compare()
+            side.optimize()
+
+
+@with_both_plans
+def test_a_second_change_that_no_forward_has_told_of_is_followed(ranks: Ranks, bucket_cap_mb: float | None) -> None:
+    ranks.run(changed_again_behind_a_forward, bucket_cap_mb, timeout_s=TIMEOUT_S)
+
+
+def clipped_on_one_rank() -> None:
+    """Where no round ends what a change has begun."""
+    model = Layers()
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    sync = attach(model, process_group=group)
+    for step in range(4):
+        if step == 2:
+            unfrozen(model)
+        model.zero_grad()
+        model.forward(noise(3, 4, step=step)).sum().backward()  # past the hooks of forwards
+        clip_grad_norm_(sync, 1.0)
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+    sync.close()
+    dist.destroy_process_group(group)
+
+
+def test_one_rank_clips_behind_a_change(two_ranks: Ranks) -> None:
+    two_ranks.run(clipped_on_one_rank)
 
 
 def added_with_values_of_each_ranks_own(bucket_cap_mb: float | None) -> None:

@@ -467,10 +467,11 @@ def test_a_sparse_gradient_is_looked_at(two_ranks: Ranks) -> None:
     assert two_ranks.run(sparse_rows, 1e9, {"wire_dtype": "float16"}) == [""] * 2  # its rows do not travel in it
 
 
-def unused_here() -> tuple[str, list[bool]]:
+def unused_here(bucket_cap_mb: float) -> tuple[str, list[bool]]:
     """Only rank 1 uses the second layer, and badly; nobody uses the third one."""
     torch.manual_seed(2)
-    with contextlib.closing(DistributedDataParallel(Branches(), config=SyncConfig(nonfinite="raise", bucket_cap_mb=25.0))) as ddp:
+    config = SyncConfig(nonfinite="raise", bucket_cap_mb=bucket_cap_mb, order="reverse")
+    with contextlib.closing(DistributedDataParallel(Branches(), config=config)) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         ddp.module.layers[1].bias.register_hook(lambda grad: grad * torch.nan)
         ddp(noise(2, 4), (0, 1) if dist.get_rank() == 1 else (0,)).square().mean().backward()
@@ -478,9 +479,10 @@ def unused_here() -> tuple[str, list[bool]]:
         return text_of(NonFiniteGradient, optimizer.step), are_none
 
 
-def test_parameters_that_some_ranks_or_all_do_not_use(two_ranks: Ranks) -> None:
-    text = f"the gradient of 'layers.1.bias' is infinite or no number on rank 1.\n  synchronisation 0, bucket 0\n{REMEDY}"
-    assert two_ranks.run(unused_here) == [(text, [False] * 4 + [True] * 2)] * 2
+@pytest.mark.parametrize(("bucket_cap_mb", "bucket"), [(25.0, 0), (EACH_ALONE, 2)])
+def test_parameters_that_some_ranks_or_all_do_not_use(two_ranks: Ranks, bucket_cap_mb: float, bucket: int) -> None:
+    text = f"the gradient of 'layers.1.bias' is infinite or no number on rank 1.\n  synchronisation 0, bucket {bucket}\n{REMEDY}"
+    assert two_ranks.run(unused_here, bucket_cap_mb) == [(text, [False] * 4 + [True] * 2)] * 2
 
 
 def collectives_of_two_steps(policy: str, strategy: str) -> list[str]:

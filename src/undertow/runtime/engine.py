@@ -145,7 +145,7 @@ class Engine:
         is_up_to_date = progress.has_brought(params)
         if not is_up_to_date:
             formation.settle()
-            formation.look_again()  # the next backward may come without a forward that tells of a change
+            formation.look_again(if_active=True)  # the next backward may come without a forward that tells of a change
             progress.is_owed |= formation.retiring is not None  # parameters of which no forward has told
         if progress.is_owed and not (is_up_to_date and formation.has_result):
             self._run_outside_of_backward()

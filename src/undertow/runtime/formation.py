@@ -124,9 +124,9 @@ class Formation:
                 remedy="Train through the newer wrapper and keep it, or wrap the module anew.",
             )
 
-    def look_again(self) -> None:
-        """Looks for changes of the parameters when it is next asked to."""
-        self._has_looked = False
+    def look_again(self, *, if_active: bool = False) -> None:
+        """Looks for changes of the parameters when it is next asked to; `if_active` only where there are rounds."""
+        self._has_looked &= if_active and not self.is_active
 
     def look(self) -> None:
         """Follows the parameters of the module where they have changed since the last look."""
@@ -137,8 +137,8 @@ class Formation:
 
     def settle(self) -> None:
         """Looks once more, for a round begins: what has changed by now counts."""
-        is_announced = self._before is not None  # by a forward, since which gradients of new parameters are counted
-        self._has_looked &= not is_announced
+        announced = self._before  # by a forward, since which gradients of new parameters are counted
+        self._has_looked &= announced is None
         self.look()
         if self._before is None:
             return
@@ -149,12 +149,12 @@ class Formation:
             self._members.unsee()
             self._has_looked = False
             raise
+        if self.is_active and self._before is not announced:
+            self.watch.arrived_before |= self.watch.came_uncounted(self._before.watch)
         before, self._before = self._before.watch, None
         before.close()
         accumulated = before.accumulated_ids()
         self.watch.arrived_before |= self.watch.indices(accumulated)
-        if not is_announced:
-            self.watch.arrived_before |= self.watch.came_uncounted(before)
         self._accumulated |= accumulated.difference(self.watch.ids)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from undertow.runtime.axes import Axes
 from undertow.runtime.company import Company
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.engine import Engine
+from undertow.runtime.hooks import is_outermost_forward
 from undertow.runtime.nonfinite import Arguments, NonFinite
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
@@ -86,7 +87,7 @@ class ShardedSteps:
         self._sharding: Sharding | None = None
         self._places: Places | None = None
         self._is_compiled = is_compiled
-        self._has_trained = False  # by a forward of the whole module, since the last step
+        self._has_run = False  # a forward of the whole module, with gradients, since the last step
         self._is_closed = False
 
     def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool) -> None:
@@ -183,9 +184,9 @@ class ShardedSteps:
         So has everything where no forward of the whole module has run: where a method of it is trained, nothing else waits for
         what is read outside of its parts.
         """
-        if is_read or not self._overlap or not self._has_trained:
+        if is_read or not self._overlap or not self._has_run:
             self.wait()
-        self._has_trained = False
+        self._has_run = False
 
     @property
     def is_stepped(self) -> bool:
@@ -229,7 +230,7 @@ class ShardedSteps:
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
-        self._has_trained |= is_training
+        self._has_run |= is_outermost_forward()
         if is_training and self.eager is not None:
             self.eager.require_confirmed("a training forward begins")
         if self._places is not None:

@@ -99,8 +99,8 @@ class TrailerCodec:
         """What `trailer` says to a rank that wrote `mine`; None where every rank wrote the same and reported nothing."""
         fields = self._fields
         stop = fields.busy.start - fields.start
-        # What was written are zeros and ones. By sign, for a sum may not have been divided; that of NaN is NaN.
-        if torch.equal(trailer[:stop].sgn(), mine[:stop]):
+        # What was written are zeros and ones, and a sum may not have been divided.
+        if torch.equal(trailer[:stop].bool(), mine[:stop].bool()) and not trailer[:stop].isnan().any():
             return None
         flags = (trailer[:stop] != 0).tolist()
         signature = self._flags(flags, fields.signature)
