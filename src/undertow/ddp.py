@@ -96,8 +96,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.device_type, self.is_multi_device_module = self.device.type, len({it.device for it in module.parameters()}) > 1
         self.forward_sync_buffers = chosen.buffers != "off"
         self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.batched_grad_copy = batched_grad_copy
+        self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision  # type: ignore[assignment]  # anything with its dtypes

@@ -98,8 +98,7 @@ class _Shipment:
         bits = signature_bits(step=fingerprint, generation=fingerprint >> 12, mode=fingerprint >> 20)
         signature = to_device(bits, storage.dtype, storage.device)
         self._trailer.write(unused=self._missing, signature=signature, verdict=None)
-        # gloo divides the sum, which may be too large for 16 bits.
-        if reference.can_average and storage.dtype is not torch.float16:
+        if reference.can_average:
             return all_reduce_async(storage, group, dist.ReduceOp.AVG)
         return all_reduce_async(storage.div_(len(reference.ranks)), group)
 
