@@ -86,7 +86,7 @@ def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(four_ranks: Ra
 
 def natively() -> None:
     """By the backend's own collectives, as where sends and receives are not posted: what NCCL would be asked for."""
-    with mock.patch("undertow.runtime.native_exchange._BACKENDS_TO_POST_ON", ()):
+    with mock.patch("undertow.runtime.group._BACKENDS_OVER_GLOO", ()):
         got = trained_on_mesh(CASES["mlp"], **ORDERED, **SMALL)
         exact = trained_on_mesh(WHOLE, "SGD", **SMALL)
     require_equal(trained_naively(CASES["mlp"]), got)

@@ -30,6 +30,7 @@ _LOOK_S = 0.25  # between two looks, while something is waited for, whether a ra
 _GLOO_WAITS_S = 1800.0  # where a group has no timeout of its own
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
+_BACKENDS_OVER_GLOO = ("gloo", "emulated")
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,11 @@ class OwnGroup:
     def require_no_fault(self) -> None:
         """Raises where another rank is gone or has failed, or this rank was too late."""
         require_no_fault(self.member)
+
+    @property
+    def is_over_gloo(self) -> bool:
+        """Whether gloo carries our tensors: it posts sends and receives of the host's memory, and divides sums."""
+        return any(name in self.backend for name in _BACKENDS_OVER_GLOO)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -16,8 +16,6 @@ from undertow.runtime.exchange import Exchanges, PostedExchanges, sum_in_order, 
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.narrow import narrowed, travels_narrower
 
-_BACKENDS_TO_POST_ON = ("gloo", "emulated")
-
 
 def exchanges_over(
     group: OwnGroup, *, in_order: bool, divisor: float | None = None, wire: torch.dtype | None = None
@@ -26,7 +24,7 @@ def exchanges_over(
 
     `divisor` is that of means, if not the number of ranks. What is reduced travels in `wire`, if that is narrower.
     """
-    if any(name in group.backend for name in _BACKENDS_TO_POST_ON):
+    if group.is_over_gloo:
         if group.device.type != "cpu":
             raise ConfigError(
                 f"{group.backend} sends and receives from the host's memory only, and parameters are on {group.device}.",

@@ -18,9 +18,6 @@ from undertow.runtime.narrow import Widened, narrowed, travels_narrower, wire_dt
 from undertow.runtime.native_exchange import exchanges_over
 from undertow.runtime.sharding import Sharding
 
-# NCCL divides what each rank gives.
-_BACKENDS_THAT_DIVIDE_SUMS = ("gloo", "emulated")
-
 
 @dataclass(frozen=True)
 class Reducer:
@@ -55,7 +52,7 @@ class Reducer:
     def averages(self, dtype: torch.dtype) -> bool:
         """Whether the backend divides; else we divide before a sum, which may be too large for 16 bits."""
         is_mean = self.divisor == self.group.num_ranks
-        fits = dtype is not torch.float16 or self.group.backend not in _BACKENDS_THAT_DIVIDE_SUMS
+        fits = dtype is not torch.float16 or not self.group.is_over_gloo  # NCCL divides what each rank gives
         return is_mean and fits and self.average_in_collective and self.group.user.can_average and self.wire is None
 
     def trailer_divisor(self, dtype: torch.dtype) -> float:

@@ -99,8 +99,11 @@ class TrailerCodec:
         """What `trailer` says to a rank that wrote `mine`; None where every rank wrote the same and reported nothing."""
         fields = self._fields
         stop = fields.busy.start - fields.start
-        # What was written are zeros and ones, and a sum may not have been divided.
-        if torch.equal(trailer[:stop].bool(), mine[:stop].bool()) and not trailer[:stop].isnan().any():
+        reduced, written = trailer[:stop], mine[:stop]
+        if torch.equal(reduced, written):  # the usual case, where the sum was divided
+            return None
+        # What was written are zeros and ones.
+        if torch.equal(reduced.bool(), written.bool()) and not reduced.isnan().any():
             return None
         flags = (trailer[:stop] != 0).tolist()
         signature = self._flags(flags, fields.signature)
