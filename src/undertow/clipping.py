@@ -81,7 +81,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, *, device: torch.devic
         total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
     if group.num_ranks > 1:
         with group.waiting("the norm of all gradients"):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=group.process_group)
+            group.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
     return (total if is_largest else total ** (1.0 / norm_type)).to(torch.float32)
 
 

@@ -246,7 +246,7 @@ def _alike_on_all_ranks(
     for on_device in found.values():
         on_any = torch.maximum(on_any, on_device.to(sync.device))
     with sync.waiting("whether all ranks' gradients are finite"):
-        dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=sync.own_group.process_group)
+        sync.own_group.all_reduce(on_any, dist.ReduceOp.MAX)
     # A rank none of whose experts was used has looked at nothing, which scalers refuse.
     return {device: on_any.to(device, copy=True) for device in found or (sync.device,)}
 

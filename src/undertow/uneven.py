@@ -177,7 +177,7 @@ def _exchange(sync: Sync, *, act: int, source: int | None = None, synchronises: 
     other = 0 if act == _NOTHING else _CALL - act + 1
     said = torch.tensor([act, other, 0 if source is None else source + 1, int(synchronises)], device=sync.device)
     with sync.waiting("all ranks, to tell what they do"):
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=sync.own_group.process_group)
+        sync.own_group.all_reduce(said, dist.ReduceOp.MAX)
     acts, others, highest, any_synchronises = said.tolist()
     if acts + others not in (0, _CALL + 1):
         raise PhaseError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -75,8 +77,33 @@ def test_a_rank_far_away_from_the_killed_one_learns_of_it(point: str, record: Re
 @pytest.mark.parametrize("point", ["in_backward", "in_sharded_backward", "in_gathers", "in_comm_hook", "in_construction"])
 def test_process_groups_may_be_destroyed_right_after_the_error(point: str, kind: str) -> None:
     """What is under way over them is not waited for, and the process ends as the script does."""
-    survivor = outcomes(Fault(kind, point, rank=1, is_destroyed=True))[0]
-    assert (survivor.kind, survivor.exit_code) == ("RankLost" if kind == "killed" else "PeerFailed", 1)
+    survivor, faulty = outcomes(Fault(kind, point, rank=1, is_destroyed=True))
+    stacks = f"rank 0:\n{survivor.stacks}\nrank 1 (exit code {faulty.exit_code}):\n{faulty.stacks}"
+    assert (survivor.kind, survivor.exit_code) == ("RankLost" if kind == "killed" else "PeerFailed", 1), stacks
+
+
+@pytest.mark.parametrize("point", ["in_comm_hook_of_a_stopped_rank", "in_trailers_of_a_stopped_rank"])
+@pytest.mark.parametrize("is_destroyed", [True, False])
+def test_a_collective_that_gloo_never_ends_keeps_nobody(point: str, is_destroyed: bool) -> None:
+    """Not the backward, nor `destroy_process_group()`, nor the end of the process."""
+    survivor = outcomes(Fault("killed", point, rank=1, is_destroyed=is_destroyed))[0]
+    assert (survivor.kind, survivor.exit_code) == ("RankLost", 1), survivor.stacks
+
+
+@pytest.mark.parametrize("is_destroyed", [True, False])
+def test_nor_does_it_keep_a_script_from_its_end(is_destroyed: bool, tmp_path: Path) -> None:
+    fault = f"faults.Fault('killed', 'in_comm_hook_of_a_stopped_rank', is_destroyed={is_destroyed})"
+    script = f"import sys; from support import faults; faults.be_rank({fault}, int(sys.argv[1]), sys.argv[2])"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with contextlib.ExitStack() as ends:
+        ranks = []
+        for rank in ("0", "1"):
+            command = [sys.executable, "-c", script, rank, str(tmp_path)]
+            ranks.append(ends.enter_context(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)))
+            ends.callback(ranks[-1].kill)
+        _, complaints = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode == 1
+    assert "undertow.errors.RankLost: rank 1 is gone" in complaints.splitlines()[-3]
 
 
 @pytest.mark.parametrize("point", ["in_hybrid_backward", "in_expert_backward"])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import itertools
 import logging
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,9 +31,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import undertow.sync
-from support.processes import run_ranks
+from support.processes import log_file, run_ranks
 from undertow import DistributedDataParallel, ExpertGroup, PeerFailed, ShardedOptimizer, SyncConfig, save_checkpoint
 from undertow.runtime import private, private_checkpoint
+from undertow.runtime.reducer import Reducer
 from undertow.runtime.trailer import TrailerCodec
 from undertow.runtime.weights import Weighing
 
@@ -67,6 +70,7 @@ class Outcome:
     seconds: float = 0.0  # from the fault until the error was raised
     logged: tuple[str, ...] = ()
     exit_code: int | None = None
+    stacks: str = ""  # where it had not ended, and had to be
 
 
 def outcomes(fault: Fault) -> list[Outcome]:
@@ -80,6 +84,7 @@ def outcomes(fault: Fault) -> list[Outcome]:
             seconds=rank.words.get("at", began_s) - began_s,
             logged=tuple(rank.words.get("logged", ())),
             exit_code=rank.exit_code,
+            stacks=rank.log,
         )
         for rank in ended
     ]
@@ -340,6 +345,57 @@ def in_comm_hook(script: _Script) -> torch.optim.Optimizer:
     return _optimizer(script)
 
 
+def in_comm_hook_of_a_stopped_rank(script: _Script, *, is_sending: bool = True) -> torch.optim.Optimizer:
+    """The other rank has sent, and stands still until this one has sent too, and is gone.
+
+    It then finds all that it waits for, and of what it has to send one message that gloo still writes, and others that fail.
+    """
+    faulty, at = script.fault.rank, script.directory / "stands-still"
+
+    def hook(_, bucket):
+        is_now, is_ours = script.step == FAULTY_STEP and not script.has_acted, script.rank == faulty
+        if is_now and is_ours:
+            _wait_until_stopped(at)
+        if is_now and not is_ours:
+            script.act()
+        work = None
+        if is_sending or not (is_now and is_ours):
+            work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        if is_now:
+            time.sleep(0.3)  # for what the thread that trains sends
+        if is_now and is_ours:
+            goes_on = f"sleep 1; kill -CONT {at.read_text()}"
+            subprocess.Popen(["sh", "-c", goes_on], start_new_session=True)
+            script.act()
+        if is_now and not is_ours:
+            at.with_suffix(".part").write_text(str(os.getpid()))
+            at.with_suffix(".part").replace(at)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    reduce = Reducer.reduce
+
+    def late(reducer: Reducer, *args: Any, **kwargs: Any) -> Any:
+        if script.step == FAULTY_STEP and script.rank == faulty:
+            _wait_until_stopped(at)
+        return reduce(reducer, *args, **kwargs)
+
+    Reducer.reduce = late
+    script.model.register_comm_hook(None, hook)
+    return _optimizer(script)
+
+
+def in_trailers_of_a_stopped_rank(script: _Script) -> torch.optim.Optimizer:
+    """The same of what travels beside a hook, over our group, where nobody waits for it any more when the hook has failed."""
+    return in_comm_hook_of_a_stopped_rank(script, is_sending=False)
+
+
+def _wait_until_stopped(at: Path) -> None:
+    """The process whose number is in that file, as soon as it is there."""
+    while not at.exists() or Path(f"/proc/{at.read_text()}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+
+
 def in_buffers(script: _Script) -> torch.optim.Optimizer:
     optimizer, broadcast = _optimizer(script), undertow.sync.broadcast_buffers
 
@@ -464,6 +520,7 @@ def _train(script: _Script) -> None:
 def _rank(fault: Fault, port: int, rank: int, directory: Path, connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, file=log_file(directory, rank).open("w"))  # held by it
     logged = _Logged()
     logging.getLogger("undertow").addHandler(logged)
     meet: Callable[[], object] = partial(
@@ -482,6 +539,18 @@ def _rank(fault: Fault, port: int, rank: int, directory: Path, connection: Conne
     with _reported(script, logged):
         _train(script)
     # Not closed: a rank that learns of a fault may have nothing but its exit left.
+
+
+class _Nobody:
+    """Listens to no rank."""
+
+    def send(self, words: object) -> None:
+        """In place of a connection's."""
+
+
+def be_rank(fault: Fault, rank: int, directory: str) -> None:
+    """One rank in an interpreter of its own, which ends as those of scripts do: not as processes of multiprocessing."""
+    _rank(fault, 0, rank, Path(directory), _Nobody())
 
 
 @contextlib.contextmanager

@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from undertow.runtime.group import OwnGroup
 
 
 class Handle(Protocol):
@@ -76,14 +79,15 @@ class ReductionHandle:
 
 
 class FutureHandle:
-    """Something that another thread of the host completes."""
+    """Something that another thread of the host completes, by what other ranks of `group` send."""
 
-    def __init__(self, done: Future[None]) -> None:
-        self._done = done
+    def __init__(self, group: OwnGroup) -> None:
+        self._group = group
+        self._done: Future[None] = Future()
 
     def wait(self) -> None:
-        """Returns when it is complete; raises what failed."""
-        self._done.result()
+        """Returns when it is complete; raises what failed, and where a rank is gone."""
+        self._group.result(self._done)
 
     def is_completed(self) -> bool:
         return self._done.done()

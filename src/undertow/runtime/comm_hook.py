@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime.collectives import FutureHandle
+from undertow.runtime.group import OwnGroup, are_left
 from undertow.runtime.private_counting import CollectiveBytes
+from undertow.runtime.worker import Worker
 
 
 class HookedBucket:
@@ -66,15 +67,17 @@ class CommHook:
         self.name = name_of(hook)
         self._state = state
         self._hook = hook
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: _Thread | None = None
         self._calls = _Calls()
 
     def begin_round(self) -> None:
         """Calls of an earlier round that have failed count no more."""
         self._calls = _Calls()
 
-    def start(self, bucket: HookedBucket, *, is_counted: bool = False) -> HookHandle | QueuedHook:
+    def start(self, bucket: HookedBucket, group: OwnGroup, *, is_counted: bool = False) -> HookHandle | QueuedHook:
         """Calls the hook; what its future holds at the end is written into the bucket's buffer.
+
+        `group` is that of the model: where one of its ranks is gone nobody waits for the hook.
 
         On the host in a thread, one bucket after another: some hooks, such as PowerSGD, start collectives in callbacks of
         their futures, which run whenever others are complete, on every rank in another order. On a device callbacks run at
@@ -83,7 +86,10 @@ class CommHook:
         if bucket.buffer().device.type != "cpu":
             return self.call(bucket, is_counted=is_counted)
         self._thread = _thread_beside_this_one()
-        return QueuedHook(self._thread, partial(self.call, bucket, is_counted=is_counted), self._calls)
+        self._thread.groups.add(group)
+        queued = QueuedHook(group, self._calls)
+        self._thread.worker.submit(queued.run, partial(self.call, bucket, is_counted=is_counted))
+        return queued
 
     def close(self) -> None:
         """Lets go of the thread, which ends when it has done what was started for the last hook that has it."""
@@ -165,38 +171,49 @@ class _Calls:
 class QueuedHook(FutureHandle):
     """A call of a hook that waits for its turn in another thread."""
 
-    def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], HookHandle], calls: _Calls) -> None:
+    def __init__(self, group: OwnGroup, calls: _Calls) -> None:
+        super().__init__(group)
         self._handle: HookHandle | None = None
         self._calls = calls
-        super().__init__(thread.submit(self._run, call))
 
     @property
     def num_bytes(self) -> int:
         """What the hook's collectives were handed so far; 0 where that is not counted."""
         return 0 if self._handle is None else self._handle.num_bytes
 
-    def _run(self, call: Callable[[], HookHandle]) -> None:
-        if self._calls.failure is not None:
-            raise self._calls.failure
+    def run(self, call: Callable[[], HookHandle]) -> None:
+        """Calls the hook, and waits for what it has started; whoever waits for us learns of an error."""
         try:
+            if self._calls.failure is not None:
+                raise self._calls.failure
             self._handle = call()
             self._handle.wait()
         except BaseException as error:
             self._calls.failure = error
-            raise
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
 
 
-def _thread_beside_this_one() -> ThreadPoolExecutor:
+class _Thread:
+    """In which hooks of some models are called."""
+
+    def __init__(self) -> None:
+        self.groups: weakref.WeakSet[OwnGroup] = weakref.WeakSet()
+        self.worker = Worker("undertow-hooks", is_broken=partial(are_left, self.groups))
+
+
+def _thread_beside_this_one() -> _Thread:
     """One for the hooks of all models that train in this thread: they may send over one group, and so in one order."""
     key = os.getpid(), threading.get_ident()  # a child process has nothing of its parent's but the name
     thread = _threads.get(key)
     if thread is None:
-        thread = _threads[key] = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undertow-hooks")
+        thread = _threads[key] = _Thread()
     return thread
 
 
-# Held by the hooks: an executor that is gone has its thread end.
-_threads: weakref.WeakValueDictionary[tuple[int, int], ThreadPoolExecutor] = weakref.WeakValueDictionary()
+# Held by the hooks: a worker that is gone has its thread end.
+_threads: weakref.WeakValueDictionary[tuple[int, int], _Thread] = weakref.WeakValueDictionary()
 
 
 def no_second_hook(earlier: CommHook | None) -> PhaseError:

@@ -73,7 +73,8 @@ class Company:
 
     def _exchange(self, states: list[int]) -> Tensor:
         told = torch.tensor(states, dtype=torch.uint8, device=self._group.device)
-        self._said = all_reduce_async(told, self._group.process_group, dist.ReduceOp.MAX)
+        group = self._group
+        self._said = all_reduce_async(told, group.process_group, dist.ReduceOp.MAX, complete=group.complete)
         return told
 
 

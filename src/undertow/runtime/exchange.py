@@ -8,7 +8,6 @@ whatever travels together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -256,14 +255,6 @@ class _Posted:
 
 class Exchange(FutureHandle):
     """A handle of something that is sent and received over `group`, and completed in a thread."""
-
-    def __init__(self, group: OwnGroup) -> None:
-        super().__init__(Future())
-        self._group = group
-
-    def wait(self) -> None:
-        """Returns when it is complete; raises what failed, and where a rank is gone."""
-        self._group.result(self._done)
 
     def begin(self, post: Callable[[], _Posted], thread: Worker) -> None:
         """Posts, and has `thread` complete it; whoever waits for the exchange learns of an error."""

@@ -355,10 +355,9 @@ class Executor:
             return [self._reducer.reduce(value, numel=value.numel()) for value in values]
         params = [[param] for param in binding.params] if self._buckets[index].is_sparse else [binding.params]
         last = values[-1] if values and index == len(self._bindings) - 1 else None
-        return [
-            hook.start(HookedBucket(index, value, params_of_value, is_last=value is last), is_counted=self._recorder.is_on)
-            for value, params_of_value in zip(values, params, strict=True)
-        ]
+        of_values = zip(values, params, strict=True)
+        hooked = [HookedBucket(index, value, of_value, is_last=value is last) for value, of_value in of_values]
+        return [hook.start(bucket, self._group, is_counted=self._recorder.is_on) for bucket in hooked]
 
     def _signature(self, like: Tensor, this_round: Round, *, is_sound: bool) -> Tensor:
         kind = like.dtype, like.device, is_sound

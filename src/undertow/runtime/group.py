@@ -18,6 +18,8 @@ import torch.distributed as dist
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime import private
+from undertow.runtime.collectives import started
+from undertow.runtime.freeing import FREEING
 from undertow.runtime.member import Member
 from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
 from undertow.runtime.worker import Worker
@@ -142,7 +144,7 @@ class OwnGroup:
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.hooks_use_users = False  # communication hooks, whose collectives go over the user's group
         self.company: Company | None = None  # inside join(), which torch has go over the user's group as well
-        self._destroying = threading.Lock()
+        self._destroying = threading.RLock()  # a model that is collected here would have us destroy what we interrupt
         self._limits = SyncConfig() if limits is None else limits
         self._group: weakref.ref[dist.ProcessGroup] | None = None
 
@@ -192,15 +194,16 @@ class OwnGroup:
     def complete(self, work: dist.Work) -> None:
         """Returns when `work` is complete (of a device: when the current stream waits for it); raises what has failed.
 
-        RuntimeError where it never will be, for a rank is gone: the group then stays, as the thread does that is in it.
+        RuntimeError where it never will be, for a rank is gone.
         """
         if self.device.type != "cpu":
             work.wait()
         elif not self._comes_to_an_end(partial(_ends, work)):
-            group = None if self._group is None else self._group()
-            if group is not None:
-                private.leave_behind(group)
             raise _cut()
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Returns with the sum over ranks in `tensor`, or what else `op` makes of it."""
+        self.complete(started(dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)))
 
     def result(self, future: Future[_Result]) -> _Result:
         """What a thread that waits for other ranks has made of it, or what failed; RuntimeError where it never comes back."""
@@ -219,13 +222,7 @@ class OwnGroup:
 
     def worker(self, name: str) -> Worker:
         """A thread that waits for other ranks, and that the process does not wait for at exit where one of them is lost."""
-        own = weakref.ref(self)
-
-        def is_broken() -> bool:
-            group = own()
-            return group is None or group.member is None or group.is_broken
-
-        return Worker(name, is_broken=is_broken)
+        return Worker(name, is_broken=partial(are_left, weakref.WeakSet((self,))))
 
     def places(self, mine: str) -> dict[int, str]:
         """Where ranks stand that ask this at the same time, each in its words; of the groups of ours of one model."""
@@ -284,6 +281,11 @@ def _fill(future: Future[_Result], make: Callable[[], _Result]) -> None:
         future.set_exception(error)
 
 
+def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
+    """Whether threads that wait for ranks of these groups are not waited for at exit: one may be lost, or its group is gone."""
+    return not groups or any(group.member is None or group.is_broken for group in groups)
+
+
 def _cut() -> RuntimeError:
     return RuntimeError("the connection to another rank was closed in the middle of a message.")
 
@@ -306,14 +308,23 @@ def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
     if own is None:
         return
     with own._destroying:  # or the last to hold the group would be this thread, which would end it when it may not
-        group = None if own._group is None else own._group()
-        if group is not None and dist.is_initialized():
-            private.interrupt(group)
-            users = own.user.group if own.hooks_use_users or own.company is not None else None
-            for other in {users, None if own.member is None else own.member.borrowed}:
-                if other is not None:
-                    private.interrupt(other)
-        del group
+        _break_all(own)
+
+
+def _break_all(own: OwnGroup) -> None:
+    """The group of ours, and those of the user's over which something of ours waits."""
+    group = None if own._group is None else own._group()
+    if group is not None and dist.is_initialized():
+        users = own.user.group if own.hooks_use_users or own.company is not None else None
+        for one in {group, users, None if own.member is None else own.member.borrowed}:
+            if one is not None:
+                _break(one)
+
+
+def _break(group: dist.ProcessGroup) -> None:
+    """Has what is under way fail, as far as it can; nobody waits for the rest when the group is destroyed."""
+    private.interrupt(group)
+    FREEING.take(group)
 
 
 def _destroy(owner: weakref.ref[OwnGroup]) -> None:
@@ -328,7 +339,7 @@ def _destroy(owner: weakref.ref[OwnGroup]) -> None:
         if group is None or not dist.is_initialized():
             return
         if member is not None and member.known_fault is not None:
-            private.interrupt(group)  # or what is under way would be waited for
+            _break(group)  # or what is under way would be waited for
         dist.destroy_process_group(group)
 
 

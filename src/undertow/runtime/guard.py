@@ -29,6 +29,7 @@ from undertow.errors import PeerFailed, UndertowError
 from undertow.runtime import faults
 from undertow.runtime.endings import raised, tell_before_end
 from undertow.runtime.faults import Fault, State
+from undertow.runtime.freeing import FREEING
 from undertow.runtime.links import PING, WAITS_S, Links
 from undertow.runtime.member import ANSWERS_S, Member
 from undertow.runtime.ring import Neighbour, close_all
@@ -42,6 +43,7 @@ _log = logging.getLogger("undertow")
 _TICK_S = 2.0  # at most, between two looks at how long we wait
 _ENDS_S = 2.0  # that this rank has to raise the same where another one has ended with an error of ours
 _FLUSH_S = 1.0  # that neighbours have to take our last words
+_FREES_S = 0.5  # that a broken group has to be freed before the process ends
 _GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
 _MAX_SEEN = 4096
 
@@ -304,6 +306,7 @@ class Guard:
                         member.destroy()
         for ring in list(self._rings.values()):
             self.ends(ring)
+        FREEING.finish(_FREES_S)
         self._is_over = True
         self.wake()
         if self._thread is not None:

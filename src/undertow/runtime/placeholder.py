@@ -84,7 +84,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
         torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
     if group is not None:
         with group.waiting("whether gradients are finite"):
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group.process_group)
+            group.all_reduce(found_inf, dist.ReduceOp.MAX)
 
 
 def make_gradients_whole(named_params: Iterable[tuple[str, Tensor]], *, rank: int) -> None:

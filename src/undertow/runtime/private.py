@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -121,11 +120,10 @@ def interrupt(group: dist.ProcessGroup) -> None:
             group.abort()
 
 
-def leave_behind(group: dist.ProcessGroup) -> None:
-    """Keeps what gloo has of a group for ever, for a thread of it never comes back: whoever lets go of it last would wait."""
+def held_by_gloo(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, object] | None:
+    """The group of gloo's, and what waits for its threads when it is freed: whoever holds this last. None where it is none."""
     gloo = _gloo_of(group)
-    if gloo is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo._get_backend(torch.device("cpu"))))
+    return None if gloo is None else (gloo, gloo._get_backend(torch.device("cpu")))
 
 
 def gloo_device() -> Any:

@@ -48,5 +48,5 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
             if at >= 0:
                 row[at] = (time.perf_counter() - began_s) * 1e6
     latest = times.to(group.device)
-    dist.all_reduce(latest, dist.ReduceOp.MAX, group=group.process_group)
+    group.all_reduce(latest, dist.ReduceOp.MAX)
     return tuple((float(num_bytes), median(row)) for num_bytes, row in zip(_SIZES, latest.tolist(), strict=True))

@@ -84,7 +84,7 @@ class Weighing:
         # Of 64 bits: counts of tokens stay exact.
         on_host = torch.tensor(said, dtype=torch.float64)
         self._tensor = on_host if group.device.type == "cpu" else on_host.pin_memory().to(group.device, non_blocking=True)
-        self._handle = all_reduce_async(self._tensor, group.process_group)
+        self._handle = all_reduce_async(self._tensor, group.process_group, complete=group.complete)
 
     def sums(self) -> Sums | None:
         """None where the round is a plain mean. On a device the host does not wait, and a plain mean divides by 1."""
