@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_failed = _measure_parts(asked)
     if asked.only:
         return 1 if num_failed else 0
-    matrix_code = matrix.main(["--out", str(asked.out), *(["--quick"] if asked.quick else [])])
+    of_matrix = [f"--{name}" for name in ("quick", "resume") if getattr(asked, name)]
+    matrix_code = matrix.main(["--out", str(asked.out), *of_matrix])
     return matrix_code or (1 if num_failed else 0)
 
 
@@ -42,22 +43,24 @@ def _measure_parts(asked: argparse.Namespace) -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     console = Console()
     chosen = [part for part in PARTS if not asked.only or part.name in asked.only]
-    described = machine()
-    results, num_failed = _run_parts(chosen, console, is_quick=asked.quick)
-    described["load_average_after"] = machine()["load_average"]
-    described["is_quick"] = asked.quick
-    write_json_lines(asked.out / "bench.jsonl", described, results)
-    write_markdown(asked.out / "bench.md", described, results)
+    described = {**machine(), "is_quick": asked.quick}
+    results: list[Measured] = []
+    try:
+        _run_parts(chosen, console, results, is_quick=asked.quick)
+    finally:  # also of what an interrupted run has measured
+        if results:
+            described["load_average_after"] = machine()["load_average"]
+            write_json_lines(asked.out / "bench.jsonl", described, results)
+            write_markdown(asked.out / "bench.md", described, results)
     console.print()
     console.print(figures_table(results))
     console.print(f"Written: {asked.out / 'bench.md'} and {asked.out / 'bench.jsonl'}", highlight=False)
-    return num_failed
+    return len(chosen) - len(results)
 
 
-def _run_parts(parts: Sequence[Part], console: Console, *, is_quick: bool) -> tuple[list[Measured], int]:
-    """What could be measured, and how many parts could not."""
+def _run_parts(parts: Sequence[Part], console: Console, results: list[Measured], *, is_quick: bool) -> None:
+    """Adds what could be measured to `results`."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
-    results: list[Measured] = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         tasks = {part.name: progress.add_task(part.name.ljust(14), start=False, total=1, now="") for part in parts}
         for part in parts:
@@ -77,7 +80,6 @@ def _run_parts(parts: Sequence[Part], console: Console, *, is_quick: bool) -> tu
                 progress.stop_task(task)
                 progress.update(task, now="failed")
                 console.print(f"{part.name} could not be measured: {error}", markup=False, highlight=False)
-    return results, len(parts) - len(results)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"one of {', '.join(names)}, without the matrix; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps and repetitions: to see that it works")
+    parser.add_argument("--resume", action="store_true", help="keep the cells of the matrix that are in --out")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
     return parser
 

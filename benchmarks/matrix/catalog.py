@@ -191,7 +191,7 @@ class WorkloadSpec:
 
     @property
     def label(self) -> str:
-        return self.name if self.scale == 1 else f"{self.name}@{self.scale:g}"
+        return self.name if self.scale == 1 == WORKLOADS[self.name].scale else f"{self.name}@{self.scale:g}"
 
 
 WORKLOADS = {

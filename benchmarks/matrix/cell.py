@@ -11,7 +11,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -81,6 +81,7 @@ class CellResult:
     timed: list[list[dict[str, Any]]]
     start_up: dict[str, list[dict[str, Any]]]  # by system
     errors: dict[str, str]  # by system
+    divided: list[str] = field(default_factory=list)  # of runs whose systems were measured one by one, for they failed together
 
 
 def kind_of(link: str, num_ranks: int, device: str, *, has_namespaces: bool) -> str:
@@ -137,7 +138,7 @@ def measure_cell(cell: Cell, tell: Tell) -> CellResult:
     with _network(cell) as network:
         for run in runs:
             tell(f"{cell.title}: {_names(run)}")
-            _measure_run(cell, run, network, result)
+            _measure_run(cell, run, network, result, tell)
         for spec in specs if effort.has_start_up else ():
             tell(f"{cell.title}: start-up and memory of {spec.name}")
             _measure_start_up(cell, spec, network, result)
@@ -164,7 +165,7 @@ def _names(run: Run) -> str:
     return ", ".join(job.name for job in run.systems)
 
 
-def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult) -> None:
+def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult, tell: Tell) -> None:
     jobs = [job for job in run.systems if job.name not in result.errors]
     try:
         result.timed.append(_run(cell, run.environment, jobs, network, cell.effort))
@@ -173,10 +174,13 @@ def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult) -> 
         if len(jobs) <= 2:
             result.errors[jobs[-1].name] = str(error)
             return
+        names = ", ".join(job.name for job in jobs)
+        result.divided.append(f"{names}: {error}")
+        tell(f"{cell.title}: what shared a run failed, and is measured one by one: {error}")
     # One of them took the others down: each alone with the bare model, so that only that one is lost.
     bare, *others = jobs
     for job in others:
-        _measure_run(cell, Run(environment=run.environment, systems=(bare, job)), network, result)
+        _measure_run(cell, Run(environment=run.environment, systems=(bare, job)), network, result, tell)
 
 
 def _measure_start_up(cell: Cell, spec: SystemSpec, network: Network, result: CellResult) -> None:
@@ -191,7 +195,7 @@ def _measure_start_up(cell: Cell, spec: SystemSpec, network: Network, result: Ce
 def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Network, effort: Effort) -> list[dict[str, Any]]:
     python = python_of(environment)
     if python is None:
-        raise MatrixError(f"the virtual environment {environment!r} has gone")
+        raise RankFailed(f"the virtual environment {environment!r} has gone")
     with tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder:
         job = Job(
             num_ranks=cell.num_ranks,

@@ -12,7 +12,10 @@ from benchmarks.matrix.links import LOCAL
 
 Document = dict[str, Any]
 ROW, MACHINE = "row", "machine"  # types of lines
-OF_THE_CELL = ("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "link_measured", "conditions")
+OF_THE_CELL = (
+    *("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "link_measured", "conditions"),
+    "divided",  # not in what older runs have written
+)
 _KINDS_OF_NONE = {"shaped": "cables, unshaped", LOCAL: "this machine's own"}
 PLACE = ("workload", "ranks", "link", "kind", "device")
 
@@ -43,7 +46,7 @@ def lines_of(header: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> l
     """A line for the machine, then one for each row, with what is true of its whole cell."""
     lines: list[Document] = [{"type": MACHINE, **header}]
     for cell in cells:
-        shared = {key: cell[key] for key in OF_THE_CELL}
+        shared = {key: cell[key] for key in OF_THE_CELL if key in cell}
         lines += [{"type": ROW, **shared, **row} for row in cell["rows"]]
     return lines
 
@@ -57,7 +60,7 @@ def read_cells(path: Path) -> list[Document]:
         line = json.loads(text)
         if line["type"] != ROW:
             continue
-        shared = {key: line[key] for key in OF_THE_CELL}
+        shared = {key: line[key] for key in OF_THE_CELL if key in line}
         cell = cells.setdefault(place_of(line), {**shared, "rows": [], "profiles": {}})
         cell["rows"].append({key: value for key, value in line.items() if key not in (*OF_THE_CELL, "type")})
     return [cell for cell in cells.values() if measured_systems(cell)]

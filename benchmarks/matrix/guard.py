@@ -68,6 +68,8 @@ def report(changes: Sequence[Change]) -> str:
     """What became worse, first, and what has no value any more; a line when there is neither."""
     lost = [change for change in changes if change.measured is None]
     known = [change for change in changes if change.measured is not None and change.recorded is not None]
+    if changes and not known and not lost:
+        return "nothing to compare with: of these cells no ratio is recorded (see benchmarks/matrix/recorded.json)"
     worse = [change for change in known if change.is_worse]
     counted = f"{len(known)} of {len(changes) - len(lost)} ratios have a recorded one"
     lines = [f"{counted}; worse by more than {WORSE_BY:.0%}: {len(worse)}; lost: {len(lost)}"]

@@ -4,7 +4,7 @@
     eth0 tbf 1gbit    eth0 tbf 1gbit    each rank's way out is shaped
       └──── br0 ────────┘               a bridge in a namespace of its own: the host's is not touched
 
-Needs root and iproute2. Leaving the `with` block deletes the namespaces, also on Ctrl-C and SIGTERM; those of a runner
+Needs root and iproute2. Leaving the `with` block deletes the namespaces, also on Ctrl-C, SIGTERM and SIGHUP; those of a runner
 that was killed are removed by the next one.
 """
 
@@ -99,7 +99,8 @@ def shaped_network(link: str, num_ranks: int) -> Iterator[Network]:
     finally:
         with interrupts_postponed():
             for name in made:
-                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+                # Of a session of its own: Ctrl-C reaches every process of the terminal's.
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, start_new_session=True)
 
 
 def remove_abandoned() -> tuple[list[str], str | None]:
@@ -119,13 +120,14 @@ def remove_abandoned() -> tuple[list[str], str | None]:
 
 @contextmanager
 def interrupts_postponed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM inside come after the block: what is being cleaned up is cleaned up."""
+    """Ctrl-C, SIGTERM and SIGHUP inside come after the block: what is being cleaned up is cleaned up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     late: list[int] = []
     kept: dict[int, Callable[..., object] | int | None] = {
-        number: signal.signal(number, lambda signum, _frame: late.append(signum)) for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, lambda signum, _frame: late.append(signum))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
         yield

@@ -19,6 +19,7 @@ from benchmarks.matrix.links import Network, interrupts_postponed
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.05
 _LOG_LINES = 12
+_BLAME = {-signal.SIGKILL: 0, -signal.SIGSEGV: 0, -signal.SIGBUS: 0, -signal.SIGABRT: 2}  # by return code, others 1
 
 
 def run_job(job: Job, network: Network, *, python: str = sys.executable, silence_s: float) -> list[dict[str, Any]]:
@@ -64,9 +65,9 @@ def _wait(job: Job, ranks: list[subprocess.Popen[bytes]], silence_s: float) -> N
         is_over = all(rank.poll() is not None for rank in ranks)
         failed = [index for index, rank in enumerate(ranks) if _has_failed(job, index, rank)]
         if failed:
-            # The cause is among the first: who ends later may do so because they are gone. One that a signal killed says
-            # nothing, and is what the others complain about.
-            cause = min(failed, key=lambda index: ranks[index].returncode)
+            # The cause is among the first: who ends later may do so because they are gone. One that was killed says nothing, and
+            # is what the others complain about; one that aborts may be gloo's way of ending behind an error of another rank.
+            cause = min(failed, key=lambda index: _BLAME.get(ranks[index].returncode, 1))
             raise RankFailed(f"rank {cause} {_how(ranks[cause].returncode)}. {_last_words(job, cause)}")
         if is_over:
             return
@@ -81,8 +82,8 @@ def _last_sign_s(job: Job) -> float:
 
 
 def _has_failed(job: Job, index: int, rank: subprocess.Popen[bytes]) -> bool:
-    """A process that aborts at exit, after its results are written, has done its work."""
-    return rank.poll() not in (None, 0) and not job.result_path(index).exists()
+    """A process that aborts at exit, after its results are written, has done its work; one that ends well without has not."""
+    return rank.poll() is not None and not job.result_path(index).exists()
 
 
 def _how(returncode: int) -> str:
@@ -96,9 +97,8 @@ def _last_words(job: Job, rank: int) -> str:
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for rank in ranks:
-        if rank.poll() is None:
-            # Its session is ours alone: the rank and what it has started.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
+        # Its session is ours alone: the rank and what it has started, which may be there when the rank is not any more.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
     for rank in ranks:
         rank.wait()

@@ -61,7 +61,7 @@ def _row(spec: SystemSpec, timed: Sequence[Sequence[RankResult]], limits: Sequen
         row["error"] = _error_of(spec, timed, errors) or "not measured"
         return row
     if (failed := _error_of(spec, timed, errors)) is not None:
-        row["note"] = f"{spec.note} In one run it failed: {failed}".strip()
+        row["note"] = f"{spec.note} In one run it failed: {' '.join(failed.split())}".strip()
     compared = "step_s" if spec.is_sharded else "backward_s"
     variant = min(found, key=lambda name: median(found[name][compared]))
     if len(measured) > 1:
@@ -118,7 +118,7 @@ def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
 
 
 def _error_of(spec: SystemSpec, timed: Sequence[Sequence[RankResult]], errors: Mapping[str, str]) -> str | None:
-    names = {spec.name, *(job.name for job in spec.jobs())}
+    names = tuple(dict.fromkeys((spec.name, *(job.name for job in spec.jobs()))))
     told = [errors[name] for name in names if name in errors]
     told += [
         str(rank["systems"][name]["error"])

@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(asked: Asked, command: str) -> int:
     """Measures cell by cell and writes what there is after each: an interrupted run is not lost, and can be resumed."""
-    signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C: everything that has been set up is torn down
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _stop)  # as Ctrl-C: everything that has been set up is torn down
     try:
         return _run(asked, command)
     except KeyboardInterrupt:
@@ -82,6 +83,8 @@ def _run(asked: Asked, command: str) -> int:
     if missing is not None and any(cell.kind == "emulated" for cell in asked_cells):
         _tell(f"no shaped links: {missing}. Going on with the emulated link.")
     header = {**machine(), "command": command, "links": _links(asked_cells, missing)}
+    if not asked.resumes:
+        _set_aside(asked.out)
     cells = {place_of(cell): cell for cell in read_cells(asked.out / "matrix.jsonl")} if asked.resumes else {}
     wanted = [cell for cell in asked_cells if not _is_finished(cells.get(cell.place), cell)]
     for number, cell in enumerate(wanted, start=1):
@@ -125,8 +128,8 @@ def _expected(measured: Sequence[Cell]) -> set[str]:
 
 
 def _is_finished(earlier: Document | None, cell: Cell) -> bool:
-    """Whether an earlier run has a figure of every system that `cell` is to have and that can be measured here."""
-    if earlier is None:
+    """Whether an earlier run has as good a figure of every system that `cell` is to have and that can be measured here."""
+    if earlier is None or earlier["conditions"].get("num_turns", FULL.num_turns) < cell.effort.num_turns:
         return False
     lacking = [spec for spec in cell.systems if spec.name not in measured_systems(earlier)]
     return all(why_not_here(spec, cell.device) is not None for spec in lacking)
@@ -192,9 +195,11 @@ def _measured(cell: Cell) -> Document:
         "kind": cell.kind,
         "device": cell.device,
         "link_measured": link_of_cell(result.timed),
+        "divided": result.divided,
         "conditions": {
             **{key: before[key] for key in ("date", "commit", "torch", "load_average")},
             "load_average_after": machine()["load_average"],
+            "num_turns": cell.effort.num_turns,
         },
         "rows": rows_of_cell(cell.systems, result.timed, result.start_up, result.errors),
         "profiles": profiles_of(result.timed),
@@ -209,6 +214,15 @@ def _write(out: Path, header: Document, cells: Sequence[Document], *, pictures: 
     lines = lines_of(header, cells)
     _replace(out / "matrix.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     _replace(out / "matrix.md", markdown(header, cells, pictures=pictures or {}))
+
+
+def _set_aside(out: Path) -> None:
+    """What a run of hours has written is not overwritten by the next one."""
+    written = [path for name in ("matrix.jsonl", "matrix.md") if (path := out / name).exists()]
+    for path in written:
+        path.replace(path.with_stem(f"{path.stem}.previous"))
+    if written:
+        _tell(f"the matrix that was in {out} is matrix.previous.jsonl and .md now; --resume would go on with it")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -263,7 +277,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", action="append", metavar="NAME", help=f"{', '.join(catalog.LINKS)}; may be repeated")
     add("--system", action="append", metavar="NAME", help=f"{', '.join(catalog.SYSTEMS)}; may be repeated")
     add("--device", default="cpu", metavar="NAME", help=f"{', '.join(catalog.DEVICES)}: where models compute (default: cpu)")
-    add("--steps", type=_positive, metavar="N", help="steps of each system in each cell (at most, for slow ones)")
+    add(
+        "--steps", type=_positive, metavar="N", help="turns of each system in each cell, of one step or two (fewer for slow ones)"
+    )
     add("--quick", action="store_true", help="replay and gpt at 1gbit, three systems, few steps: below 3 minutes")
     add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
     add("--resume", action="store_true", help="keep the cells in --out that have all these systems, and measure the others")

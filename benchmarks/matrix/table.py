@@ -97,7 +97,9 @@ def _cell_heading(cell: Row) -> str:
     conditions = cell["conditions"]
     load = " to ".join(f"{conditions[key]:.1f}" for key in ("load_average", "load_average_after"))
     commit = f", commit {conditions['commit']}" if conditions.get("commit") else ""
-    return f"{heading}\n\n{about} {conditions['date']}{commit}, load average {load}."
+    reasons = [" ".join(why.split()) for why in cell.get("divided", ())]
+    divided = "".join(f"\n\nMeasured one by one, for a run that they shared failed: {why}" for why in reasons)
+    return f"{heading}\n\n{about} {conditions['date']}{commit}, load average {load}.{divided}"
 
 
 def _cells_of(row: Row) -> list[str]:

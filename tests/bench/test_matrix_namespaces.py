@@ -84,7 +84,7 @@ def test_an_exception_inside_leaves_nothing() -> None:
     assert namespaces_of(os.getpid()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_matrix_tears_down(number: signal.Signals, runner: subprocess.Popen[str]) -> None:
     ranks = wait_for_its_ranks(runner)
     runner.send_signal(number)

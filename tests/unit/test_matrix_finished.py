@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.matrix import cell as cell_module
 from benchmarks.matrix import environments, guard, run
+from benchmarks.matrix.catalog import SYSTEMS, WORKLOADS
 from benchmarks.matrix.cell import Cell, CellResult
-from benchmarks.matrix.errors import NoNamespaces
+from benchmarks.matrix.errors import NoNamespaces, RankFailed
 from benchmarks.matrix.finished import in_order, lines_of, read_cells
+from benchmarks.matrix.table import markdown
 
 from support.matrix import cell, played, rank_result
 
@@ -112,8 +115,49 @@ def test_a_run_tells_which_recorded_ratios_it_has_lost(
     assert [line for line in told if line.startswith("  LOST")] == lost
 
 
+def test_a_cell_of_fewer_turns_is_not_taken_for_a_finished_one(tmp_path: Path, measured: list[list[str]]) -> None:
+    quick = at("gpt")
+    write(tmp_path / "matrix.jsonl", {**quick, "conditions": {**quick["conditions"], "num_turns": run.QUICK.num_turns}})
+    resume(tmp_path, "ours")
+    assert measured == [["bare", "ours"]]
+    resume(tmp_path, "ours")
+    assert len(measured) == 1
+
+
+def test_a_new_run_sets_aside_what_an_earlier_one_has_written(
+    tmp_path: Path, measured: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "matrix.jsonl", at("gpt"))
+    asked = ["--workload", "gpt", "--ranks", "2", "--link", "none", "--system", "ours", "--out", str(tmp_path)]
+    assert run.main(asked) == 0
+    assert read_cells(tmp_path / "matrix.previous.jsonl") == [at("gpt")]
+    assert [one["link"] for one in read_cells(tmp_path / "matrix.jsonl")] == ["none"]
+    assert f"the matrix that was in {tmp_path} is matrix.previous.jsonl and .md now" in capsys.readouterr().err
+    assert len(measured) == 1
+
+
+def test_what_shared_a_run_that_failed_is_measured_one_by_one_and_the_cell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def fail(_cell: Cell, _environment: str, jobs: Any, *_: Any) -> list[dict[str, Any]]:
+        ran.append([job.name for job in jobs])
+        if len(jobs) > 2:
+            raise RankFailed("rank 1 ended with exit code 3.\nits last words")
+        return [rank_result({jobs[-1].name: played([99.0, 99.0])})] * 2
+
+    monkeypatch.setattr(cell_module, "_run", fail)
+    systems = tuple(SYSTEMS[name] for name in ("bare", "ours", "torch-ddp"))
+    asked = Cell(workload=WORKLOADS["gpt"], num_ranks=2, link="1gbit", kind="emulated", systems=systems, effort=run.QUICK)
+    one = run._measured(asked)
+    assert ran == [["bare", "ours", "torch-ddp"], ["bare", "ours"], ["bare", "torch-ddp"]]
+    why = "bare, ours, torch-ddp: rank 1 ended with exit code 3. its last words"
+    assert f"Measured one by one, for a run that they shared failed: {why}" in markdown({}, [one], pictures={})
+    (written,) = lines_of({}, [one])[1:2]
+    assert written["divided"] == [why.replace(". its", ".\nits")]
+
+
 def test_cells_stand_in_one_order_whenever_they_were_measured() -> None:
-    right = [at(), at(ranks=4), at(link="none"), at("gpt"), at("gpt2"), at("gpt2@0.125")]
+    right = [at(), at(ranks=4), at(link="none"), at("gpt"), at("gpt2@0.125"), at("gpt2@1")]
     assert in_order(right[::-1]) == right
 
 

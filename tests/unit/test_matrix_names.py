@@ -47,7 +47,7 @@ def test_impossible_numbers_are_refused(arguments: list[str], capsys: pytest.Cap
 def test_a_workload_may_be_asked_for_at_another_scale() -> None:
     assert catalog.workload_from_text("gpt2").label == "gpt2@0.125"
     full = catalog.workload_from_text("gpt2@1")
-    assert (full.label, full.gradient_bytes()) == ("gpt2", 4 * 124_438_272)
+    assert (full.label, full.gradient_bytes()) == ("gpt2@1", 4 * 124_438_272)
 
 
 def test_every_profile_has_the_size_that_its_model_has() -> None:

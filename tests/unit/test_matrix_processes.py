@@ -56,6 +56,16 @@ def test_a_rank_that_fails_after_all_others_have_ended_is_seen(job: Job) -> None
         wait(job, Rank(None, None, None, 3), Rank(0))
 
 
+def test_a_rank_that_ends_as_if_all_were_well_without_a_result_has_failed(job: Job) -> None:
+    with pytest.raises(RankFailed, match="rank 1 ended with exit code 0"):
+        wait(job, Rank(None), Rank(None, 0))
+
+
+def test_of_ranks_that_have_ended_at_once_one_that_aborts_is_not_blamed(job: Job) -> None:
+    with pytest.raises(RankFailed, match="rank 1 ended with exit code 1"):
+        wait(job, Rank(-6), Rank(1))
+
+
 def test_a_rank_that_aborts_behind_its_results_has_done_its_work(job: Job) -> None:
     for rank in range(2):
         job.result_path(rank).touch()
