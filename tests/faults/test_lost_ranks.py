@@ -103,7 +103,7 @@ def test_nor_does_it_keep_a_script_from_its_end(is_destroyed: bool, tmp_path: Pa
             ends.callback(ranks[-1].kill)
         _, complaints = ranks[0].communicate(timeout=60)
     assert ranks[0].returncode == 1
-    assert "undertow.errors.RankLost: rank 1 is gone" in complaints.splitlines()[-3]
+    assert "undertow.errors.RankLost: rank 1 is gone" in complaints
 
 
 @pytest.mark.parametrize("point", ["in_hybrid_backward", "in_expert_backward"])

@@ -364,7 +364,8 @@ def in_comm_hook_of_a_stopped_rank(script: _Script, *, is_sending: bool = True) 
         if is_now:
             time.sleep(0.3)  # for what the thread that trains sends
         if is_now and is_ours:
-            goes_on = f"sleep 1; kill -CONT {at.read_text()}"
+            ends = f"grep -q 'State:.Z' /proc/{os.getpid()}/status 2>/dev/null || [ ! -d /proc/{os.getpid()} ]"
+            goes_on = f"until {ends}; do sleep 0.05; done; kill -CONT {at.read_text()}"
             subprocess.Popen(["sh", "-c", goes_on], start_new_session=True)
             script.act()
         if is_now and not is_ours:

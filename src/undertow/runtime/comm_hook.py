@@ -67,7 +67,7 @@ class CommHook:
         self.name = name_of(hook)
         self._state = state
         self._hook = hook
-        self._thread: _Thread | None = None
+        self._thread: _Calling | None = None
         self._calls = _Calls()
 
     def begin_round(self) -> None:
@@ -195,25 +195,25 @@ class QueuedHook(FutureHandle):
             self._done.set_result(None)
 
 
-class _Thread:
-    """In which hooks of some models are called."""
+class _Calling:
+    """A thread in which hooks of some models are called."""
 
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[OwnGroup] = weakref.WeakSet()
         self.worker = Worker("undertow-hooks", is_broken=partial(are_left, self.groups))
 
 
-def _thread_beside_this_one() -> _Thread:
+def _thread_beside_this_one() -> _Calling:
     """One for the hooks of all models that train in this thread: they may send over one group, and so in one order."""
     key = os.getpid(), threading.get_ident()  # a child process has nothing of its parent's but the name
     thread = _threads.get(key)
-    if thread is None:
-        thread = _threads[key] = _Thread()
+    if thread is None or any(group.is_broken for group in thread.groups):  # in which it may be stuck
+        thread = _threads[key] = _Calling()
     return thread
 
 
 # Held by the hooks: a worker that is gone has its thread end.
-_threads: weakref.WeakValueDictionary[tuple[int, int], _Thread] = weakref.WeakValueDictionary()
+_threads: weakref.WeakValueDictionary[tuple[int, int], _Calling] = weakref.WeakValueDictionary()
 
 
 def no_second_hook(earlier: CommHook | None) -> PhaseError:

@@ -7,7 +7,9 @@ never ends, whatever is tried, and whoever frees the group waits for it. By defa
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
 
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from undertow.runtime import private
 
 __all__ = ["FREEING"]
 
+_FREES_S = 0.5
+
 
 class Freeing:
     """Threads that hold what gloo has of broken groups, each until torch has let go of its group."""
@@ -23,22 +27,32 @@ class Freeing:
     def __init__(self) -> None:
         self._threads: list[_Thread] = []
         self._taken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._taking = threading.RLock()  # what is collected in between may have us called again
 
     def take(self, group: dist.ProcessGroup) -> None:
         """From now on nobody but a thread of ours waits when `group` is freed; does nothing for other backends than gloo."""
         held = private.held_by_gloo(group)
-        if held is None or held[0] in self._taken:
-            return
-        self._taken.add(held[0])
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(_Thread(*held))
-        self._threads[-1].start()
+        with self._taking:
+            if held is None or held[0] in self._taken:
+                return
+            self._taken.add(held[0])
+            thread = _Thread(*held)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many, or the interpreter ends
+                private.keep_for_ever(held[1])
+                return
+            self._threads = [*(it for it in self._threads if it.is_alive()), thread]
 
-    def finish(self, within_s: float) -> None:
-        """Returns when all groups that torch has let go of are freed, or not in time: each may last."""
+    def finish(self) -> None:
+        """Returns when all groups that torch has let go of are freed, or after half a second: that may last.
+
+        Who begins anew wants the store that the old groups hold to be gone, and no thread may come back when the interpreter is.
+        """
+        until_s = time.monotonic() + _FREES_S
         for thread in self._threads:
             if thread.is_let_go.is_set():
-                thread.join(within_s)
+                thread.join(max(0.0, until_s - time.monotonic()))
 
 
 class _Thread(threading.Thread):
@@ -54,3 +68,4 @@ class _Thread(threading.Thread):
 
 
 FREEING = Freeing()  # of the process
+atexit.register(FREEING.finish)  # behind a destroy_process_group() that the script has registered

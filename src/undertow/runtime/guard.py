@@ -43,7 +43,6 @@ _log = logging.getLogger("undertow")
 _TICK_S = 2.0  # at most, between two looks at how long we wait
 _ENDS_S = 2.0  # that this rank has to raise the same where another one has ended with an error of ours
 _FLUSH_S = 1.0  # that neighbours have to take our last words
-_FREES_S = 0.5  # that a broken group has to be freed before the process ends
 _GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
 _MAX_SEEN = 4096
 
@@ -272,6 +271,7 @@ class Guard:
         for neighbour in neighbours:
             neighbour.flush(_FLUSH_S)
         close_all(neighbours)
+        FREEING.finish()
 
     def wake(self) -> None:
         self._heard.put(None)
@@ -306,7 +306,6 @@ class Guard:
                         member.destroy()
         for ring in list(self._rings.values()):
             self.ends(ring)
-        FREEING.finish(_FREES_S)
         self._is_over = True
         self.wake()
         if self._thread is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -124,6 +125,11 @@ def held_by_gloo(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, object] |
     """The group of gloo's, and what waits for its threads when it is freed: whoever holds this last. None where it is none."""
     gloo = _gloo_of(group)
     return None if gloo is None else (gloo, gloo._get_backend(torch.device("cpu")))
+
+
+def keep_for_ever(held: object) -> None:
+    """What would be waited for if it were freed."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def gloo_device() -> Any:

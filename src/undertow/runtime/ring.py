@@ -10,7 +10,6 @@ needed while the ring is made, and never again.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import platform
@@ -154,7 +153,7 @@ class Neighbour:
                 if os.fstat(number).st_ino == inode:
                     os.close(number)
         # Never freed: gloo would wait for threads that are not in the child.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        private.keep_for_ever(self)
 
     def _post(self) -> None:
         frame, group = torch.zeros(_FRAME, dtype=torch.uint8), self._group

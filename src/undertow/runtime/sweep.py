@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from undertow.config import SyncConfig
+from undertow.runtime.collectives import started
 from undertow.runtime.engine import Engine
 from undertow.runtime.planning import no_profile
 from undertow.runtime.reducer import Reducer
@@ -40,7 +41,7 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
     for row, num_bytes in zip(times, _SIZES, strict=True):
         part = tensor[: num_bytes // 4]
         for at in range(-1, _NUM_TIMES):  # the first one makes what the others find
-            dist.barrier(group=group.process_group)
+            group.complete(started(dist.barrier(group=group.process_group, async_op=True)))
             began_s = time.perf_counter()
             reducer.reduce(part, numel=part.numel()).wait()
             if group.device.type == "cuda":
