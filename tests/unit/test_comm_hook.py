@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 
+from support.alone import ALONE
 from support.errors import text_of
 from undertow.errors import ConfigError, WrongType
 from undertow.runtime.comm_hook import CommHook, HookedBucket
@@ -131,7 +132,7 @@ def test_the_hook_gets_its_state_and_the_bucket() -> None:
         return completed(bucket.buffer())
 
     given = bucket()
-    CommHook(state, hook).start(given).wait()
+    CommHook(state, hook).start(given, ALONE).wait()
     assert seen == [(state, given)]
 
 
@@ -164,7 +165,7 @@ RESULTS: dict[str, Callable[[HookedBucket], Any]] = {
 def test_the_result_is_written_into_the_bucket(name: str) -> None:
     given = bucket()
     target = given.buffer()
-    handle = CommHook(None, returns(lambda bucket: completed(RESULTS[name](bucket)))).start(given)
+    handle = CommHook(None, returns(lambda bucket: completed(RESULTS[name](bucket)))).start(given, ALONE)
     handle.wait()
     handle.wait()  # a second time is fine
     assert torch.equal(target, 3 * BUFFER)
@@ -176,13 +177,13 @@ def test_a_sparse_result_is_written_too() -> None:
     target = torch.sparse_coo_tensor([[1]], rows, (3, 2), check_invariants=True).coalesce()
     given = HookedBucket(0, target, [torch.zeros(3, 2)], is_last=False)
     result = torch.sparse_coo_tensor([[0, 2]], torch.ones(2, 2), (3, 2), check_invariants=True).coalesce()
-    CommHook(None, returns(lambda _: completed(result))).start(given).wait()
+    CommHook(None, returns(lambda _: completed(result))).start(given, ALONE).wait()
     assert torch.equal(target.to_dense(), result.to_dense())
 
 
 def test_a_handle_is_complete_when_its_future_is() -> None:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    handle = CommHook(None, returns(lambda _: future)).start(bucket())
+    handle = CommHook(None, returns(lambda _: future)).start(bucket(), ALONE)
     told: list[object] = []
     handle.on_done(told.append)
     assert (handle.is_completed(), told) == (False, [])
@@ -194,7 +195,7 @@ def test_a_handle_is_complete_when_its_future_is() -> None:
 @pytest.mark.parametrize(("value", "got"), [(None, "NoneType"), (BUFFER, "Tensor")], ids=["nothing", "a tensor"])
 def test_a_hook_that_returns_no_future_is_told_so(value: object, got: str) -> None:
     hook = returns(value)
-    assert text_of(WrongType, lambda: CommHook(None, hook).start(bucket()).wait()) == (
+    assert text_of(WrongType, lambda: CommHook(None, hook).start(bucket(), ALONE).wait()) == (
         f"expected the communication hook to return a torch.futures.Future, got {got}.\n"
         "  returns.<locals>.hook, bucket 4\n"
         "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result()."
@@ -207,7 +208,7 @@ def test_a_hook_that_returns_no_future_is_told_so(value: object, got: str) -> No
     ids=["nothing", "too few elements", "another shape", "two tensors", "no tensor"],
 )
 def test_a_future_that_holds_something_else_is_told_so(value: object, got: str) -> None:
-    handle = CommHook(None, returns(lambda _: completed(value))).start(bucket())
+    handle = CommHook(None, returns(lambda _: completed(value))).start(bucket(), ALONE)
     assert text_of(WrongType, handle.wait) == (
         f"expected the communication hook's future to hold a tensor of 6 elements, got {got}.\n"
         "  returns.<locals>.hook\n"
@@ -217,6 +218,6 @@ def test_a_future_that_holds_something_else_is_told_so(value: object, got: str) 
 
 def test_an_error_of_the_future_is_raised_as_it_is() -> None:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    handle = CommHook(None, returns(lambda _: future)).start(bucket())
+    handle = CommHook(None, returns(lambda _: future)).start(bucket(), ALONE)
     future.set_exception(ZeroDivisionError("in the hook"))
     assert text_of(ZeroDivisionError, handle.wait) == "in the hook"

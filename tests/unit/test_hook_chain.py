@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import undertow
+from support.alone import ALONE
 from support.errors import text_of
 from undertow import ConfigError, WrongType
 from undertow.runtime.comm_hook import CommHook, HookedBucket
@@ -46,7 +47,7 @@ def halves(_state, bucket):
 def result_of(hook: Callable[..., Any]) -> Tensor:
     given = bucket()
     target = given.buffer()
-    CommHook(None, hook).start(given).wait()
+    CommHook(None, hook).start(given, ALONE).wait()
     return target
 
 
@@ -81,7 +82,7 @@ def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
     given = bucket()
     target = given.buffer()
     chained = undertow.chain((1.0, add), (None, lambda state, bucket: on_its_way), (None, look), (None, double_in_place))
-    handle = CommHook(None, chained).start(given)
+    handle = CommHook(None, chained).start(given, ALONE)
     assert (seen, handle.is_completed()) == ([], False)
     on_its_way.set_result(torch.full((6,), 7.0))
     handle.wait()
