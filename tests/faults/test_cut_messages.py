@@ -19,7 +19,7 @@ from torch import nn
 from faults.conftest import Record
 from faults.test_lost_ranks import WITHIN_S
 from support.faults import Outcome
-from support.processes import run_ranks
+from support.processes import run_ranks, stop_here, wait_until_stopped
 from undertow import DistributedDataParallel
 from undertow.errors import RankLost
 from undertow.runtime.exchange import PostedExchanges
@@ -85,7 +85,7 @@ def _rank(scene: str, is_destroyed: bool, rank: int, directory: Path, connection
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "meeting-point"), 2), rank=rank, world_size=2)
     if rank == 1:
-        globals()[scene](partial(_stop, directory / "process"))
+        globals()[scene](partial(stop_here, directory / "process"))
     threading.Thread(target=_kills_when_stopped, args=(directory / "process", connection), daemon=True).start()
     with pytest.raises(RankLost) as caught:
         globals()[scene](None)
@@ -94,20 +94,10 @@ def _rank(scene: str, is_destroyed: bool, rank: int, directory: Path, connection
         dist.destroy_process_group()
 
 
-def _stop(process: Path) -> None:
-    process.write_text(str(os.getpid()))
-    os.kill(os.getpid(), signal.SIGSTOP)  # nothing more is read
-
-
 def _kills_when_stopped(process: Path, connection: Connection) -> None:
-    while not (process.exists() and process.read_text() and _is_stopped(int(process.read_text()))):
-        time.sleep(0.005)
+    number = wait_until_stopped(process)
     connection.send({"fault": time.monotonic()})
-    os.kill(int(process.read_text()), signal.SIGKILL)
-
-
-def _is_stopped(process: int) -> bool:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    os.kill(number, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("is_destroyed", [False, True], ids=["", "destroyed"])

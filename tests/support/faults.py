@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import undertow.sync
-from support.processes import log_file, run_ranks
+from support.processes import log_file, run_ranks, stop_here, wait_until_stopped
 from undertow import DistributedDataParallel, ExpertGroup, PeerFailed, ShardedOptimizer, SyncConfig, save_checkpoint
 from undertow.runtime import private, private_checkpoint
 from undertow.runtime.reducer import Reducer
@@ -355,7 +355,7 @@ def in_comm_hook_of_a_stopped_rank(script: _Script, *, is_sending: bool = True) 
     def hook(_, bucket):
         is_now, is_ours = script.step == FAULTY_STEP and not script.has_acted, script.rank == faulty
         if is_now and is_ours:
-            _wait_until_stopped(at)
+            wait_until_stopped(at)
         if is_now and not is_ours:
             script.act()
         work = None
@@ -369,16 +369,14 @@ def in_comm_hook_of_a_stopped_rank(script: _Script, *, is_sending: bool = True) 
             subprocess.Popen(["sh", "-c", goes_on], start_new_session=True)
             script.act()
         if is_now and not is_ours:
-            at.with_suffix(".part").write_text(str(os.getpid()))
-            at.with_suffix(".part").replace(at)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here(at)
         return work.get_future().then(lambda done: done.value()[0])
 
     reduce = Reducer.reduce
 
     def late(reducer: Reducer, *args: Any, **kwargs: Any) -> Any:
         if script.step == FAULTY_STEP and script.rank == faulty:
-            _wait_until_stopped(at)
+            wait_until_stopped(at)
         return reduce(reducer, *args, **kwargs)
 
     Reducer.reduce = late
@@ -389,12 +387,6 @@ def in_comm_hook_of_a_stopped_rank(script: _Script, *, is_sending: bool = True) 
 def in_trailers_of_a_stopped_rank(script: _Script) -> torch.optim.Optimizer:
     """The same of what travels beside a hook, over our group, where nobody waits for it any more when the hook has failed."""
     return in_comm_hook_of_a_stopped_rank(script, is_sending=False)
-
-
-def _wait_until_stopped(at: Path) -> None:
-    """The process whose number is in that file, as soon as it is there."""
-    while not at.exists() or Path(f"/proc/{at.read_text()}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.01)
 
 
 def in_buffers(script: _Script) -> torch.optim.Optimizer:

@@ -65,6 +65,21 @@ def log_file(directory: Path, rank: int) -> Path:
     return directory / f"log-{rank}.txt"
 
 
+def stop_here(at: Path) -> None:
+    """Stops this process by a signal until somebody has it go on; its number is in that file."""
+    part = at.with_suffix(".part")
+    part.write_text(str(os.getpid()))
+    part.replace(at)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_until_stopped(at: Path) -> int:
+    """The number of the process that stops there, as soon as it has."""
+    while not at.exists() or Path(f"/proc/{at.read_text()}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.005)
+    return int(at.read_text())
+
+
 def _listen(connections: list[Connection], patience_s: float) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = [{} for _ in connections]
     still_open, until_s = list(connections), time.monotonic() + patience_s

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.runtime import private
-from undertow.runtime.collectives import all_reduce_async, started
+from undertow.runtime.collectives import started
 from undertow.runtime.group import OwnGroup
 
 _CHUNK_BYTES = 25 * 1024 * 1024
@@ -206,7 +206,7 @@ def _means(chunk: Sequence[Tensor], group: OwnGroup) -> list[Tensor]:
     flat = _flat(chunk)
     wide = flat.to(_wider(flat.dtype)).div_(group.num_ranks)
     with group.waiting("the mean of buffers"):
-        all_reduce_async(wide, group.process_group, complete=group.complete).wait()
+        group.all_reduce(wide)
     return _parts(wide.to(flat.dtype), chunk)
 
 

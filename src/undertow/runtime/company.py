@@ -15,7 +15,7 @@ from torch import Tensor
 
 from undertow.errors import PhaseError
 from undertow.runtime import private
-from undertow.runtime.collectives import ReductionHandle, all_reduce_async
+from undertow.runtime.collectives import ReductionHandle
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.placeholder import GradientPlaceholder
 
@@ -73,8 +73,7 @@ class Company:
 
     def _exchange(self, states: list[int]) -> Tensor:
         told = torch.tensor(states, dtype=torch.uint8, device=self._group.device)
-        group = self._group
-        self._said = all_reduce_async(told, group.process_group, dist.ReduceOp.MAX, complete=group.complete)
+        self._said = self._group.all_reduce_async(told, dist.ReduceOp.MAX)
         return told
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime import private
-from undertow.runtime.collectives import started
+from undertow.runtime.collectives import ReductionHandle, all_reduce_async
 from undertow.runtime.freeing import FREEING
 from undertow.runtime.member import Member
 from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
@@ -203,7 +203,11 @@ class OwnGroup:
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Returns with the sum over ranks in `tensor`, or what else `op` makes of it."""
-        self.complete(started(dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)))
+        self.all_reduce_async(tensor, op).wait()
+
+    def all_reduce_async(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> ReductionHandle:
+        """Starts the same; whoever waits for it learns where a rank is gone."""
+        return all_reduce_async(tensor, self.process_group, op, complete=self.complete)
 
     def result(self, future: Future[_Result]) -> _Result:
         """What a thread that waits for other ranks has made of it, or what failed; RuntimeError where it never comes back."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.plan import Bucket
-from undertow.runtime.collectives import Handle, all_reduce_async
+from undertow.runtime.collectives import Handle
 from undertow.runtime.comm_hook import CommHook, no_hook_with_wire_dtype
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.group import OwnGroup
@@ -71,15 +71,12 @@ class Reducer:
         if self.in_order is not None and not tensor.is_sparse:
             return self.in_order.all_reduce(tensor)
         if self.averages(tensor.dtype) and not tensor.is_sparse:
-            return self._all_reduce(tensor, dist.ReduceOp.AVG)
+            return self.group.all_reduce_async(tensor, dist.ReduceOp.AVG)
         if self.divisor != 1:
             (tensor if tensor.is_sparse else tensor[:numel]).div_(self.divisor)
         narrow = narrowed(tensor, self.wire)
-        handle = self._all_reduce(narrow, dist.ReduceOp.SUM)
+        handle = self.group.all_reduce_async(narrow)
         return handle if narrow is tensor else Widened(handle, narrow, into=tensor)
-
-    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Handle:
-        return all_reduce_async(tensor, self.group.process_group, op, complete=self.group.complete)
 
     def as_sent(self, values: Tensor) -> Tensor:
         """A copy of `values` as they travel in a reduction; in their own dtype they are what they are."""

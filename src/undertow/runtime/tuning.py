@@ -131,10 +131,10 @@ class Tuning:
         records = self._recorder.records(generation=measured.generation, at_most=NUM_STEPS_MEASURED)
         mine = array_of_records(records, measured.plan, num_steps=NUM_STEPS_MEASURED)
         latest = torch.from_numpy(mine).to(self._group.device)
-        work = started(dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group.process_group, async_op=True))
+        handle = self._group.all_reduce_async(latest, dist.ReduceOp.MAX)
         yield
         with self._group.waiting("the times of all ranks"):
-            self._group.complete(work)
+            handle.wait()
         measurement = measurement_from_array(latest.cpu().numpy(), records, measured.plan)
         if measurement is not None:
             self.tuner.learn(measurement)

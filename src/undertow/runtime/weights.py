@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError, WrongType
-from undertow.runtime.collectives import ReductionHandle, all_reduce_async
+from undertow.runtime.collectives import ReductionHandle
 from undertow.runtime.group import OwnGroup
 
 _HAS, _HAS_NO_DATA = 1.0, 2.0  # what a rank says of itself; else 0
@@ -84,7 +84,7 @@ class Weighing:
         # Of 64 bits: counts of tokens stay exact.
         on_host = torch.tensor(said, dtype=torch.float64)
         self._tensor = on_host if group.device.type == "cpu" else on_host.pin_memory().to(group.device, non_blocking=True)
-        self._handle = all_reduce_async(self._tensor, group.process_group, complete=group.complete)
+        self._handle = group.all_reduce_async(self._tensor)
 
     def sums(self) -> Sums | None:
         """None where the round is a plain mean. On a device the host does not wait, and a plain mean divides by 1."""
