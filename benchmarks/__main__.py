@@ -23,14 +23,19 @@ from benchmarks.suite import PARTS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; 0, or 1 if a part could not be measured. A target that is missed is a result."""
+    """Runs what was asked for; 0, 1 if a part could not be measured, 130 if interrupted. A target that is missed is a result."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["matrix"]:
         return matrix.main(arguments[1:])
     if arguments[:1] == ["fidelity"]:
         return fidelity.main(arguments[1:])
     asked = _parser().parse_args(arguments)
-    num_failed = _measure_parts(asked)
+    matrix.end_as_ctrl_c()
+    try:
+        num_failed = _measure_parts(asked)
+    except KeyboardInterrupt:
+        print("interrupted; what was measured before is kept", file=sys.stderr)
+        return 130
     if asked.only:
         return 1 if num_failed else 0
     of_matrix = [f"--{name}" for name in ("quick", "resume") if getattr(asked, name)]

@@ -6,11 +6,15 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from benchmarks.matrix.worker import die_with
 
 
 def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
@@ -18,32 +22,35 @@ def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         receive, send = context.Pipe(duplex=False)
+        shared = num_ranks, f"{folder}/store", send
         ranks = [
-            context.Process(target=_rank, args=(work, rank, num_ranks, f"{folder}/store", send, args), daemon=True)
+            context.Process(target=_rank, args=(os.getpid(), partial(work, rank, *args), rank, *shared), daemon=True)
             for rank in range(num_ranks)
         ]
         for process in ranks:
             process.start()
         send.close()
+        is_ok, result = False, "the ranks ended without a result"
         try:
-            is_ok, result = receive.recv()
-        except EOFError:
-            is_ok, result = False, "the ranks ended without a result"
-        for process in ranks:
-            if not is_ok:
-                process.terminate()  # it may be waiting for a rank that is gone
-            process.join()
+            with suppress(EOFError):
+                is_ok, result = receive.recv()
+        finally:
+            for process in ranks:
+                if not is_ok:
+                    process.kill()  # it may be waiting for a rank that is gone
+                process.join()
     if not is_ok:
         raise RuntimeError(result)
     return result
 
 
-def _rank(work: Callable[..., Any], rank: int, num_ranks: int, store: str, send: Any, args: tuple[Any, ...]) -> None:
+def _rank(runner: int, work: Callable[[], Any], rank: int, num_ranks: int, store: str, send: Any) -> None:
+    die_with(runner)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-        result = work(rank, *args)
+        result = work()
         dist.barrier()
         dist.destroy_process_group()
         if rank == 0:

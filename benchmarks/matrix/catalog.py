@@ -44,7 +44,6 @@ class SystemSpec:
     is_sharded: bool = False  # its update communicates: the whole step is compared, not the backward
     is_eager: bool = False  # nothing waits for a barrier: the limit is that with the next forward
     num_settling: int = 0  # steps before the turns in which it finds its plan
-    steps_per_turn: int = 1  # at least 4 if communication is carried over into the next step
     is_study: bool = False  # too many variants for every cell: measured where it is asked for by name
     note: str = ""  # what would be unfair to conclude
 
@@ -55,7 +54,6 @@ class SystemSpec:
                 module=self.module,
                 options=dict(options),
                 num_settling=self.num_settling,
-                steps_per_turn=self.steps_per_turn,
                 is_averaged=self.is_averaged,
             )
             for suffix, options in self.variants.items()
@@ -97,7 +95,6 @@ SYSTEMS = {
                 variants={"": {"strategy": f"zero{stage}"}},
                 is_sharded=True,
                 num_settling=NUM_SETTLING,
-                steps_per_turn=4,
             )
             for stage in (1, 2)
         ),
@@ -109,7 +106,6 @@ SYSTEMS = {
             is_sharded=True,
             is_eager=True,
             num_settling=NUM_SETTLING_EAGER,
-            steps_per_turn=4,
         ),
         SystemSpec(name="torch-ddp", title="torch DDP, default", module=f"{_MODULES}.torch_ddp"),
         SystemSpec(
@@ -146,11 +142,10 @@ SYSTEMS = {
             name="megatron-distopt",
             title="Megatron-core distributed optimizer, best bucket size of a sweep",
             module=f"{_MODULES}.megatron",
-            variants=_megatron_sweep((2, 4, 8), use_distributed_optimizer=True),
+            variants=_megatron_sweep(SWEEP_MB, use_distributed_optimizer=True),
             environment="megatron",
             devices=("cpu",),
             is_sharded=True,
-            steps_per_turn=4,
             note=f"{_MEGATRON_NOTE} It uses gloo's reduce-scatter, which sends as much as an all-reduce.",
         ),
         *(

@@ -36,8 +36,7 @@ _SHARE_OF_MEMORY = 0.5
 class Effort:
     """How much is measured."""
 
-    num_warmup: int
-    num_turns: int
+    num_turns: int  # of each system; see `turns`
     has_start_up: bool
 
 
@@ -185,7 +184,7 @@ def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult, tel
 
 def _measure_start_up(cell: Cell, spec: SystemSpec, network: Network, result: CellResult) -> None:
     job = spec.jobs()[0]
-    effort = Effort(num_warmup=0, num_turns=0, has_start_up=True)
+    effort = Effort(num_turns=0, has_start_up=True)
     try:
         result.start_up[spec.name] = _run(cell, spec.environment, [job], network, effort)
     except RankFailed as error:
@@ -203,7 +202,6 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
             scale=cell.workload.scale,
             gradient_bytes=cell.workload.gradient_bytes(cell.device),
             systems=tuple(jobs),
-            num_warmup=effort.num_warmup,
             num_turns=effort.num_turns,
             turn_budget_s=_TURN_BUDGET_S,
             counted_interface=network.interface if network.namespaces else None,

@@ -17,6 +17,7 @@ OF_THE_CELL = (
     "divided",  # not in what older runs have written
 )
 _KINDS_OF_NONE = {"shaped": "cables, unshaped", LOCAL: "this machine's own"}
+START_UP = ("start_up_of", "import_ms", "wrap_ms", "first_step_ms", "peak_rss_mb", "peak_device_mb")
 PLACE = ("workload", "ranks", "link", "kind", "device")
 
 
@@ -69,6 +70,18 @@ def read_cells(path: Path) -> list[Document]:
 def measured_systems(cell: Document) -> set[str]:
     """Names of those that have a figure."""
     return {row["system"] for row in cell["rows"] if row["error"] is None}
+
+
+def has_start_up(cell: Document) -> bool:
+    return any("first_step_ms" in row for row in cell["rows"])
+
+
+def with_start_up_of(earlier: Document, cell: Document) -> Document:
+    """`cell`, with the start-up times and peaks of the one in whose place it comes, where it has none of its own."""
+    if has_start_up(cell):
+        return cell
+    of_rows = {row["system"]: {name: row[name] for name in START_UP if name in row} for row in earlier["rows"]}
+    return {**cell, "rows": [{**of_rows.get(row["system"], {}), **row} for row in cell["rows"]]}
 
 
 def in_order(cells: Iterable[Document]) -> list[Document]:

@@ -17,7 +17,6 @@ class SystemJob:
     module: str  # with build(setting)
     options: dict[str, Any] = field(default_factory=dict)
     num_settling: int = 0
-    steps_per_turn: int = 1
     is_averaged: bool = True
 
 
@@ -30,7 +29,6 @@ class Job:
     scale: float
     gradient_bytes: int  # of the workload
     systems: tuple[SystemJob, ...]
-    num_warmup: int  # turns of every system before those that count
     num_turns: int
     turn_budget_s: float  # a slow system has fewer turns, at least MIN_TURNS
     counted_interface: str | None  # whose bytes are counted; None where ranks share it

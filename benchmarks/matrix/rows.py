@@ -11,7 +11,7 @@ from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, ste
 
 RankResult = Mapping[str, Any]
 Row = dict[str, Any]
-_FACTS_OF_THE_ROW = ("collectives", "version", "own_exposed_ms", "own_limit_ms", "buckets", "events", "state_mb", "decisions")
+_FACTS_OF_THE_ROW = ("collectives", "version", "buckets", "state_mb", "decisions")
 
 
 def rows_of_cell(
@@ -106,6 +106,7 @@ def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
         "num_steps": len(pooled["step_s"]),
         "backward_ms": spread_ms(pooled["backward_s"]),
         "step_ms": spread_ms(pooled["step_s"]),
+        "samples_ms": {name: [round(it * 1e3, 2) for it in pooled[f"{name}_s"]] for name in ("backward", "step")},
         **{f"{name.removesuffix('_s')}_ms": round(limit * 1e3, 2) for name, limit in limits.items()},
         "is_sharded": spec.is_sharded,
         "is_eager": spec.is_eager,
@@ -181,13 +182,12 @@ def _start_up(ranks: Sequence[RankResult]) -> Row:
         "import_ms": round(max(rank["torch_import_s"] + report["import_s"] for rank, _, report in reports) * 1e3),
         "wrap_ms": round(max(report["wrap_s"] for _, _, report in reports) * 1e3),
         "first_step_ms": round(max(report["first_step_s"] for _, _, report in reports) * 1e3),
-        "peak_rss_mb": round(max(rank["peak_rss_mb"] for rank, _, _ in reports)),
-        "peak_device_mb": _peak_device_mb([rank["peak_device_mb"] for rank, _, _ in reports]),
+        **{name: _largest([rank[name] for rank, _, _ in reports]) for name in ("peak_rss_mb", "peak_device_mb")},
     }
 
 
-def _peak_device_mb(of_ranks: Sequence[float | None]) -> int | None:
-    return max((round(peak) for peak in of_ranks if peak is not None), default=None)
+def _largest(of_ranks: Sequence[float | None]) -> int | None:
+    return max((round(value) for value in of_ranks if value is not None), default=None)
 
 
 def _compare(rows: Sequence[Row]) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import shlex
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +21,25 @@ from benchmarks.machine import machine
 from benchmarks.matrix import catalog, guard
 from benchmarks.matrix.cell import Cell, CellResult, Effort, kind_of, measure_cell, why_not_here
 from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
-from benchmarks.matrix.finished import Document, in_order, lines_of, measured_systems, place_of, profile_name, read_cells
+from benchmarks.matrix.finished import (
+    Document,
+    has_start_up,
+    in_order,
+    lines_of,
+    measured_systems,
+    place_of,
+    profile_name,
+    read_cells,
+    with_start_up_of,
+)
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
 from benchmarks.matrix.picture import save_pictures
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
 from benchmarks.matrix.table import markdown
+from benchmarks.matrix.turns import STEPS_PER_TURN, TIMED_PER_TURN
 
-FULL = Effort(num_warmup=1, num_turns=6, has_start_up=True)
-QUICK = Effort(num_warmup=2, num_turns=5, has_start_up=False)
+FULL = Effort(num_turns=4, has_start_up=True)
+QUICK = Effort(num_turns=2, has_start_up=False)
 _QUICK_LEAVES_OUT = ("gpt", 4)  # real arithmetic on more ranks than many machines have processors: noise
 # What only some systems of a full run are measured on.
 _VALIDATED = ("replay", "1gbit", (catalog.OURS, "ours-zero1", "ours-eager", catalog.TORCH, catalog.PER_PARAMETER))
@@ -62,8 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(asked: Asked, command: str) -> int:
     """Measures cell by cell and writes what there is after each: an interrupted run is not lost, and can be resumed."""
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _stop)  # as Ctrl-C: everything that has been set up is torn down
+    end_as_ctrl_c()
     try:
         return _run(asked, command)
     except KeyboardInterrupt:
@@ -72,6 +86,7 @@ def run(asked: Asked, command: str) -> int:
 
 
 def _run(asked: Asked, command: str) -> int:
+    began_s = time.perf_counter()
     asked.out.mkdir(parents=True, exist_ok=True)
     removed, not_removed = remove_abandoned()
     for name in removed:
@@ -96,20 +111,22 @@ def _run(asked: Asked, command: str) -> int:
             continue
         for system in sorted(measured_systems(earlier) - measured_systems(found) if earlier is not None else ()):
             _tell(f"{cell.title}: {system} had a figure from an earlier run, and has none now")
-        cells[cell.place] = found
+        cells[cell.place] = found if earlier is None else with_start_up_of(earlier, found)
         _write(asked.out, header, in_order(cells.values()))
-    header["load_average_after"] = machine()["load_average"]
+    header |= {"load_average_after": machine()["load_average"], "duration_s": round(time.perf_counter() - began_s)}
     documents = in_order(cells.values())
     pictures = save_pictures(documents, asked.out)
     _write(asked.out, header, documents, pictures=pictures)
     print(markdown(header, documents, pictures=pictures))
     ratios = guard.ratios_of(documents)
     print(guard.report(guard.compare(ratios, guard.read_recorded(), expected=_expected(wanted))))
+    print(*guard.held_to(ratios), sep="\n")
     if asked.records:
-        guard.record(ratios, header)
-        _tell(f"recorded {len(ratios)} ratios in {guard.RECORDED}")
+        now = guard.ratios_of([cells[cell.place] for cell in wanted if cell.place in cells])
+        guard.record(now, header)
+        _tell(f"recorded {len(now)} ratios in {guard.RECORDED}")
     _tell(f"written: {asked.out}/matrix.jsonl, .md, and pictures as .png and .svg")
-    return 0 if any(map(measured_systems, documents)) else 1
+    return 0 if any(measured_systems(document) - {catalog.BARE} for document in documents) else 1
 
 
 def _links(cells: Sequence[Cell], missing: str | None) -> str:
@@ -129,7 +146,11 @@ def _expected(measured: Sequence[Cell]) -> set[str]:
 
 def _is_finished(earlier: Document | None, cell: Cell) -> bool:
     """Whether an earlier run has as good a figure of every system that `cell` is to have and that can be measured here."""
-    if earlier is None or earlier["conditions"].get("num_turns", FULL.num_turns) < cell.effort.num_turns:
+    if earlier is None or earlier["conditions"].get("steps_per_turn") != STEPS_PER_TURN:
+        return False  # timed in another way, which is not to stand beside this one
+    if earlier["conditions"]["num_turns"] < cell.effort.num_turns:
+        return False
+    if cell.effort.has_start_up and not has_start_up(earlier):
         return False
     lacking = [spec for spec in cell.systems if spec.name not in measured_systems(earlier)]
     return all(why_not_here(spec, cell.device) is not None for spec in lacking)
@@ -181,8 +202,10 @@ def _measured(cell: Cell) -> Document:
     before = machine()
     try:
         result = measure_cell(cell, _tell)
-    except MatrixError as error:
+    except Exception as error:
         # The cell is lost, not the bench.
+        if not isinstance(error, MatrixError):
+            traceback.print_exc()
         result = CellResult(timed=[], start_up={}, errors={spec.name: str(error) for spec in cell.systems})
     for name, reason in result.errors.items():
         _tell(f"{cell.title}: {name} could not be measured: {reason}")
@@ -200,6 +223,7 @@ def _measured(cell: Cell) -> Document:
             **{key: before[key] for key in ("date", "commit", "torch", "load_average")},
             "load_average_after": machine()["load_average"],
             "num_turns": cell.effort.num_turns,
+            "steps_per_turn": STEPS_PER_TURN,
         },
         "rows": rows_of_cell(cell.systems, result.timed, result.start_up, result.errors),
         "profiles": profiles_of(result.timed),
@@ -219,10 +243,13 @@ def _write(out: Path, header: Document, cells: Sequence[Document], *, pictures: 
 def _set_aside(out: Path) -> None:
     """What a run of hours has written is not overwritten by the next one."""
     written = [path for name in ("matrix.jsonl", "matrix.md") if (path := out / name).exists()]
+    if not written:
+        return
+    names = itertools.chain(("previous",), (f"previous-{number}" for number in itertools.count(2)))
+    name = next(name for name in names if not any(path.with_stem(f"{path.stem}.{name}").exists() for path in written))
     for path in written:
-        path.replace(path.with_stem(f"{path.stem}.previous"))
-    if written:
-        _tell(f"the matrix that was in {out} is matrix.previous.jsonl and .md now; --resume would go on with it")
+        path.replace(path.with_stem(f"{path.stem}.{name}"))
+    _tell(f"the matrix that was in {out} is matrix.{name}.jsonl and .md now; --resume would go on with it")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -230,6 +257,12 @@ def _replace(path: Path, text: str) -> None:
     part = path.with_suffix(f"{path.suffix}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+def end_as_ctrl_c() -> None:
+    """Whatever asks this process to end has everything torn down that it has set up."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _stop)
 
 
 def _stop(_signum: int, _frame: object) -> None:
@@ -252,7 +285,7 @@ def _asked(given: argparse.Namespace) -> Asked:
     chosen = [name for name in catalog.SYSTEMS if name in (catalog.BARE, *names)]  # the bare model is always there
     effort = QUICK if given.quick else FULL
     if given.steps is not None:
-        effort = replace(effort, num_turns=given.steps)
+        effort = replace(effort, num_turns=math.ceil(given.steps / TIMED_PER_TURN))
     return Asked(
         workloads=tuple({spec.label: spec for spec in map(catalog.workload_from_text, workloads)}.values()),
         ranks=tuple(dict.fromkeys(given.ranks or catalog.RANKS)),
@@ -277,9 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", action="append", metavar="NAME", help=f"{', '.join(catalog.LINKS)}; may be repeated")
     add("--system", action="append", metavar="NAME", help=f"{', '.join(catalog.SYSTEMS)}; may be repeated")
     add("--device", default="cpu", metavar="NAME", help=f"{', '.join(catalog.DEVICES)}: where models compute (default: cpu)")
-    add(
-        "--steps", type=_positive, metavar="N", help="turns of each system in each cell, of one step or two (fewer for slow ones)"
-    )
+    add("--steps", type=_positive, metavar="N", help="of each system in each cell that are timed (fewer of slow ones)")
     add("--quick", action="store_true", help="replay and gpt at 1gbit, three systems, few steps: below 3 minutes")
     add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
     add("--resume", action="store_true", help="keep the cells in --out that have all these systems, and measure the others")

@@ -28,13 +28,16 @@ _SIZES = ((0, 10e6, "below 10 M"), (10e6, 100e6, "10 to 100 M"), (100e6, float("
 _TORCH = (TORCH, "torch-ddp-best")
 _GLANCE = (
     "cell",
-    "Undertow's defaults: achieved / limit",
-    "/ torch DDP's defaults",
-    "/ its best of a sweep",
+    "defaults until averaged / limit",
+    "defaults / torch DDP's defaults",
+    "defaults / its best of a sweep",
+    "defaults, ms",
     "our fastest, ms",
     "fastest peer, ms",
-    "ratio",
+    "defaults / peer",
+    "our fastest / peer",
 )
+_ALIKE = 0.03  # of two medians: less says nothing here
 VALID_WITHIN = 0.05
 
 
@@ -147,23 +150,54 @@ def _errors(rows: Sequence[Row]) -> list[str]:
 
 def _at_a_glance(cells: Sequence[Row]) -> list[str]:
     """A line for each cell in which both something of ours and a peer were measured."""
-    lines = [line for cell in cells if (line := _glance(cell)) is not None]
-    return ["## At a glance (ratios of whole steps)", markdown_table(_GLANCE, lines)] if lines else []
+    found = [(cell, fastest) for cell in cells if (fastest := _fastest(cell)) is not None]
+    if not found:
+        return []
+    table = markdown_table(_GLANCE, (_glance(cell, *fastest) for cell, fastest in found))
+    compared = [(cell, *of_cell) for cell, of_cell in found if cell["kind"] != "emulated" and _has_all_peers(cell)]
+    return ["## At a glance (but for the first figure, whole steps)", table, *(_count(compared) if compared else ())]
 
 
-def _glance(cell: Row) -> list[str] | None:
-    found = {row["system"]: row for row in cell["rows"] if row["error"] is None and row["system"] != BARE}
-    own = [row for name, row in found.items() if name in OWN]
-    peers = [row for name, row in found.items() if name not in OWN]
-    if not own or not peers:
-        return None
-    of_defaults = [""] * 3
-    if (defaults := found.get(OURS)) is not None:
-        ratios = [_step_ms(defaults) / _step_ms(found[name]) if name in found else None for name in _TORCH]
-        of_defaults = [_number(defaults["over_limit"], 3), *(_number(ratio, 2) for ratio in ratios)]
-    fastest = [min(rows, key=_step_ms) for rows in (own, peers)]
-    names = [f"{row['variant'] or row['system']} {_step_ms(row):.0f}" for row in fastest]
-    return [title_of(cell), *of_defaults, *names, f"**{_step_ms(fastest[0]) / _step_ms(fastest[1]):.2f}**"]
+def _fastest(cell: Row) -> tuple[Row, Row] | None:
+    """Of ours and of the peers, by whole steps; None where either has no figure."""
+    found = [row for row in cell["rows"] if row["error"] is None and row["system"] != BARE]
+    own = [row for row in found if row["system"] in OWN]
+    peers = [row for row in found if row["system"] not in OWN]
+    return (min(own, key=_step_ms), min(peers, key=_step_ms)) if own and peers else None
+
+
+def _defaults(cell: Row) -> Row | None:
+    return next((row for row in cell["rows"] if row["system"] == OURS and row["error"] is None), None)
+
+
+def _has_all_peers(cell: Row) -> bool:
+    """Not one of the cells for which only some systems are asked."""
+    return _defaults(cell) is not None and any(row["system"] == _TORCH[1] and row["error"] is None for row in cell["rows"])
+
+
+def _glance(cell: Row, own: Row, peer: Row) -> list[str]:
+    of_torch = {row["system"]: row for row in cell["rows"] if row["system"] in _TORCH and row["error"] is None}
+    over_limit, *ratios, defaults_ms, over_peer = [""] * 5
+    if (defaults := _defaults(cell)) is not None:
+        over_limit, defaults_ms = _number(defaults["over_limit"], 3), f"{_step_ms(defaults):.0f}"
+        ratios = [f"{_step_ms(defaults) / _step_ms(of_torch[it]):.2f}" if it in of_torch else "" for it in _TORCH]
+        over_peer = f"{_step_ms(defaults) / _step_ms(peer):.2f}"
+    names = [f"{row['variant'] or row['system']} {_step_ms(row):.0f}" for row in (own, peer)]
+    return [title_of(cell), over_limit, *ratios, defaults_ms, *names, over_peer, f"**{_step_ms(own) / _step_ms(peer):.2f}**"]
+
+
+def _count(compared: Sequence[tuple[Row, Row, Row]]) -> list[str]:
+    """In how many cells ours is faster than all peers, and in how many it is not."""
+    lines = []
+    for name, ratios in (
+        ("our defaults", [_step_ms(_defaults(cell) or own) / _step_ms(peer) for cell, own, peer in compared]),
+        ("the fastest of our modes", [_step_ms(own) / _step_ms(peer) for _, own, peer in compared]),
+    ):
+        faster, slower = sum(it < 1 - _ALIKE for it in ratios), sum(it > 1 + _ALIKE for it in ratios)
+        lines.append([name, *map(str, (faster, len(ratios) - faster - slower, slower))])
+    within = f"{_ALIKE:.0%}"
+    head = (f"whole steps, {len(compared)} cells", f"{within} faster than the fastest peer", "alike", f"{within} slower")
+    return [markdown_table(head, lines)]
 
 
 def _step_ms(row: Row) -> float:

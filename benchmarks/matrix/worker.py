@@ -10,13 +10,12 @@ import gc
 import importlib
 import json
 import os
-import resource
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,13 +37,14 @@ _AGREE = timedelta(seconds=60)  # for the slowest rank to build a system after t
 def main(job_path: str, rank: int) -> None:
     """Runs the job as `rank` and writes the result."""
     job = job_from_file(Path(job_path))
-    _die_with(job.runner_pid)
+    _forget_peak()
+    die_with(job.runner_pid)
     torch_import_s = _import_torch()
     with _process_group(job, rank) as group:
         device = _device_of(job, rank)
         result = _run(job, rank, group, device)
     result["torch_import_s"] = torch_import_s
-    result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    result["peak_rss_mb"] = _peak_rss_mb()
     result["peak_device_mb"] = _peak_device_mb(device)
     whole = job.result_path(rank)
     partial = whole.with_suffix(".part")
@@ -52,12 +52,27 @@ def main(job_path: str, rank: int) -> None:
     partial.replace(whole)
 
 
-def _die_with(runner_pid: int) -> None:
+def die_with(runner_pid: int) -> None:
     """A runner that is killed leaves no ranks behind (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != runner_pid:  # killed before we had asked for it
             sys.exit("the runner is gone")
+
+
+def _forget_peak() -> None:
+    """Linux has a process begin with the peak of the one that has started it."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _peak_rss_mb() -> float | None:
+    """Resident memory at most since `_forget_peak`, in 1e6 bytes; None where there is no /proc."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    (peak,) = (line.split()[1] for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
+    return int(peak) * 1024 / 1e6
 
 
 def _import_torch() -> float:
@@ -140,8 +155,7 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
             _agree(job, f"{system.name}, compared", rank, seat.report)
         if seat.player is None or "error" in seat.report:
             continue
-        if job.num_turns:
-            seat.settle(system.num_settling, batch, beat=beat)
+        seat.settle(system.num_settling, batch, beat=beat)
         players.append(seat.player)
     del reference
     gc.collect()
@@ -149,8 +163,7 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
     if job.num_turns and players:
         count_sent = turns.sent_bytes_of(job.counted_interface) if job.counted_interface else None
         table = turns.Table(batch=batch, count_sent=count_sent, group=group, clock=clock_of(device), beat=beat)
-        budget = {"num_warmup": job.num_warmup, "num_turns": job.num_turns}
-        turns.play(players, table, **budget, turn_budget_s=job.turn_budget_s)
+        turns.play(players, table, num_turns=job.num_turns, turn_budget_s=job.turn_budget_s)
         for player in players:
             result["systems"][player.name] |= player.to_dict()
     for player in players:
@@ -207,7 +220,7 @@ class _Seat:
         stamps.append(time.perf_counter())
         names = ("import_s", "wrap_s", "first_step_s")
         self.report |= {name: stop - begin for name, begin, stop in zip(names, stamps, stamps[1:], strict=False)}
-        return Player(name=job.name, system=system, steps_per_turn=job.steps_per_turn)
+        return Player(name=job.name, system=system)
 
     def compare(self, reference: Reference) -> None:
         """A system that trains wrongly has no figures."""

@@ -12,7 +12,7 @@ from benchmarks.matrix.rows import rows_of_cell
 
 from support.namespaces import needs_namespaces  # noqa: F401  # for the tests of this folder
 
-SMALL = Effort(num_warmup=1, num_turns=2, has_start_up=False)
+SMALL = Effort(num_turns=1, has_start_up=False)
 Rows = dict[str, dict[str, Any]]
 
 

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-EFFORT = Effort(num_warmup=1, num_turns=2, has_start_up=False)
+EFFORT = Effort(num_turns=2, has_start_up=False)
 
 
 def test_a_clock_of_the_device_sees_what_the_host_does_not_wait_for() -> None:

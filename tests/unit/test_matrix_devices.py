@@ -38,7 +38,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Network]]:
 def measure(*systems: str, num_ranks: int) -> dict[str, str]:
     """The errors by system."""
     kind = kind_of("none", num_ranks, "cuda", has_namespaces=False)
-    effort = Effort(num_warmup=1, num_turns=1, has_start_up=False)
+    effort = Effort(num_turns=1, has_start_up=False)
     place = {"workload": catalog.WORKLOADS["gpt"], "num_ranks": num_ranks, "link": "none", "kind": kind, "device": "cuda"}
     specs = tuple(catalog.SYSTEMS[name] for name in systems)
     return measure_cell(Cell(**place, systems=specs, effort=effort), lambda _line: None).errors

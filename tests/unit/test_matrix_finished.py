@@ -12,12 +12,17 @@ from benchmarks.matrix.cell import Cell, CellResult
 from benchmarks.matrix.errors import NoNamespaces, RankFailed
 from benchmarks.matrix.finished import in_order, lines_of, read_cells
 from benchmarks.matrix.table import markdown
+from benchmarks.matrix.turns import STEPS_PER_TURN
 
 from support.matrix import cell, played, rank_result
 
 
 def at(workload: str = "replay", ranks: int = 2, link: str = "1gbit") -> dict[str, Any]:
-    return {**cell("bare", "ours", ours=played([121.0, 121.0])), "workload": workload, "ranks": ranks, "link": link}
+    made = cell("bare", "ours", ours=played([121.0, 121.0]))
+    effort = {"num_turns": run.FULL.num_turns, "steps_per_turn": STEPS_PER_TURN}
+    rows = [{**row, "first_step_ms": 100, "peak_rss_mb": 300} for row in made["rows"]]
+    conditions = {**made["conditions"], **effort}
+    return {**made, "workload": workload, "ranks": ranks, "link": link, "rows": rows, "conditions": conditions}
 
 
 def write(path: Path, *cells: dict[str, Any]) -> None:
@@ -115,13 +120,65 @@ def test_a_run_tells_which_recorded_ratios_it_has_lost(
     assert [line for line in told if line.startswith("  LOST")] == lost
 
 
-def test_a_cell_of_fewer_turns_is_not_taken_for_a_finished_one(tmp_path: Path, measured: list[list[str]]) -> None:
-    quick = at("gpt")
-    write(tmp_path / "matrix.jsonl", {**quick, "conditions": {**quick["conditions"], "num_turns": run.QUICK.num_turns}})
+@pytest.mark.parametrize(
+    "lacks",
+    [{"num_turns": run.QUICK.num_turns}, {"steps_per_turn": 1}, {"steps_per_turn": None}],
+    ids=["turns", "steps", "older"],
+)
+def test_a_cell_that_was_timed_in_another_way_is_not_taken_for_a_finished_one(
+    lacks: dict[str, Any], tmp_path: Path, measured: list[list[str]]
+) -> None:
+    other = at("gpt")
+    write(tmp_path / "matrix.jsonl", {**other, "conditions": {**other["conditions"], **lacks}})
     resume(tmp_path, "ours")
     assert measured == [["bare", "ours"]]
     resume(tmp_path, "ours")
     assert len(measured) == 1
+
+
+def test_a_first_cell_without_start_up_is_measured_again(tmp_path: Path, measured: list[list[str]]) -> None:
+    brief = at("gpt")
+    write(
+        tmp_path / "matrix.jsonl", {**brief, "rows": [{**row} for row in cell("bare", "ours", ours=played([121.0] * 2))["rows"]]}
+    )
+    resume(tmp_path, "ours")
+    assert measured == [["bare", "ours"]]
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_cell_that_is_measured_again_keeps_its_start_up(tmp_path: Path) -> None:
+    write(tmp_path / "matrix.jsonl", at("gpt"))
+    resume(tmp_path, "ours", "torch-ddp")
+    (one,) = read_cells(tmp_path / "matrix.jsonl")
+    assert [row.get("peak_rss_mb") for row in one["rows"]] == [300, 300, None]
+    assert one["rows"][1]["backward_ms"]["median"] == 99.0
+
+
+def test_what_raises_anything_loses_its_cell_and_not_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measure(one: Cell, _tell: Any) -> CellResult:
+        asked.append(one.num_ranks)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(run, "measure_cell", measure)
+    monkeypatch.setattr(run, "what_is_missing", lambda: None)
+    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
+    chosen = ["--workload", "gpt", "--link", "1gbit", "--system", "ours", "--out", str(tmp_path)]
+    assert run.main(chosen) == 1
+    assert asked == [2, 4]
+    assert "no space left on device" in (tmp_path / "matrix.md").read_text()
+
+
+def test_that_the_bare_model_has_a_figure_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(_cell: Cell, _tell: Any) -> CellResult:
+        result = rank_result({})
+        return CellResult(timed=[[result, result]], start_up={}, errors={"ours": "not in a test"})
+
+    monkeypatch.setattr(run, "measure_cell", measure)
+    monkeypatch.setattr(run, "what_is_missing", lambda: None)
+    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
+    assert run.main(["--workload", "gpt", "--ranks", "2", "--link", "1gbit", "--system", "ours", "--out", str(tmp_path)]) == 1
 
 
 def test_a_new_run_sets_aside_what_an_earlier_one_has_written(
@@ -134,6 +191,8 @@ def test_a_new_run_sets_aside_what_an_earlier_one_has_written(
     assert [one["link"] for one in read_cells(tmp_path / "matrix.jsonl")] == ["none"]
     assert f"the matrix that was in {tmp_path} is matrix.previous.jsonl and .md now" in capsys.readouterr().err
     assert len(measured) == 1
+    assert run.main(asked) == 0
+    assert [one["link"] for one in read_cells(tmp_path / "matrix.previous-2.jsonl")] == ["none"]
 
 
 def test_what_shared_a_run_that_failed_is_measured_one_by_one_and_the_cell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

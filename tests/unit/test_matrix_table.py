@@ -103,8 +103,38 @@ def test_a_line_for_each_cell_says_how_far_ours_are_from_the_fastest_peer() -> N
     one = cell("bare", "ours", "ours-zero1", "torch-ddp", "fsdp2", **systems)
     alone = {**cell("bare", "ours", ours=played([121.0] * 2)), "ranks": 4}
     told = markdown({}, [one, alone], pictures={})
-    table = told.partition("## At a glance (ratios of whole steps)")[2].partition("##")[0].strip().splitlines()
-    assert table[2:] == ["| replay, 2 ranks, 1gbit (shaped) | 1.100 | 0.80 |  | ours-zero1 91 | fsdp2 100 | **0.91** |"]
+    table = told.partition("## At a glance (but for the first figure, whole steps)")[2].partition("##")[0].strip().splitlines()
+    line = "| replay, 2 ranks, 1gbit (shaped) | 1.100 | 0.80 |  | 122 | ours-zero1 91 | fsdp2 100 | 1.22 | **0.91** |"
+    assert table[2:] == [line]
+
+
+def test_cells_with_all_peers_are_counted_by_who_is_faster() -> None:
+    def one(ranks: int, link: str, **systems: Any) -> dict[str, Any]:
+        best = {"torch-ddp-best@1MB": played([100.0] * 2)}
+        made = cell("bare", "ours", "ours-eager", "torch-ddp-best", **systems, **best)
+        return {**made, "ranks": ranks, "link": link}
+
+    cells = [
+        one(2, "1gbit", ours=played([90.0] * 2), ours_eager=played([110.0] * 2)),
+        one(4, "1gbit", ours=played([102.0] * 2), ours_eager=played([80.0] * 2)),
+        one(2, "none", ours=played([110.0] * 2), ours_eager=played([109.0] * 2)),
+        {**one(2, "1gbit", ours=played([50.0] * 2), ours_eager=played([50.0] * 2)), "kind": "emulated"},
+        cell("bare", "ours", "torch-ddp", ours=played([50.0] * 2), torch_ddp=played([100.0] * 2)),
+    ]
+    lines = markdown({}, cells, pictures={}).splitlines()
+    assert "| whole steps, 3 cells | 3% faster than the fastest peer | alike | 3% slower |" in lines
+    assert "| our defaults | 1 | 1 | 1 |" in lines
+    assert "| the fastest of our modes | 2 | 0 | 1 |" in lines
+
+
+def test_what_defaults_are_held_to_is_met_or_missed() -> None:
+    of_gpt = {
+        f"gpt, 2 ranks, 1gbit (shaped): ours / {other}": ratio for other, ratio in (("limit", 1.05), ("torch-ddp-best", 1.02))
+    }
+    assert guard.held_to({**of_gpt, "gpt, 4 ranks, 1gbit (shaped): ours / limit": 2.0}) == [
+        "  met     gpt, 2 ranks, 1gbit (shaped): ours / limit: 1.050, wanted at most 1.15",
+        "  MISSED  gpt, 2 ranks, 1gbit (shaped): ours / torch-ddp-best: 1.020, wanted at most 1.00",
+    ]
 
 
 def test_the_emulated_link_is_compared_with_the_shaped_one() -> None:

@@ -38,6 +38,11 @@ class Scripted:
         pass
 
 
+class Other(Scripted):
+    def finish(self) -> None:
+        self.calls.append("other")
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
@@ -46,17 +51,27 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def player(calls: list[str], *, steps_per_turn: int = 1) -> Player:
-    return Player(name="one", system=Scripted(calls), steps_per_turn=steps_per_turn)
+def player(calls: list[str]) -> Player:
+    return Player(name="one", system=Scripted(calls))
 
 
 def table() -> Table:
     return Table(batch=(), count_sent=None, group=None, clock=HostClock(), beat=lambda: None)  # type: ignore[arg-type]
 
 
-def test_every_step_of_a_turn_follows_a_barrier(calls: list[str]) -> None:
-    turns.play([player(calls)], table(), num_warmup=1, num_turns=1, turn_budget_s=60)
-    assert calls == ["barrier", "backward", "update", "finish"] * 2
+def test_a_turn_is_four_steps_behind_a_barrier_of_which_the_inner_ones_are_timed(calls: list[str]) -> None:
+    one = player(calls)
+    turns.play([one], table(), num_turns=3, turn_budget_s=60)
+    assert calls == ["barrier", *["backward", "update"] * 4, "finish"] * 3
+    assert (len(one.step_s), len(one.backward_s), len(one.cpu_s)) == (6, 6, 3)
+    assert one.to_dict()["facts"] == {"collectives": 1}
+
+
+def test_turns_are_taken_in_an_order_that_is_reversed(calls: list[str]) -> None:
+    players = [player(calls), Player(name="two", system=Other(calls))]
+    turns.play(players, table(), num_turns=3, turn_budget_s=60)
+    ends = [call for call in calls if call.endswith(("finish", "other"))]
+    assert ends == ["finish", "other", "other", "finish", "finish", "other"]
 
 
 def test_the_wait_for_a_device_is_no_work_of_the_system_s(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,23 +81,22 @@ def test_the_wait_for_a_device_is_no_work_of_the_system_s(calls: list[str], monk
 
     monkeypatch.setattr(turns.time, "process_time", lambda: float(len(calls)))
     one = player(calls)
-    turns.play([one], replace(table(), clock=Device()), num_warmup=1, num_turns=2, turn_budget_s=60)
-    assert one.cpu_s == [3.0] * 2  # backward, update, finish
+    turns.play([one], replace(table(), clock=Device()), num_turns=2, turn_budget_s=60)
+    assert one.cpu_s == [9 / 4] * 2  # four times backward and update, and finish
 
 
-def test_a_system_that_carries_over_is_timed_between_starts_of_steps_only(calls: list[str]) -> None:
-    one = player(calls, steps_per_turn=4)
-    turns.play([one], table(), num_warmup=1, num_turns=3, turn_budget_s=60)
-    assert calls == ["barrier", *["backward", "update"] * 4, "finish"] * 4
-    # Without the first and the last step of each turn.
-    assert (len(one.step_s), len(one.backward_s), len(one.cpu_s)) == (6, 6, 3)
-
-
-def test_warm_up_does_not_count_and_a_slow_system_has_fewer_turns(calls: list[str]) -> None:
+def test_a_slow_system_has_fewer_turns(calls: list[str]) -> None:
     one = player(calls)
-    turns.play([one], table(), num_warmup=3, num_turns=20, turn_budget_s=0.0)
-    assert len(one.step_s) == turns.MIN_TURNS
-    assert one.to_dict()["facts"] == {"collectives": 1}
+    turns.play([one], table(), num_turns=20, turn_budget_s=0.0)
+    assert len(one.step_s) == turns.MIN_TURNS * turns.TIMED_PER_TURN
+
+
+def test_times_of_the_bare_model_are_those_of_the_steps_that_are_timed(calls: list[str]) -> None:
+    bare = Player(name="bare", system=Bare(Setting(model=torch.nn.Linear(2, 1), group=None, options={})))  # type: ignore[arg-type]
+    turns.play([bare], replace(table(), batch=(torch.ones(1, 2),)), num_turns=2, turn_budget_s=60)
+    assert [len(it) for it in (bare.step_s, bare.backward_s, bare.ready_s, bare.used_s)] == [4] * 4
+    for backward_s, ready_s, used_s in zip(bare.backward_s, bare.ready_s, bare.used_s, strict=True):
+        assert 0 < max(used_s) < min(ready_s) <= max(ready_s) < backward_s
 
 
 def test_the_bare_model_tells_when_parameters_are_read_and_gradients_ready() -> None:
@@ -90,6 +104,6 @@ def test_the_bare_model_tells_when_parameters_are_read_and_gradients_ready() -> 
     model = torch.nn.Sequential(layers, torch.nn.Flatten(0))
     bare = Bare(Setting(model=model, group=None, options={}))  # type: ignore[arg-type]
     bare.backward((torch.ones(1, 2),))
-    used, ready = bare.used_s, bare.ready_s
+    used, ready = bare.arrivals.used_s, bare.arrivals.ready_s
     assert used[0] == used[1] < used[2] == used[3] < min(ready)
     assert max(ready[2:]) < min(ready[:2])

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.matrix.clock import Moment, clock_of
+from benchmarks.matrix.clock import Clock, Moment, clock_of
 from benchmarks.matrix.systems import Setting
 from benchmarks.matrix.systems.plain import PlainSystem
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """Of one step, by parameter: when it is first read, and when its gradient is there."""
+
+    clock: Clock
+    began: Moment
+    used: list[Moment | None]
+    ready: list[Moment | None]
+
+    @property
+    def ready_s(self) -> list[float]:
+        """Seconds since the step began; once the clock has settled."""
+        return [self.clock.seconds(self.began, ready) for ready in self.ready]
+
+    @property
+    def used_s(self) -> list[float]:
+        """As `ready_s`."""
+        return [self.clock.seconds(self.began, used) for used in self.used]
+
+
 class Bare(PlainSystem):
-    """Times are seconds since the step began, by parameter."""
+    """Tells the arrivals of its last step."""
+
+    arrivals: Arrivals
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting.model, setting.model, collectives=0)
         indices = {param: index for index, param in enumerate(setting.model.parameters())}
-        self._clock = clock_of(next(iter(indices)).device)
-        self._began = self._clock.now()
-        self._ready: list[Moment] = [self._began] * len(indices)
-        self._used: list[Moment | None] = [None] * len(indices)
+        self._clock, self._num_params = clock_of(next(iter(indices)).device), len(indices)
         for param, index in indices.items():
             param.register_post_accumulate_grad_hook(partial(self._arrive, index))
         for module in setting.model.modules():
@@ -31,32 +51,22 @@ class Bare(PlainSystem):
 
     def backward(self, batch: tuple[Tensor, ...]) -> None:
         self.optimizer.zero_grad()
-        self._used = [None] * len(self._used)
-        self._began = self._clock.now()
+        began, nowhere = self._clock.now(), [None] * self._num_params
+        self.arrivals = Arrivals(clock=self._clock, began=began, used=nowhere.copy(), ready=nowhere.copy())
         loss = self.wrapped(*batch)
-        after_forward = self._clock.now()
+        after_forward, used = self._clock.now(), self.arrivals.used
         # What is read in no module's forward is read before its end.
-        self._used = [after_forward if used is None else used for used in self._used]
+        used[:] = [after_forward if one is None else one for one in used]
         loss.backward()
 
-    @property
-    def ready_s(self) -> list[float]:
-        """By parameter; once the clock has settled."""
-        return [self._clock.seconds(self._began, ready) for ready in self._ready]
-
-    @property
-    def used_s(self) -> list[float]:
-        """As `ready_s`."""
-        return [self._clock.seconds(self._began, used) for used in self._used]
-
     def _use(self, indices: list[int], _module: nn.Module, _args: Any) -> None:
-        now = self._clock.now()
+        now, used = self._clock.now(), self.arrivals.used
         for index in indices:
-            if self._used[index] is None:
-                self._used[index] = now
+            if used[index] is None:
+                used[index] = now
 
     def _arrive(self, index: int, _param: Tensor) -> None:
-        self._ready[index] = self._clock.now()
+        self.arrivals.ready[index] = self._clock.now()
 
 
 def _never_called(module: nn.Module) -> list[nn.Module]:

@@ -20,8 +20,6 @@ class Ours(PlainSystem):
             **super().facts(),
             "collectives": len(report.buckets),
             "version": version("undertow"),
-            "own_exposed_ms": round(report.exposed_ms, 2),
-            "own_limit_ms": round(report.limit_ms, 2),
             "decisions": list(self.wrapped.explain(show=False).decisions),
             "profile": self._profile(),
             "buckets": [

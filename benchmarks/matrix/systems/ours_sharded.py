@@ -22,9 +22,7 @@ class OursSharded(Ours):
     def facts(self) -> Mapping[str, Any]:
         states = self.optimizer.state_dict()["state"].values()
         pieces = [piece for state in states for sharded in state.values() for _, piece in sharded.pieces]
-        *_, trace = self.wrapped.traces()
-        events = [[it.kind, it.bucket, round(it.start_us / 1e3, 2), round(it.stop_us / 1e3, 2)] for it in trace.events]
-        return {**super().facts(), "state_mb": megabytes(pieces), "events": events}
+        return {**super().facts(), "state_mb": megabytes(pieces)}
 
 
 def build(setting: Setting) -> System:
