@@ -102,7 +102,14 @@ def _cell_heading(cell: Row) -> str:
     commit = f", commit {conditions['commit']}" if conditions.get("commit") else ""
     reasons = [" ".join(why.split()) for why in cell.get("divided", ())]
     divided = "".join(f"\n\nMeasured one by one, for a run that they shared failed: {why}" for why in reasons)
-    return f"{heading}\n\n{about} {conditions['date']}{commit}, load average {load}.{divided}"
+    return f"{heading}\n\n{about} {conditions['date']}{commit}, load average {load}.{_timed(conditions)}{divided}"
+
+
+def _timed(conditions: Row) -> str:
+    """How, where it is not as `turns` says."""
+    if "steps_per_turn" in conditions:
+        return ""
+    return " Timed one step a turn; the sharded systems of ours, and Megatron-core's, in the middle of four."
 
 
 def _cells_of(row: Row) -> list[str]:
