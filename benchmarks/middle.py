@@ -1,4 +1,4 @@
-"""A model of middle size: 150 parameters, 20 MB, about 20 buckets, some 80 ms of one processor per step."""
+"""A model of middle size: 150 parameters, 20 MB, 9 buckets, some 80 ms of one processor per step."""
 
 from __future__ import annotations
 

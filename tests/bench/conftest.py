@@ -18,11 +18,13 @@ Rows = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def measure() -> Callable[..., Rows]:
-    """Measures one cell of 0.5 MB and gives its rows by system."""
+    """Measures one cell, of 0.5 MB, and gives its rows by system."""
 
-    def measure_rows(*systems: str | SystemSpec, kind: str, link: str = "1gbit", num_ranks: int = 2) -> Rows:
+    def measure_rows(
+        *systems: str | SystemSpec, kind: str, link: str = "1gbit", num_ranks: int = 2, name: str = "replay@0.01"
+    ) -> Rows:
         specs = tuple(SYSTEMS[system] if isinstance(system, str) else system for system in systems)
-        workload = workload_from_text("replay@0.01")
+        workload = workload_from_text(name)
         cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=specs, effort=SMALL)
         result: CellResult = measure_cell(cell, lambda _line: None)
         rows = rows_of_cell(specs, result.timed, result.start_up, result.errors)

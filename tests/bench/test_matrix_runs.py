@@ -34,6 +34,12 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
         assert rows[name]["state_mb"] == pytest.approx(whole / 2, rel=0.02), name
 
 
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_models_that_compute_train_right(name: str, measure: Measure) -> None:
+    rows = measure("bare", "ours", "ours-eager", "torch-ddp", kind="emulated", link="none", name=name)
+    assert [row["error"] for row in rows.values()] == [None] * 4
+
+
 @pytest.mark.parametrize("environment", peers())
 def test_every_system_of_a_peer_trains_right_over_the_emulated_link(environment: str, measure: Measure) -> None:
     if python_of(environment) is None:

@@ -1,0 +1,80 @@
+"""What `make bench` runs before the matrix: its entry, and the ranks that its parts start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from benchmarks.__main__ import main
+from benchmarks.ranks import run_ranks
+
+
+def test_a_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "planner", "--quick", "--out", str(tmp_path)]) == 0
+    machine, *lines = (json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines())
+    assert machine["is_quick"]
+    measured = {(line["form"], line["num_params"]) for line in lines if line["type"] == "measurement"}
+    assert ("data-parallel", 10_000) in measured
+    figures = {line["figure"]: line["target"] for line in lines if line["type"] == "figure"}
+    assert figures["planning, data-parallel, 10,000 parameters"] == "< 200 ms"
+    for told in (capsys.readouterr().out, (tmp_path / "bench.md").read_text()):
+        assert "planning, data-parallel, 10,000 parameters" in told
+
+
+def _sum_of_ranks(rank: int, more: int) -> list[int]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, rank + more)
+    return found
+
+
+def _one_raises(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("not on this rank")
+    dist.barrier()
+
+
+def _waits(_rank: int) -> None:
+    time.sleep(600)
+
+
+def test_ranks_bring_back_what_the_first_one_has_found() -> None:
+    assert run_ranks(_sum_of_ranks, 2, 10) == [10, 11]
+
+
+def test_a_rank_that_raises_ends_the_others() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1:\n(.|\n)*ValueError: not on this rank"):
+        run_ranks(_one_raises, 2)
+    assert _ranks() == []
+
+
+def test_ranks_do_not_outlive_an_interruption() -> None:
+    threading.Thread(target=_interrupt_when_there_are_ranks, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(_waits, 2)
+    assert _ranks() == []
+
+
+def _interrupt_when_there_are_ranks() -> None:
+    while len(_ranks()) < 2:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _ranks() -> list[int]:
+    """Processes that were spawned from this one."""
+    found = []
+    for child in psutil.Process().children():
+        try:
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
