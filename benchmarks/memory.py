@@ -3,7 +3,7 @@
 Every system runs in processes of its own. Counted after the last backward, exactly: the storages of every `.grad` and
 of all other tensors that Python can see, but for the parameters' (each storage once; buckets count with padding and
 trailers). torch's reducer keeps its buckets in C++, out of sight: for torch the resident size of the process tells,
-above that of the bare model's process at the same place. The peak is that of the whole process (getrusage), above the
+above that of the bare model's process at the same place. The peak is that of the whole process, above the
 bare model's.
 
 All of it twice: with the allocator as it comes, and with glibc's MALLOC_MMAP_THRESHOLD_ fixed at 1 MB, so that every
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.figure import Figure, Relation, Row, Target, Tell, row_where
+from benchmarks.matrix.worker import peak_rss_bytes
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel
 
@@ -76,7 +75,7 @@ def measure_rank(_rank: int, name: str) -> Row:
         "gradient_bytes": sum(param.nbytes for param in bare.parameters()),
         "visible_bytes": visible_bytes,
         "resident_bytes": resident_bytes,
-        "peak_bytes": _peak_bytes(),
+        "peak_bytes": peak_rss_bytes(),
     }
 
 
@@ -155,8 +154,3 @@ def _visible_bytes(model: nn.Module) -> int:
     for param in model.parameters():
         storages.pop(param.untyped_storage().data_ptr(), None)
     return sum(storages.values())
-
-
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

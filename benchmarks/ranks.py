@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.matrix.links import interrupts_postponed
 from benchmarks.matrix.worker import die_with
 
 
@@ -27,17 +28,20 @@ def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
             context.Process(target=_rank, args=(os.getpid(), partial(work, rank, *args), rank, *shared), daemon=True)
             for rank in range(num_ranks)
         ]
-        for process in ranks:
-            process.start()
-        send.close()
         is_ok, result = False, "the ranks ended without a result"
+        started = []
         try:
+            for process in ranks:
+                with interrupts_postponed():
+                    process.start()
+                    started.append(process)
+            send.close()
             with suppress(EOFError):
                 is_ok, result = receive.recv()
         finally:
-            for process in ranks:
-                if not is_ok:
-                    process.kill()  # it may be waiting for a rank that is gone
+            for process in started if not is_ok else ():
+                process.kill()  # it may be waiting for a rank that is gone
+            for process in started:
                 process.join()
     if not is_ok:
         raise RuntimeError(result)

@@ -94,10 +94,10 @@ def _step_s(wrapped: DistributedDataParallel, x: torch.Tensor) -> float:
 def _timed(times: list[float]) -> Iterator[None]:
     """What formations do at the begin and at the end of rounds, while inside."""
 
-    def timed(act: Callable[[Formation], None]) -> Callable[[Formation], None]:
-        def act_and_note(formation: Formation) -> None:
+    def timed(act: Callable[..., None]) -> Callable[..., None]:
+        def act_and_note(formation: Formation, *given: object) -> None:
             began_s = time.perf_counter()
-            act(formation)
+            act(formation, *given)
             times.append(time.perf_counter() - began_s)
 
         return act_and_note

@@ -166,6 +166,7 @@ SYSTEMS = {
 BARE, OURS, PER_PARAMETER, TORCH = "bare", "ours", "per-parameter", "torch-ddp"
 FULL = tuple(name for name, spec in SYSTEMS.items() if not spec.is_study)
 OWN = tuple(name for name in SYSTEMS if name.startswith(OURS))  # what is not a peer
+MODES = tuple(name for name in OWN if not SYSTEMS[name].is_study)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """One cell of the matrix: a workload on a number of ranks over one link, with all systems side by side.
 
-Systems of one virtual environment share the processes of a run and take turns step by step, the bare model always with
+Systems of one virtual environment share the processes of a run and take turns of some steps, the bare model always with
 them; another environment has a run of its own. Start-up time and peak memory want a process per system: short runs of one
 system alone.
 """
@@ -11,7 +11,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -38,6 +38,7 @@ class Effort:
 
     num_turns: int  # of each system; see `turns`
     has_start_up: bool
+    max_settling: int = 1_000  # steps, of a system that has any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +202,7 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
             workload=cell.workload.name,
             scale=cell.workload.scale,
             gradient_bytes=cell.workload.gradient_bytes(cell.device),
-            systems=tuple(jobs),
+            systems=tuple(replace(job, num_settling=min(job.num_settling, effort.max_settling)) for job in jobs),
             num_turns=effort.num_turns,
             turn_budget_s=_TURN_BUDGET_S,
             counted_interface=network.interface if network.namespaces else None,

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from benchmarks.matrix.table import markdown
 from benchmarks.matrix.turns import STEPS_PER_TURN, TIMED_PER_TURN
 
 FULL = Effort(num_turns=4, has_start_up=True)
-QUICK = Effort(num_turns=2, has_start_up=False)
+QUICK = Effort(num_turns=2, has_start_up=False, max_settling=20)
 _QUICK_LEAVES_OUT = ("gpt", 4)  # real arithmetic on more ranks than many machines have processors: noise
 # What only some systems of a full run are measured on.
 _VALIDATED = ("replay", "1gbit", (catalog.OURS, "ours-zero1", "ours-eager", catalog.TORCH, catalog.PER_PARAMETER))
@@ -101,19 +101,24 @@ def _run(asked: Asked, command: str) -> int:
     if not asked.resumes:
         _set_aside(asked.out)
     cells = {place_of(cell): cell for cell in read_cells(asked.out / "matrix.jsonl")} if asked.resumes else {}
-    wanted = [cell for cell in asked_cells if not _is_finished(cells.get(cell.place), cell)]
+    started = {(found["workload"], found["device"]) for found in cells.values() if _is_timed_so(found) and has_start_up(found)}
+    wanted = [cell for cell in asked_cells if not _is_finished(cells.get(cell.place), cell, started)]
+    measured: list[Document] = []
     for number, cell in enumerate(wanted, start=1):
         _tell(f"cell {number} of {len(wanted)}")
         earlier = cells.get(cell.place)
         found = _measured(cell if earlier is None else _with_systems_of(earlier, cell))
-        if earlier is not None and not measured_systems(found) - {catalog.BARE}:
+        if earlier is not None and not _has_figures(found):
             _tell(f"{cell.title}: nothing could be measured; the figures of an earlier run are kept")
             continue
         for system in sorted(measured_systems(earlier) - measured_systems(found) if earlier is not None else ()):
             _tell(f"{cell.title}: {system} had a figure from an earlier run, and has none now")
-        cells[cell.place] = found if earlier is None else with_start_up_of(earlier, found)
+        measured.append(found if earlier is None else with_start_up_of(earlier, found))
+        cells[cell.place] = measured[-1]
         _write(asked.out, header, in_order(cells.values()))
-    header |= {"load_average_after": machine()["load_average"], "duration_s": round(time.perf_counter() - began_s)}
+    header["load_average_after"] = machine()["load_average"]
+    if not asked.resumes:  # else it would be that of some of the cells
+        header["duration_s"] = round(time.perf_counter() - began_s)
     documents = in_order(cells.values())
     pictures = save_pictures(documents, asked.out)
     _write(asked.out, header, documents, pictures=pictures)
@@ -121,12 +126,11 @@ def _run(asked: Asked, command: str) -> int:
     ratios = guard.ratios_of(documents)
     print(guard.report(guard.compare(ratios, guard.read_recorded(), expected=_expected(wanted))))
     print(*guard.held_to(ratios), sep="\n")
-    if asked.records:
-        now = guard.ratios_of([cells[cell.place] for cell in wanted if cell.place in cells])
+    if asked.records and (now := guard.ratios_of(measured)):
         guard.record(now, header)
         _tell(f"recorded {len(now)} ratios in {guard.RECORDED}")
     _tell(f"written: {asked.out}/matrix.jsonl, .md, and pictures as .png and .svg")
-    return 0 if any(measured_systems(document) - {catalog.BARE} for document in documents) else 1
+    return 0 if not wanted or any(map(_has_figures, measured)) else 1
 
 
 def _links(cells: Sequence[Cell], missing: str | None) -> str:
@@ -144,13 +148,24 @@ def _expected(measured: Sequence[Cell]) -> set[str]:
     }
 
 
-def _is_finished(earlier: Document | None, cell: Cell) -> bool:
-    """Whether an earlier run has as good a figure of every system that `cell` is to have and that can be measured here."""
-    if earlier is None or earlier["conditions"].get("steps_per_turn") != STEPS_PER_TURN:
-        return False  # timed in another way, which is not to stand beside this one
-    if earlier["conditions"]["num_turns"] < cell.effort.num_turns:
+def _has_figures(cell: Document) -> bool:
+    """Of more than the bare model, where more was asked for."""
+    return bool(measured_systems(cell) - {catalog.BARE}) or (len(cell["rows"]) == 1 and bool(measured_systems(cell)))
+
+
+def _is_timed_so(cell: Document) -> bool:
+    """As this code times; what was timed in another way is not to stand beside it."""
+    return bool(cell["conditions"].get("steps_per_turn") == STEPS_PER_TURN)
+
+
+def _is_finished(earlier: Document | None, cell: Cell, started: Container[tuple[str, str]]) -> bool:
+    """Whether an earlier run has as good a figure of every system that `cell` is to have and that can be measured here.
+
+    `started` are workloads, each with a device, of which start-up is known from any cell.
+    """
+    if earlier is None or not _is_timed_so(earlier) or earlier["conditions"]["num_turns"] < cell.effort.num_turns:
         return False
-    if cell.effort.has_start_up and not has_start_up(earlier):
+    if cell.effort.has_start_up and (cell.workload.label, cell.device) not in started:
         return False
     lacking = [spec for spec in cell.systems if spec.name not in measured_systems(earlier)]
     return all(why_not_here(spec, cell.device) is not None for spec in lacking)
@@ -249,7 +264,7 @@ def _set_aside(out: Path) -> None:
     name = next(name for name in names if not any(path.with_stem(f"{path.stem}.{name}").exists() for path in written))
     for path in written:
         path.replace(path.with_stem(f"{path.stem}.{name}"))
-    _tell(f"the matrix that was in {out} is matrix.{name}.jsonl and .md now; --resume would go on with it")
+    _tell(f"the matrix that was in {out} is matrix.{name}.jsonl and .md now; with --resume a run goes on with what it finds")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -310,7 +325,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", action="append", metavar="NAME", help=f"{', '.join(catalog.LINKS)}; may be repeated")
     add("--system", action="append", metavar="NAME", help=f"{', '.join(catalog.SYSTEMS)}; may be repeated")
     add("--device", default="cpu", metavar="NAME", help=f"{', '.join(catalog.DEVICES)}: where models compute (default: cpu)")
-    add("--steps", type=_positive, metavar="N", help="of each system in each cell that are timed (fewer of slow ones)")
+    add(
+        "--steps", type=_positive, metavar="N", help="that are timed of each system in each cell, two a turn (of slow ones fewer)"
+    )
     add("--quick", action="store_true", help="replay and gpt at 1gbit, three systems, few steps: below 3 minutes")
     add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
     add("--resume", action="store_true", help="keep the cells in --out that have all these systems, and measure the others")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.matrix.catalog import BARE, OURS, OWN, PER_PARAMETER, TORCH
+from benchmarks.matrix.catalog import BARE, MODES, OURS, OWN, PER_PARAMETER, TORCH
 from benchmarks.matrix.finished import link_of, place_of, title_of
 
 Row = Mapping[str, Any]
@@ -168,7 +168,7 @@ def _at_a_glance(cells: Sequence[Row]) -> list[str]:
 def _fastest(cell: Row) -> tuple[Row, Row] | None:
     """Of ours and of the peers, by whole steps; None where either has no figure."""
     found = [row for row in cell["rows"] if row["error"] is None and row["system"] != BARE]
-    own = [row for row in found if row["system"] in OWN]
+    own = [row for row in found if row["system"] in MODES]
     peers = [row for row in found if row["system"] not in OWN]
     return (min(own, key=_step_ms), min(peers, key=_step_ms)) if own and peers else None
 

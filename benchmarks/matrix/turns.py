@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def _take_turn(player: Player, table: Table) -> None:
 
 def _agreed_counts(players: Sequence[Player], num_turns: int, turn_budget_s: float) -> list[int]:
     """Turns per player, the same on all ranks: as many as there is time for, by the slowest rank's first turn."""
-    turn_s = torch.tensor([player.step_s[-1] * STEPS_PER_TURN for player in players])
+    turn_s = torch.tensor([mean(player.step_s) * STEPS_PER_TURN for player in players])
     dist.all_reduce(turn_s, op=dist.ReduceOp.MAX)
     return [max(min(MIN_TURNS, num_turns), min(num_turns, int(turn_budget_s / one_s))) for one_s in turn_s.tolist()]
 

@@ -10,12 +10,13 @@ import gc
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,14 +38,13 @@ _AGREE = timedelta(seconds=60)  # for the slowest rank to build a system after t
 def main(job_path: str, rank: int) -> None:
     """Runs the job as `rank` and writes the result."""
     job = job_from_file(Path(job_path))
-    _forget_peak()
     die_with(job.runner_pid)
     torch_import_s = _import_torch()
     with _process_group(job, rank) as group:
         device = _device_of(job, rank)
         result = _run(job, rank, group, device)
     result["torch_import_s"] = torch_import_s
-    result["peak_rss_mb"] = _peak_rss_mb()
+    result["peak_rss_mb"] = peak_rss_bytes() / 1e6
     result["peak_device_mb"] = _peak_device_mb(device)
     whole = job.result_path(rank)
     partial = whole.with_suffix(".part")
@@ -60,19 +60,15 @@ def die_with(runner_pid: int) -> None:
             sys.exit("the runner is gone")
 
 
-def _forget_peak() -> None:
-    """Linux has a process begin with the peak of the one that has started it."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _peak_rss_mb() -> float | None:
-    """Resident memory at most since `_forget_peak`, in 1e6 bytes; None where there is no /proc."""
+def peak_rss_bytes() -> int:
+    """Resident memory at most since this program began. `ru_maxrss`, where there is nothing else, has its parent's in it."""
     status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    (peak,) = (line.split()[1] for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
-    return int(peak) * 1024 / 1e6
+    lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _import_torch() -> float:

@@ -12,9 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from benchmarks import tuning
 from benchmarks.__main__ import main
 from benchmarks.ranks import run_ranks
+
+from undertow import DistributedDataParallel
 
 
 def test_a_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +33,21 @@ def test_a_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.Ca
         assert "planning, data-parallel, 10,000 parameters" in told
 
 
+def _tunes(_rank: int) -> list[float]:
+    times: list[float] = []
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    with tuning._timed(times):
+        for _ in range(3):
+            model(torch.ones(1, 8)).sum().backward()
+    return times
+
+
+def test_what_tuning_does_itself_is_timed_at_both_ends_of_a_round() -> None:
+    times = run_ranks(_tunes, 2)
+    assert len(times) == 2 * 3
+    assert all(seconds > 0 for seconds in times)
+
+
 def _sum_of_ranks(rank: int, more: int) -> list[int]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, rank + more)
@@ -41,7 +60,8 @@ def _one_raises(rank: int) -> None:
     dist.barrier()
 
 
-def _waits(_rank: int) -> None:
+def _waits(rank: int, folder: Path) -> None:
+    (folder / str(rank)).touch()
     time.sleep(600)
 
 
@@ -55,17 +75,24 @@ def test_a_rank_that_raises_ends_the_others() -> None:
     assert _ranks() == []
 
 
-def test_ranks_do_not_outlive_an_interruption() -> None:
-    threading.Thread(target=_interrupt_when_there_are_ranks, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(_waits, 2)
+def test_ranks_do_not_outlive_an_interruption(tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        while not is_over.wait(0.05):
+            if all((tmp_path / str(rank)).exists() for rank in range(2)):
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(_waits, 2, tmp_path)
+    finally:
+        is_over.set()
+        thread.join()
     assert _ranks() == []
-
-
-def _interrupt_when_there_are_ranks() -> None:
-    while len(_ranks()) < 2:
-        time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _ranks() -> list[int]:

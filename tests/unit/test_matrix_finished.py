@@ -10,7 +10,7 @@ from benchmarks.matrix import environments, guard, run
 from benchmarks.matrix.catalog import SYSTEMS, WORKLOADS
 from benchmarks.matrix.cell import Cell, CellResult
 from benchmarks.matrix.errors import NoNamespaces, RankFailed
-from benchmarks.matrix.finished import in_order, lines_of, read_cells
+from benchmarks.matrix.finished import START_UP, in_order, lines_of, read_cells
 from benchmarks.matrix.table import markdown
 from benchmarks.matrix.turns import STEPS_PER_TURN
 
@@ -45,7 +45,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         names = [spec.name for spec in one.systems]
         found.append(names)
         result = rank_result({names[1]: played([99.0, 99.0])})
-        return CellResult(timed=[[result, result]], start_up={}, errors={})
+        alone = {"torch_import_s": 1.0, "peak_rss_mb": 300.0, "peak_device_mb": None}
+        reports = [{**alone, "systems": {names[1]: {"import_s": 0.1, "wrap_s": 0.1, "first_step_s": 0.1}}}]
+        start_up = {names[1]: reports} if one.effort.has_start_up else {}
+        return CellResult(timed=[[result, result]], start_up=start_up, errors={})
 
     monkeypatch.setattr(run, "measure_cell", measure)
     monkeypatch.setattr(run, "what_is_missing", lambda: None)
@@ -92,7 +95,7 @@ def test_an_earlier_cell_is_kept_where_nothing_could_be_measured(
 
     monkeypatch.setattr(run, "measure_cell", fail)
     write(tmp_path / "matrix.jsonl", at("gpt"))
-    assert resume(tmp_path, "fsdp2") == 0
+    assert resume(tmp_path, "fsdp2") == 1
     assert read_cells(tmp_path / "matrix.jsonl") == [at("gpt")]
     told = "gpt, 2 ranks, 1gbit (shaped): nothing could be measured; the figures of an earlier run are kept"
     assert told in capsys.readouterr().err
@@ -136,6 +139,25 @@ def test_a_cell_that_was_timed_in_another_way_is_not_taken_for_a_finished_one(
     assert len(measured) == 1
 
 
+def test_a_workload_of_which_start_up_is_known_is_not_measured_again_for_it(tmp_path: Path, measured: list[list[str]]) -> None:
+    brief = at("gpt")
+    brief["rows"] = [{name: value for name, value in row.items() if name not in START_UP} for row in brief["rows"]]
+    write(tmp_path / "matrix.jsonl", brief, at("gpt", link="none"))
+    resume(tmp_path, "ours")
+    assert measured == []
+
+
+def test_start_up_that_was_measured_in_another_way_is_not_kept(tmp_path: Path, measured: list[list[str]]) -> None:
+    older = at("gpt")
+    del older["conditions"]["steps_per_turn"]
+    older["rows"] = [{**row, "first_step_ms": 999} for row in older["rows"]]
+    write(tmp_path / "matrix.jsonl", older)
+    resume(tmp_path, "ours")
+    assert measured == [["bare", "ours"]]
+    (one,) = read_cells(tmp_path / "matrix.jsonl")
+    assert [row.get("first_step_ms") for row in one["rows"]] == [None, 100]  # the second one measured anew
+
+
 def test_a_first_cell_without_start_up_is_measured_again(tmp_path: Path, measured: list[list[str]]) -> None:
     brief = at("gpt")
     write(
@@ -147,9 +169,10 @@ def test_a_first_cell_without_start_up_is_measured_again(tmp_path: Path, measure
 
 @pytest.mark.usefixtures("measured")
 def test_a_cell_that_is_measured_again_keeps_its_start_up(tmp_path: Path) -> None:
-    write(tmp_path / "matrix.jsonl", at("gpt"))
-    resume(tmp_path, "ours", "torch-ddp")
-    (one,) = read_cells(tmp_path / "matrix.jsonl")
+    write(tmp_path / "matrix.jsonl", at("gpt"), at("gpt", ranks=4))
+    asked = ["--workload", "gpt", "--ranks", "2", "--ranks", "4", "--link", "1gbit", "--out", str(tmp_path)]
+    run.main(["--resume", *asked, "--system", "ours", "--system", "torch-ddp"])
+    _, one = read_cells(tmp_path / "matrix.jsonl")  # where it is not measured
     assert [row.get("peak_rss_mb") for row in one["rows"]] == [300, 300, None]
     assert one["rows"][1]["backward_ms"]["median"] == 99.0
 
@@ -178,7 +201,9 @@ def test_that_the_bare_model_has_a_figure_is_not_enough(tmp_path: Path, monkeypa
     monkeypatch.setattr(run, "measure_cell", measure)
     monkeypatch.setattr(run, "what_is_missing", lambda: None)
     monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
-    assert run.main(["--workload", "gpt", "--ranks", "2", "--link", "1gbit", "--system", "ours", "--out", str(tmp_path)]) == 1
+    asked = ["--workload", "gpt", "--ranks", "2", "--link", "1gbit", "--out", str(tmp_path)]
+    assert run.main([*asked, "--system", "ours"]) == 1
+    assert run.main([*asked, "--system", "bare"]) == 0  # but where nothing else was asked for
 
 
 def test_a_new_run_sets_aside_what_an_earlier_one_has_written(
@@ -233,7 +258,7 @@ def test_a_run_that_is_resumed_measures_what_is_missing(tmp_path: Path, monkeypa
     kept = [at("gpt", 2), at("moe", 2, "none")]
     write(tmp_path / "matrix.jsonl", *kept)
     asked = ("--workload", "gpt", "--link", "1gbit", "--link", "none", "--system", "ours", "--out", str(tmp_path))
-    assert run.main([*asked, "--resume"]) == 0
+    assert run.main([*asked, "--resume"]) == 1  # for nothing was measured
     places = [("gpt", 4, "1gbit"), ("gpt", 2, "none"), ("gpt", 4, "none")]
     # The workload's first cell, where start-up is measured, is there already.
     assert measured == [((*place, "shaped", "cpu"), False) for place in places]

@@ -107,3 +107,13 @@ def test_the_bare_model_tells_when_parameters_are_read_and_gradients_ready() -> 
     used, ready = bare.arrivals.used_s, bare.arrivals.ready_s
     assert used[0] == used[1] < used[2] == used[3] < min(ready)
     assert max(ready[2:]) < min(ready[:2])
+
+
+def test_a_gradient_that_never_came_is_said_to_be_lacking() -> None:
+    model = torch.nn.Linear(2, 1)
+    unused = torch.nn.Parameter(torch.ones(1))
+    model.register_parameter("unused", unused)
+    bare = Bare(Setting(model=model, group=None, options={}))  # type: ignore[arg-type]
+    bare.backward((torch.ones(1, 2),))
+    with pytest.raises(ValueError, match="1 parameters of the bare model have got no gradient"):
+        _ = bare.arrivals.ready_s

@@ -24,7 +24,9 @@ class Arrivals:
 
     @property
     def ready_s(self) -> list[float]:
-        """Seconds since the step began; once the clock has settled."""
+        """Seconds since the step began; once the clock has settled. ValueError where a gradient never came: there is no limit."""
+        if any(ready is None for ready in self.ready):
+            raise ValueError(f"{self.ready.count(None)} parameters of the bare model have got no gradient")
         return [self.clock.seconds(self.began, ready) for ready in self.ready]
 
     @property
