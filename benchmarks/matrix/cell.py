@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.matrix.catalog import BARE, SYSTEMS, SystemSpec, WorkloadSpec
+from benchmarks.matrix.catalog import BARE, NUM_SETTLING, SYSTEMS, SystemSpec, WorkloadSpec
 from benchmarks.matrix.environments import python_of, why_absent
 from benchmarks.matrix.errors import MatrixError, RankFailed
 from benchmarks.matrix.finished import PLACE, title_of
@@ -184,7 +184,8 @@ def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult, tel
 
 
 def _measure_start_up(cell: Cell, spec: SystemSpec, network: Network, result: CellResult) -> None:
-    job = spec.jobs()[0]
+    # As many steps of each: a plan that moves counts, and so does what the allocator grows by.
+    job = replace(spec.jobs()[0], num_settling=NUM_SETTLING)
     effort = Effort(num_turns=0, has_start_up=True)
     try:
         result.start_up[spec.name] = _run(cell, spec.environment, [job], network, effort)

@@ -21,11 +21,16 @@ def measure() -> Callable[..., Rows]:
     """Measures one cell, of 0.5 MB, and gives its rows by system."""
 
     def measure_rows(
-        *systems: str | SystemSpec, kind: str, link: str = "1gbit", num_ranks: int = 2, name: str = "replay@0.01"
+        *systems: str | SystemSpec,
+        kind: str,
+        link: str = "1gbit",
+        name: str = "replay@0.01",
+        effort: Effort = SMALL,
+        num_ranks: int = 2,
     ) -> Rows:
         specs = tuple(SYSTEMS[system] if isinstance(system, str) else system for system in systems)
         workload = workload_from_text(name)
-        cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=specs, effort=SMALL)
+        cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=specs, effort=effort)
         result: CellResult = measure_cell(cell, lambda _line: None)
         rows = rows_of_cell(specs, result.timed, result.start_up, result.errors)
         return {row["system"]: row for row in rows}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from benchmarks.matrix import links, run
 from benchmarks.matrix.catalog import SYSTEMS, SystemSpec
+from benchmarks.matrix.cell import Effort
 from benchmarks.matrix.environments import peers, python_of, why_absent
 
 Measure = Callable[..., dict[str, dict[str, Any]]]
@@ -32,6 +33,14 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
     whole = rows["per-parameter"]["state_mb"]
     for name in ("ours-zero1", "ours-zero2", "ours-eager"):
         assert rows[name]["state_mb"] == pytest.approx(whole / 2, rel=0.02), name
+
+
+def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure) -> None:
+    rows = measure("bare", "ours", "torch-ddp", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True))
+    for row in rows.values():
+        assert row["error"] is None
+        assert min(row["import_ms"], row["first_step_ms"]) > 0
+        assert 100 < row["peak_rss_mb"] < 2_000  # torch alone is some 200 MB
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
