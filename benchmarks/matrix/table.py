@@ -109,7 +109,7 @@ def _timed(conditions: Row) -> str:
     """How, where it is not as `turns` says."""
     if "steps_per_turn" in conditions:
         return ""
-    return " Timed one step a turn; the sharded systems of ours, and Megatron-core's, in the middle of four."
+    return " Timed one step a turn; our sharded systems and Megatron-core's distributed optimizer in the middle of four."
 
 
 def _cells_of(row: Row) -> list[str]:
