@@ -77,9 +77,10 @@ def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, re
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("warning_s", [0.5, math.inf])
-def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(warning_s: float, num_ranks: int) -> None:
+@pytest.mark.parametrize("group", ["an_impatient_group", "a_group_that_closes"])
+def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(group: str, warning_s: float, num_ranks: int) -> None:
     settings = {"stall_warning_s": warning_s, "stall_timeout_s": math.inf, "buffers": "off"}
-    fault = Fault("is_late", "in_data_of_an_impatient_group", rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
+    fault = Fault("is_late", f"in_data_of_{group}", rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
     head, *rest = report(fault, DOING["in_data"]) if warning_s == 0.5 else ("", "")
     told = [f"  {head}", *rest] if head else []
     remedy = (

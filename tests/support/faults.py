@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -220,6 +221,20 @@ def in_data_of_an_impatient_group(script: _Script) -> torch.optim.Optimizer:
     group = dist.new_group(range(script.fault.num_ranks), timeout=timedelta(seconds=2))
     script.model = DistributedDataParallel(module, process_group=group, config=config)
     return in_data(script)
+
+
+def in_data_of_a_group_that_closes(script: _Script) -> torch.optim.Optimizer:
+    """Another collective than the one that is waited for is the first whose time is over, and gloo closes all connections."""
+    group = script.model.sync.own_group.process_group
+    closing = threading.Timer(2.0, private.interrupt, [group])
+
+    def before_forward() -> None:
+        if script.step == FAULTY_STEP and script.rank == 0:
+            closing.start()
+        script.act()
+
+    script.before_forward = before_forward
+    return _optimizer(script)
 
 
 def before_another_construction(script: _Script) -> torch.optim.Optimizer:

@@ -184,8 +184,8 @@ class Ring:
                 member.fails(fault)
         has_answers = member.asking is not None and now_s > member.asked_s + ANSWERS_S
         if member.asking is not None and has_answers and not member.is_told:
-            member.is_told = True
-            faults.tell(self.report(member, member.asking))
+            member.is_told, member.told = True, (member.asking["step"], self.report(member, member.asking))
+            faults.tell(member.told[1])
         limits = member.limits
         is_over = waited_s > limits.stall_timeout_s
         if waited_s < limits.stall_warning_s and not is_over:

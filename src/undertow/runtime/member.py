@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 ANSWERS_S = 1.0  # that ranks have to say what they are doing
 _VERDICT_S = 5.0  # from a broken connection until it is known who is gone
-# Of a collective that has lasted for the timeout of its group. The kernel's own words, of a connection, are others.
-_TIME_IS_OVER = re.compile(r"timed out waiting|operation timed out", re.IGNORECASE)
+# Of a collective that has lasted for the timeout of its group, and of one whose connections another one's timeout has closed:
+# of several under way either may be the first. The kernel's own words, of a connection, are others.
+_TIME_IS_OVER = re.compile(r"timed out waiting|operation timed out|application timeout caused", re.IGNORECASE)
 
 
 class Member:
@@ -47,6 +48,7 @@ class Member:
         self.asking: State | None = None  # who has asked
         self.states: dict[int, State] = {}
         self.is_told = True
+        self.told = 0, ""  # the last report, and in which step
         self.left: dict[int, Fault] = {}  # ranks that have closed the model
         self.borrowed: Any = None  # a group of the user's, to be interrupted as well
         self._places: dict[int, tuple[float, str]] = {}  # since when ranks stand there
@@ -131,10 +133,9 @@ class Member:
         return fault
 
     def _last_report(self) -> str:
-        """Of the wait that has just ended; empty where nobody has asked in it."""
-        asking = self.asking
-        is_of_now = asking is not None and self.is_told and asking["step"] == self.num_steps()
-        return self.ring.report(self, asking) if asking is not None and is_of_now else ""
+        """Of the wait that has just ended; empty where nothing was told of it."""
+        step, text = self.told
+        return text if step == self.num_steps() else ""
 
     def fails(self, fault: Fault) -> None:
         """All ranks of this group give up."""
