@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -29,13 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return matrix.main(arguments[1:])
     if arguments[:1] == ["fidelity"]:
         return fidelity.main(arguments[1:])
-    asked = _parser().parse_args(arguments)
-    matrix.end_as_ctrl_c()
-    try:
-        num_failed = _measure_parts(asked)
-    except KeyboardInterrupt:
-        print("interrupted; what was measured before is kept", file=sys.stderr)
-        return 130
+    return matrix.interruptible(partial(_measure, _parser().parse_args(arguments)))
+
+
+def _measure(asked: argparse.Namespace) -> int:
+    num_failed = _measure_parts(asked)
     if asked.only:
         return 1 if num_failed else 0
     of_matrix = [f"--{name}" for name in ("quick", "resume") if getattr(asked, name)]

@@ -76,14 +76,10 @@ def has_start_up(cell: Document) -> bool:
     return any("first_step_ms" in row for row in cell["rows"])
 
 
-def is_timed_alike(cell: Document, other: Document) -> bool:
-    """Whether what was measured in one may stand beside the other."""
-    return bool(cell["conditions"].get("steps_per_turn") == other["conditions"].get("steps_per_turn"))
-
-
 def with_start_up_of(earlier: Document, cell: Document) -> Document:
     """`cell`, with the start-up times and peaks of the one in whose place it comes, where it has none of its own."""
-    if has_start_up(cell) or not is_timed_alike(earlier, cell):
+    is_timed_alike = earlier["conditions"].get("steps_per_turn") == cell["conditions"].get("steps_per_turn")
+    if has_start_up(cell) or not is_timed_alike:
         return cell
     of_rows = {row["system"]: {name: row[name] for name in START_UP if name in row} for row in earlier["rows"]}
     return {**cell, "rows": [{**of_rows.get(row["system"], {}), **row} for row in cell["rows"]]}

@@ -11,8 +11,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,12 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(asked: Asked, command: str) -> int:
     """Measures cell by cell and writes what there is after each: an interrupted run is not lost, and can be resumed."""
-    end_as_ctrl_c()
-    try:
-        return _run(asked, command)
-    except KeyboardInterrupt:
-        _tell("interrupted; what was measured before is kept")
-        return 130
+    return interruptible(partial(_run, asked, command))
 
 
 def _run(asked: Asked, command: str) -> int:
@@ -274,10 +270,15 @@ def _replace(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def end_as_ctrl_c() -> None:
-    """Whatever asks this process to end has everything torn down that it has set up."""
+def interruptible(measure: Callable[[], int]) -> int:
+    """The exit code of `measure`; 130 if it is interrupted, by Ctrl-C or whatever else asks this process to end."""
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _stop)
+        signal.signal(ending, _stop)  # as Ctrl-C: everything that has been set up is torn down
+    try:
+        return measure()
+    except KeyboardInterrupt:
+        _tell("interrupted; what was measured before is kept")
+        return 130
 
 
 def _stop(_signum: int, _frame: object) -> None:

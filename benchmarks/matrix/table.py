@@ -215,7 +215,7 @@ def _by_size(cells: Sequence[Row]) -> list[str]:
     lines = []
     for low, high, name in _SIZES:
         for cell in cells:
-            ours = next((row for row in cell["rows"] if row["system"] == OURS and row["error"] is None), None)
+            ours = _defaults(cell)
             if ours is None or ours["speedup_over_per_parameter"] is None or not low <= cell["num_params"] < high:
                 continue
             place = (cell["workload"], str(cell["ranks"]), link_of(cell))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert read_cells(tmp_path / "absent.jsonl") == []
 
 
+def measures_by(measure: Callable[[Cell, Any], CellResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a run, as root, measure its cells so."""
+    monkeypatch.setattr(run, "measure_cell", measure)
+    monkeypatch.setattr(run, "what_is_missing", lambda: None)
+    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The systems of every cell that would be measured; the second one asked for has a figure, the others fail."""
@@ -50,9 +58,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         start_up = {names[1]: reports} if one.effort.has_start_up else {}
         return CellResult(timed=[[result, result]], start_up=start_up, errors={})
 
-    monkeypatch.setattr(run, "measure_cell", measure)
-    monkeypatch.setattr(run, "what_is_missing", lambda: None)
-    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
+    measures_by(measure, monkeypatch)
     return found
 
 
@@ -184,9 +190,7 @@ def test_what_raises_anything_loses_its_cell_and_not_the_others(tmp_path: Path, 
         asked.append(one.num_ranks)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(run, "measure_cell", measure)
-    monkeypatch.setattr(run, "what_is_missing", lambda: None)
-    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
+    measures_by(measure, monkeypatch)
     chosen = ["--workload", "gpt", "--link", "1gbit", "--system", "ours", "--out", str(tmp_path)]
     assert run.main(chosen) == 1
     assert asked == [2, 4]
@@ -198,9 +202,7 @@ def test_that_the_bare_model_has_a_figure_is_not_enough(tmp_path: Path, monkeypa
         result = rank_result({})
         return CellResult(timed=[[result, result]], start_up={}, errors={"ours": "not in a test"})
 
-    monkeypatch.setattr(run, "measure_cell", measure)
-    monkeypatch.setattr(run, "what_is_missing", lambda: None)
-    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
+    measures_by(measure, monkeypatch)
     asked = ["--workload", "gpt", "--ranks", "2", "--link", "1gbit", "--out", str(tmp_path)]
     assert run.main([*asked, "--system", "ours"]) == 1
     assert run.main([*asked, "--system", "bare"]) == 0  # but where nothing else was asked for
@@ -252,9 +254,7 @@ def test_a_run_that_is_resumed_measures_what_is_missing(tmp_path: Path, monkeypa
         measured.append((one.place, one.effort.has_start_up))
         return CellResult(timed=[], start_up={}, errors={"ours": "not in a test"})
 
-    monkeypatch.setattr(run, "measure_cell", measure)
-    monkeypatch.setattr(run, "what_is_missing", lambda: None)
-    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
+    measures_by(measure, monkeypatch)
     kept = [at("gpt", 2), at("moe", 2, "none")]
     write(tmp_path / "matrix.jsonl", *kept)
     asked = ("--workload", "gpt", "--link", "1gbit", "--link", "none", "--system", "ours", "--out", str(tmp_path))
