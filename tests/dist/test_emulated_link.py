@@ -222,6 +222,7 @@ class Exchanged:
 NUM_BYTES = 600_000  # that a rank gives to the exchange; a part of it is kept
 # Above the time of the link: sockets, threads that wake up, and ranks that leave the barrier one after another.
 MARGIN_S = 0.15
+NUM_ATTEMPTS = 3  # for a machine on which a rank may not be scheduled for longer than that
 
 
 def exchange_parts(link: EmulatedLink) -> Exchanged:
@@ -277,12 +278,17 @@ def test_sends_and_receives_take_what_they_would_on_the_link(
 ) -> None:
     link = link_from_text(SLOW)
     least_s = num_rounds * (num_ranks - 1) / num_ranks * NUM_BYTES / link.bytes_per_s
-    for seen in run_over_link(program, SLOW, num_ranks=num_ranks):
-        assert seen.is_right
-        assert least_s + num_rounds * link.hop_s <= seen.ended_s - seen.began_s <= least_s + num_rounds * MARGIN_S
-        assert {transfer.kind for transfer in seen.log} == {"send"}
-        in_turn = sorted(seen.log, key=lambda t: t.started_s)
-        assert all(later.started_s >= t.started_s + t.num_bytes / link.bytes_per_s - 1e-9 for t, later in pairwise(in_turn))
+    longest_s = []
+    while not longest_s or (longest_s[-1] > least_s + num_rounds * MARGIN_S and len(longest_s) < NUM_ATTEMPTS):
+        found = run_over_link(program, SLOW, num_ranks=num_ranks)
+        longest_s.append(max(seen.ended_s - seen.began_s for seen in found))
+        for seen in found:
+            assert seen.is_right
+            assert least_s + num_rounds * link.hop_s <= seen.ended_s - seen.began_s
+            assert {transfer.kind for transfer in seen.log} == {"send"}
+            in_turn = sorted(seen.log, key=lambda t: t.started_s)
+            assert all(later.started_s >= t.started_s + t.num_bytes / link.bytes_per_s - 1e-9 for t, later in pairwise(in_turn))
+    assert min(longest_s) <= least_s + num_rounds * MARGIN_S
 
 
 def exchange_over_a_free_link(link: EmulatedLink) -> tuple[bool, bool, bool]:

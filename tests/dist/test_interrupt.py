@@ -25,6 +25,7 @@ def reduce(group: dist.ProcessGroup) -> dist.Work:
 def interrupted(start: Callable[[dist.ProcessGroup], dist.Work], barrier: bool) -> str:
     """Rank 0 waits for what rank 1 never sends, and is woken on this rank alone."""
     group = GroupRef.of(dist.group.WORLD).clone()
+    dist.barrier()  # it is made on both
     said = ""
     if dist.get_rank() == 0:
         work = start(group)

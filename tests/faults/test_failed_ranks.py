@@ -156,7 +156,7 @@ def test_an_exception_that_ends_a_training_thread_is_told(arguments: str, tmp_pa
 
 
 ALONE = (
-    'import atexit, time; atexit.register(time.sleep, 15); raise undertow.PhaseError("no batch.", where="here", remedy="None.")'
+    'import atexit, time; atexit.register(time.sleep, 600); raise undertow.PhaseError("no batch.", where="here", remedy="None.")'
 )
 
 

@@ -12,8 +12,7 @@ import psutil
 import pytest
 import torch
 
-from support import elastic
-from support.elastic import EXAMPLE, launch, order_of, run, steps_of, trained_alone
+from support.elastic import DEAF_EXAMPLE, EXAMPLE, launch, order_of, run, steps_of, trained_alone
 
 OPTIONS = ["--epochs", "1", "--checkpoint-every", "4", "--save-model", "model.pt"]
 BATCH, NUM_STEPS = 24, 20
@@ -60,7 +59,7 @@ def require_as_undisturbed(
 def test_a_job_goes_on_behind_its_last_checkpoint_with_the_same_bits(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    done = run(tmp_path, *OPTIONS, "--kill-rank", "1", "--kill-step", "11", num_ranks=2, max_restarts=1)
+    done = run(tmp_path, *OPTIONS, "--kill-rank", "1", "--kill-step", "11", num_ranks=2, max_restarts=1, script=DEAF_EXAMPLE)
     assert "rank 1 is killed in step 11" in done.stdout
     assert "RankLost: rank 1 is gone: its process has ended without a word, or was killed." in done.stderr
     require_as_undisturbed(tmp_path, done, undisturbed, killed_in=11, goes_on_in=9)
@@ -70,7 +69,7 @@ def test_a_checkpoint_that_a_killed_rank_has_half_written_does_not_count(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     """Rank 1 brings one file of each checkpoint to the disk: the second is that of step 8."""
-    done = run(tmp_path, "1", "2", *OPTIONS, num_ranks=2, max_restarts=1, script=Path(elastic.__file__))
+    done = run(tmp_path, "1", "2", *OPTIONS, num_ranks=2, max_restarts=1, script=DEAF_EXAMPLE)
     require_as_undisturbed(tmp_path, done, undisturbed, killed_in=8, goes_on_in=5)
     assert not (tmp_path / "elastic_checkpoint.new").exists()
 
@@ -78,7 +77,7 @@ def test_a_checkpoint_that_a_killed_rank_has_half_written_does_not_count(
 def test_three_ranks_go_on_where_one_of_four_was_killed(tmp_path: Path) -> None:
     """Batches of 53 are no equal shares for either."""
     options = [*OPTIONS, "--batch", "53"]
-    first = run(tmp_path, *options, "--kill-rank", "0", "--kill-step", "7", num_ranks=4)
+    first = run(tmp_path, *options, "--kill-rank", "0", "--kill-step", "7", num_ranks=4, script=DEAF_EXAMPLE)
     assert first.returncode != 0
     assert "RankLost: rank 0 is gone" in first.stderr
     then = run(tmp_path, *options, num_ranks=3)

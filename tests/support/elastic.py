@@ -1,7 +1,7 @@
 """examples/elastic_train.py under torchrun, and what it has trained on.
 
-Run as a script it is the example, of which one rank is killed while it writes a checkpoint: elastic.py RANK NUMBER OPTION...
-has it killed when it brings a file to the disk for that time, in the first attempt.
+Run as a script it is the example, whose ranks do not hear torchrun end them: it may do so before they can say which rank they
+miss. elastic.py RANK NUMBER OPTION... has a rank killed when it brings a file to the disk for that time, in the first attempt.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import nn
 from support.project import ROOT
 
 EXAMPLE = ROOT / "examples" / "elastic_train.py"
+DEAF_EXAMPLE = Path(__file__)
 _PATIENCE_S = 240
 
 
@@ -47,7 +48,6 @@ def run(
 def launch(folder: Path, *options: str, num_ranks: int, max_restarts: int = 0, script: Path = EXAMPLE) -> dict[str, Any]:
     """The same, as what a process is started with."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    torchrun.append("--monitor-interval=3")  # or it ends the others before they can say which rank they miss
     command = [*torchrun, f"--max-restarts={max_restarts}", str(script), *options, "--sample-log", str(num_ranks)]
     paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "tests"))
     environment = {
@@ -96,7 +96,7 @@ def trained_alone(*, num_epochs: int, batch: int) -> dict[str, Any]:
     return model.state_dict()
 
 
-def _killed_in_checkpoint(rank: str, number: str, *options: str) -> None:
+def _has_killed_in_checkpoint(rank: str, number: str) -> None:
     calls, fsync = itertools.count(1), os.fsync
 
     def killed(descriptor: int) -> None:
@@ -106,9 +106,11 @@ def _killed_in_checkpoint(rank: str, number: str, *options: str) -> None:
 
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (rank, "0"):
         os.fsync = killed
-    sys.argv = [str(EXAMPLE), *options]
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
 if __name__ == "__main__":
-    _killed_in_checkpoint(*sys.argv[1:])
+    if sys.argv[1].isdecimal():
+        _has_killed_in_checkpoint(sys.argv.pop(1), sys.argv.pop(1))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.argv[0] = str(EXAMPLE)
+    runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,9 +26,12 @@ def fail_on_rank_1(rank: int, connection: Connection) -> None:
     connection.send(RankFailed(rank=rank, failed_s=2.0, traceback="ValueError: as planned"))
 
 
-def rank_1_dies_and_rank_0_complains(rank: int, connection: Connection) -> None:
+def rank_1_dies_and_rank_0_complains(rank: int, meeting: Path, connection: Connection) -> None:
     if rank == 1:
+        meeting.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    while not meeting.exists():  # or rank 1 may die when rank 0 is blamed already
+        time.sleep(0.005)
     connection.send(RankFailed(rank=rank, failed_s=1.0, traceback="connection closed by peer"))
 
 
@@ -68,8 +73,9 @@ def test_a_failure_names_the_rank_and_ends_the_others() -> None:
     assert text == "rank 1 has failed.\n  ValueError: as planned"
 
 
-def test_a_death_is_blamed_rather_than_those_who_noticed_it() -> None:
-    text = error_of(LocalRanks(rank_1_dies_and_rank_0_complains, (), num_ranks=2, silence_s=SILENCE_S))
+def test_a_death_is_blamed_rather_than_those_who_noticed_it(tmp_path: Path) -> None:
+    meeting = tmp_path / "rank-1-dies"
+    text = error_of(LocalRanks(rank_1_dies_and_rank_0_complains, (meeting,), num_ranks=2, silence_s=SILENCE_S))
     assert text == ("rank 1 has failed.\n  It was killed.\n  Often the machine has run out of memory: try fewer ranks.")
 
 

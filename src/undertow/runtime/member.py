@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 ANSWERS_S = 1.0  # that ranks have to say what they are doing
 _VERDICT_S = 5.0  # from a broken connection until it is known who is gone
-# Of a collective that has lasted for the timeout of its group, and of one whose connections another one's timeout has closed:
-# of several under way either may be the first. The kernel's own words, of a connection, are others.
-_TIME_IS_OVER = re.compile(r"timed out waiting|operation timed out|application timeout caused", re.IGNORECASE)
+# Of a collective that has lasted for the timeout of its group, of one whose connections another one's timeout has closed (of
+# several under way either may be the first), of the stores by which groups are made, and of connecting. The kernel's own words,
+# of a connection, are others.
+_TIME_IS_OVER = re.compile(
+    r"time(d )?out waiting|operation timed out!|application timeout caused|(wait|socket|connect) timeout", re.IGNORECASE
+)
 
 
 class Member:
@@ -48,7 +51,8 @@ class Member:
         self.asking: State | None = None  # who has asked
         self.states: dict[int, State] = {}
         self.is_told = True
-        self.told = 0, ""  # the last report, and in which step
+        self.told = ""  # the last report
+        self.told_at = 0, -math.inf  # in which step, and when
         self.left: dict[int, Fault] = {}  # ranks that have closed the model
         self.borrowed: Any = None  # a group of the user's, to be interrupted as well
         self._places: dict[int, tuple[float, str]] = {}  # since when ranks stand there
@@ -134,8 +138,8 @@ class Member:
 
     def _last_report(self) -> str:
         """Of the wait that has just ended; empty where nothing was told of it."""
-        step, text = self.told
-        return text if step == self.num_steps() else ""
+        step, told_s = self.told_at
+        return self.told if step == self.num_steps() and told_s > self.since_s else ""
 
     def fails(self, fault: Fault) -> None:
         """All ranks of this group give up."""

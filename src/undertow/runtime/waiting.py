@@ -54,13 +54,15 @@ class Waiting:
         member = self._member
         if member is None:
             return
-        if self._what:
-            member.waits_for, member.since_s = self._before
-        if isinstance(error, RuntimeError) and not isinstance(error, UndertowError):
-            is_broken = member.known_fault is not None or _OF_TRANSPORTS.search(str(error))
-            fault = member.reason(error) if is_broken else None
-            if fault is not None:
-                raise _last_error(member, fault) from error
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, UndertowError):
+                is_broken = member.known_fault is not None or _OF_TRANSPORTS.search(str(error))
+                fault = member.reason(error) if is_broken else None
+                if fault is not None:
+                    raise _last_error(member, fault) from error
+        finally:  # until it is known why, this rank waits: it is not late
+            if self._what:
+                member.waits_for, member.since_s = self._before
 
 
 class Launching(Waiting):
