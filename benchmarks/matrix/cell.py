@@ -208,6 +208,7 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
             turn_budget_s=_TURN_BUDGET_S,
             counted_interface=network.interface if network.namespaces else None,
             emulated=network.emulated,
+            burst_bytes=network.burst_bytes,
             device=cell.device,
             backend="cpu:gloo,cuda:nccl" if cell.uses_nccl else "gloo",
             folder=folder,

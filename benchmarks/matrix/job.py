@@ -33,6 +33,7 @@ class Job:
     turn_budget_s: float  # a slow system has fewer turns, at least MIN_TURNS
     counted_interface: str | None  # whose bytes are counted; None where ranks share it
     emulated: str | None  # text of the emulated link, None on a real one
+    burst_bytes: int  # of the emulated one
     device: str  # "cpu" or "cuda"
     backend: str  # of torch.distributed, on a real link
     folder: str  # store, results and logs

@@ -34,12 +34,12 @@ class Shape:
     """A rate for `tc tbf`; None leaves the virtual cable as fast as it is."""
 
     rate: str | None
-    burst: str = "128kb"
+    burst_bytes: int = 128 * 1024
 
 
 SHAPES = {
     "1gbit": Shape(rate="1gbit"),
-    "5gbit": Shape(rate="5gbit", burst="640kb"),
+    "5gbit": Shape(rate="5gbit", burst_bytes=640 * 1024),
     "none": Shape(rate=None),
 }
 
@@ -51,6 +51,7 @@ class Network:
     kind: str  # "shaped", "emulated" or LOCAL
     interface: str
     emulated: str | None  # text of the emulated link
+    burst_bytes: int = 0  # of the emulated one
     namespaces: tuple[str, ...] = ()  # by rank
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
@@ -73,7 +74,7 @@ def what_is_missing() -> str | None:
 
 
 def emulated_network(link: str) -> Network:
-    return Network(kind="emulated", interface="lo", emulated=link)
+    return Network(kind="emulated", interface="lo", emulated=link, burst_bytes=SHAPES[link].burst_bytes)
 
 
 def local_network() -> Network:
@@ -148,7 +149,7 @@ def _join(hub: str, spoke: str, rank: int, shape: Shape) -> None:
     # bbr, where it is the default, misjudges a token bucket; cubic is refused inside a namespace.
     _run("ip", "netns", "exec", spoke, "sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=reno")
     if shape.rate is not None:
-        bucket = ("rate", shape.rate, "burst", shape.burst, "latency", "100ms")
+        bucket = ("rate", shape.rate, "burst", str(shape.burst_bytes), "latency", "100ms")
         _run("tc", "-n", spoke, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket)
 
 

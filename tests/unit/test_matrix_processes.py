@@ -28,7 +28,7 @@ class Rank:
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     given: dict[str, Any] = {"workload": "replay", "scale": 1.0, "gradient_bytes": 1, "systems": (), "turn_budget_s": 1.0}
-    given |= {"num_turns": 1, "counted_interface": None, "emulated": None, "device": "cpu", "backend": "gloo"}
+    given |= {"num_turns": 1, "counted_interface": None, "emulated": None, "burst_bytes": 0, "device": "cpu", "backend": "gloo"}
     made = Job(**given, num_ranks=2, folder=str(tmp_path))
     for rank in range(2):
         made.log_path(rank).write_text(f"the last line of rank {rank}\n")

@@ -7,7 +7,8 @@ Everything that talks to the group is delayed alike, be it this library, torch's
     link                                [ started ── cost ── done )   one collective at a time, whatever its group
 
 A collective is done no earlier than the link allows: `max(link free, launch of the last rank) + cost`, the cost being
-that of a ring (`cost.collective_seconds`). A receive is done no earlier than `max(link free, message here) + bytes /
+that of a ring (`cost.collective_seconds`), less what passes at once where the link is a token bucket that has rested. A
+receive is done no earlier than `max(link free, message here) + bytes /
 bandwidth + latency`, of which the latency does not occupy the link. Sends pass: each is delayed where it is received, and
 the link is full duplex.
 """
@@ -47,8 +48,8 @@ _log = logging.getLogger("undertow")
 class EmulatedLink:
     """The link of this process, shared by all groups that are made over it while it is registered."""
 
-    def __init__(self, link: Link) -> None:
-        self.wire = Wire(link)
+    def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
+        self.wire = Wire(link, burst_bytes=burst_bytes)
         self._groups: WeakSet[_EmulatedGroup] = WeakSet()  # weak: a group that torch destroys may go at once
         self._is_closed = False
 
@@ -82,9 +83,12 @@ class EmulatedLink:
 
 
 @contextmanager
-def emulated_backend(link: Link) -> Iterator[EmulatedLink]:
-    """Inside, `dist.init_process_group("emulated", ...)` and `dist.new_group(..., backend="emulated")` use `link`."""
-    emulated = EmulatedLink(link)
+def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLink]:
+    """Inside, `dist.init_process_group("emulated", ...)` and `dist.new_group(..., backend="emulated")` use `link`.
+
+    `burst_bytes` is what passes at once on a link that has rested and is shaped by a token bucket (`tc tbf`); a cable has none.
+    """
+    emulated = EmulatedLink(link, burst_bytes=burst_bytes)
     emulated.register()
     try:
         yield emulated
@@ -239,8 +243,11 @@ class _EmulatedGroup(dist.ProcessGroup):
         link = self._wire.link
         ready_s = launch.launched_s if link.is_free else self._last_launch_s(launch.launched_s)
         launch.start().wait()
-        cost_s = collective_seconds(link, launch.kind, num_bytes=launch.num_bytes, num_ranks=self.size())
-        started_s, due_s = self._wire.reserve(ready_s=ready_s, cost_s=cost_s)
+        cost_s, least_s = (
+            collective_seconds(link, launch.kind, num_bytes=num_bytes, num_ranks=self.size())
+            for num_bytes in (launch.num_bytes, 0)
+        )
+        started_s, due_s = self._wire.reserve(ready_s=ready_s, cost_s=cost_s, least_s=least_s)
         done_s = sleep_until(due_s)
         self._wire.record(
             Transfer(

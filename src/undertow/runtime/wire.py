@@ -35,18 +35,24 @@ class Transfer:
 class Wire:
     """The link of this process to the network, full duplex: it carries one thing after another."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
+        """`burst_bytes` pass at once where the link has rested for as long as they take: what a token bucket holds."""
         self.link = link
+        self._burst_s = burst_bytes / link.bytes_per_s
         self._lock = threading.Lock()
         self._free_at_s = 0.0
         self._log: deque[Transfer] = deque(maxlen=_LOG_LENGTH)
 
-    def reserve(self, *, ready_s: float, cost_s: float) -> tuple[float, float]:
-        """Start and end of the link's next free stretch of `cost_s` that does not begin before `ready_s`."""
+    def reserve(self, *, ready_s: float, cost_s: float, least_s: float = 0.0) -> tuple[float, float]:
+        """Start and end of the link's next free stretch of `cost_s` that does not begin before `ready_s`.
+
+        What of it passes at once does not count, but for `least_s`. The token bucket as a virtual clock, which is ahead of
+        the time by what is still to be carried and at most the burst behind it: the generic cell rate algorithm, ITU-T I.371.
+        """
         with self._lock:
             started_s = max(self._free_at_s, ready_s)
-            self._free_at_s = started_s + cost_s
-            return started_s, self._free_at_s
+            self._free_at_s = max(self._free_at_s, ready_s - self._burst_s) + cost_s
+            return started_s, max(self._free_at_s, ready_s + least_s)
 
     def record(self, transfer: Transfer) -> None:
         with self._lock:
