@@ -2,7 +2,8 @@
 
 torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py --kill-rank 2 --kill-step 17
 
-The killed rank is named in the others' errors; torchrun starts all ranks again, and they go on behind the last checkpoint.
+torchrun starts all ranks again, and they go on behind the last checkpoint. The others' errors name the killed rank, if torchrun
+lets them live for as long: with --monitor-interval=3 it looks every three seconds, by default ten times a second.
 Interrupt it and start it with --nproc-per-node=3, and three ranks train what is left.
 """
 

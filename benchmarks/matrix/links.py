@@ -22,6 +22,7 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks.matrix.errors import NoNamespaces
+from undertow.cost.link import TCP_PAYLOAD_SHARE
 
 NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 PREFIX = "undertow-bench-"
@@ -74,7 +75,9 @@ def what_is_missing() -> str | None:
 
 
 def emulated_network(link: str) -> Network:
-    return Network(kind="emulated", interface="lo", emulated=link, burst_bytes=SHAPES[link].burst_bytes)
+    """A link like the shaped one of that name, its bucket included, of which tc counts headers as well."""
+    burst_bytes = int(SHAPES[link].burst_bytes * TCP_PAYLOAD_SHARE)
+    return Network(kind="emulated", interface="lo", emulated=link, burst_bytes=burst_bytes)
 
 
 def local_network() -> Network:

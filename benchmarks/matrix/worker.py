@@ -172,7 +172,9 @@ def _agree(job: Job, system: str, rank: int, report: dict[str, Any]) -> None:
     """A system with an error on one rank is out on all. Raises, with ours, if a rank stays away: it waits inside the system."""
     import torch.distributed as dist
 
-    store = dist.FileStore(f"{job.folder}/seats", job.num_ranks)
+    # Told how many ranks there are, the store deletes its file when as many have dropped it as had opened it, even if the first
+    # of them has just opened it for the next system: what it has said is lost, and both wait for one another.
+    store = dist.FileStore(f"{job.folder}/seats")
     keys = [f"{system}/{other}" for other in range(job.num_ranks)]
     store.set(keys[rank], report.get("error", ""))
     try:

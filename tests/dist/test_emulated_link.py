@@ -110,6 +110,26 @@ def test_collectives_follow_one_another_over_one_link_and_take_their_time() -> N
         assert all(later.started_s >= t.started_s + costs[t.num_bytes] - 1e-9 for t, later in pairwise(in_turn))
 
 
+def seconds_of_a_collective_and_a_message(link: EmulatedLink) -> tuple[float, float]:
+    """Each a megabyte, which a link of 8.4 Mb/s carries in a second, behind a rest."""
+    payload = torch.zeros(250_000)
+    began_s = begin_together(link)
+    dist.all_reduce(payload)
+    collective_s = time.perf_counter() - began_s
+    began_s = begin_together(link)
+    if dist.get_rank() == 0:
+        dist.send(payload, dst=1)
+    else:
+        dist.recv(payload, src=0)
+    return collective_s, time.perf_counter() - began_s
+
+
+def test_what_a_token_bucket_holds_passes_at_once_and_latency_does_not() -> None:
+    seconds = run_over_link(seconds_of_a_collective_and_a_message, "8.4mbit,50ms", burst_bytes=20_000_000)
+    assert all(0.1 <= collective_s < 0.9 for collective_s, _ in seconds)
+    assert 0.05 <= seconds[1][1] < 0.9
+
+
 def start_with_a_late_rank(link: EmulatedLink) -> Transfer:
     tensor, token = torch.zeros(10), torch.zeros(1)
     if dist.get_rank() == 0:

@@ -7,7 +7,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,11 @@ class Result:
     value: Any
 
 
-def run_over_link(program: Callable[[EmulatedLink], Any], link: str, *, num_ranks: int = 2) -> list[Any]:
+def run_over_link(program: Callable[[EmulatedLink], Any], link: str, *, num_ranks: int = 2, burst_bytes: int = 0) -> list[Any]:
     """What `program(link)` returned on each rank; RanksLost if a rank fails. It is imported anew by the ranks."""
     with tempfile.TemporaryDirectory() as directory:
-        arguments = (program, link, num_ranks, Path(directory) / "meeting-point")
+        emulate = partial(emulated_backend, link_from_text(link), burst_bytes=burst_bytes)
+        arguments = (program, emulate, num_ranks, Path(directory) / "meeting-point")
         with LocalRanks(_run, arguments, num_ranks=num_ranks, silence_s=_SILENCE_S) as ranks:
             results = list(ranks.messages())
     return [result.value for result in sorted(results, key=lambda result: result.rank)]
@@ -43,7 +46,7 @@ def run_over_link(program: Callable[[EmulatedLink], Any], link: str, *, num_rank
 def _run(
     rank: int,
     program: Callable[[EmulatedLink], Any],
-    link: str,
+    emulate: Callable[[], AbstractContextManager[EmulatedLink]],
     num_ranks: int,
     meeting_point: Path,
     connection: Connection,
@@ -51,7 +54,7 @@ def _run(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        with emulated_backend(link_from_text(link)) as emulated:
+        with emulate() as emulated:
             store = dist.FileStore(str(meeting_point), num_ranks)
             dist.init_process_group(BACKEND, store=store, rank=rank, world_size=num_ranks)
             connection.send(Result(rank, program(emulated)))

@@ -23,6 +23,12 @@ def namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_the_emulated_link_has_the_bucket_of_the_shaped_one_in_payload() -> None:
+    shape = links.SHAPES["5gbit"]
+    assert shape.burst_bytes == 655_360
+    assert links.emulated_network("5gbit").burst_bytes == 626_524  # 95.6 %
+
+
 def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
     why = f'Cannot remove namespace file "{command[-1]}": Operation not permitted\n'
     return subprocess.CompletedProcess(command, 1, "", why)

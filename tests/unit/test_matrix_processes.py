@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 from benchmarks.matrix import processes, worker
 from benchmarks.matrix.errors import RankFailed
 from benchmarks.matrix.job import Job
@@ -33,6 +36,16 @@ def job(tmp_path: Path) -> Job:
     for rank in range(2):
         made.log_path(rank).write_text(f"the last line of rank {rank}\n")
     return made
+
+
+def test_what_ranks_have_agreed_on_stays(job: Job) -> None:
+    """Or a rank that is early for the next system might have spoken into a file that the last one to leave then deletes."""
+    for system in ("ours", "torch-ddp"):
+        with ThreadPoolExecutor() as pool:
+            reports: list[dict[str, Any]] = [{}, {"error": "trains wrongly"}]
+            list(pool.map(partial(worker._agree, job, system), range(2), reports))
+        assert reports == [{"error": "on rank 1: trains wrongly"}, {"error": "trains wrongly"}]
+        assert dist.FileStore(f"{job.folder}/seats").check([f"{system}/0", f"{system}/1"])
 
 
 def wait(job: Job, *ranks: Rank) -> None:

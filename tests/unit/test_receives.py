@@ -95,7 +95,7 @@ def test_messages_of_one_sender_are_done_as_they_were_posted(receives: Receives)
 
 
 def test_a_receive_waits_for_what_else_is_on_the_link(wire: Wire, receives: Receives) -> None:
-    _, free_s = wire.reserve(ready_s=time.perf_counter(), cost_s=0.2)
+    _, free_s = wire.reserve(ready_s=time.perf_counter(), bytes_s=0.2)
     post(receives, Message(1).come()).wait()
     (transfer,) = wire.take_log()
     assert transfer.started_s >= free_s

@@ -106,17 +106,17 @@ def test_words_of_the_kernel_for_a_connection_that_is_lost(text: str, alone: mem
 
 
 def test_the_last_report_is_told_with_the_wait_that_it_is_about(alone: members.Member) -> None:
-    alone.told, alone.told_at = "rank 1 has waited 30 s.", (0, 100.0)
-    alone.since_s = 70.0
+    alone.told = 0, 100.0, "rank 1 has waited 30 s."
+    alone.waits_for, alone.since_s = "bucket 3", 70.0
     fault = alone.reason(RuntimeError("Operation timed out!"))
     assert fault is not None
     assert fault.told == "rank 1 has waited 30 s."
 
 
-@pytest.mark.parametrize(("step", "since_s"), [(0, 101.0), (1, 70.0)])
-def test_the_last_report_of_another_wait_is_not_told(step: int, since_s: float, alone: members.Member) -> None:
-    alone.told, alone.told_at = "rank 1 has waited 30 s.", (0, 100.0)
-    alone.since_s, alone.num_steps = since_s, lambda: step
+@pytest.mark.parametrize(("step", "waits_for", "since_s"), [(0, "bucket 4", 101.0), (1, "bucket 3", 70.0), (0, "", 0.0)])
+def test_the_last_report_of_another_wait_is_not_told(step: int, waits_for: str, since_s: float, alone: members.Member) -> None:
+    alone.told = 0, 100.0, "rank 1 has waited 30 s."
+    alone.waits_for, alone.since_s, alone.num_steps = waits_for, since_s, lambda: step
     fault = alone.reason(RuntimeError("Operation timed out!"))
     assert fault is not None
     assert fault.told == ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from undertow.errors import ConfigError
 
 # Share of the line rate that is payload: iperf3 over TCP on a link shaped to 1 Gb/s carries 956 Mb/s.
-_TCP_PAYLOAD_SHARE = 0.956
+TCP_PAYLOAD_SHARE = 0.956
 _ETHERNET_HOP_S = 100e-6
 _BITS_PER_S = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"us": 1e-6, "ms": 1e-3}
@@ -57,7 +57,7 @@ def link_from_text(text: str) -> Link:
         )
     line_rate = float(match["rate"]) * _BITS_PER_S[match["rate_unit"]] / 8
     hop_s = float(match["latency"]) * _SECONDS[match["latency_unit"]] if match["latency"] else _ETHERNET_HOP_S
-    return Link(name=text, hop_s=hop_s, bytes_per_s=line_rate * _TCP_PAYLOAD_SHARE)
+    return Link(name=text, hop_s=hop_s, bytes_per_s=line_rate * TCP_PAYLOAD_SHARE)
 
 
 # Ring algorithms over n ranks: (messages one after another, share of the payload that crosses each rank's link).

@@ -7,10 +7,9 @@ Everything that talks to the group is delayed alike, be it this library, torch's
     link                                [ started ── cost ── done )   one collective at a time, whatever its group
 
 A collective is done no earlier than the link allows: `max(link free, launch of the last rank) + cost`, the cost being
-that of a ring (`cost.collective_seconds`), less what passes at once where the link is a token bucket that has rested. A
-receive is done no earlier than `max(link free, message here) + bytes /
+that of a ring (`cost.collective_seconds`). A receive is done no earlier than `max(link free, message here) + bytes /
 bandwidth + latency`, of which the latency does not occupy the link. Sends pass: each is delayed where it is received, and
-the link is full duplex.
+the link is full duplex. A link that is shaped by a token bucket lets some bytes pass at once after a rest (`Wire`).
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class EmulatedLink:
 def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLink]:
     """Inside, `dist.init_process_group("emulated", ...)` and `dist.new_group(..., backend="emulated")` use `link`.
 
-    `burst_bytes` is what passes at once on a link that has rested and is shaped by a token bucket (`tc tbf`); a cable has none.
+    `burst_bytes` of payload pass at once on a link that has rested and is shaped by a token bucket (`tc tbf`); a cable has none.
     """
     emulated = EmulatedLink(link, burst_bytes=burst_bytes)
     emulated.register()
@@ -243,11 +242,10 @@ class _EmulatedGroup(dist.ProcessGroup):
         link = self._wire.link
         ready_s = launch.launched_s if link.is_free else self._last_launch_s(launch.launched_s)
         launch.start().wait()
-        cost_s, least_s = (
-            collective_seconds(link, launch.kind, num_bytes=num_bytes, num_ranks=self.size())
-            for num_bytes in (launch.num_bytes, 0)
+        cost_s, latency_s = (
+            collective_seconds(link, launch.kind, num_bytes=it, num_ranks=self.size()) for it in (launch.num_bytes, 0)
         )
-        started_s, due_s = self._wire.reserve(ready_s=ready_s, cost_s=cost_s, least_s=least_s)
+        started_s, due_s = self._wire.reserve(ready_s=ready_s, bytes_s=cost_s - latency_s, latency_s=latency_s)
         done_s = sleep_until(due_s)
         self._wire.record(
             Transfer(

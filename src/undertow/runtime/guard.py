@@ -184,9 +184,9 @@ class Ring:
                 member.fails(fault)
         has_answers = member.asking is not None and now_s > member.asked_s + ANSWERS_S
         if member.asking is not None and has_answers and not member.is_told:
-            member.is_told, member.told = True, self.report(member, member.asking)
-            member.told_at = member.asking["step"], now_s
-            faults.tell(member.told)
+            text = self.report(member, member.asking)
+            member.is_told, member.told = True, (member.asking["step"], now_s, text)
+            faults.tell(text)
         limits = member.limits
         is_over = waited_s > limits.stall_timeout_s
         if waited_s < limits.stall_warning_s and not is_over:

@@ -51,8 +51,7 @@ class Member:
         self.asking: State | None = None  # who has asked
         self.states: dict[int, State] = {}
         self.is_told = True
-        self.told = ""  # the last report
-        self.told_at = 0, -math.inf  # in which step, and when
+        self.told = 0, -math.inf, ""  # in which step, when, and what was reported last
         self.left: dict[int, Fault] = {}  # ranks that have closed the model
         self.borrowed: Any = None  # a group of the user's, to be interrupted as well
         self._places: dict[int, tuple[float, str]] = {}  # since when ranks stand there
@@ -138,8 +137,8 @@ class Member:
 
     def _last_report(self) -> str:
         """Of the wait that has just ended; empty where nothing was told of it."""
-        step, told_s = self.told_at
-        return self.told if step == self.num_steps() and told_s > self.since_s else ""
+        step, told_s, text = self.told
+        return text if self.waits_for and step == self.num_steps() and told_s > self.since_s else ""
 
     def fails(self, fault: Fault) -> None:
         """All ranks of this group give up."""

@@ -122,8 +122,8 @@ class Receives:
     def _arrive(self, receive: _Receive) -> None:
         # Under the lock, so that messages are delivered in the order of their times on the link.
         with self._lock:
-            cost_s = receive.num_bytes / self._wire.link.bytes_per_s
-            started_s, due_s = self._wire.reserve(ready_s=time.perf_counter(), cost_s=cost_s)
+            bytes_s = receive.num_bytes / self._wire.link.bytes_per_s
+            started_s, due_s = self._wire.reserve(ready_s=time.perf_counter(), bytes_s=bytes_s)
             self._arrived.put(_Arrived(receive=receive, started_s=started_s, due_s=due_s))
 
     def _deliver(self) -> None:

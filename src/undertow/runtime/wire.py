@@ -36,23 +36,24 @@ class Wire:
     """The link of this process to the network, full duplex: it carries one thing after another."""
 
     def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
-        """`burst_bytes` pass at once where the link has rested for as long as they take: what a token bucket holds."""
+        """Of what is carried after a rest `burst_bytes` of payload pass at once: what a token bucket holds that has filled up."""
         self.link = link
         self._burst_s = burst_bytes / link.bytes_per_s
         self._lock = threading.Lock()
         self._free_at_s = 0.0
+        self._paid_at_s = 0.0  # when the tokens for all that has been carried are there: the bucket as a virtual clock
         self._log: deque[Transfer] = deque(maxlen=_LOG_LENGTH)
 
-    def reserve(self, *, ready_s: float, cost_s: float, least_s: float = 0.0) -> tuple[float, float]:
-        """Start and end of the link's next free stretch of `cost_s` that does not begin before `ready_s`.
+    def reserve(self, *, ready_s: float, bytes_s: float, latency_s: float = 0.0) -> tuple[float, float]:
+        """Start and end of the link's next free stretch that does not begin before `ready_s`, for bytes and then a latency.
 
-        What of it passes at once does not count, but for `least_s`. The token bucket as a virtual clock, which is ahead of
-        the time by what is still to be carried and at most the burst behind it: the generic cell rate algorithm, ITU-T I.371.
+        The bucket is the generic cell rate algorithm's (ITU-T I.371). It fills in latencies, here all behind the bytes.
         """
         with self._lock:
             started_s = max(self._free_at_s, ready_s)
-            self._free_at_s = max(self._free_at_s, ready_s - self._burst_s) + cost_s
-            return started_s, max(self._free_at_s, ready_s + least_s)
+            self._paid_at_s = max(self._paid_at_s, started_s - self._burst_s) + bytes_s
+            self._free_at_s = max(self._paid_at_s, started_s) + latency_s
+            return started_s, self._free_at_s
 
     def record(self, transfer: Transfer) -> None:
         with self._lock:
