@@ -91,7 +91,8 @@ def _how(returncode: int) -> str:
 
 
 def _last_words(job: Job, rank: int) -> str:
-    lines = job.log_path(rank).read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+    text = job.log_path(rank).read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}{os.sep}", "")  # rows are published
+    lines = text.splitlines()[-_LOG_LINES:]
     return f"The end of rank {rank}'s log:\n" + "\n".join(lines) if lines else f"Rank {rank} has written nothing."
 
 

@@ -58,6 +58,13 @@ def test_a_rank_that_ends_because_the_first_was_gone_is_not_blamed(job: Job) -> 
     assert str(caught.value) == "rank 0 ended with exit code 1. The end of rank 0's log:\nthe last line of rank 0"
 
 
+def test_last_words_have_no_path_of_this_machine(job: Job) -> None:
+    job.log_path(0).write_text(f'  File "{processes.ROOT}/benchmarks/matrix/worker.py", line 1\nRuntimeError: gone\n')
+    with pytest.raises(RankFailed) as caught:
+        wait(job, Rank(1), Rank(0))
+    assert str(caught.value).endswith('log:\n  File "benchmarks/matrix/worker.py", line 1\nRuntimeError: gone')
+
+
 def test_of_ranks_that_have_ended_at_once_the_one_that_was_killed_is_blamed(job: Job) -> None:
     with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
         wait(job, Rank(1), Rank(-9))
