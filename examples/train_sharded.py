@@ -28,7 +28,7 @@ def main() -> None:
         schedule.step()
         if dist.get_rank() == 0 and step % 10 == 0:
             print(f"step {step:3d}  gradient norm {norm.item():.2f}  loss {loss.item():.3f}")
-    state = optimizer.full_state_dict()  # on every rank; what a plain AdamW would save
+    state = optimizer.state_dict()  # on every rank; what a plain AdamW would save
     if dist.get_rank() == 0:
         with torch.no_grad():
             print(f"loss of new data: {loss_of(model.eval(), torch.randn(256, 512, generator=random)).item():.3f}")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig, require_settings
-from undertow.ddp_arguments import check_module, check_parameters, ignored_by
+from undertow.ddp_arguments import check_module, check_parameters, ignored_by, warn_of_nothing_to_train
 from undertow.experts import synchronised
 from undertow.sync import Sync
 
@@ -33,6 +33,7 @@ def attach(
     require_settings(config)
     ignored = ignored_by(module, ignore, config)
     check_parameters(module, ignored, caller="attach")
+    warn_of_nothing_to_train(module, ignored, caller="attach")
     sync = synchronised(module, mesh=mesh, process_group=process_group, config=config, ignore=ignored)
     sync.watch_forwards()
     return sync

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +26,8 @@ from undertow.errors import CheckpointError, UndertowError
 from undertow.optim import ShardedOptimizer
 from undertow.optim_state import MASTER, OF_THE_WHOLE, ShardedState
 from undertow.runtime import private, private_checkpoint
+from undertow.runtime.checkpoint_metadata import Entry
+from undertow.runtime.checkpoint_reads import Target, read_entries
 from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.hooks import earlier_watchers
 from undertow.runtime.waiting import over_users
@@ -44,9 +48,10 @@ def save_checkpoint(
     CheckpointError, on every rank, where it fails on one.
     """
     target, ranks = Path(path), _Ranks.of(model, optimizer)
-    state = ranks.agree(lambda: _state_of(_Names(model), optimizer, extra, is_first=ranks.is_first))
-    cls = None if optimizer is None else _class_of(optimizer).__name__
-    folder = ranks.agree_on_first(lambda: str(files.folder_for_saving(target, optimizer=cls, extra=extra)))
+    ranks.meet("save a checkpoint")
+    header = ranks.agree(lambda: _header(optimizer, extra))
+    state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))
+    folder = ranks.agree_on_first(lambda: str(files.folder_for_saving(target, header=header)))
     ranks.call(lambda: private_checkpoint.save_checkpoint(state, Path(folder), ranks.group), doing=f"save {target}")
     ranks.agree_on_first(lambda: files.put_in_place(target))
 
@@ -63,26 +68,25 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
     """Loads what `save_checkpoint` saved, from any number of ranks, and returns `extra`; a collective call of the same ranks.
 
     CheckpointError, the same on every rank, where a file is missing, cut short or foreign, or where the model or the
-    optimizer is another one; nothing is changed then. Nothing is unpickled but tensors, plain values and torch's own
-    description of them.
+    optimizer is another one; nothing is changed then. No file outside of the folder is read. Nothing is unpickled but tensors
+    and plain values.
     """
     target, ranks = Path(path), _Ranks.of(model, optimizer)
+    ranks.meet("load a checkpoint")
     folder = ranks.agree_on_first(lambda: str(files.folder_for_loading(target)))
     stored = ranks.agree(lambda: files.read_stored(Path(folder)))
     names = _Names(model)
     room = ranks.agree(lambda: _room_for_model(stored, names) | _room_for_optimizer(stored, names, optimizer))
+    found = ranks.agree(lambda: _nested(stored, _read(stored, room)))
+    of_optimizer = ranks.agree(lambda: None if optimizer is None else _for_optimizer(found[_OPTIMIZER], names, optimizer))
 
-    def failed(name: str, error: Exception) -> Exception:
-        return files.broken_data(stored.folder / name, error)
+    def put() -> None:
+        # The model first: parameters of 16 bits are what an optimizer takes its own, wider ones from, if none were saved.
+        names.module.load_state_dict({key: found[_MODEL][name] for name, key in names.keys.items()})
+        if optimizer is not None and of_optimizer is not None:
+            optimizer.load_state_dict(of_optimizer)
 
-    reads = private_checkpoint.CheckpointReads(stored.folder, stored.metadata, on_error=failed)
-    ranks.call(lambda: reads.run(room, ranks.group), doing=f"load {target}")
-    found = _nested(stored, room | reads.values)
-    optimizer_state = ranks.agree(lambda: None if optimizer is None else _for_optimizer(found[_OPTIMIZER], names, optimizer))
-    # The model first: parameters of 16 bits are what an optimizer takes its own, wider ones from, if none were saved.
-    names.module.load_state_dict({key: found[_MODEL][name] for name, key in names.keys.items()})
-    if optimizer is not None and optimizer_state is not None:
-        optimizer.load_state_dict(optimizer_state)
+    ranks.agree(put)
     return stored.extra
 
 
@@ -92,6 +96,7 @@ class _Ranks:
 
     group: dist.ProcessGroup | None
     device: torch.device
+    engines: Sequence[Any] = ()  # that synchronise the model
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Ranks:
@@ -100,25 +105,35 @@ class _Ranks:
             return cls(None, torch.device("cpu"))
         group = _group_of(model, optimizer) or dist.group.WORLD
         assert group is not None  # torch.distributed is initialised
-        param = next(model.parameters(), None)
+        param, engines = next(model.parameters(), None), tuple(earlier_watchers(model.named_parameters()).values())
         if param is None or GroupRef.of(group).backend_for(param.device) != "nccl":
-            return cls(group, torch.device("cpu"))
-        return cls(group, param.device)
+            return cls(group, torch.device("cpu"), engines)
+        return cls(group, param.device, engines)
 
     @property
     def is_first(self) -> bool:
         return self.group is None or dist.get_rank(self.group) == 0
 
+    def meet(self, doing: str) -> None:
+        """Returns when all ranks have come. What follows may take as long as it will: files may be large, and disks slow.
+
+        A backward that has failed here ends before: other ranks are in theirs, and come when this one has.
+        """
+        for engine in self.engines:
+            engine.companions.wait_for_parameters()
+        self._from_all("", waits_for=f"all ranks, to {doing}")
+
     def agree(self, work: Callable[[], _Result]) -> _Result:
-        """What `work` returned; CheckpointError on every rank where it fails so on one."""
-        result, text = None, ""
+        """What `work` returned; where it fails on a rank, the same CheckpointError on every one."""
+        result, text, cause = None, "", None
         try:
             result = work()
-        except (CheckpointError, OSError) as error:
-            text = str(error) if isinstance(error, CheckpointError) else str(_failed("use the files of a checkpoint", error))
+        except Exception as error:  # of any kind: the other ranks are about to wait for this one
+            failure = error if isinstance(error, CheckpointError) else _failed("use the files of a checkpoint", error)
+            text, cause = str(failure), error
         failed = [text for text in self._from_all(text) if text]
         if failed:
-            raise CheckpointError(failed[0])
+            raise CheckpointError(failed[0]) from cause
         return result  # type: ignore[return-value]  # it has not failed
 
     def agree_on_first(self, work: Callable[[], _Result]) -> _Result:
@@ -138,13 +153,13 @@ class _Ranks:
         except BaseException as error:  # torch's CheckpointException is no Exception
             raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
 
-    def _from_all(self, text: str) -> list[str]:
+    def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
         if self.group is None:
             return [text]
         mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
         num_ranks = dist.get_world_size(self.group)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(num_ranks)]
-        with over_users(self.group):
+        with over_users(self.group, waits_for):
             dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
             longest = max(int(size) for size in sizes)
             rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
@@ -212,24 +227,25 @@ def _failed(doing: str, error: BaseException) -> CheckpointError:
     )
 
 
-def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, extra: Any, *, is_first: bool) -> dict[str, Any]:
-    """What is stored, on this rank."""
+def _header(optimizer: torch.optim.Optimizer | None, extra: Any) -> str:
     try:
-        is_same = json.loads(json.dumps(extra)) == extra
+        return files.header_text(optimizer=None if optimizer is None else _class_of(optimizer).__name__, extra=extra)
     except (TypeError, ValueError):
-        is_same = False
-    if not is_same:
         raise CheckpointError(
-            f"extra does not survive being written as JSON: {extra!r}.",
+            f"extra does not survive being written as JSON: {brief(extra)}.",
             where="save_checkpoint(extra=...)",
             remedy="Give numbers, strings, lists and dicts with strings as keys.",
-        )
+        ) from None
+
+
+def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, *, is_first: bool) -> dict[str, Any]:
+    """What is stored, on this rank."""
     # Of what all ranks have torch takes anyone's: for parameters that spreads the work, and buffers may differ.
     params = set(names.of_param.values())
     mine = {name: value for name, value in names.values.items() if is_first or name in params}
     if optimizer is None:
         return {_MODEL: mine}
-    packed = optimizer.state_dict()
+    packed = optimizer.sharded_state_dict() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
     of_groups = [names.of_group(group["params"]) for group in optimizer.param_groups]
     numbers = [number for group in packed[_GROUPS] for number in group["params"]]
     name_of = dict(zip(numbers, (name for group in of_groups for name in group), strict=True))
@@ -238,33 +254,38 @@ def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, extra: Any
     return {_MODEL: mine, _OPTIMIZER: {_STATE: state, _GROUPS: groups}}
 
 
-def _paths(stored: Stored, *begin: str) -> Iterable[tuple[str, tuple[Any, ...], Any]]:
-    """Of everything stored below `begin`: its name in the checkpoint, the rest of its path, and torch's description."""
-    for name, path in stored.metadata.planner_data.items():
-        if path[: len(begin)] == begin:
-            yield name, path[len(begin) :], stored.metadata.state_dict_metadata[name]
+def _paths(stored: Stored, *begin: str) -> Iterable[tuple[tuple[Any, ...], Entry]]:
+    """Everything stored below `begin`, and the rest of its path."""
+    for entry in stored.entries.values():
+        if entry.path[: len(begin)] == begin:
+            yield entry.path[len(begin) :], entry
 
 
-def _room_for_model(stored: Stored, names: _Names) -> dict[str, Any]:
-    """New tensors to be read into, for a model is not to be left half loaded."""
-    saved = {path[0]: (name, found) for name, path, found in _paths(stored, _MODEL)}
+def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
+    """New tensors to be read into, for a model is not to be left half loaded; None for other values."""
+    saved: dict[str, list[Entry]] = defaultdict(list)
+    for (of, *_), entry in _paths(stored, _MODEL):
+        saved[of].append(entry)
     for name, value in names.values.items():
         if name not in saved:
             raise _other_model(stored, f"has no {name!r}, which the model has")
-        shape = getattr(saved[name][1], "size", None)
+        shape, dtype = saved[name][0].shape, saved[name][0].dtype
         if isinstance(value, Tensor) and shape != value.shape:
-            text = "no tensor" if shape is None else f"of shape {tuple(shape)}"
+            text = "no tensor" if shape is None else f"of shape {shape}"
             raise _other_model(stored, f"has {name!r} {text}, and the model's is of shape {tuple(value.shape)}")
+        if isinstance(value, Tensor) and dtype is not None and not torch.can_cast(dtype, value.dtype):
+            raise _other_model(stored, f"has {name!r} of {dtype}, and the model's is of {value.dtype}")
     unexpected = next((name for name in saved if name not in names.values), None)
     if unexpected is not None:
         raise _other_model(stored, f"has {unexpected!r}, which the model has not")
     return {
-        saved[name][0]: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else None
+        entry.name: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else _whole(entry)
         for name, value in names.values.items()
+        for entry in saved[name]
     }
 
 
-def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor | None]:
     """What this rank needs: of a sharded optimizer its parts, of a plain one everything."""
     if optimizer is None:
         return {}
@@ -278,47 +299,73 @@ def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Op
         )
     params = {name: param for group in optimizer.param_groups for name, param in _named(names, group["params"])}
     parts = optimizer.owned_parts() if isinstance(optimizer, ShardedOptimizer) else None
-    room: dict[str, Any] = {name: _whole(found) for name, _, found in _paths(stored, _OPTIMIZER, _GROUPS)}
-    for name, (of, *keys), found in _paths(stored, _OPTIMIZER, _STATE):
+    room: dict[str, Tensor | None] = {entry.name: _whole(entry) for _, entry in _paths(stored, _OPTIMIZER, _GROUPS)}
+    for (of, *keys), entry in _paths(stored, _OPTIMIZER, _STATE):
         if of not in params:
             raise _other_model(stored, f"has a state of {of!r}, which is none of the optimizer's parameters")
-        param, is_of_whole, shape = params[of], keys[-1] in OF_THE_WHOLE, getattr(found, "size", None)
+        param, dtype = params[of], entry.dtype
+        if (parts is not None and not _is_shardable(keys, entry, param)) or (keys == [MASTER] and entry.shape != param.shape):
+            what = f"has {'.'.join(map(str, keys))!r} of shape {entry.shape} in the state of {of!r}"
+            raise _other_model(stored, f"{what}, and the parameter is of shape {tuple(param.shape)}")
         if parts is None:
             if keys != [MASTER]:  # the wider values of a sharded optimizer, which a plain one does not have
-                room[name] = _whole(found)
-        elif shape == param.shape and not is_of_whole and param in parts:
-            dtype = found.properties.dtype
+                room[entry.name] = _whole(entry)
+        elif dtype is not None and entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE and param in parts:
             pieces = [(part, torch.zeros(part.numel, dtype=dtype, device=param.device)) for part in parts[param]]
-            room[name] = ShardedState(param, dtype, pieces)
+            room[entry.name] = ShardedState(param, dtype, pieces)
         else:
-            room[name] = _whole(found)
+            room[entry.name] = _whole(entry)
     return room
+
+
+def _is_shardable(keys: Sequence[str | int], entry: Entry, param: Tensor) -> bool:
+    """A sharded optimizer keeps of each element its own state, and of a parameter as a whole numbers."""
+    return not entry.shape or (entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE)
 
 
 def _named(names: _Names, params: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
     return zip(names.of_group(params), params, strict=True)
 
 
-def _whole(found: Any) -> Tensor | None:
-    shape = getattr(found, "size", None)
-    return None if shape is None else torch.empty(shape, dtype=found.properties.dtype)
+def _whole(entry: Entry) -> Tensor | None:
+    return None if entry.shape is None else torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def _read(stored: Stored, room: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """What is wanted, by its name in the checkpoint."""
+    targets = {name: [] if tensor is None else _targets(tensor) for name, tensor in room.items()}
+    return {**room, **read_entries(stored.folder, stored.entries, targets, on_error=files.broken_data)}
+
+
+def _targets(tensor: Tensor) -> list[Target]:
+    if isinstance(tensor, ShardedState):
+        return [(box.offsets, values) for box, values in tensor.boxes()]
+    return [((0,) * tensor.dim(), tensor)]
 
 
 def _nested(stored: Stored, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What was read, as it was given to be saved."""
-    found: dict[str, Any] = {_MODEL: {}, _OPTIMIZER: {_STATE: {}, _GROUPS: {}}}
+    """What was read, as it was given to be saved: torch has numbered what is in a list, and nothing else."""
+    found: dict[str | int, Any] = {_MODEL: {}, _OPTIMIZER: {_STATE: {}, _GROUPS: {}}}
     for name, value in flat.items():
-        *path, last = stored.metadata.planner_data[name]
+        *path, last = stored.entries[name].path
         place = found
         for step in path:
             place = place.setdefault(step, {})
         place[last] = value
-    return found
+    return _with_lists(found)  # type: ignore[no-any-return]  # at its top it has texts
+
+
+def _with_lists(found: Any) -> Any:
+    if not isinstance(found, dict):
+        return found
+    parts = {step: _with_lists(part) for step, part in found.items()}
+    is_list = bool(parts) and all(isinstance(step, int) for step in parts)
+    return [parts[number] for number in range(len(parts))] if is_list else parts
 
 
 def _for_optimizer(found: Mapping[str, Any], names: _Names, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A state dict that has the parameters in this optimizer's order, by name."""
-    groups, saved = [], [found[_GROUPS][number] for number in sorted(found[_GROUPS])]
+    groups, saved = [], list(found[_GROUPS])
     saved_group_of = {name: group for group in saved for name in group["params"]}
     for number, group in enumerate(optimizer.param_groups):
         params = names.of_group(group["params"])

@@ -12,16 +12,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 from undertow.errors import CheckpointError
-from undertow.runtime import private_checkpoint
+from undertow.foreign import parsed_json
+from undertow.runtime.checkpoint_metadata import Entry, file_sizes, stored_entries
 
 _HEADER, _METADATA = "undertow.json", ".metadata"
-_OURS = re.compile(r"undertow\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp")
+_OURS = re.compile(r"undertow\.json|\.metadata(\.tmp)?|__[0-9]+_[0-9]+\.distcp")
 _FORMAT = 1
+_MOST_CHARACTERS = 500  # of the reason for an error
+_MOST_BYTES = 1 << 30  # of a file that is read as a whole: that of a million tensors has a sixth of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +35,13 @@ class Stored:
     """A checkpoint whose files are all there, of the sizes that they should have."""
 
     folder: Path
-    metadata: Any  # torch's, which says what tensors there are and where
+    entries: Mapping[str, Entry]  # what tensors and values there are, and where
     optimizer: str | None  # the name of its class
     extra: Any
 
 
-def folder_for_saving(path: Path, *, optimizer: str | None, extra: Any) -> Path:
-    """A new folder beside `path`, with our part of a checkpoint in it; what an interrupted save has left there is gone.
+def folder_for_saving(path: Path, *, header: str) -> Path:
+    """A new folder beside `path`, with the `header_text` in it; what an interrupted save has left there is gone.
 
     CheckpointError where `path` is something else than a checkpoint: it would be replaced.
     """
@@ -50,10 +56,10 @@ def folder_for_saving(path: Path, *, optimizer: str | None, extra: Any) -> Path:
     for folder in (new, old):
         _remove(folder)
     new.mkdir(parents=True)
-    with (new / _HEADER).open("w", encoding="utf-8") as header:
-        json.dump({"format": _FORMAT, "optimizer": optimizer, "extra": extra}, header)
-        header.flush()
-        os.fsync(header.fileno())
+    with (new / _HEADER).open("w", encoding="utf-8") as file:
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
     return new
 
 
@@ -94,44 +100,67 @@ def read_stored(folder: Path) -> Stored:
     """Everything but the tensors. CheckpointError, which names the file, where one is missing, cut short or not ours."""
     header = _header(folder / _HEADER)
     path = folder / _METADATA
+    data = _read(path)
     try:
-        metadata = private_checkpoint.read_checkpoint_metadata(path)
-        sizes = private_checkpoint.sizes_in_checkpoint(metadata)
-    except FileNotFoundError:
-        raise _broken(path, "is missing") from None
+        entries = stored_entries(data)
     except Exception as error:  # whatever bytes that mean something else lead to
-        raise _broken(path, f"is none that torch.distributed.checkpoint has written ({type(error).__name__}: {error})") from None
-    for name, size in sizes.items():
-        _require_size(folder / name, size)
-    return Stored(folder=folder, metadata=metadata, optimizer=header["optimizer"], extra=header["extra"])
+        raise _broken(path, f"is none that torch.distributed.checkpoint has written ({_reason(error)})") from error
+    for name, size in file_sizes(entries.values()).items():
+        found = _size(folder / name)
+        if found != size:
+            raise _broken(folder / name, f"should have {size:,} bytes, and has {found:,}")
+    return Stored(folder=folder, entries=entries, optimizer=header["optimizer"], extra=header["extra"])
 
 
 def broken_data(path: Path, error: Exception) -> CheckpointError:
-    return _broken(path, f"cannot be read ({type(error).__name__}: {error})")
+    return _broken(path, f"cannot be read ({_reason(error)})")
+
+
+def header_text(*, optimizer: str | None, extra: Any) -> str:
+    """What is written beside the tensors. ValueError or TypeError where it would not be read back the same."""
+    try:
+        text = json.dumps({"format": _FORMAT, "optimizer": optimizer, "extra": extra})
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if parsed_json(text)["extra"] != extra:
+        raise ValueError("it is read back as something else")
+    return text
 
 
 def _header(path: Path) -> dict[str, Any]:
     try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise _broken(path, "is missing") from None
+        header = parsed_json(_read(path).decode("utf-8"))
     except ValueError:
         header = None
     if not isinstance(header, dict) or not {"format", "optimizer", "extra"} <= header.keys():
         raise _broken(path, "is none of ours, or cut short")
-    if header["format"] != _FORMAT:
-        raise _broken(path, f"is of format {header['format']}, and this version reads format {_FORMAT}")
+    if type(header["format"]) is not int or header["format"] != _FORMAT:
+        raise _broken(path, f"is of format {brief(header['format'])}, and this version reads format {_FORMAT}")
+    if not isinstance(header["optimizer"], str | None):
+        raise _broken(path, "is none of ours: the name of its optimizer is not a text")
     return header
 
 
-def _require_size(path: Path, size: int) -> None:
-    if Path(path.name) != path.relative_to(path.parent) or not _OURS.fullmatch(path.name):
-        raise _broken(path, "is not a file of this checkpoint")
-    if not path.is_file():
-        raise _broken(path, "is missing")
-    found = path.stat().st_size
-    if found != size:
-        raise _broken(path, f"should have {size:,} bytes, and has {found:,}")
+def _read(path: Path) -> bytes:
+    size = _size(path)
+    if size > _MOST_BYTES:
+        raise _broken(path, f"has {size:,} bytes, more than any such file")
+    return path.read_bytes()
+
+
+def _size(path: Path) -> int:
+    """Of a file of the folder itself: a link may lead out of it, and who opens a pipe waits for ever."""
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise _broken(path, "is missing") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise _broken(path, "is not a regular file")
+    return found.st_size
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:_MOST_CHARACTERS]}"
 
 
 def _broken(path: Path, how: str) -> CheckpointError:

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.errors import ConfigError, NonFiniteGradient, WrongType
+from undertow.runtime import private
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.stepping import finish_before_look, require_synchronised
 from undertow.sync import Sync
 
 
+@private.untraced
 @torch.no_grad()
 def clip_grad_norm_(
     target: Sync | nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

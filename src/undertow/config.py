@@ -6,11 +6,17 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from reprlib import repr as brief
+from typing import Any, Protocol, runtime_checkable
 
 from undertow.errors import ConfigError, WrongType
+from undertow.foreign import parsed_json
+
+_MAX_SHOWN = 200  # characters of a path
 
 # What each setting may be.
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -27,6 +33,13 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "overlap": (True, False),
     "average_in_collective": (True, False),
 }
+
+
+@runtime_checkable
+class HasJson(Protocol):
+    """A `Plan`, of which settings need the text only."""
+
+    def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +91,8 @@ class SyncConfig:
         those of the first buckets, one after another; the last holds for all that follow.
     order: in which order gradients are expected: "observed" (that of rank 0's first backward; reverse registration
         until then), "reverse" (of registration) or "largest_first".
-    plan: a saved plan to pin, as its JSON text (`Sync.save_plan` writes it); switches `bucket_cap_mb`, `order` and
-        `auto_tune` off.
+    plan: a plan to pin: the path of a file that `save_plan` has written, its text, or a `Plan`. It is kept as text. It switches
+        `bucket_cap_mb`, `order` and `auto_tune` off.
     auto_tune: the plan follows what the run itself measures: ready times of gradients, and what collectives take. Not where
         `bucket_cap_mb` or `plan` is given, with `overlap=False`, a communication hook, or `record="off"`, nor under
         torch.use_deterministic_algorithms, whatever `reduction` is: with three ranks or more another plan rounds differently
@@ -87,8 +100,9 @@ class SyncConfig:
         steps in a hundred, and one small all-reduce for each five; only `record="off"` ends that.
     overlap: False sends buckets after backward; the same bits for the same plan.
     reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
-        (in rank order, in fp32 where gradients are narrower: the same bits under every plan and strategy, but for "hybrid",
-        which adds up row by row).
+        (in rank order, in fp32 where gradients are narrower: the same bits under every plan). With "ordered" the strategies agree
+        too if each step synchronises once, parameters have 32 bits or more and `wire_dtype` is None. Two add up in another order:
+        "zero2" averages each micro-batch over ranks and adds up the means, and "hybrid" adds up row by row.
     op: what becomes of the ranks' gradients: "mean" or "sum".
     average_in_collective: False divides whole gradients before the collective, which sums. It changes nothing with shards and
         "ordered", where the sum is divided.
@@ -119,7 +133,7 @@ class SyncConfig:
     strategy: str | None = None
     bucket_cap_mb: float | tuple[float, ...] | None = None
     order: str = "observed"
-    plan: str | None = None
+    plan: str | os.PathLike[str] | HasJson | None = None
     auto_tune: bool = True
     overlap: bool = True
     reduction: str = "native"
@@ -145,12 +159,7 @@ class SyncConfig:
                 bytes_from_mib(cap, name="bucket_cap_mb")
         elif self.bucket_cap_mb is not None:
             bytes_from_mib(self.bucket_cap_mb, name="bucket_cap_mb")
-        if not isinstance(self.plan, str | None):
-            raise ConfigError(
-                f"plan must be the JSON text of a plan, got {type(self.plan).__name__}.",
-                where="SyncConfig",
-                remedy="Write plan=pathlib.Path(path).read_text() for a file that save_plan() has written.",
-            )
+        object.__setattr__(self, "plan", _text_of_plan(self.plan))
         for name in ("stall_warning_s", "stall_timeout_s"):
             _require_seconds(getattr(self, name), name=name)
         _require_count(self.check_replicas_every, name="check_replicas_every")
@@ -170,7 +179,7 @@ class SyncConfig:
     def from_json(cls, text: str) -> SyncConfig:
         """The settings that `to_json` wrote; ConfigError for an unknown name or a value that cannot work."""
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: dict[str, Any] = parsed_json(text)
         except (ValueError, TypeError) as error:
             raise _unreadable(f"these settings are no JSON: {error}.") from error
         if not isinstance(data, dict):
@@ -179,30 +188,59 @@ class SyncConfig:
         for name in data:
             if name not in known:
                 raise _unreadable(f"there is no setting {name!r}.", remedy=_did_you_mean(name, known))
-        if data.get("experts"):
+        experts = data.get("experts")
+        if experts and isinstance(experts, list):
             raise _unreadable(
-                f"these settings have {len(data['experts'])} groups of experts, whose process groups are not in a text.",
+                f"these settings have {len(experts)} groups of experts, whose process groups are not in a text.",
                 remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
             )
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**values)
 
 
-def bytes_from_mib(value: object, *, name: str) -> float:
+def _text_of_plan(plan: object) -> str | None:
+    """Its JSON text, which begins with a brace; any other text is the path of a file."""
+    reason = None
+    if isinstance(plan, HasJson):
+        return plan.to_json()
+    if plan is None or (isinstance(plan, str) and plan.lstrip().startswith("{")):
+        return plan
+    if isinstance(plan, str | os.PathLike):
+        try:
+            return Path(plan).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+    what = f"plan must be a Plan, the path of a saved one, or its text, got {type(plan).__name__}."
+    if reason is not None:
+        what = f"the plan cannot be read from {str(plan)[:_MAX_SHOWN]!r}: {reason}."
+    raise ConfigError(
+        what, where="SyncConfig(plan=...)", remedy="Give the path of a file that save_plan() has written, its text, or a Plan."
+    )
+
+
+def bytes_from_mib(value: Any, *, name: str) -> float:
     """`value` MiB in bytes; ConfigError, naming the setting, for what is not a positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not _is_positive(value):
         raise ConfigError(
-            f"{name} must be a positive number of MiB, got {value!r}.",
+            f"{name} must be a positive number of MiB, got {brief(value)}.",
             where="SyncConfig",
             remedy="Give a size above zero, or leave it out for a planned one.",
         )
-    return value * 1024 * 1024
+    return value * 1024 * 1024  # type: ignore[no-any-return]  # a number
+
+
+def _is_positive(value: object) -> bool:
+    """True for a number above zero, and infinity; an integer beyond all floats is not one."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and float(value) > 0
+    except OverflowError:
+        return False
 
 
 def _require_seconds(value: object, *, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not _is_positive(value):
         raise ConfigError(
-            f"{name} must be a positive number of seconds, got {value!r}.",
+            f"{name} must be a positive number of seconds, got {brief(value)}.",
             where="SyncConfig",
             remedy="Give a number above zero, or math.inf to switch it off.",
         )

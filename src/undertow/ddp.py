@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from undertow.experts import synchronised
 from undertow.mixed_precision import MixedPrecision, mixed_precision_of
 from undertow.plan import Plan
 from undertow.profile import Profile
+from undertow.reducer import Reducer
 from undertow.runtime import private
 from undertow.runtime.ignore import still_there
 from undertow.runtime.private_graphs import cut_bytes
@@ -36,16 +37,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Data-parallel training of `module`: change one import.
 
     The constructor is torch's. It is torch's class in name only, so that trainers and checkpointing recognise it; its
-    C++ reducer is never made. What we always do is accepted: `find_unused_parameters` and
-    `skip_all_reduce_unused_params` (who used what travels inside the buckets), `gradient_as_bucket_view`,
-    `batched_grad_copy`, `static_graph`, and the delayed parameters, which are sent in their turn like all others. Of our
-    own are `config`, and `ignore`: parameters, buffers and submodules, by name or themselves, that are left alone.
+    C++ reducer is never made: `reducer` is an object that only answers them. What we always do is accepted:
+    `find_unused_parameters` and `skip_all_reduce_unused_params` (who used what travels inside the buckets),
+    `gradient_as_bucket_view`, `batched_grad_copy`, `static_graph`, and the delayed parameters, which are sent in their
+    turn like all others. Of our own are `config`, and `ignore`: parameters, buffers and submodules, by name or
+    themselves, that are left alone.
     """
 
     require_forward_param_sync = True  # may be switched off on an instance
     broadcast_bucket_size = 250 * 1024 * 1024  # torch's own helpers ask for this and the next two
     use_side_stream_for_tensor_copies = True
     logger = None
+    reducer = Reducer()  # type: ignore[assignment]
     _precision: MixedPrecision | None = None
     _buffer_hook: _BufferHook | None = None
     _shadow: ShadowHook | None = None
@@ -86,6 +89,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers)
         given = arguments.settings_from(arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list), forward_sync=forward_sync)
         chosen = arguments.settings_of(config, given, mixed_precision)
+        arguments.warn_of_nothing_to_train(module, ignored)
 
         nn.Module.__init__(self)  # past torch's constructor, which would make its reducer
         Joinable.__init__(self)
@@ -97,8 +101,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.forward_sync_buffers = chosen.buffers != "off"
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params, self.static_graph = skip_all_reduce_unused_params, static_graph
         self.mixed_precision = mixed_precision  # type: ignore[assignment]  # anything with its dtypes
         self._precision = mixed_precision_of(mixed_precision, module, ignored)
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
@@ -172,18 +175,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._run_buffer_hook("POST_FORWARD")
         return outputs
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As torch's; under a sharded optimizer every parameter has come when it returns."""
-        if "sync" in self.__dict__:  # else the constructor is at work
-            self.sync.wait_for_parameters()
-        return super().named_parameters(*args, **kwargs)
+    @private.untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with private.as_plain_tensors() if set_to_none else nullcontext():  # nothing is read of a parameter
+            super().zero_grad(set_to_none)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What moves or casts parameters: they have come then."""
-        if "sync" in self.__dict__:
-            self.sync.wait_for_parameters()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
+    @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter, also where each rank has a shard of it; a collective call then."""
         return self.sync.full_gradient(param)
@@ -196,18 +193,22 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """The same as `accumulate`, under torch's name. The mode that holds when backward runs is what counts."""
         return self.sync.accumulate()
 
+    @private.untraced
     def weight(self, n: float | Tensor) -> None:
         """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank. See Sync.weight."""
         self.sync.weight(n)
 
+    @private.untraced
     def finish(self) -> None:
         """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
         self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)
 
-    def reduce_gradients_async(self) -> Reduction:
-        """Sends the gradients that were accumulated; wait for the result before the optimizer steps."""
-        return self.sync.reduce_gradients_async()
+    @private.untraced
+    def reduce_gradients_async(self, op: str | None = None) -> Reduction:
+        """Sends the gradients that were accumulated; wait for the result before the optimizer steps. See the Sync's."""
+        return self.sync.reduce_gradients_async(op)
 
+    @private.untraced
     def wait(self) -> None:
         """Returns when nothing is in flight."""
         self.sync.wait()
@@ -245,7 +246,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync.save_plan(path)
 
     def close(self) -> None:
-        """Takes the hooks off and destroys our process group; the module goes on without synchronisation."""
+        """Takes the hooks off and destroys our process group.
+
+        `model.module` trains without averaging from then on. A training forward of the wrapper raises PhaseError.
+        """
         self.sync.close()
         if self._precision is not None:
             self._precision.close()
@@ -272,6 +276,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         still have data. With `throw_on_early_termination` all ranks raise as soon as one has run out. At the end every
         rank has the model of a rank that trained longest. One backward for each forward; a ShardedOptimizer steps on all ranks.
         """
+        self.sync.require_open("join()")
         return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
@@ -327,6 +332,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
         self.static_graph = True
 
+    def _sync_buffers(self) -> None:
+        """Gives every rank rank 0's buffers; subclasses that run the module past `forward` call it before."""
+        self._sync_module_buffers(0)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        self.sync.synchronise_buffers(source=authoritative_rank)
+
     def _remove_autograd_hooks(self) -> None:
         self.sync.close()
 
@@ -365,7 +377,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "broadcast_buffers": self.forward_sync_buffers,
             "find_unused_parameters": self.find_unused_parameters,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "can_set_static_graph": True,
+            "can_set_static_graph": False,  # a trainer would advise to set it, and nothing depends on it
         }
 
     @property
@@ -374,7 +386,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @private.untraced
     def _forward_begins(self, *, is_compiled: bool) -> None:
-        sync, follows = self.sync, self._buffers_follow_a_rank
+        sync, follows = self.sync, self._buffers_follow_a_rank and not self.sync.is_accumulating
         if self._shadow is not None and self._join_config.enable and sync.is_training_forward:
             source = announce_forward(sync, self, self._shadow, with_buffers=follows)
             sync.forward_begins(buffers_follow=source, is_compiled=is_compiled)
@@ -402,7 +414,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Everything but what belongs to this process: a copy makes its own buckets and groups when it first trains."""
         if self.sync.has_comm_hook:
             warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
-        self.sync.wait_for_parameters()
         own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow", "_precision")}
         return {**own, "sync_config": self.sync.config, "sync_group": self.sync.group_reference}
 
@@ -416,8 +427,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync = synchronised(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "reducer":
-            raise AttributeError("Undertow's DistributedDataParallel has no C++ reducer; see model.plan and model.report().")
         # What the wrapper does not have, the module may: ddp.generate(...), ddp.config.
         try:
             return super().__getattr__(name)

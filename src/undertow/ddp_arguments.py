@@ -58,6 +58,17 @@ def check_parameters(module: nn.Module, ignored: Collection[str], *, caller: str
         )
 
 
+def warn_of_nothing_to_train(module: nn.Module, ignored: Collection[str], *, caller: str = "DistributedDataParallel") -> None:
+    """Warns if no parameter requires a gradient, except those of the names `ignored`."""
+    if not any(param.requires_grad for name, param in module.named_parameters() if name not in ignored):
+        warnings.warn(
+            f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
+            f"  {caller}(...)\n"
+            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
+            stacklevel=3,
+        )
+
+
 def _check_parameter(name: str, param: Tensor, caller: str) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ConfigError(

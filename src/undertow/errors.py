@@ -20,6 +20,8 @@ about distributed training are: code that catches those keeps working.
 
 from __future__ import annotations
 
+from undertow.foreign import printable_lines
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -38,11 +40,14 @@ __all__ = [
 
 
 class UndertowError(RuntimeError):
-    """Base of all errors of this library; `str()` is what happened, where, and what to do, a line each."""
+    """Base of all errors of this library; `str()` is what happened, where, and what to do, a line each.
+
+    Control characters are shown as escapes, for a traceback prints an error as it is.
+    """
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         # One argument only, so that the error survives pickling between processes unchanged.
-        super().__init__("\n  ".join(part for part in (what, where, remedy) if part))
+        super().__init__(printable_lines("\n  ".join(part for part in (what, where, remedy) if part)))
 
 
 class ConfigError(UndertowError, ValueError):

@@ -30,7 +30,7 @@ from undertow.runtime.faults import Fault
 from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf
-from undertow.runtime.mesh import chosen_group
+from undertow.runtime.mesh import chosen_group, warn_of_lone_rank
 from undertow.sync import Sync
 from undertow.trace import StepReport
 from undertow.tune import Explanation
@@ -38,6 +38,7 @@ from undertow.tune import Explanation
 
 def synchronised(module: nn.Module, *, config: SyncConfig | None = None, **how: Any) -> Sync:
     """What synchronises the module, `how` being the other arguments of `Sync`; a collective call."""
+    warn_of_lone_rank(how.get("process_group"), type(module).__name__)
     if config is None or not config.experts:
         return Sync(module, config=config, **how)
     return SyncWithExperts(module, config=config, **how)
@@ -106,7 +107,7 @@ class SyncWithExperts(Sync):
 
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
-        self._engine.is_accumulating = value
+        self._engine.accumulates(value)
         for expert in self.experts:
             expert.is_accumulating = value
 
@@ -118,6 +119,7 @@ class SyncWithExperts(Sync):
             remedy="Divide the loss by the number of tokens of all ranks, over the number of ranks.",
         )
 
+    @private.untraced
     def finish(self, *, buffers_follow: int | None = 0) -> None:
         """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
         follow = None if buffers_follow is None else 0
@@ -126,6 +128,7 @@ class SyncWithExperts(Sync):
             *(partial(expert.finish, buffers_follow=follow) for expert in self.experts),
         )
 
+    @private.untraced
     def wait(self) -> None:
         """Returns when nothing is in flight."""
         all_of(super().wait, *(expert.wait for expert in self.experts))
@@ -134,6 +137,7 @@ class SyncWithExperts(Sync):
         """Returns when every parameter is what a sharded optimizer has made of it."""
         all_of(super().wait_for_parameters, *(expert.wait_for_parameters for expert in self.experts))
 
+    @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter; a collective call, of the ranks of its group, under a sharded optimizer."""
         for expert in self.experts:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,16 @@ from torch import Tensor, nn
 from undertow.clipping import checked_norm_type, require_finite, total_norm
 from undertow.elementwise import MakeOptimizer, require_elementwise, state_of_one_element
 from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.optim_arguments import (
+    ParamGroups,
+    described,
+    hyper_parameters,
+    require_kind_of_state_dict,
+    require_one_group_of_ranks,
+)
 from undertow.optim_state import (
     MASTER,
+    Consolidated,
     FullStates,
     ParamState,
     ShardedState,
@@ -34,17 +43,15 @@ from undertow.runtime.shards import ShardPart
 from undertow.runtime.stepping import finish_before_look
 from undertow.sync import Sync
 
-_ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """`cls` over the parameters of `target`, with 1/n of its state and of its work on each of n ranks, of a mesh those of a row.
 
     `target` is what `attach` or `DistributedDataParallel` returned, `params` as for torch (all trained parameters if None),
-    `defaults` are `cls`'s. Making one is a collective call. From its first step on gradients are reduced to shards, and what
-    every rank has updated is gathered under the next forward: wait with `target.wait()` before you read parameters elsewhere.
+    `defaults` are `cls`'s. Making one is a collective call; a model has one at a time. From its first step on gradients are
+    reduced to shards, and what every rank has updated is gathered under the next forward; any other read of a parameter waits.
     Parameters of 16 bits are updated in fp32. Raises ConfigError for an optimizer that is not elementwise, or that counts in its
-    parameter groups, and not in its state.
+    parameter groups, and not in its state, and while the model has another ShardedOptimizer.
 
     Of a model with experts an optimizer has the parameters of one group of ranks: make one for the model with its dense ones
     as `params`, and one for each of `sync.experts`. Their norm is that of `undertow.clip_grad_norm_`.
@@ -53,19 +60,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
     of its begin, and `step()` confirms that. What needs all gradients before the update raises: clipping, a GradScaler, closures.
     So does what reads parameters, or state, in another thread beside that backward: PhaseError. After one that has failed they
     are whole: reading them first ends it on all ranks.
+
+    `state_dict`: by default `state_dict()` is a plain optimizer's, whole on every rank, and every rank calls it. With "sharded"
+    it holds this rank's shards, for torch.distributed.checkpoint; nothing else can save those.
     """
 
     def __init__(
         self,
         cls: type[torch.optim.Optimizer],
         target: Sync | nn.Module,
-        params: _ParamGroups | None = None,
+        params: ParamGroups | None = None,
         *,
         eager: bool = False,
+        state_dict: Literal["full", "sharded"] = "full",
         **defaults: Any,
     ) -> None:
         sync = _checked(cls, getattr(target, "sync", target))
-        _require_one_group_of_ranks(sync, params)
+        require_kind_of_state_dict(state_dict)
+        require_one_group_of_ranks(sync, params)
         self._cls = cls
         make: Any = cls  # whose constructor is another one than that of its base
         # Not the groups alone: some settings are read by a constructor only.
@@ -80,11 +92,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._owned: list[Owned] = []
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
         self._waiting: FullStates = {}  # states of parameters that are not among our parts, or not yet
+        self._gives_shards = state_dict == "sharded"
+        self._consolidated: Consolidated | None = None  # until the state changes
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
-            require_elementwise(cls, self._make, _hyper_parameters(group), device=sync.device)
-        self._steps = sync.shard(self, _described(cls, self.param_groups), is_eager=eager)
+            require_elementwise(cls, self._make, hyper_parameters(group), device=sync.device)
+        self._steps = sync.shard(self, described(cls, self.param_groups), is_eager=eager)
 
+    @private.untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shards; a collective call. `closure` is called once, before the update."""
@@ -95,6 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
             self._sync.finish()
         self._steps.tell("step", lambda: {"groups": settings_to_json(self.param_groups)})
+        self._consolidated = None
         if self._steps.skips(self):
             return loss
         if self._steps.is_stepped:
@@ -106,13 +122,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for inner in self._inners.values():
                     inner.step(settings, sharding.gradient)
                 self._stepped.update(param for param in self._params() if param.grad is not None)
-        self._steps.step_ends(is_read=private.has_step_post_hooks(self))
+        self._steps.step_ends()
         return loss
+
+    @private.untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with private.as_plain_tensors() if set_to_none else nullcontext():  # nothing is read of a parameter
+            super().zero_grad(set_to_none)
 
     def begin_updates(self, sharding: Sharding) -> bool:
         """A round begins: whether buckets are updated in it, with hyper-parameters as they are now. Called by the runtime."""
         if not self._is_eager or sharding is not self._sharding:
             return False
+        self._consolidated = None
         self._used, self._ours = self._settings(), frozenset(map(id, self._params()))
         return True
 
@@ -135,11 +157,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.step()
 
     @property
+    @private.untraced
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by torch's GradScaler, and by nobody else, when it is about to step."""
         self._require_barrier("GradScaler", "it looks for infinite gradients when parameters are updated already")
         return False
 
+    @private.untraced
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -178,30 +202,66 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self, _value: object) -> None:
         """torch's constructor sets it."""
 
+    @private.untraced
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, laid out as torch's optimizers do: for torch.distributed.checkpoint and its get_state_dict.
+        """All of the state on every rank, as the state dict of a plain optimizer; a collective call.
 
-        What is sharded is a `ShardedState`. A state dict for `torch.save` is `full_state_dict()`.
+        On the rank to which `consolidate_state_dict` has brought it, it communicates nothing until the next step. An optimizer
+        made with `state_dict="sharded"` returns this rank's part instead, for torch.distributed.checkpoint.
         """
-        return self._packed(self._states())
+        if self._consolidated is not None:
+            return self._packed(self._consolidated.states)
+        return self.sharded_state_dict() if self._gives_shards else self.full_state_dict()
 
+    @private.untraced
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part, laid out as torch's optimizers do: for torch.distributed.checkpoint; each tensor a `ShardedState`."""
+        return self._packed(self._states)
+
+    @private.untraced
     def full_state_dict(self) -> dict[str, Any]:
         """All of the state on every rank, as the state dict of a plain optimizer; a collective call."""
-        self._steps.make_whole()
-        nobodys = states_without_elements(self._stepped, self._state_of_nothing)
-        waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
-        return self._packed(nobodys | self._full_states() | waiting)
+        return self._packed(self._whole_states)
 
+    @private.untraced
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings all of the state to rank `to` of the process group, on the host; a collective call.
+
+        For frameworks that call `state_dict()` on one rank only, as with torch's ZeroRedundancyOptimizer; Lightning makes this
+        call itself. It holds until the next step; until then `state_dict()` is a PhaseError on the other ranks.
+        """
+        num_ranks, rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
+        if to not in range(num_ranks):
+            raise ConfigError(
+                f"to={to!r} is not one of the {num_ranks} ranks.",
+                where="ShardedOptimizer.consolidate_state_dict",
+                remedy=f"Give a rank of the process group, 0 to {num_ranks - 1}.",
+            )
+        states = self._whole_states(keeps=rank == to, device=torch.device("cpu"))
+        self._consolidated = Consolidated(to, states if rank == to else None)
+
+    @private.untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict`, `full_state_dict` or a plain optimizer's `state_dict` gave, on every rank.
 
         Of whole tensors this rank keeps its parts. ValueError, as torch's, where the parameter groups are others.
         """
+        given: dict[str, Any] = {}
+
+        def take(_self: object, found: dict[str, Any]) -> dict[str, Any]:
+            given.update(found)
+            if self._sharding is None and has_shards(found["state"].values()):
+                self._begin()  # they must be ours, which is known only now
+            return {**found, "state": {}}  # torch's own part of the work: groups, and their order
+
+        with ExitStack() as hooks:  # between those of the user, who may change what is loaded, and may look at what was
+            hooks.callback(self.register_load_state_dict_pre_hook(take).remove)
+            hooks.callback(self.register_load_state_dict_post_hook(lambda _: self._load(given), prepend=True).remove)
+            super().load_state_dict(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """The states, where the parameter groups are loaded already."""
         states = state_dict["state"]
-        if self._sharding is None and has_shards(states.values()):
-            self._begin()  # they must be ours, which is known only now
-        # Its own part of the work, without states: groups, their order, hooks.
-        super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [(param, group) for group in self.param_groups for param in group["params"]]
         self._waiting = {
@@ -209,10 +269,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for number, (param, group) in zip(numbers, params, strict=True)
             if number in states
         }
-        self._stepped = set()
+        self._stepped, self._consolidated = set(), None
         if self._sharding is not None:
+            self._steps.wait()
+            self._sharding.follow_parameters()  # what was loaded into them before
             self._take_over(self._sharding)
 
+    @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; a collective call once there is state. New parameters are synchronised from the next forward on."""
         super().add_param_group(param_group)
@@ -229,7 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise WrongType(
             "a ShardedOptimizer cannot be pickled or copied: each rank has a part of it.",
             where="ShardedOptimizer",
-            remedy="Save full_state_dict(), or state_dict() by torch.distributed.checkpoint.",
+            remedy="Save its state_dict(), called on every rank.",
         )
 
     def _begin(self) -> Sharding:
@@ -273,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _inner_over(self, by_group: Sequence[Sequence[Owned]], sharding: Sharding) -> InnerOptimizer:
         groups: list[dict[str, Any]] = [
-            {**_hyper_parameters(group), "params": [each.target for each in mine]}
+            {**hyper_parameters(group), "params": [each.target for each in mine]}
             for group, mine in zip(self.param_groups, by_group, strict=True)
         ]
         if not any(by_group):
@@ -306,7 +369,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _settings(self) -> list[dict[str, Any]]:
         """Hyper-parameters that schedulers and users have set on our groups, by group; no tensor is shared."""
         return [
-            {name: value.clone() if isinstance(value, Tensor) else value for name, value in _hyper_parameters(group).items()}
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper_parameters(group).items()}
             for group in self.param_groups
         ]
 
@@ -332,10 +395,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             found[sharding.params[part.param]].append(part)
         return found
 
-    def _packed(self, states: FullStates) -> dict[str, Any]:
-        packed: dict[str, Any] = super().state_dict()
-        packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
-        return packed
+    def _packed(self, states_of: Callable[[], FullStates]) -> dict[str, Any]:
+        """torch's state dict, with these states; hooks of the user see all of it."""
+
+        def fill(_self: object, packed: dict[str, Any]) -> None:
+            states = states_of()
+            packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
+
+        hook = self.register_state_dict_post_hook(fill, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
+
+    def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
+        """All of every parameter's state, on `device` if given; none where this rank `keeps` nothing. A collective call."""
+        self._steps.make_whole_to_gather()
+        nobodys = states_without_elements(self._stepped, self._state_of_nothing)
+        waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
+        return nobodys | self._full_states(keeps=keeps, device=device) | waiting
 
     def _states(self) -> FullStates:
         """What is known here of every parameter's state."""
@@ -371,7 +449,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _state_of_nothing(self, param: Tensor) -> dict[str, Any]:
         group = next(group for group in self.param_groups if any(it is param for it in group["params"]))
         like = torch.zeros(1, dtype=wide_dtype(param.dtype), device=param.device)
-        state = state_of_one_element(self._make, _hyper_parameters(group), like=like)
+        state = state_of_one_element(self._make, hyper_parameters(group), like=like)
         return state if like.dtype == param.dtype else {**state, MASTER: like}
 
     def _inner_state(self, owned: Owned, *, is_moved: bool = False) -> dict[str, Any]:
@@ -380,12 +458,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         has_master = owned.target is not owned.values and (is_moved or bool(state))
         return {**state, MASTER: owned.target} if has_master else state
 
-    def _full_states(self, *, is_moved: bool = False) -> FullStates:
+    def _full_states(self, *, is_moved: bool = False, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """A collective call."""
         if self._sharding is None:
             return {}
         mine = {each.part: self._inner_state(each, is_moved=is_moved) for each in self._owned}
-        return full_states(self._sharding, mine)
+        return full_states(self._sharding, mine, keeps=keeps, device=device)
 
     def _param_of(self, owned: Owned) -> Tensor:
         assert self._sharding is not None
@@ -420,26 +498,3 @@ def _checked(cls: object, sync: object) -> Sync:
             remedy="Pass the class, such as torch.optim.AdamW, and its settings by name.",
         )
     return sync
-
-
-def _require_one_group_of_ranks(sync: Sync, params: _ParamGroups | None) -> None:
-    if sync.experts and params is None:
-        raise ConfigError(
-            "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense ones.",
-            where="ShardedOptimizer",
-            remedy="Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and "
-            "one for each of sync.experts.",
-        )
-
-
-def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _described(cls: type[Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What must be the same on every rank."""
-    groups = [
-        {"parameters": len(group["params"]), **{name: repr(value) for name, value in _hyper_parameters(group).items()}}
-        for group in param_groups
-    ]
-    return {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": groups}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
-from undertow.errors import CheckpointError
+from undertow.errors import CheckpointError, PhaseError
 from undertow.runtime import private, private_checkpoint
-from undertow.runtime.agreement import gather_bytes
+from undertow.runtime.agreement import gather_json
 from undertow.runtime.buckets import strides_of_gradient
 from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.sharding import Sharding
@@ -65,7 +66,7 @@ class ShardedState(Tensor):
         raise CheckpointError(
             "the state of a sharded optimizer cannot be pickled: this rank has a part of it.",
             where=repr(self),
-            remedy="Save optimizer.full_state_dict(), called on every rank, or use torch.distributed.checkpoint.",
+            remedy='Leave state_dict="sharded" out of ShardedOptimizer(...), or save by torch.distributed.checkpoint.',
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
@@ -73,13 +74,13 @@ class ShardedState(Tensor):
         return copied
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
-        return private_checkpoint.write_items(fqn, self, [box for box, _ in self._boxes()])
+        return private_checkpoint.write_items(fqn, self, [box for box, _ in self.boxes()])
 
     def __create_chunk_list__(self) -> list[Any]:
-        return private_checkpoint.chunks([box for box, _ in self._boxes()])
+        return private_checkpoint.chunks([box for box, _ in self.boxes()])
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for box, view in self._boxes():
+        for box, view in self.boxes():
             if index.offset is None or tuple(index.offset) == box.offsets:
                 return view
         raise ValueError(f"{index.fqn!r} has nothing at {index.offset} on this rank")  # torch tells the other ranks
@@ -110,7 +111,7 @@ class ShardedState(Tensor):
         made.pieces = tuple(pieces)
         return made
 
-    def _boxes(self) -> list[tuple[Box, Tensor]]:
+    def boxes(self) -> list[tuple[Box, Tensor]]:
         """Our pieces as boxes, and where their values are, in place."""
         if self.numel() == 0:  # nobody's; that it is there must be stored all the same
             box = Box(offsets=(0,) * self.dim(), sizes=tuple(self.shape), start=0)
@@ -120,6 +121,24 @@ class ShardedState(Tensor):
             for part, values in self.pieces
             for box in boxes_of_range(self.shape, self.stride(), part.start, part.stop)
         ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Consolidated:
+    """All of the state of an optimizer on one rank; `mine` is None on the others."""
+
+    rank: int  # which has it
+    mine: FullStates | None
+
+    def states(self) -> FullStates:
+        """What this rank has of it; PhaseError where that is nothing."""
+        if self.mine is None:
+            raise PhaseError(
+                f"the state was brought to rank {self.rank} by consolidate_state_dict(), and is asked for on another rank.",
+                where="ShardedOptimizer.state_dict",
+                remedy=f"Call state_dict() on rank {self.rank} only, or full_state_dict() on every rank.",
+            )
+        return self.mine
 
 
 def has_shards(states: Iterable[Mapping[str, Any]]) -> bool:
@@ -160,8 +179,13 @@ def states_without_elements(params: Iterable[Tensor], state_of: Callable[[Tensor
     }
 
 
-def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> FullStates:
-    """The whole state of every parameter that has one on some rank; a collective call. Tensors are new, of its shape."""
+def full_states(
+    sharding: Sharding, mine: Mapping[ShardPart, ParamState], *, keeps: bool = True, device: torch.device | None = None
+) -> FullStates:
+    """The whole state of every parameter that has one on some rank; a collective call. Tensors are new, of its shape.
+
+    They are on `device`, or on the parameters' own. A rank that `keeps` nothing brings its part, and returns nothing.
+    """
     described = _agreed_descriptions(sharding, mine)
     found: FullStates = {}
     for bucket in sharding.plan.buckets:
@@ -174,15 +198,15 @@ def full_states(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> Ful
                 if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
                     part.of_shard(own).copy_(state[key])
             flat = sharding.gathered(bucket.index, own)
-            for slot in bucket.slots:
+            for slot in bucket.slots if keeps else ():
                 if described.get(slot.param, {}).get(key) == [_TENSOR, dtype]:
                     param = sharding.params[slot.param]
                     strides = sharding.strides[slot.param]
-                    empty = torch.empty_strided(param.shape, strides, dtype=own.dtype, device=param.device)
+                    empty = torch.empty_strided(param.shape, strides, dtype=own.dtype, device=device or param.device)
                     whole = found.setdefault(param, {}).setdefault(key, empty)
                     flat_of_param = in_memory_order(whole, strides)
                     flat_of_param[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
-    for index, of_param in described.items():
+    for index, of_param in described.items() if keeps else ():
         param = sharding.params[index]
         state = found.setdefault(param, {})
         state |= {key: _scalar(what, param) for key, what in of_param.items() if what[0] != _TENSOR}
@@ -210,8 +234,10 @@ def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState
     if sharding.group.num_ranks == 1:
         return own
     found: dict[int, dict[str, list[Any]]] = {}
-    for text in gather_bytes(sharding.group, json.dumps(own).encode()):
-        found |= {int(index): described for index, described in json.loads(text).items()}
+    with sharding.group.gathering_state():
+        of_ranks = gather_json(sharding.group, json.dumps(own).encode(), waits_for="")  # which has its name
+    for of_rank in of_ranks:
+        found |= {int(index): described for index, described in of_rank.items()}
     return dict(sorted(found.items()))
 
 

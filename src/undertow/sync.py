@@ -29,10 +29,10 @@ from undertow.runtime.companions import Companions
 from undertow.runtime.dropped import let_go_when_dropped
 from undertow.runtime.engine import Engine
 from undertow.runtime.group import GroupRef, OwnGroup
-from undertow.runtime.hooks import ModuleHook, is_outermost_forward
+from undertow.runtime.hooks import ModuleHook, is_outermost_forward, warn_of_late_backward
 from undertow.runtime.ignore import names_to_ignore
 from undertow.runtime.members import AnyOf, Members
-from undertow.runtime.mesh import chosen_group, other_group
+from undertow.runtime.mesh import chosen_group, other_group, warn_of_lone_rank
 from undertow.runtime.planning import explanation_of, measured_profile
 from undertow.runtime.private_graphs import cut_bytes, cut_graphs
 from undertow.runtime.recorder import Recorder, clock_for
@@ -164,8 +164,7 @@ class Sync:
         return self._engine.plan
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """All parameters of the module that are not left alone, trained or not, as a sharded optimizer has made them; waits."""
-        self.wait_for_parameters()
+        """All parameters of the module that are not left alone, trained or not."""
         return self._members.named_params()
 
     def take_part_with(self, others: Iterable[Sync]) -> None:
@@ -186,11 +185,13 @@ class Sync:
 
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
-        self._engine.is_accumulating = value
+        self._engine.accumulates(value)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backwards inside only accumulate; the next one outside synchronises the sum."""
+        if self._is_closed:  # asked here: this is called for every micro-batch
+            self.require_open("accumulate()")
         before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
@@ -199,6 +200,7 @@ class Sync:
 
     no_sync = accumulate
 
+    @private.untraced
     def weight(self, n: float | Tensor) -> None:
         """Says, before each backward, that its loss is the sum over `n` tokens or samples of this rank; 0 where it has none.
 
@@ -208,10 +210,13 @@ class Sync:
         only some ranks gave weights, or weights that add up to 0 (on GPUs one step late), and at a step before the backward; a
         rank that joins by `finish()` needs none. ConfigError for no number from 0 on, `op="sum"` and communication hooks.
         """
+        if self._is_closed:
+            self.require_open("weight(n)")
         is_alone_with_shards = self.steps is not None and self.num_ranks == 1
         require_means(self._config.op, has_hook=self.has_comm_hook, is_alone_with_shards=is_alone_with_shards)
         self._engine.combination.weigh(n)
 
+    @private.untraced
     def finish(self, *, buffers_follow: int | None = 0) -> None:
         """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all.
 
@@ -219,19 +224,29 @@ class Sync:
         forward ran, buffers are synchronised as well, as the other ranks' forwards have done. After a training
         forward it is called by itself before an optimizer steps that holds one of the parameters.
         """
+        self.require_open("finish()")
         is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
         if is_empty and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
             self.synchronise_buffers(source=buffers_follow)
         self._engine.finish()
 
-    def reduce_gradients_async(self) -> Reduction:
+    @private.untraced
+    def reduce_gradients_async(self, op: str | None = None) -> Reduction:
         """Sends the gradients that were accumulated; wait for the result before the optimizer steps.
 
-        PhaseError inside a backward, where nothing was accumulated since the last synchronisation, and while an
-        earlier reduction is not waited for.
-        """
-        return start_reduction([self._engine, *(expert._engine for expert in self.experts)])
+        `op` is "mean" or "sum", of what each rank's `.grad` holds; None is that of the settings. Another one than that multiplies
+        or divides the result by the number of ranks (of experts by their divisor), and goes with no weights and no hook.
 
+        PhaseError inside a backward, and on every rank where some rank has accumulated nothing since the last synchronisation or
+        has not waited for an earlier reduction: here, in `wait`, or in the next synchronisation of a rank that does not reduce.
+        Desync where ranks give different ops.
+        """
+        self.require_open("reduce_gradients_async()")
+        engines = [self._engine, *(expert._engine for expert in self.experts)]
+        has_hook = self.has_comm_hook
+        return start_reduction(engines, op=None if op == self._config.op and not has_hook else op, has_hook=has_hook)
+
+    @private.untraced
     def wait(self) -> None:
         """Returns when nothing is in flight: every gradient and every parameter is what it will be."""
         self._engine.complete()
@@ -243,11 +258,12 @@ class Sync:
             self.steps.wait()
 
     def shard(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool = False) -> ShardedSteps:
-        """From its first step on, only `stepper` updates the parameters, each rank a shard of them; the newest one counts.
+        """From its first step on, only `stepper` updates the parameters, each rank a shard of them.
 
-        A collective call. ConfigError where the settings do not go with shards, PlanMismatch on every rank where ranks give
-        different `settings`.
+        A collective call. ConfigError where the settings do not go with shards, and while an earlier stepper is there.
+        PlanMismatch on every rank where ranks give different `settings`.
         """
+        self.require_open("ShardedOptimizer")
         if self.steps is None:
             self._engine.open()
             self.steps = ShardedSteps(self._module, self._engine, self._config, is_compiled=self._is_compiled, is_eager=is_eager)
@@ -262,12 +278,14 @@ class Sync:
         else:
             self.steps.require_stepper(optimizer)
 
+    @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter, None where it has none; a collective call under a sharded optimizer."""
         return full_gradient(self, param)
 
     def broadcast_parameters(self) -> None:
         """Gives every rank rank 0's; a collective call."""
+        self.require_open("broadcast_parameters()")
         self.share(("parameters", "buffers"))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -278,6 +296,7 @@ class Sync:
         and not within a backward: else PhaseError; `undertow.chain` makes one hook of several. The next synchronisation
         compares the names of the ranks' hooks: PlanMismatch on every rank where they differ.
         """
+        self.require_open("register_comm_hook()")
         if self.steps is not None:
             raise no_hooks_with_shards()
         self._engine.combination.require_plain_mean()
@@ -287,6 +306,7 @@ class Sync:
 
     def change_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Averages over the ranks of `process_group` from the next forward on; a call for each of its ranks."""
+        self.require_open("_update_process_group")
         if self.steps is not None:
             raise PhaseError(
                 "the ranks of a model whose optimizer is sharded over them cannot change.",
@@ -294,11 +314,12 @@ class Sync:
                 remedy="Save a checkpoint, and load it over the other ranks.",
             )
         group = other_group(process_group, self._config.strategy)
+        warn_of_lone_rank(process_group, type(self._module).__name__)
         before = self._engine
         accumulated = before.pass_on()
         self._let_go()
         self._set_up(group)
-        self._engine.is_accumulating = before.is_accumulating
+        self._engine.accumulates(before.is_accumulating)
         self._engine.inherit(accumulated)
 
     def share(self, kinds: Collection[str], *, source: int = 0) -> None:
@@ -356,7 +377,8 @@ class Sync:
         """Called before each forward of the module: a step begins, and buffers follow a rank, if not None."""
         self._is_compiled |= is_compiled
         if self._engine.is_closed:
-            if self.is_training_forward and not self._is_closed:
+            if self.is_training_forward and self._engine.formation.has_unwatched():
+                self.require_open("a training forward")
                 self._engine.require_successor()
             return
         if is_outermost_forward():
@@ -417,6 +439,7 @@ class Sync:
 
         Not needed for training: what the run sends is measured anyway. PhaseError where nothing is measured.
         """
+        self.require_open("measure_network()")
         sweep(self._engine, self._config)
 
     def save_profile(self, path: str | Path) -> None:
@@ -424,11 +447,23 @@ class Sync:
         self.profile().save(path)
 
     def save_plan(self, path: str | Path) -> None:
-        """Writes the present plan as JSON; `SyncConfig(plan=Path(path).read_text())` pins it."""
+        """Writes the present plan as JSON; `SyncConfig(plan=path)` pins it."""
         Path(path).write_text(self.plan.to_json() + "\n", encoding="utf-8")
 
+    def require_open(self, call: str) -> None:
+        """PhaseError after `close()`, when `call` would average nothing."""
+        if self._is_closed:
+            raise PhaseError(
+                "this model is closed: its gradients are not averaged any more.",
+                where=f"{call}, rank {self.rank}",
+                remedy="Train `model.module`, the module itself, without averaging, or wrap it anew.",
+            )
+
     def close(self) -> None:
-        """Takes everything off the module and destroys our process group, once."""
+        """Takes everything off the module and destroys our process group, once.
+
+        A backward whose forward has run before is warned of when it comes.
+        """
         if self._is_closed:
             return
         if private.graph_task_id() != -1:
@@ -438,6 +473,7 @@ class Sync:
                 remedy="Call it after backward: gradients of this one may be on their way.",
             )
         self._is_closed = True
+        is_backward_due = self._engine.is_backward_due
         try:
             if self._group.is_alive:
                 self.wait()  # else what is in flight would leave its gradients None
@@ -446,3 +482,5 @@ class Sync:
             self._attached.close()
             for hook in self._forward_hooks:
                 hook.remove()
+        if is_backward_due:
+            warn_of_late_backward(self._module, [param for _, param in self._members.trained_now()])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from undertow.errors import PhaseError
-from undertow.runtime.agreement import gather_bytes
+from undertow.runtime.agreement import gather_bytes, gather_json
 from undertow.runtime.company import Company
 from undertow.runtime.waiting import over_users
 from undertow.sync import Sync
@@ -75,7 +75,7 @@ class ShadowHook(JoinHook):
         self._company.is_out = True
         said = _exchange(sync, act=_NOTHING)
         if said.act == _CALL and sync.steps is not None:
-            calls = map(json.loads, gather_bytes(sync.own_group, b"null"))  # of those without data null
+            calls = gather_json(sync.own_group, b"null")  # of those without data null
             sync.steps.keep_company(**next(filter(None, calls)))
             return
         if said.source is not None:

@@ -12,6 +12,7 @@ from support.project import ROOT, SOURCES
 
 PURE = [
     "undertow",
+    "undertow.foreign",
     "undertow.errors",
     "undertow.config",
     "undertow.cost",

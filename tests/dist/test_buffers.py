@@ -325,8 +325,8 @@ def goes_on_after_close(how: str) -> bool:
         sync.close()
         callable_model = model
     else:
-        with wrapped(model) as callable_model:
-            pass
+        with wrapped(model):
+            callable_model = model
     for step in range(2):
         CASE.loss(callable_model, step).backward()
     means = [torch.zeros(3) for _ in range(dist.get_world_size())]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.checkpoints import Setup, from_bytes, require_equal, to_bytes, train, trained_by, whole_state
+from support.checkpoints import Setup, from_bytes, require_equal, rewrite, to_bytes, train, trained_by, whole_state
 from support.errors import text_of
 from support.ranks import Ranks, RanksFailed
 from undertow import CheckpointError, DistributedDataParallel, attach, has_checkpoint, load_checkpoint, save_checkpoint
@@ -355,6 +355,22 @@ def of_another_program(path: Path) -> None:
     path.write_bytes(pickle.dumps({"model": os.getcwd}))
 
 
+def of_another_checkpoint(path: Path) -> None:
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = f"../other/{info.relative_path}"
+
+    rewrite(path.parent, change)
+
+
+def impossible(path: Path) -> None:
+    def change(metadata: Any) -> None:
+        found = metadata.state_dict_metadata["optimizer.state.0.weight.step"]  # which only one of two ranks may need
+        found.size = torch.Size((2**40,))
+
+    rewrite(path.parent, change)
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "tensors cut": ("__1_0.distcp", cut, r"__1_0.distcp should have [\d,]+ bytes, and has [\d,]+"),
     "tensors missing": ("__1_0.distcp", Path.unlink, "__1_0.distcp is missing"),
@@ -362,6 +378,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "metadata cut": (".metadata", cut, r".metadata is none that torch.distributed.checkpoint has written \("),
     "metadata missing": (".metadata", Path.unlink, ".metadata is missing"),
     "metadata of others": (".metadata", of_another_program, ".metadata is none that .*getcwd does not belong there"),
+    "metadata of another folder": (".metadata", of_another_checkpoint, ".metadata is none that .*is not a file of this"),
+    "metadata of impossible shapes": (".metadata", impossible, ".metadata is none that .*has a shape that cannot be"),
     "header cut": ("undertow.json", cut, "undertow.json is none of ours, or cut short"),
     "header missing": ("undertow.json", Path.unlink, "undertow.json is missing"),
     "header of others": ("undertow.json", lambda path: path.write_text("[1]"), "undertow.json is none of ours"),
@@ -386,6 +404,21 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_by_the_name_of_the_file(
     assert re.fullmatch(rf"the checkpoint cannot be loaded: {expected}.*", what), what
     assert where == f"  {path / name}"
     assert remedy.startswith("  Load another checkpoint")
+
+
+def without_elements(metadata: Any) -> None:
+    name = "optimizer.state.0.weight.exp_avg"
+    metadata.state_dict_metadata[name].size, metadata.state_dict_metadata[name].chunks = torch.Size((0,)), []
+    for index in [index for index in metadata.storage_data if index.fqn == name]:
+        del metadata.storage_data[index]
+
+
+def test_a_state_of_another_shape_than_its_parameter_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(begins, Setup(), tmp_path / "saved")
+    rewrite(tmp_path / "saved", without_elements)
+    first, second = two_ranks.run(texts_of_loading, tmp_path / "saved", Setup(), False)
+    assert first == second
+    assert re.match(r"the checkpoint has 'exp_avg' of shape \(0,\) in the state of '0.weight', and the parameter is of ", first)
 
 
 OTHERS: dict[str, tuple[Setup, Setup, bool, str]] = {

@@ -108,6 +108,10 @@ def of_another_shape(model: nn.Sequential) -> None:
     model[3] = nn.Linear(5, 2)
 
 
+def of_fewer_axes(model: nn.Sequential) -> None:
+    model[3] = nn.Linear(1, 2)
+
+
 def of_another_dtype(model: nn.Sequential) -> None:
     model[3].double()
 
@@ -142,6 +146,7 @@ OTHERS = "ranks disagree on the frozen parameters or the buffers."
 DIFFERENCES = [
     (renamed, PARAMETERS, 6, "parameter 4 is '3.weight' on rank 0 and 'other.weight' on rank {rank}"),
     (of_another_shape, PARAMETERS, 6, "shape of parameter 4 ('3.weight') is [2, 4] on rank 0 and [2, 5] on rank {rank}"),
+    (of_fewer_axes, PARAMETERS, 6, "shape of parameter 4 ('3.weight') is [2, 4] on rank 0 and [2, 1] on rank {rank}"),
     (of_another_dtype, PARAMETERS, 6, "dtype of parameter 4 ('3.weight') is float32 on rank 0 and float64 on rank {rank}"),
     (
         of_another_layout,

@@ -1,10 +1,11 @@
-"""A sharded optimizer under torch's own torch.distributed.checkpoint, without help of ours."""
+"""A sharded optimizer that gives its shards to torch's own torch.distributed.checkpoint, without help of ours."""
 
 from __future__ import annotations
 
 import copy
 import io
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from support.checkpoints import (
 )
 from support.errors import text_of
 from support.ranks import Ranks
-from undertow import CheckpointError, ShardedOptimizer, SyncConfig, attach, save_checkpoint
+from undertow import CheckpointError, ConfigError, ShardedOptimizer, SyncConfig, attach, save_checkpoint
 from undertow.optim_state import ShardedState
+
+in_shards = partial(Setup, state_dict="sharded")
 
 
 def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
@@ -81,9 +84,14 @@ def goes_on(setup: Setup, path: Path, state: bytes, options: dict[str, Any]) -> 
 def test_torchs_own_functions_save_and_load_over_other_ranks(
     two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path, case: str, strategies: tuple[str, str], options: dict[str, Any]
 ) -> None:
-    before, after = (Setup(case, strategy) for strategy in strategies)
+    before, after = (in_shards(case, strategy) for strategy in strategies)
     state, *_ = two_ranks.run(begins, before, tmp_path / "saved", options)
     three_ranks.run(goes_on, replace(after, bucket_cap_mb=None), tmp_path / "saved", state, options)
+
+
+def test_they_save_and_load_whole_states_too(two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path) -> None:
+    state, *_ = two_ranks.run(begins, Setup(), tmp_path / "saved", {})
+    three_ranks.run(goes_on, Setup(strategy="zero2"), tmp_path / "saved", state, {})
 
 
 def nothing_changes(setup: Setup) -> None:
@@ -102,12 +110,12 @@ def nothing_changes(setup: Setup) -> None:
 @pytest.mark.parametrize("case", ["mlp", "brain", "oddities", "convolutions"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd", "nadam"])
 def test_asking_before_training_changes_no_parameter(ranks: Ranks, case: str, optimizer: str) -> None:
-    ranks.run(nothing_changes, Setup(case, optimizer=optimizer))
+    ranks.run(nothing_changes, in_shards(case, optimizer=optimizer))
 
 
 def test_asking_before_training_changes_no_parameter_of_a_rank_alone() -> None:
     with Ranks(1) as ranks:
-        ranks.run(nothing_changes, Setup())
+        ranks.run(nothing_changes, in_shards())
 
 
 def no_step_is_taken(setup: Setup) -> None:
@@ -130,11 +138,11 @@ def no_step_is_taken(setup: Setup) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd"])
 @pytest.mark.parametrize("case", ["mlp", "brain"])
 def test_asking_during_training_changes_nothing(ranks: Ranks, case: str, optimizer: str) -> None:
-    ranks.run(no_step_is_taken, Setup(case, optimizer=optimizer))
+    ranks.run(no_step_is_taken, in_shards(case, optimizer=optimizer))
 
 
 def attached_and_wrapped_agree(path: Path) -> None:
-    setup = Setup()
+    setup = in_shards()
     with trained_by(setup) as (model, optimizer):
         train(setup, model, optimizer, steps=range(2))
         save(path, model, optimizer)
@@ -142,7 +150,7 @@ def attached_and_wrapped_agree(path: Path) -> None:
     bare = case_of(setup).make()
     sync = attach(bare, config=SyncConfig(reduction="ordered"))
     try:
-        optimizer = ShardedOptimizer(torch.optim.AdamW, sync, lr=1.0)
+        optimizer = ShardedOptimizer(torch.optim.AdamW, sync, state_dict="sharded", lr=1.0)
         load(path, bare, optimizer)
         require_equal({f"module.{name}": value for name, value in bare.state_dict().items()}, wanted["model"])
         require_equal(optimizer.full_state_dict(), wanted["optimizer"])
@@ -155,7 +163,7 @@ def test_what_a_wrapper_saved_is_loaded_by_an_attached_module(ranks: Ranks, tmp_
 
 
 def saved_while_training(path: Path) -> None:
-    setup = Setup()
+    setup = in_shards()
     with trained_by(setup) as (model, optimizer):
         train(setup, model, optimizer, steps=range(2))
         wanted = from_bytes(to_bytes(whole_state(model, optimizer)))
@@ -175,7 +183,7 @@ def test_an_asynchronous_save_has_what_was_there_when_it_was_called(ranks: Ranks
 
 
 def ours_is_read_by_torch(path: Path) -> None:
-    setup = Setup()
+    setup = in_shards()
     with trained_by(setup) as (model, optimizer):
         train(setup, model, optimizer, steps=range(2))
         save_checkpoint(path, model, optimizer)
@@ -190,10 +198,10 @@ def test_torchs_functions_load_what_save_checkpoint_saved(ranks: Ranks, tmp_path
 
 
 def masters_are_missing(path: Path) -> None:
-    with trained_by(Setup("brain", "ddp")) as (model, optimizer):
+    with trained_by(in_shards("brain", "ddp")) as (model, optimizer):
         save(path, model, optimizer)
     with (
-        trained_by(Setup("brain")) as (model, optimizer),
+        trained_by(in_shards("brain")) as (model, optimizer),
         pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: optimizer.state.0.weight.master"),
     ):
         load(path, model, optimizer)
@@ -204,7 +212,7 @@ def test_wide_values_of_16_bit_parameters_are_asked_for_by_name(two_ranks: Ranks
 
 
 def refusals() -> dict[str, str]:
-    setup = Setup()
+    setup = in_shards()
     with trained_by(setup) as (model, optimizer):
         train(setup, model, optimizer, steps=range(1))
         state = optimizer.state_dict()
@@ -222,6 +230,7 @@ def refusals() -> dict[str, str]:
             "values": text_of(CheckpointError, some.sum),
             "not here": text_of(CheckpointError, lambda: other.of_part(part)),
             "full_state_dict=True": text_of(CheckpointError, lambda: torch.save(whole, io.BytesIO())).splitlines()[0],
+            "another kind": text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, model, state_dict="shards", lr=1.0)),
         }
 
 
@@ -233,11 +242,13 @@ def test_what_a_part_of_a_state_refuses(two_ranks: Ranks) -> None:
     ask = "  Ask for all of it with optimizer.full_state_dict(), on every rank."
     assert first == {
         "pickle": f"{pickle}\n  ShardedState(shape=(8, 6), dtype=torch.float32, elements {here} here)\n"
-        "  Save optimizer.full_state_dict(), called on every rank, or use torch.distributed.checkpoint.",
+        '  Leave state_dict="sharded" out of ShardedOptimizer(...), or save by torch.distributed.checkpoint.',
         "arithmetic": f"{no_values}  aten.add.Tensor, of a state of shape (8, 6)\n{ask}",
         "values": f"{no_values}  aten.sum.default, of a state of shape (8, 6)\n{ask}",
         "not here": f"elements {here} of a state of shape (8, 6) are not on this rank.\n"
         "  ShardedOptimizer.load_state_dict\n"
         "  Load through torch.distributed.checkpoint, or from full_state_dict().",
         "full_state_dict=True": pickle,
+        "another kind": 'state_dict must be "full" or "sharded", got \'shards\'.\n  ShardedOptimizer\n'
+        '  Leave it out, or write state_dict="sharded" to save by torch.distributed.checkpoint.',
     }

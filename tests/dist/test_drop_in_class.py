@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
 import pytest
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from support.models import mlp, noise
-from support.naive import naive_mean, wrapped, wrapped_and_bare
+from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import Ranks
 from undertow import DistributedDataParallel
 
@@ -64,6 +63,7 @@ SET_BY_OUR_CONSTRUCTOR = {
 CONSTANT = {
     "broadcast_bucket_size",
     "logger",
+    "reducer",
     "require_forward_param_sync",
     "use_side_stream_for_tensor_copies",
 }
@@ -82,10 +82,10 @@ def public_attributes() -> dict[str, set[str]]:
 
 def test_every_public_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose(two_ranks: Ranks) -> None:
     found = two_ranks.run(public_attributes)[0]
-    assert found["names"] == OVERRIDDEN.keys() | INHERITED.keys() | SET_BY_OUR_CONSTRUCTOR | CONSTANT | {"reducer"}
+    assert found["names"] == OVERRIDDEN.keys() | INHERITED.keys() | SET_BY_OUR_CONSTRUCTOR | CONSTANT
     assert found["defined"] == OVERRIDDEN.keys() | CONSTANT
     assert found["own"] == SET_BY_OUR_CONSTRUCTOR
-    assert found["missing"] == {"reducer"}
+    assert found["missing"] == set()
 
 
 def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
@@ -96,18 +96,39 @@ def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
     assert positional[: len(torchs)] == torchs
 
 
-def no_reducer_is_made() -> tuple[str, bool, bool]:
+def classes_of_a_wrapper() -> tuple[bool, bool]:
     with wrapped(mlp()) as ddp:
-        with pytest.raises(AttributeError) as caught:
-            _ = ddp.reducer
-        return str(caught.value), isinstance(ddp, TorchDistributedDataParallel), isinstance(ddp, Joinable)
+        return isinstance(ddp, TorchDistributedDataParallel), isinstance(ddp, Joinable)
 
 
-def test_it_is_torchs_class_in_name_only(two_ranks: Ranks) -> None:
-    assert two_ranks.run(no_reducer_is_made)[0] == (
-        "Undertow's DistributedDataParallel has no C++ reducer; see model.plan and model.report().",
-        True,
-        True,
+def test_trainers_take_it_for_torchs_class(two_ranks: Ranks) -> None:
+    assert two_ranks.run(classes_of_a_wrapper)[0] == (True, True)
+
+
+def reducer_is_asked() -> None:
+    with wrapped_and_bare(mlp()) as (ddp, bare):
+        assert ddp.reducer._rebuild_buckets() is False
+        outputs = ddp(noise(3, 6))
+        ddp.reducer.prepare_for_backward([outputs])
+        outputs.sum().backward()
+        ddp.reducer._delay_all_reduce()
+        bare(noise(3, 6)).sum().backward()
+        naive_mean(bare)
+        require_same_gradients(ddp, bare)
+
+
+def test_what_frameworks_call_on_the_reducer_changes_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(reducer_is_asked)
+
+
+def test_any_other_method_of_the_reducer_is_an_error_that_says_what_to_use() -> None:
+    assert not hasattr(DistributedDataParallel.reducer, "_get_backward_stats")
+    with pytest.raises(AttributeError) as caught:
+        DistributedDataParallel.reducer._push_all_rebuilt_params()
+    assert str(caught.value) == (
+        "model.reducer has no '_push_all_rebuilt_params': Undertow's DistributedDataParallel has no C++ reducer.\n"
+        "  model.reducer only answers frameworks: it has _delay_all_reduce, _rebuild_buckets and prepare_for_backward.\n"
+        "  See model.plan for the buckets and model.report() for times; no_sync() and backward() need no preparation."
     )
 
 
@@ -141,26 +162,3 @@ def clipped() -> None:
 
 def test_torchs_clipping_works_on_it(two_ranks: Ranks) -> None:
     two_ranks.run(clipped)
-
-
-def unwrapped_by_accelerate() -> bool:
-    accelerate = importlib.import_module("accelerate.utils")
-    model = mlp()
-    with wrapped(model) as ddp:
-        return accelerate.extract_model_from_parallel(ddp) is model
-
-
-def test_accelerate_unwraps_it(fresh_pair: Ranks) -> None:
-    pytest.importorskip("accelerate")
-    assert fresh_pair.run(unwrapped_by_accelerate, timeout_s=120.0) == [True, True]
-
-
-def saved_by_lightning() -> list[str]:
-    strategies = importlib.import_module("lightning.fabric.strategies.ddp")
-    with wrapped(mlp()) as ddp:
-        return list(strategies.DDPStrategy().get_module_state_dict(ddp))
-
-
-def test_lightning_unwraps_it(fresh_pair: Ranks) -> None:
-    pytest.importorskip("lightning")
-    assert fresh_pair.run(saved_by_lightning, timeout_s=120.0) == [["0.weight", "0.bias", "2.weight", "2.bias"]] * 2

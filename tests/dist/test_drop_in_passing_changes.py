@@ -166,6 +166,6 @@ def test_a_parameter_that_was_added_and_frozen_between_rounds_is_told(two_ranks:
     for rank, text in enumerate(two_ranks.run(added_and_frozen_while_accumulating, timeout_s=TIMEOUT_S)):
         assert text == (
             "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.\n"
-            f"  synchronisation 1, rank {rank}\n"
+            f"  parameter '0.weight', synchronisation 1, rank {rank}\n"
             "  Synchronise once before it is frozen, and drop its gradient now."
         )

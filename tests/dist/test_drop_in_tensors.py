@@ -171,7 +171,9 @@ def test_a_model_may_become_channels_last(ranks: Ranks, bucket_cap_mb: float | N
 
 
 def without_parameters(bucket_cap_mb: float | None) -> None:
-    with SideBySide(nn.Flatten(), bucket_cap_mb) as side:
+    with pytest.warns(UserWarning, match="Flatten has no parameter that requires a gradient"):
+        wrapped = SideBySide(nn.Flatten(), bucket_cap_mb)
+    with wrapped as side:
         for step in range(NUM_STEPS):
             x = noise(2, 3, 2, step=step).requires_grad_()
             side.ddp(x).square().sum().backward()
@@ -187,7 +189,9 @@ def test_a_module_without_parameters_can_be_wrapped(ranks: Ranks, bucket_cap_mb:
 
 
 def with_everything_frozen(bucket_cap_mb: float | None) -> None:
-    with SideBySide(mlp().requires_grad_(False), bucket_cap_mb) as side:
+    with pytest.warns(UserWarning, match="Sequential has no parameter that requires a gradient"):
+        wrapped = SideBySide(mlp().requires_grad_(False), bucket_cap_mb)
+    with wrapped as side:
         for step in range(NUM_STEPS):
             inputs = [noise(5, 6, step=step).requires_grad_() for _ in side.both]
             for model, x in zip(side.both, inputs, strict=True):

@@ -66,7 +66,7 @@ def of_optimizer(opt: Any) -> Parameters:
 READS: dict[str, Read] = {
     "the state dict": lambda ddp, _: ddp.state_dict(),
     "the state dict of a layer": lambda ddp, _: ddp.module.last.state_dict(),
-    "the parameters": lambda ddp, _: dict(ddp.named_parameters()),
+    "the parameters": lambda ddp, _: cloned(dict(ddp.named_parameters())),
     "a copy": lambda ddp, _: copy.deepcopy(ddp).state_dict(),
     "an evaluation": lambda ddp, _: evaluated(ddp.eval(), 6),
     "a layer's evaluation": lambda ddp, _: evaluated(ddp.module.last, 8),

@@ -14,13 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from support.errors import text_of
 from support.models import CASES, Fragile, noise
 from support.ranks import Ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
 from support.sharded import delay, optimizer_for, parameters, require_equal, trained, training
-from undertow import ConfigError, DistributedDataParallel, PeerFailed, PhaseError, SyncConfig
+from undertow import ConfigError, DistributedDataParallel, PeerFailed, PhaseError, ShardedOptimizer, SyncConfig, attach
 from undertow.plan import GathersBehind, LaneTimes
 from undertow.schedule import OpKind
 from undertow.trace import StepRecord
@@ -109,16 +111,16 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "a training forward": (
         "a training forward begins before step(), and an eager optimizer has updated the parameters in the backward before.\n"
         "  ShardedOptimizer(..., eager=True)\n"
-        "  Call step() after every synchronising backward, run the others of a step in accumulate(), or leave eager=True out.",
+        "  Add losses up and run one backward, or run all but the last one of a step in accumulate(), or leave eager=True out.",
         lambda ddp, _: MLP.loss(ddp, 2),
     ),
     "a second backward": (
-        "a second synchronising backward runs before step(), and an eager optimizer has updated the parameters",
+        "a second backward runs before step(), and an eager optimizer has updated the parameters in the backward before.",
         lambda ddp, _: ddp.module(noise(5, 6)).sum().backward(),
     ),
-    "another optimizer": (
-        "another optimizer is made before step(), and an eager optimizer has updated the parameters in the backward before.",
-        lambda ddp, _: optimizer_for(ddp, "zero1", eager=True),
+    "a backward past the model's outputs": (
+        "a second backward runs before step(), and an eager optimizer has updated the parameters in the backward before.",
+        lambda ddp, _: ddp.module[2](noise(5, 8)).sum().backward(),
     ),
     "another group": (
         "hyper-parameters have changed since the backward that has updated the parameters: number of groups: 1, now 2.",
@@ -146,6 +148,57 @@ def refused(what: str) -> None:
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_right_raises_where_it_happens(two_ranks: Ranks, what: str) -> None:
     two_ranks.run(refused, what)
+
+
+class TwoLosses(nn.Module):
+    """Two outputs that share a layer, in some structure."""
+
+    def __init__(self, structure: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.shared, self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 4)
+        self.structure = structure
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.shared(x).tanh()
+        first, second = self.first(hidden), self.second(hidden)
+        return {"a tuple": (first, [second]), "a dictionary": {"losses": (first, second)}}.get(self.structure, first + second)
+
+
+def two_losses(structure: str, is_attached: bool) -> list[str]:
+    """What the second backward of one forward says, in a step of its own and in accumulation."""
+    texts = []
+    model = TwoLosses(structure)
+    target = attach(model) if is_attached else DistributedDataParallel(model)
+    forward = model if is_attached else target
+    opt = ShardedOptimizer(torch.optim.SGD, target, eager=True, lr=0.1)
+    for step in range(3):
+        found = tree_leaves(forward(noise(3, 6, step=step)))
+        losses = [found[0].sum(), found[-1].square().sum()]
+        losses[0].backward(retain_graph=True)
+        if step > 0:
+            with target.accumulate() if step == 2 else contextlib.nullcontext():
+                texts.append(text_of(PhaseError, losses[1].backward))
+        opt.step()
+        opt.zero_grad()
+    with target.accumulate():  # as the error says
+        losses = [forward(noise(3, 6)), forward(noise(3, 6))]
+        sum(each.sum() for each in tree_leaves(losses[0])).backward()
+    sum(each.sum() for each in tree_leaves(losses[1])).backward()
+    opt.step()
+    target.close()
+    return texts
+
+
+@pytest.mark.parametrize("is_attached", [False, True], ids=["wrapper", "attach"])
+@pytest.mark.parametrize("structure", ["one tensor", "a tuple", "a dictionary"])
+def test_a_second_loss_of_one_forward_is_refused_with_its_reason(two_ranks: Ranks, structure: str, is_attached: bool) -> None:
+    text = (
+        "a second backward runs before step(), and an eager optimizer has updated the parameters in the backward before.\n"
+        "  ShardedOptimizer(..., eager=True)\n"
+        "  Add losses up and run one backward, or run all but the last one of a step in accumulate(), or leave eager=True out."
+    )
+    assert two_ranks.run(two_losses, structure, is_attached) == [[text] * 2] * 2
 
 
 def unscaling() -> None:
@@ -345,10 +398,10 @@ def unexpected_second_use(calls_layer: bool) -> None:
         one_step(ddp, opt, 0)
         one_step(ddp, opt, 1)
         ddp.module.runs_twice = calls_layer or dist.get_rank() == 0
-        found = (
-            "a forward inside backward reads parameters that this backward has updated" if calls_layer else "arrived again after"
-        )
-        with pytest.raises(PhaseError, match=found):
+        kind, found = PhaseError, "parameters are read in the backward that has updated them already"
+        if not ddp.module.runs_twice:
+            kind, found = PeerFailed, "backward failed on rank 0"
+        with pytest.raises(kind, match=found):
             backward(ddp, opt, 2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +28,7 @@ from support.models import CASES, Branches, mlp, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import Ranks
 from support.sharded import training
-from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, attach
+from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients
 from undertow.runtime import private
 
 
@@ -239,7 +241,8 @@ def one_rank_alone() -> list[str]:
                 case.loss(model, step).backward()
             optimizer.step()
             with ddp.no_sync():
-                pass
+                case.loss(ddp, step).backward()
+            case.loss(bare, step).backward()
             ddp.reduce_gradients_async().wait()
             ddp.finish()
             ddp.broadcast_parameters()
@@ -347,3 +350,40 @@ def without_a_ring() -> list[str]:
 def test_ranks_that_no_ring_connects_train_and_say_so(fresh_pair: Ranks) -> None:
     told = "rank {} reaches no ring of connections: lost ranks are found by the backend and its timeout alone."
     assert fresh_pair.run(without_a_ring, timeout_s=TIMEOUT_S) == [[told.format(rank)] * 2 for rank in range(2)]
+
+
+def wrap_over_a_group_of_one() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([other], group_desc="context") for other in range(world)]
+    mine = groups[rank]
+    text = (
+        f"^the process group 'context' has 1 rank, and the job has {world}: gradients are averaged with no other rank\\.\n"
+        f"  {{}}, rank {rank}\n"
+        "  Give the group of all ranks that hold the same parameters.*filter this warning\\.$"
+    )
+    with pytest.warns(UserWarning, match=text.format("Linear")):
+        sync = attach(nn.Linear(2, 2), process_group=mine)
+    sync.close()
+    with pytest.warns(UserWarning, match=text.format("Linear")):
+        model = DistributedDataParallel(nn.Linear(2, 2), process_group=mine)
+    model.close()
+    with pytest.warns(UserWarning, match=text.format(r"average_gradients\(gradients, parameters\)")):
+        average_gradients([torch.ones(2)], process_group=mine)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=text.format("Linear")):
+        model._update_process_group(mine)
+    model.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what says that it is meant, and a group of all
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("other", "dp"))
+        attach(nn.Linear(2, 2), mesh=mesh["dp"]).close()
+        attach(nn.Linear(2, 2), process_group=dist.group.WORLD).close()
+        experts = (ExpertGroup(match="1.*", process_group=mine),)
+        attach(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), config=SyncConfig(experts=experts)).close()
+    for group in (mine, mesh.get_group(0), mesh.get_group(1)):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of(fresh_pair: Ranks) -> None:
+    fresh_pair.run(wrap_over_a_group_of_one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from typing import Any
 
@@ -153,8 +154,13 @@ def errors_of_phases() -> dict[str, str]:
     bucket.prepare()
     bucket.reduce_async().wait()
     texts["reduced twice"] = text_of(PhaseError, bucket.reduce_async)
-    manager.close()
-    texts["closed"] = text_of(PhaseError, lambda: manager.reduce_bucket_async(0))
+    bucket.copy_back()
+    texts["copied twice"] = text_of(PhaseError, bucket.copy_back)
+    bucket.prepare()
+    bucket.reduce_async()
+    texts["prepared in flight"] = text_of(PhaseError, bucket.prepare)
+    bucket.reduction_handle.wait()
+    bucket.prepare()
     return texts
 
 
@@ -177,8 +183,94 @@ def test_calls_in_the_wrong_order_are_refused(two_ranks: Ranks) -> None:
             "no index": "there is no bucket 1.\n  GradientBucketManager of 1 buckets",
             "negative index": "there is no bucket -1.\n  GradientBucketManager of 1 buckets",
             "reduced twice": nothing_new,
-            "closed": "this GradientBucketManager is closed.\n  Make a new one.",
+            "copied twice": "bucket 0 has no new result: it has been copied back already.\n"
+            "  GradientBucket.copy_back\n"
+            "  Call prepare() and reduce_async() after every backward, and copy back once.",
+            "prepared in flight": "bucket 0 is still being reduced.\n"
+            "  GradientBucket.prepare\n"
+            "  Wait for reduction_handle first.",
         }
+
+
+CALLS_OF_A_MANAGER = {
+    "reduce_bucket_async": lambda manager, _: manager.reduce_bucket_async(0),
+    "reduce_all_async": lambda manager, _: manager.reduce_all_async(),
+    "wait_for_all": lambda manager, _: manager.wait_for_all(),
+    "copy_back_all": lambda manager, _: manager.copy_back_all(),
+    "get_bucket_index": lambda manager, grad: manager.get_bucket_index(grad),
+    "is_reduced": lambda manager, grad: manager.is_reduced(grad),
+}
+
+
+def closed_manager(is_context: bool) -> dict[str, str]:
+    grads = gradients_of_sizes([8, 4])
+    manager = GradientBucketManager(None, grads)
+    with manager if is_context else contextlib.nullcontext():
+        manager.reduce_all_async()
+        manager.copy_back_all()
+    manager.close()
+    manager.close()  # a second time does nothing
+    return {name: text_of(PhaseError, lambda call=call: call(manager, grads[0])) for name, call in CALLS_OF_A_MANAGER.items()}
+
+
+@pytest.mark.parametrize("is_context", [False, True], ids=["close", "with"])
+def test_every_call_of_a_closed_manager_is_refused(two_ranks: Ranks, is_context: bool) -> None:
+    for texts in two_ranks.run(closed_manager, is_context):
+        assert texts == {
+            name: f"this GradientBucketManager is closed.\n  GradientBucketManager.{name}\n  Make a new one."
+            for name in CALLS_OF_A_MANAGER
+        }
+
+
+def one_missing_gradient() -> bool:
+    """Of the bucket that leaves last: the first must not be on its way to ranks for which this one does not wait."""
+    params = [torch.zeros(4, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    params[0].grad = torch.full((4,), float(dist.get_rank() + 1))
+    with GradientBucketManager(None, params, bucket_size_in_bytes=16) as manager:
+        assert [len(bucket.gradients) for bucket in manager.buckets] == [1, 1]
+        text_of(ConfigError, manager.reduce_all_async)
+        assert [bucket.reduction_handle for bucket in manager.buckets] == [None, None]
+        params[1].grad = torch.full((2,), float(dist.get_rank() + 1))
+        manager.reduce_all_async()
+        manager.copy_back_all()
+    return all(torch.equal(param.grad, torch.full_like(param, rank_sum())) for param in params)
+
+
+def test_nothing_leaves_when_a_gradient_is_missing(two_ranks: Ranks) -> None:
+    assert two_ranks.run(one_missing_gradient) == [True, True]
+
+
+def copied_one_by_one() -> list[str]:
+    grads = gradients_of_sizes([16, 8])
+    with GradientBucketManager(None, grads, bucket_size_in_bytes=16) as manager:
+        manager.reduce_bucket_async(0)
+        texts = [text_of(PhaseError, manager.copy_back_all)]
+        assert torch.equal(grads[0], torch.full_like(grads[0], dist.get_rank() + 1.0))  # nothing was copied
+        manager.buckets[0].copy_back()
+        grads[0].mul_(2)  # and stays
+        manager.reduce_bucket_async(1)
+        manager.copy_back_all()
+        assert [grad[0].item() for grad in grads] == [2 * rank_sum(), rank_sum()]
+        return [*texts, text_of(PhaseError, manager.copy_back_all)]
+
+
+def test_results_are_copied_back_once(two_ranks: Ranks) -> None:
+    for texts in two_ranks.run(copied_one_by_one):
+        assert [text.splitlines()[0] for text in texts] == [
+            "bucket 1 has not been reduced.",
+            "bucket 0 has no new result: it has been copied back already.",
+        ]
+
+
+def hooks_closed_twice() -> None:
+    model = mlp()
+    hooks = BucketedDDPHooks(model, dist.group.WORLD)
+    hooks.close()
+    hooks.close()
+
+
+def test_hooks_may_be_closed_twice(two_ranks: Ranks) -> None:
+    two_ranks.run(hooks_closed_twice)
 
 
 TWICE = torch.zeros(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from support.checkpoints import OPTIMIZERS, Setup, case_of, from_bytes, require_
 from support.hybrid import mesh_of
 from support.ranks import Ranks
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, load_checkpoint, save_checkpoint
-from undertow.runtime import private_checkpoint
+from undertow.runtime.checkpoint_metadata import stored_entries
 
 
 @contextlib.contextmanager
@@ -87,11 +88,11 @@ def stored(path: Path) -> list[list[int]]:
     with on_mesh(setup, (2, 2)) as (model, optimizer):
         train(setup, model, optimizer, steps=range(2))
         save_checkpoint(path, model, optimizer)
-    metadata = private_checkpoint.read_checkpoint_metadata(path / ".metadata")
+    entries = stored_entries((path / ".metadata").read_bytes())
     return [
-        [entry.size.numel(), sum(chunk.sizes.numel() for chunk in entry.chunks)]
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.endswith("exp_avg")
+        [math.prod(entry.shape), sum(math.prod(piece.sizes) for piece in entry.pieces)]
+        for name, entry in entries.items()
+        if name.endswith("exp_avg") and entry.shape is not None
     ]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from support.models import CASES, Branches, Case, noise
@@ -156,29 +159,78 @@ def test_master_weights_remember_what_sixteen_bits_forget(two_ranks: Ranks) -> N
 OF_MEANS = 7e-6
 
 
-def accumulated(strategy: str, num_before: int) -> None:
-    case = CASES["mlp"]
+def micro_batches(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int, *, num: int, weighs: bool) -> None:
+    opt.zero_grad()
+    for micro in range(num):
+        with ddp.no_sync() if micro < num - 1 else contextlib.nullcontext():
+            if weighs:
+                ddp.weight(weight_of(micro, dist.get_rank()))
+            CASES["mlp"].loss(ddp, 10 * step + micro).backward()
+    opt.step()
 
-    def each(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
-        opt.zero_grad()
-        with ddp.no_sync():
-            for micro in range(num_before):
-                case.loss(ddp, 10 * step + micro).backward()
-        case.loss(ddp, 10 * step + num_before).backward()
+
+def weight_of(micro: int, rank: int) -> float:
+    return 1.0 + micro + 2 * rank
+
+
+def accumulated_locally(num: int, weighs: bool) -> None:
+    each = partial(micro_batches, num=num, weighs=weighs)
+    expected = trained(CASES["mlp"], "ddp", "SGD", num_steps=4, each=each, reduction="ordered")
+    for plan in PLANS[:3]:
+        got = trained(CASES["mlp"], "zero1", "SGD", num_steps=4, each=each, reduction="ordered", **plan)
+        require_equal(expected, got, what=str(plan))
+
+
+@pytest.mark.parametrize("weighs", [False, True], ids=["means", "weights"])
+@pytest.mark.parametrize("num", [2, 4])
+def test_micro_batches_of_zero1_are_added_up_before_they_are_averaged(ranks: Ranks, num: int, weighs: bool) -> None:
+    ranks.run(accumulated_locally, num, weighs)
+
+
+def mean_in_order(gradient: Tensor) -> Tensor:
+    """In the order of ranks."""
+    gathered = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, gradient)
+    return functools.reduce(torch.add, gathered) / dist.get_world_size()
+
+
+def means_added_up(*, num: int, weighs: bool, num_steps: int) -> dict[str, Tensor]:
+    """What zero2 does, in plain words; the first step has whole gradients, which are added up before they are averaged."""
+    bare, num_ranks = CASES["mlp"].model(), dist.get_world_size()
+    cls, settings = OPTIMIZERS["SGD"]
+    opt = cls(bare.parameters(), **settings)
+    totals = [sum(weight_of(it, rank) for it in range(micro + 1) for rank in range(num_ranks)) for micro in range(num)]
+    for step in range(num_steps):
+        sums: list[Tensor] = []
+        for micro in range(num):
+            grads = list(torch.autograd.grad(CASES["mlp"].loss(bare, 10 * step + micro), list(bare.parameters())))
+            if step > 0:
+                grads = [mean_in_order(grad) for grad in grads]
+            if step > 0 and weighs:
+                grads = [grad / (totals[micro] / num_ranks) for grad in grads]
+                sums = [each * (totals[micro - 1] / totals[micro]) for each in sums]
+            sums = [each + grad for each, grad in zip(sums, grads, strict=True)] if sums else grads
+        if step == 0:
+            sums = [mean_in_order(each) / (totals[-1] / num_ranks if weighs else 1.0) for each in sums]
+        for param, total in zip(bare.parameters(), sums, strict=True):
+            param.grad = total
         opt.step()
-
-    expected = trained(case, "ddp", "SGD", num_steps=6, each=each, reduction="ordered")
-    got = trained(case, strategy, "SGD", num_steps=6, each=each, reduction="ordered", bucket_cap_mb=1e-4)
-    if strategy == "zero1":
-        require_equal(expected, got)
-    for name, param in expected.items():
-        assert torch.allclose(param, got[name], rtol=0.0, atol=OF_MEANS)
+    return {f"module.{name}": param.detach() for name, param in bare.named_parameters()}
 
 
-@pytest.mark.parametrize("num_before", [1, 3])
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_micro_batches_add_up(ranks: Ranks, strategy: str, num_before: int) -> None:
-    ranks.run(accumulated, strategy, num_before)
+def accumulated_as_means(num: int, weighs: bool) -> None:
+    each = partial(micro_batches, num=num, weighs=weighs)
+    expected = means_added_up(num=num, weighs=weighs, num_steps=4)
+    for reduction in ("ordered", "native") if dist.get_world_size() == 2 else ("ordered",):
+        for plan in PLANS[:3]:
+            got = trained(CASES["mlp"], "zero2", "SGD", num_steps=4, each=each, reduction=reduction, **plan)
+            require_equal(expected, got, what=f"{reduction} {plan}")
+
+
+@pytest.mark.parametrize("weighs", [False, True], ids=["means", "weights"])
+@pytest.mark.parametrize("num", [2, 4])
+def test_micro_batches_of_zero2_are_averaged_before_they_are_added_up(ranks: Ranks, num: int, weighs: bool) -> None:
+    ranks.run(accumulated_as_means, num, weighs)
 
 
 def synchronised_twice(strategy: str) -> None:

@@ -563,11 +563,9 @@ def mistakes() -> None:
     MLP.loss(ddp, 0).backward()
     with pytest.raises(PhaseError, match="strategy='zero1' needs a sharded optimizer, and SGD is none"):
         plain.step()
-    older = ShardedOptimizer(Signs, ddp, lr=0.1)
     newer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
-    for optimizer in (plain, older):
-        with pytest.raises(PhaseError, match="steps on parameters that a ShardedOptimizer updates"):
-            optimizer.step()
+    with pytest.raises(PhaseError, match="SGD steps on parameters that a ShardedOptimizer updates"):
+        plain.step()
     newer.step()
     with pytest.raises(WrongType, match="cannot be pickled or copied"):
         copy.deepcopy(newer)

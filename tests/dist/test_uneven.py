@@ -17,6 +17,7 @@ import undertow
 from support.errors import text_of
 from support.hybrid import mesh_of
 from support.models import mlp, noise
+from support.naive import require_same
 from support.ranks import Ranks
 from support.sharded import OPTIMIZERS, parameters, require_equal
 from undertow import DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig
@@ -266,6 +267,32 @@ def test_buffers_are_those_of_the_rank_that_trained_longest(ranks: Ranks) -> Non
     assert found[0]["mean"][0] > 0.0  # of rank 0 alone, which has seen zeros, it would be 0
     # Of a bias under a sum over two rows, on one rank; the mean is over all of them.
     torch.testing.assert_close(found[-1]["found"], [2.0 / ranks.num_ranks])
+
+
+def accumulated_with_buffers(wrapper: type[nn.parallel.DistributedDataParallel]) -> dict[str, Tensor]:
+    """Rank 1 has one more step than rank 0, of two micro-batches."""
+    torch.manual_seed(0)
+    ddp = wrapper(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
+    with ddp.join():
+        for step in range(2 + dist.get_rank()):
+            with ddp.no_sync():
+                ddp(noise(4, 6, step=2 * step)).square().mean().backward()
+            ddp(noise(4, 6, step=2 * step + 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.close()
+    return dict(ddp.module.state_dict())
+
+
+def accumulated_with_both_classes() -> None:
+    wrappers = (DistributedDataParallel, nn.parallel.DistributedDataParallel)
+    require_same(*(accumulated_with_buffers(wrapper) for wrapper in wrappers))
+
+
+def test_a_rank_without_data_does_not_wait_for_buffers_while_others_accumulate(two_ranks: Ranks) -> None:
+    two_ranks.run(accumulated_with_both_classes, timeout_s=20.0)
 
 
 def refusals() -> dict[str, str]:

@@ -26,7 +26,6 @@ def errors_of_hooks() -> dict[str, str]:
         texts["no buffer hook"] = text_of(WrongType, lambda: ddp._register_buffer_comm_hook(None, 3))
         texts["no hook"] = text_of(WrongType, lambda: ddp.register_comm_hook(None, "allreduce"))
         texts["sample rate"] = text_of(ConfigError, lambda: ddp._set_ddp_runtime_logging_sample_rate(0))
-        texts["reducer"] = text_of(AttributeError, lambda: ddp.reducer)
         in_backward = next(ddp.parameters()).register_hook(lambda _: ddp.register_comm_hook(None, allreduce_hook))
         texts["in backward"] = text_of(PhaseError, ddp(noise(1, 6)).sum().backward)
         in_backward.remove()
@@ -54,7 +53,6 @@ def test_what_hooks_and_switches_refuse(ranks: Ranks) -> None:
             "sample rate": "DDP runtime logging sample rate should be equal or greater than 1, got 0.\n"
             "  _set_ddp_runtime_logging_sample_rate\n"
             "  Leave it out: every step is recorded, and report() shows them.",
-            "reducer": "Undertow's DistributedDataParallel has no C++ reducer; see model.plan and model.report().",
             "in backward": f"{ONCE}  gradients are being synchronised\n{BEFORE}",
             "not finished": "Expect to have finished reduction in the prior iteration before starting a new one.\n"
             f"  rank {rank}\n"
@@ -264,7 +262,7 @@ def test_switches_of_torchs_are_accepted(ranks: Ranks) -> None:
             "broadcast_buffers": True,
             "find_unused_parameters": False,
             "gradient_as_bucket_view": False,
-            "can_set_static_graph": True,
+            "can_set_static_graph": False,
         }
 
 

@@ -109,9 +109,10 @@ def test_a_rank_that_never_makes_a_second_model_is_not_waited_for_for_ever(num_r
     for rank, outcome in enumerate(outcomes(fault)[: fault.rank]):
         assert (outcome.kind, outcome.text) == (
             "StallTimeout",
-            f"rank {fault.rank} has not come to synchronise a model within 2 s.\n"
+            f"rank {fault.rank} has made no such wrapper within 2 s, and other ranks wait for it.\n"
             f"  synchronisation 0, rank {rank}\n"
-            "  Wrap the model on every rank of the group.",
+            "  Wrap the model on every rank of the group. "
+            "If that takes longer, set stall_timeout_s and the process group's timeout higher.",
         )
 
 

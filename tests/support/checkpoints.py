@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ class Setup:
     strategy: str = "zero1"
     optimizer: str = "adamw"
     bucket_cap_mb: float | None = 3e-4
+    state_dict: str = "full"  # what a sharded optimizer's is
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -47,7 +50,10 @@ def trained_by(setup: Setup, *, seed: int = 7) -> Iterator[tuple[DistributedData
     cls, settings = OPTIMIZERS[setup.optimizer]
     strategy = None if setup.strategy == "ddp" else setup.strategy
     with wrapped(case_of(setup).make(), strategy=strategy, reduction="ordered", bucket_cap_mb=setup.bucket_cap_mb) as ddp:
-        yield ddp, cls(ddp.parameters(), **settings) if strategy is None else ShardedOptimizer(cls, ddp, **settings)
+        if strategy is None:
+            yield ddp, cls(ddp.parameters(), **settings)
+        else:
+            yield ddp, ShardedOptimizer(cls, ddp, state_dict=setup.state_dict, **settings)
 
 
 def train(setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: range) -> None:
@@ -76,6 +82,13 @@ def to_bytes(state: Any) -> bytes:
 
 def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def rewrite(path: Path, change: Callable[[Any], object]) -> None:
+    """The `.metadata` of a checkpoint as torch would have written it after `change`."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def require_equal(ours: Any, wanted: Any, where: str = "") -> None:

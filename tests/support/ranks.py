@@ -154,6 +154,7 @@ def _serve(rank: int, num_ranks: int, directory: Path, connection: Connection) -
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     warnings.simplefilter("error")  # as in the tests themselves
+    warnings.filterwarnings("ignore", "the process group '.*' has 1 rank")  # here it is meant
     with _stack_file(directory, rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         faulthandler.enable(file=stack)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from support.models import Case
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow.runtime.gathers import Gathers
 from undertow.schedule import OpKind
 
 Parameters = dict[str, Tensor]
@@ -98,3 +99,41 @@ def delay(ddp: DistributedDataParallel, kind: OpKind, late_rank: int, *, seconds
 
     table[kind] = late
     return delayed
+
+
+# Most parameters are in pieces.
+SMALL = {"bucket_cap_mb": 1e-4}
+
+
+class SlowGathers:
+    """Has every gather take long on the wire, on one rank or all."""
+
+    def __init__(self, ddp: DistributedDataParallel, *, delay_s: float = 0.02) -> None:
+        self.waited: list[int] = []
+        gathers = gathers_of(ddp)
+        wait = gathers.wait
+
+        def noted(buckets: Any) -> None:
+            chosen = [bucket for bucket in buckets if bucket in gathers.in_flight]
+            self.waited += chosen
+            wait(chosen)
+
+        gathers.wait = noted  # type: ignore[method-assign]
+        exchanges = gathers._exchanges
+        post = exchanges._send  # type: ignore[attr-defined]
+
+        def late(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(delay_s * (dist.get_rank() == 0))
+            return post(*args, **kwargs)
+
+        exchanges._send = late  # type: ignore[attr-defined]
+
+
+def gathers_of(ddp: DistributedDataParallel) -> Gathers:
+    return ddp.sync._engine.formation.assembly.reducer.sharding.gathers
+
+
+def step_of(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, case: Any, number: int) -> None:
+    opt.zero_grad()
+    case.loss(ddp, number).backward()
+    opt.step()

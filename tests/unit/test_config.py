@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from support.errors import text_of
 from undertow.config import ExpertGroup, SyncConfig, bytes_from_mib
 from undertow.errors import ConfigError
+from undertow.plan import ParamSpec, Plan, plan_from_groups
 
 DEFAULTS = {
     "strategy": None,
@@ -153,10 +155,31 @@ def test_ignore_reads_the_same_on_every_rank(names: Any) -> None:
     assert SyncConfig(ignore=names).ignore == ("a", "b")
 
 
-def test_plan_must_be_text() -> None:
+def test_a_plan_may_be_given_as_text_as_a_path_or_itself(tmp_path: Path) -> None:
+    plan = plan_from_groups([ParamSpec(name="w", shape=(3,), dtype="float32", itemsize=4)], [[0]], num_ranks=2)
+    path = tmp_path / "plan.json"
+    path.write_text(f"\n{plan.to_json()}\n", encoding="utf-8")
+    for given in (plan, path, str(path), path.read_text(), plan.to_json()):
+        config = SyncConfig(plan=given)
+        assert Plan.from_json(str(config.plan)) == plan
+        assert SyncConfig.from_json(config.to_json()) == dataclasses.replace(config)
+
+
+def test_a_plan_that_is_not_there_is_told_where_it_was_looked_for(tmp_path: Path) -> None:
+    missing = tmp_path / "plan.json"
+    for given in (missing, str(missing)):
+        assert refusal(plan=given) == (
+            f"the plan cannot be read from '{missing}': No such file or directory.\n  SyncConfig(plan=...)\n"
+            "  Give the path of a file that save_plan() has written, its text, or a Plan."
+        )
+    for given, reason in (("", "Is a directory"), ("plan\0", "embedded null byte"), ("x" * 5000, "File name too long")):
+        assert f": {reason}." in refusal(plan=given)
+
+
+def test_a_plan_must_be_one() -> None:
     assert refusal(plan={"format": 1}) == (
-        "plan must be the JSON text of a plan, got dict.\n  SyncConfig\n"
-        "  Write plan=pathlib.Path(path).read_text() for a file that save_plan() has written."
+        "plan must be a Plan, the path of a saved one, or its text, got dict.\n  SyncConfig(plan=...)\n"
+        "  Give the path of a file that save_plan() has written, its text, or a Plan."
     )
 
 

@@ -180,9 +180,9 @@ def test_fingerprint_differs_for_plans_that_differ_in(other: Plan) -> None:
         ("{}", "it has no 'format'"),
         ('{"format": 2}', "format 2, expected 1"),
         ('{"format": 1}', "it has no 'params'"),
-        (saved(buckets=[[0, 1], ["two"]]), "invalid literal for int() with base 10: 'two'"),
+        (saved(buckets=[[0, 1], ["two"]]), "'two' is not a whole number of 64 bits"),
         (saved(buckets=[[0, 1], [2, 3]]), "tuple index out of range"),
-        (saved(num_ranks=float("inf")), "cannot convert float infinity to integer"),
+        (saved(num_ranks=float("inf")), "inf is not a whole number of 64 bits"),
     ],
 )
 def test_text_that_holds_no_plan_is_refused(text: Any, problem: str) -> None:
@@ -217,6 +217,12 @@ def test_any_other_value_in_a_saved_parameter_makes_a_plan_or_a_config_error(key
         assert all(isinstance(bucket.storage_numel, int) for bucket in plan.buckets)
 
 
+def test_a_plan_is_not_for_more_ranks_than_can_be_simulated() -> None:
+    assert reading_error(saved(num_ranks=2**31)) == (
+        "a plan is for 1,048,576 ranks at most, got num_ranks=2147483648.\n  Give fewer ranks."
+    )
+
+
 @pytest.mark.parametrize("num_ranks", [0, -2])
 def test_a_plan_is_for_one_rank_or_more(num_ranks: int) -> None:
     assert text_of(ConfigError, lambda: plan_from_groups(PARAMS, [(0, 1), (2,)], num_ranks=num_ranks)) == (
@@ -228,7 +234,7 @@ def test_a_plan_is_for_one_rank_or_more(num_ranks: int) -> None:
 def test_an_impossible_size_is_refused(shape: tuple[Any, ...], itemsize: int) -> None:
     assert text_of(ConfigError, lambda: ParamSpec(name="w", shape=shape, dtype="float32", itemsize=itemsize)) == (
         f"parameter 'w' has an impossible size: shape {shape}, {itemsize} bytes per element.\n"
-        "  Sizes are zero or more, and an element has at least one byte."
+        "  Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
     )
 
 
@@ -362,7 +368,7 @@ def test_a_sparse_parameter_is_in_no_pieces() -> None:
     ("member", "problem"),
     [
         ([0, 4], "not enough values to unpack (expected 3, got 2)"),
-        ([0, "x", 6], "invalid literal for int() with base 10: 'x'"),
+        ([0, "x", 6], "'x' is not a whole number of 64 bits"),
         ([9, 0, 6], "tuple index out of range"),
     ],
 )

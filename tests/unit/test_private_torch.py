@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 
 from undertow.boxes import Box
 from undertow.runtime import private, private_checkpoint, private_scaling
+from undertow.runtime.checkpoint_metadata import file_sizes, stored_entries
+from undertow.runtime.checkpoint_reads import read_entries
 from undertow.runtime.private_counting import CollectiveBytes
 
 
@@ -125,6 +127,25 @@ def test_an_untraced_function_is_called_as_it_is() -> None:
     compiled = torch.compile(forward, backend="eager")
     assert [compiled(torch.ones(1)).item() for _ in range(3)] == [4.0] * 3
     assert seen == [False] * 3
+
+
+def test_a_hook_that_is_left_alone_is_not_compiled_with_the_backward_that_calls_it() -> None:
+    from torch._dynamo.convert_frame import input_codes
+
+    @private.left_alone
+    def look(_param: torch.Tensor) -> None:
+        called()
+
+    def called() -> None:
+        seen.append(torch.compiler.is_compiling())
+
+    seen: list[bool] = []
+    param = torch.ones(1, requires_grad=True)
+    param.register_post_accumulate_grad_hook(look)
+    torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
+    compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
+    assert seen == [False]
+    assert compiled.isdisjoint({look.__code__, called.__code__})
 
 
 def test_a_group_says_how_long_its_collectives_may_take(tmp_path: Path) -> None:
@@ -259,36 +280,33 @@ def saved(tmp_path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         state = {"rows": InRows(torch.arange(6.0).view(3, 2)), "number": 7, "whole": torch.ones(2, dtype=torch.bfloat16)}
-        private_checkpoint.save_checkpoint(state, tmp_path / "saved", None)
+        private_checkpoint.save_checkpoint({"model": state}, tmp_path / "saved", None)
     return tmp_path / "saved"
 
 
-def read(folder: Path, room: dict[str, Any]) -> dict[str, Any]:
-    def error(name: str, cause: Exception) -> Exception:
-        return ValueError(f"{name}: {type(cause).__name__}")
-
-    reads = private_checkpoint.CheckpointReads(
-        folder, private_checkpoint.read_checkpoint_metadata(folder / ".metadata"), on_error=error
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        reads.run(room, None)
-    return reads.values
+def read(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
+    entries = stored_entries((folder / ".metadata").read_bytes())
+    return read_entries(folder, entries, targets, on_error=lambda path, error: ValueError(f"{path.name}: {error}"))
 
 
-def test_a_tensor_in_boxes_is_saved_and_loaded_by_torch(saved: Path) -> None:
-    rows, plain = InRows(torch.zeros(3, 2)), torch.zeros(3, 2)
-    assert read(saved, {"rows": rows, "number": None}) == {"number": 7}
+def test_a_tensor_in_boxes_that_torch_saves_is_read_by_us(saved: Path) -> None:
+    rows, plain, middle = InRows(torch.zeros(3, 2)), torch.zeros(3, 2), torch.zeros(2, 1)
+    boxes = [(box.offsets, part) for box, part in zip(InRows.BOXES, (rows.rows[:1], rows.rows[1:]), strict=True)]
+    assert read(saved, {"model.rows": boxes, "model.number": []}) == {"model.number": 7}
     assert rows.rows.tolist() == [[0, 1], [2, 3], [4, 5]]
-    read(saved, {"rows": plain})
+    assert read(saved, {"model.rows": [((0, 0), plain), ((1, 1), middle)]}) == {}
     assert plain.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert middle.tolist() == [[3], [5]]
 
 
-def test_the_metadata_of_a_checkpoint_says_how_large_its_files_are(saved: Path) -> None:
-    metadata = private_checkpoint.read_checkpoint_metadata(saved / ".metadata")
-    assert private_checkpoint.sizes_in_checkpoint(metadata) == {"__0_0.distcp": (saved / "__0_0.distcp").stat().st_size}
-    assert metadata.planner_data == {"rows": ("rows",), "number": ("number",), "whole": ("whole",)}
-    assert metadata.state_dict_metadata["rows"].size == (3, 2)
+def test_the_metadata_that_torch_writes_is_understood(saved: Path) -> None:
+    entries = stored_entries((saved / ".metadata").read_bytes())
+    assert file_sizes(entries.values()) == {"__0_0.distcp": (saved / "__0_0.distcp").stat().st_size}
+    assert {name: (entry.path, entry.dtype, entry.shape, len(entry.pieces)) for name, entry in entries.items()} == {
+        "model.rows": (("model", "rows"), torch.float32, (3, 2), 2),
+        "model.number": (("model", "number"), None, None, 1),
+        "model.whole": (("model", "whole"), torch.bfloat16, (2,), 1),
+    }
 
 
 FOREIGN = {
@@ -300,19 +318,24 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_nothing_else_is_unpickled_as_metadata(tmp_path: Path, name: str) -> None:
-    path = tmp_path / ".metadata"
-    path.write_bytes(FOREIGN[name])
-    with pytest.raises((pickle.UnpicklingError, EOFError)):
-        private_checkpoint.read_checkpoint_metadata(path)
+def test_nothing_else_is_unpickled_as_metadata(name: str) -> None:
+    with pytest.raises((pickle.UnpicklingError, EOFError, KeyError, ValueError)):
+        stored_entries(FOREIGN[name])
 
 
-def test_the_first_failure_of_a_kind_comes_out_of_torchs_exception(saved: Path) -> None:
-    (saved / "__0_0.distcp").write_bytes(b"no archive")
-    with pytest.raises(BaseException, match="Error") as caught:
-        read(saved, {"rows": torch.zeros(3, 2)})
+class Unwritable(InRows):
+    def __create_write_items__(self, name: str, _object: object) -> list[object]:
+        raise ValueError(f"{name} cannot be written")
+
+
+def test_the_first_failure_of_a_kind_comes_out_of_torchs_exception(tmp_path: Path) -> None:
+    state = {"rows": Unwritable(torch.zeros(3, 2))}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        with pytest.raises(BaseException, match="Error") as caught:
+            private_checkpoint.save_checkpoint(state, tmp_path, None)
     assert private.first_failure(caught.value, OSError) is None
-    assert str(private.first_failure(caught.value, ValueError)).startswith("__0_0.distcp: ")
+    assert str(private.first_failure(caught.value, ValueError)) == "rows cannot be written"
 
 
 def test_a_module_is_found_inside_of_a_compiled_one() -> None:

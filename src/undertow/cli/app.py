@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from undertow import __version__
 from undertow.cli.network import NetworkOptions
@@ -52,7 +52,7 @@ def run() -> None:
     try:
         app()
     except UndertowError as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] [red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text.assemble(("Error:", "bold red"), " ", (str(error), "red")), soft_wrap=True)
         sys.exit(_CANNOT_WORK)
 
 

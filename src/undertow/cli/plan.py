@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from undertow.cli.network import NetworkOptions
 from undertow.cli.what_if import Question
@@ -19,6 +18,7 @@ from undertow.profile import Profile, profile_from_file
 from undertow.profile.profile import FORMAT_FIELD
 from undertow.report.comparison import print_outcomes
 from undertow.report.plan import print_plan
+from undertow.report.shown import print_line
 from undertow.schedule import Schedule, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
 from undertow.simulate import Conditions
 
@@ -105,7 +105,7 @@ def _show_plan_of_profile(request: PlanRequest, profile: Profile, strategy: Stra
         console = Console()
         console.print()
         print_outcomes([what_if.outcome("as above", plan)], console)
-        console.print(f"Network: {escape(what_if.network.source)}", highlight=False, soft_wrap=True)
+        print_line(console, f"Network: {what_if.network.source}")
 
 
 def _schedule(plan: Plan, strategy: Strategy, request: PlanRequest) -> Schedule:

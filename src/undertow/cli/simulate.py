@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from undertow.cli.network import NetworkOptions
 from undertow.cli.sweep import sweep_named
@@ -16,6 +15,7 @@ from undertow.profile import profile_from_file
 from undertow.report.comparison import Sweep, print_outcomes, print_sweep
 from undertow.report.curves import save_curves
 from undertow.report.directory import checked_writing, make_directory
+from undertow.report.shown import print_line
 from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.schedule import strategy_named
 from undertow.simulate import Conditions
@@ -65,20 +65,19 @@ def show_simulation(request: SimulateRequest) -> None:
     console = Console()
     what_if = question.at(num_ranks)
     make_directory(request.out, where=_WHERE)
-    console.print(
-        f"{escape(profile.name or request.file.name)}, {question.strategy.name}: {len(profile.params)} parameters, "
+    print_line(
+        console,
+        f"{profile.name or request.file.name}, {question.strategy.name}: {len(profile.params)} parameters, "
         f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
-        highlight=False,
-        soft_wrap=True,
     )
-    console.print(f"Network: {escape(what_if.network.source)}", highlight=False, soft_wrap=True)
+    print_line(console, f"Network: {what_if.network.source}")
     if request.sweep is None:
         path = request.out / "simulate.png"
         _show_step(what_if, path, console)
     else:
         path = request.out / f"simulate-{request.sweep}.png"
         _show_sweep(sweep_named(request.sweep)(question, num_ranks), path, console)
-    console.print(f"Picture: {escape(str(path))}", highlight=False, soft_wrap=True)
+    print_line(console, f"Picture: {path}")
 
 
 def _show_step(what_if: WhatIf, path: Path, console: Console) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from undertow.cost import collective_seconds
 from undertow.demo.corpus import load_corpus
@@ -18,6 +18,7 @@ from undertow.demo.settings import DemoSettings, Way
 from undertow.demo.show import LiveProgress, comparison_table, print_introduction
 from undertow.demo.verdict import Verdict
 from undertow.report.directory import make_directory
+from undertow.report.shown import print_line
 from undertow.report.timeline import require_matplotlib, save_timeline
 
 __all__ = ["run_demo"]
@@ -40,7 +41,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     try:
         results = _train(settings, corpus, console)
     except RanksLost as error:
-        console.print(f"[bold red]The demo has ended early:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble(("The demo has ended early:", "bold red"), " ", str(error)), soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("Interrupted; all ranks have ended.")
@@ -86,10 +87,11 @@ def _conclude(settings: DemoSettings, results: Mapping[Way, Sequence[WayDone]], 
     picture = settings.out / "demo.png"
     save_timeline(traces, picture)
     each = settings.out / "demo-*.png"
-    console.print(f"\nA typical step as a picture: {picture}, each way alone: {each}", highlight=False, soft_wrap=True)
+    console.print()
+    print_line(console, f"A typical step as a picture: {picture}, each way alone: {each}")
     _save_profiles(settings, results, console)
     for complaint in verdict.complaints:
-        console.print(f"[bold red]{escape(complaint)}[/]", highlight=False)
+        print_line(console, complaint, "bold red")
     if not verdict.complaints:
         alike = "gradients, parameters and loss" if settings.is_exact else "gradients and loss"
         console.print(f"All {len(settings.ways)} ways found the same {alike}.", highlight=False)
@@ -106,4 +108,4 @@ def _save_profiles(settings: DemoSettings, results: Mapping[Way, Sequence[WayDon
         profile.save(path)
         if way is Way.UNDERTOW:
             ask = f"undertow simulate {path} --ranks 64 --per-node 8 --link 100gbit"
-            console.print(f"What other networks would make of it: {ask}", highlight=False, soft_wrap=True)
+            print_line(console, f"What other networks would make of it: {ask}")

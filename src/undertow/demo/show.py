@@ -15,6 +15,7 @@ from undertow.cost import collective_seconds
 from undertow.demo.results import ModelBuilt, StepDone, WayDone
 from undertow.demo.settings import NUM_WARM_UP_STEPS, OURS, REFERENCE, DemoSettings, Way
 from undertow.demo.verdict import Verdict
+from undertow.report.shown import print_line
 
 __all__ = ["LiveProgress", "comparison_table", "print_introduction"]
 
@@ -25,7 +26,7 @@ def print_introduction(console: Console, settings: DemoSettings, *, num_cores: i
     """What is about to run, and what will blur its figures; `load` is the number of programs that compute already."""
     link = "the bare loopback" if settings.emulated_link.is_free else f"an emulated {settings.link} link"
     ranks = f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
-    console.print(f"Training one model {len(settings.ways)} ways: {ranks} on this machine, gradients over {link}.")
+    print_line(console, f"Training one model {len(settings.ways)} ways: {ranks} on this machine, gradients over {link}.")
     if settings.num_ranks == 1:
         console.print("[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]")
     if settings.num_ranks > num_cores:

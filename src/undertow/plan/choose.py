@@ -19,7 +19,7 @@ def first_plan(params: Sequence[ParamSpec], config: SyncConfig, *, num_ranks: in
     With `splits` a large parameter may lie in several buckets: for gradients that are sharded, of which no view is needed.
     """
     if config.plan is not None:
-        return _pinned_plan(params, config.plan, num_ranks=num_ranks, splits=splits)
+        return _pinned_plan(params, str(config.plan), num_ranks=num_ranks, splits=splits)
     order = largest_first(params) if config.order == "largest_first" else reverse_registration(len(params))
     return plan_in_order(params, order, config, num_ranks=num_ranks, splits=splits)
 

@@ -8,8 +8,9 @@
 
 Gradients with the first part of the padding are cut into equal shards, one per rank: that part's end, and the end of all,
 are multiples of the number of ranks and of 16 bytes (vector loads). The trailer is
-summed or averaged like the gradients, so everything in it but the busy times is read only as "not zero", which is
-exact in any dtype. A flag of `used` is NaN where the gradient is infinite or no number, which a sum keeps in any dtype too.
+summed or averaged like the gradients, so everything in it but busy times and reasons of failed ranks is read only as "not
+zero", which is exact in any dtype. A flag of `used` is NaN where the gradient is infinite or no number, which a sum keeps in
+any dtype too.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Trailer:
 
     @cached_property
     def failed(self) -> range:
-        """One flag per rank, set by a rank that failed in this step. In the last bucket only."""
+        """One small number per rank, not zero if it failed in this step, and above one to say why. In the last bucket only."""
         return range(self.signature.stop, self.signature.stop + self.num_ranks)
 
     @cached_property
@@ -139,11 +140,13 @@ class Trailer:
         return self.busy.stop
 
 
-def signature_bits(*, step: int, generation: int, mode: int | None) -> tuple[int, ...]:
+def signature_bits(*, step: int, generation: int, mode: int | None, has_other_op: bool = False) -> tuple[int, ...]:
     """Bits that say where a rank is, then their complements. A rank whose mode is None goes by that of the others.
 
-    Summed over ranks, a bit and its complement are both non-zero exactly where ranks differ.
+    `has_other_op` is of a round with another op than that of the settings. Summed over ranks, a bit and its complement are
+    both non-zero exactly where ranks differ.
     """
+    generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same one
     fields = [(step, _STEP_BITS), (generation, _GENERATION_BITS), (mode or 0, _MODE_BITS)]
     bits = [(value >> bit) & 1 for value, width in fields for bit in range(width)]
     complements = [1 - bit for bit in bits]

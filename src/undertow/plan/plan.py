@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from reprlib import repr as brief
 from typing import Any
 
 from undertow.errors import ConfigError
+from undertow.foreign import parsed_json
 from undertow.plan.layout import Groups, Member, Piece, Slot, Trailer, member_of, padded_numel, piece_of, slots_of
-from undertow.plan.spec import Kind, ParamSpec
+from undertow.plan.spec import MOST, Kind, ParamSpec
 
+_MOST_RANKS = 1 << 20  # a simulation has times of each
 _FORMAT = 1
 
 _Place = tuple[int, Piece]  # index of a bucket, and what of a parameter is in it
@@ -112,17 +115,34 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote; ConfigError for anything else."""
         try:
-            data: dict[str, Any] = json.loads(text)
-            if data["format"] != _FORMAT:
-                raise ValueError(f"format {data['format']}, expected {_FORMAT}")
-            params = tuple(ParamSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data["params"])
-            groups = [tuple(_member_from_json(member) for member in group) for group in data["buckets"]]
-            return plan_from_groups(params, groups, num_ranks=int(data["num_ranks"]))
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            reason = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise ConfigError(f"this is no saved plan: {reason}.", remedy="Use a file that save_plan() has written.") from error
+            data = parsed_json(text)
+        except (ValueError, TypeError) as error:
+            raise _no_plan(error) from error
+        return plan_from_data(data)
+
+
+def plan_from_data(data: Any) -> Plan:
+    """The plan in the value of a JSON text that `Plan.to_json` wrote; ConfigError for anything else."""
+    try:
+        if _whole(data["format"]) != _FORMAT:
+            raise ValueError(f"format {brief(data['format'])}, expected {_FORMAT}")
+        params = tuple(ParamSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data["params"])
+        groups = [tuple(_member_from_json(member) for member in group) for group in data["buckets"]]
+        return plan_from_groups(params, groups, num_ranks=_whole(data["num_ranks"]))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _no_plan(f"it has no {error}" if isinstance(error, KeyError) else error) from error
+
+
+def _no_plan(reason: object) -> ConfigError:
+    return ConfigError(f"this is no saved plan: {reason}.", remedy="Use a file that save_plan() has written.")
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) > MOST:
+        raise ValueError(f"{brief(value)} is not a whole number of 64 bits")
+    return value
 
 
 def _member_to_json(member: Member) -> int | list[int]:
@@ -131,8 +151,8 @@ def _member_to_json(member: Member) -> int | list[int]:
 
 def _member_from_json(value: Any) -> Member:
     if not isinstance(value, list):
-        return int(value)
-    param, first, stop = map(int, value)
+        return _whole(value)
+    param, first, stop = map(_whole, value)
     return Piece(param=param, first=first, stop=stop)
 
 
@@ -144,6 +164,10 @@ def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[Memb
     if num_ranks < 1:
         raise ConfigError(
             f"a plan is for one rank or more, got num_ranks={num_ranks}.", remedy="Give the size of the process group."
+        )
+    if num_ranks > _MOST_RANKS:
+        raise ConfigError(
+            f"a plan is for {_MOST_RANKS:,} ranks at most, got num_ranks={brief(num_ranks)}.", remedy="Give fewer ranks."
         )
     filled = [[piece_of(member, params) for member in group] for group in groups if group] or [[]]
     buckets = tuple(_bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from reprlib import repr as brief
 from typing import Any
 
 from undertow.errors import ConfigError
 
+MOST = 2**63 - 1  # of what is counted: what an integer of 64 bits holds
 Kind = tuple[str, str, bool, str | None]
 
 
@@ -24,10 +26,20 @@ class ParamSpec:
     own_dtype: str | None = None  # the parameter's, where its gradient has another one
 
     def __post_init__(self) -> None:
-        if not all(isinstance(size, int) and size >= 0 for size in (*self.shape, self.itemsize - 1)):
+        texts = (self.name, self.dtype, self.device, self.dtype if self.own_dtype is None else self.own_dtype)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(self.is_sparse, bool):
             raise ConfigError(
-                f"parameter {self.name!r} has an impossible size: shape {self.shape}, {self.itemsize} bytes per element.",
-                remedy="Sizes are zero or more, and an element has at least one byte.",
+                f"parameter {brief(self.name)} has a description that cannot be: dtype {brief(self.dtype)}, "
+                f"device {brief(self.device)}, sparse {brief(self.is_sparse)}.",
+                remedy="Name, dtype and device are texts; whether it is sparse is true or false.",
+            )
+        sizes = (*self.shape, self.itemsize)
+        is_whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes)
+        if not is_whole or self.itemsize == 0 or self.numel * self.itemsize > MOST:
+            raise ConfigError(
+                f"parameter {self.name!r} has an impossible size: shape {brief(self.shape)}, "
+                f"{brief(self.itemsize)} bytes per element.",
+                remedy="Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits.",
             )
 
     @property

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError
+from undertow.foreign import parsed_json
 from undertow.plan.choose import first_plan, plan_in_order
-from undertow.plan.plan import Plan, plan_from_groups
+from undertow.plan.plan import Plan, plan_from_data, plan_from_groups
 from undertow.plan.spec import ParamSpec
 
 # Bytes per element of the dtypes that have gradients, by torch's names.
@@ -34,10 +35,10 @@ _REMEDY = (
 def source_from_file(path: Path) -> Plan | tuple[ParamSpec, ...]:
     """The saved plan in the JSON file at `path`, or the parameters of a table; ConfigError, naming the file, if neither."""
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = parsed_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read.", where=error.strerror or str(error), remedy=_REMEDY) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is no JSON.", where=str(error), remedy=_REMEDY) from error
     try:
         return _source(data)
@@ -75,7 +76,7 @@ def _source(data: Any) -> Plan | tuple[ParamSpec, ...]:
     if not isinstance(data, dict):
         raise _wrong(f"expected an object, got {type(data).__name__}.")
     if data.keys() != {"params"}:
-        return Plan.from_json(json.dumps(data))
+        return plan_from_data(data)
     rows = data["params"]
     if not isinstance(rows, list):
         raise _wrong(f'"params" must be a list, got {type(rows).__name__}.')
@@ -84,15 +85,15 @@ def _source(data: Any) -> Plan | tuple[ParamSpec, ...]:
 
 def _spec(row: Any, index: int) -> ParamSpec:
     if not isinstance(row, dict) or row.keys() != set(_COLUMNS):
-        got = ", ".join(row) if isinstance(row, dict) else repr(row)
+        got = ", ".join(row) if isinstance(row, dict) else brief(row)
         raise _wrong(f"parameter {index} must have {', '.join(_COLUMNS)}, got {got}.")
     name, shape, dtype = (row[column] for column in _COLUMNS)
     if not isinstance(name, str):
-        raise _wrong(f"the name of parameter {index} must be a text, got {name!r}.")
+        raise _wrong(f"the name of parameter {index} must be a text, got {brief(name)}.")
     if not isinstance(shape, list):
-        raise _wrong(f"the shape of parameter {name!r} must be a list of sizes, got {shape!r}.")
+        raise _wrong(f"the shape of parameter {name!r} must be a list of sizes, got {brief(shape)}.")
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
-        raise _wrong(f"the dtype of parameter {name!r} must be one of {', '.join(ITEMSIZES)}, got {dtype!r}.")
+        raise _wrong(f"the dtype of parameter {name!r} must be one of {', '.join(ITEMSIZES)}, got {brief(dtype)}.")
     return ParamSpec(name=name, shape=tuple(shape), dtype=dtype, itemsize=ITEMSIZES[dtype])
 
 

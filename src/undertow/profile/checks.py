@@ -7,8 +7,8 @@ from reprlib import repr as brief
 from typing import Any
 
 from undertow.errors import ConfigError
+from undertow.plan.spec import MOST
 
-MOST = 2**63 - 1  # of what is counted: what an integer of 64 bits holds
 _ROUNDING_US = 1.0  # by so much two times of one step may disagree, each rounded by itself
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 from undertow.cost import COLLECTIVES, CostCurve
 from undertow.errors import ConfigError
+from undertow.foreign import parsed_json
 from undertow.plan import Member, ParamSpec, Piece
+from undertow.plan.spec import MOST
 from undertow.plan.table import ITEMSIZES
-from undertow.profile.checks import MOST, checked_integer, checked_ready_us, checked_us, too_large
+from undertow.profile.checks import checked_integer, checked_ready_us, checked_us, too_large
 from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile
 
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
@@ -41,11 +43,11 @@ def profile_from_file(path: str | Path) -> Profile:
 def profile_from_json(text: str, where: str) -> Profile:
     """The profile that `text` holds; ConfigError, naming `where` it comes from and the field or line, if it holds none."""
     try:
-        data: Any = json.loads(text, object_pairs_hook=_object)
+        data: Any = parsed_json(text, object_of=_object)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise ConfigError(f"{where} is no JSON.", where=place, remedy=_REMEDY) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{where} is no JSON.", where=str(error), remedy=_REMEDY) from error
     try:
         return _profile(data)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from undertow.report.shown import cell
 from undertow.trace import Trace, overlap_of
 
 __all__ = ["Outcome", "Point", "Sweep", "print_outcomes", "print_sweep"]
@@ -73,7 +74,7 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
     best_us = min(outcome.step_us for outcome in outcomes)
     for outcome in outcomes:
         table.add_row(
-            outcome.method,
+            cell(outcome.method),
             str(outcome.num_buckets),
             _ms(outcome.step_us),
             _ms(outcome.exposed_us),
@@ -98,7 +99,7 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
         for place, outcome in enumerate(point.outcomes):
             table.add_row(
                 point.label if place == 0 else "",
-                outcome.method,
+                cell(outcome.method),
                 _ms(outcome.step_us),
                 _ms(outcome.exposed_us),
                 _hidden(outcome),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from undertow.report.comparison import Outcome, Sweep
+from undertow.report.shown import drawn
 from undertow.report.timeline import require_matplotlib
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def save_curves(sweep: Sweep, path: str | Path) -> None:
     _draw(efficiencies, sweep, lambda outcome: 100 * outcome.efficiency)
     _dress_times(steps, sweep)
     efficiencies.set_ylabel("scaling efficiency, %", fontsize=9.5, color=_INK)
-    figure.suptitle(_takeaway(sweep), x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.suptitle(drawn(_takeaway(sweep)), x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
     handles, labels = steps.get_legend_handles_labels()
     figure.legend(
         handles,
@@ -58,7 +59,7 @@ def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> Non
         axes.plot(
             values,
             [value_of(point.outcomes[place]) for point in sweep.points],
-            label=method,
+            label=drawn(method),
             color=_LAST_COLOUR if is_last else _COLOURS[place % len(_COLOURS)],
             marker="D" if is_last else _MARKERS[place % len(_MARKERS)],
             linewidth=2.2 if is_last else 1.5,
@@ -69,7 +70,7 @@ def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> Non
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [point.label for point in sweep.points])
     axes.minorticks_off()
-    axes.set_xlabel(f"{sweep.axis}, {sweep.unit}", fontsize=9.5, color=_INK)
+    axes.set_xlabel(drawn(f"{sweep.axis}, {sweep.unit}"), fontsize=9.5, color=_INK)
     axes.tick_params(labelsize=9, colors=_INK)
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)

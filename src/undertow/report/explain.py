@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from undertow.report.shown import print_line
 from undertow.tune import Explanation
 from undertow.tune.explain import num_buckets_text
 
@@ -14,7 +15,7 @@ def print_explanation(explanation: Explanation, console: Console | None = None) 
     """Prints the plan, what it takes and could take, what others would do, and what was decided when."""
     console = Console() if console is None else console
     for line in _lines(explanation):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def _lines(it: Explanation) -> list[str]:

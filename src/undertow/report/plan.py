@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from undertow.plan import Bucket, Plan
+from undertow.report.shown import cell
 from undertow.schedule import OpKind, Schedule, Strategy
 
 __all__ = ["print_plan"]
@@ -46,9 +47,9 @@ def _bucket_table(plan: Plan, strategy: Strategy, *, num_nodes: int | None) -> T
     return table
 
 
-def _cells(bucket: Bucket, plan: Plan) -> tuple[str, ...]:
+def _cells(bucket: Bucket, plan: Plan) -> tuple[str | Text, ...]:
     dtype = f"{bucket.dtype}, sparse" if bucket.is_sparse else bucket.dtype
-    return str(bucket.index), escape(_names(bucket, plan)), str(len(bucket.slots)), dtype, f"{bucket.num_bytes / 1e6:.2f}"
+    return str(bucket.index), cell(_names(bucket, plan)), str(len(bucket.slots)), cell(dtype), f"{bucket.num_bytes / 1e6:.2f}"
 
 
 def _names(bucket: Bucket, plan: Plan) -> str:

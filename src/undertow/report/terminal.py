@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from undertow.report.shown import cell
 from undertow.trace import BucketReport, StepReport
 
 _NUM_NAMES = 3
@@ -94,7 +95,7 @@ def _bucket_table(report: StepReport) -> Table:
             f"{bucket.num_bytes / 1e6:.2f}",
             *([f"{bucket.sent_bytes / 1e6:.2f}"] if is_compressed else []),
             *(f"{cell:.1f}" for cell in cells),
-            _names(bucket),
+            cell(_names(bucket)),
             style="bold" if bucket is worst else None,
         )
     return table

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from undertow.errors import ConfigError
+from undertow.report.shown import drawn
 from undertow.trace import Event, Trace, overlap_of
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
     end_ms = max(_end_ms(trace) for trace in traces.values())
     for row, trace in enumerate(traces.values()):
         _draw_trace(axes, trace, row=row, axis_ms=end_ms - start_ms)
-    _dress(axes, list(traces), start_ms=start_ms, end_ms=end_ms)
+    _dress(axes, [drawn(name) for name in traces], start_ms=start_ms, end_ms=end_ms)
     _title_and_legend(figure, axes, traces)
     figure.savefig(path)
 
@@ -117,7 +118,7 @@ def _dress(axes: Axes, names: Sequence[str], *, start_ms: float, end_ms: float) 
 def _title_and_legend(figure: Figure, axes: Axes, traces: Mapping[str, Trace]) -> None:
     from matplotlib.patches import Patch
 
-    figure.suptitle(_takeaway(traces), x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.suptitle(drawn(_takeaway(traces)), x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
     shown = {_name(event) for trace in traces.values() for event in trace.events if event.duration_us > 0}
     handles = [Patch(facecolor=_COLOURS[kind], label=_LEGEND[kind]) for kind in _COLOURS if kind in shown]
     axes.legend(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from undertow.errors import PlanMismatch
+from undertow.errors import Desync, PlanMismatch
+from undertow.foreign import parsed_json
 from undertow.runtime.collectives import started
 from undertow.runtime.group import OwnGroup
 from undertow.version import __version__
@@ -19,14 +20,32 @@ if TYPE_CHECKING:
     from undertow.runtime.comm_hook import CommHook
 
 
-def gather_bytes(group: OwnGroup, payload: bytes) -> list[bytes]:
-    """What every rank has given, in rank order; nothing is unpickled."""
-    sizes = _all_gather(group, torch.tensor([len(payload)], dtype=torch.int64))
+_COMPARISON = "the comparison of all ranks' parameters"
+
+
+def gather_bytes(group: OwnGroup, payload: bytes, *, waits_for: str = _COMPARISON) -> list[bytes]:
+    """What every rank has given, in rank order; nothing is unpickled. Reports call it `waits_for`."""
+    sizes = _all_gather(group, torch.tensor([len(payload)], dtype=torch.int64), waits_for=waits_for)
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(max(1, longest), dtype=torch.uint8)
     padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    received = _all_gather(group, padded)
+    received = _all_gather(group, padded, waits_for=waits_for)
     return [bytes(row[: int(size)].tolist()) for row, size in zip(received, sizes, strict=True)]
+
+
+def gather_json(group: OwnGroup, text: bytes, *, waits_for: str = _COMPARISON) -> list[Any]:
+    """What every rank has given as JSON, in rank order. Desync, on every rank, where one has given anything else."""
+    found = []
+    for rank, received in enumerate(gather_bytes(group, text, waits_for=waits_for)):
+        try:
+            found.append(parsed_json(received))
+        except ValueError as error:
+            raise Desync(
+                f"rank {rank} has sent something that cannot be read: {error}.",
+                where="what ranks tell each other of their models",
+                remedy="Run the same program, with the same versions, on every rank.",
+            ) from error
+    return found
 
 
 def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
@@ -61,7 +80,7 @@ class Agreement:
 
     def is_reached(self) -> bool:
         """Whether all ranks have given the same; waits."""
-        with self._group.waiting("the comparison of all ranks' parameters"):
+        with self._group.waiting(_COMPARISON):
             self._group.complete(self._work)
         return all(torch.equal(digest, self._digests[0]) for digest in self._digests)
 
@@ -70,15 +89,15 @@ class Agreement:
         if self.is_reached():
             return
         digests = [bytes(digest.tolist()) for digest in self._digests]
-        described = [json.loads(received) for received in gather_bytes(self._group, self._text)]
+        described = gather_json(self._group, self._text)
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise _mismatch(described[0], described[other], other, fingerprints=[digest.hex()[:4] for digest in digests])
 
 
-def _all_gather(group: OwnGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+def _all_gather(group: OwnGroup, tensor: torch.Tensor, *, waits_for: str) -> list[torch.Tensor]:
     mine = tensor.to(group.device)
     received = [torch.empty_like(mine) for _ in range(group.num_ranks)]
-    with group.waiting("the comparison of all ranks' parameters"):
+    with group.waiting(waits_for):
         group.complete(started(dist.all_gather(received, mine, group=group.process_group, async_op=True)))
     return [row.cpu() for row in received]
 
@@ -107,8 +126,10 @@ def _tensor_difference(first: Sequence[dict[str, Any]], second: Sequence[dict[st
             continue
         if mine is None or theirs is None or mine["name"] != theirs["name"]:
             return f"{kind} {index} is {_named(mine)} on rank 0 and {_named(theirs)} on rank {rank}"
-        field = next(key for key in mine if mine[key] != theirs[key])
-        return f"{field} of {kind} {index} ({mine['name']!r}) is {mine[field]} on rank 0 and {theirs[field]} on rank {rank}"
+        # The shape first: the others, such as the axes in memory, follow from it.
+        field = next(key for key in ("shape", *mine, *theirs) if mine.get(key) != theirs.get(key))
+        text = f"{field} of {kind} {index} ({mine['name']!r}) is {mine.get(field)}"
+        return f"{text} on rank 0 and {theirs.get(field)} on rank {rank}"
     return None
 
 

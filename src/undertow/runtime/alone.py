@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import Plan
+from undertow.runtime import private
 from undertow.runtime.recorder import Recorder
 from undertow.tune import Tuner, measurement_of_one_rank
 
@@ -31,8 +32,7 @@ class Alone:
         self._num_forwards += 1
         if self._num_forwards == _FIRST:
             self._hooks = [
-                param.register_post_accumulate_grad_hook(partial(self._arrive, index))  # type: ignore[no-untyped-call]
-                for index, param in enumerate(self._params)
+                private.hook_gradients(param, partial(self._arrive, index)) for index, param in enumerate(self._params)
             ]
         elif self._hooks and self._num_forwards == _FIRST + _NUM_STEPS:
             self.close()

@@ -13,9 +13,13 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from undertow.errors import PhaseError
 from undertow.runtime import private
 from undertow.runtime.executor import Round
 from undertow.runtime.placeholder import GradientPlaceholder
+from undertow.runtime.written import has_values
+
+_THROWN_AWAY = 0, 0
 
 
 class Apart:
@@ -26,7 +30,8 @@ class Apart:
     """
 
     def __init__(self) -> None:
-        self._reduced: set[int] = set()  # parameters, by id, whose `.grad` is what a synchronisation has brought
+        # Parameters, by id, whose `.grad` is what a synchronisation has brought: that one's id, and how often it was written.
+        self._reduced: dict[int, tuple[int, int]] = {}
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a parameter and what was in its `.grad`
         self._task: int | None = None  # the backward for which it was taken out
 
@@ -40,23 +45,40 @@ class Apart:
         """Whether the backward that this thread is in has begun before."""
         return self._task is not None and self._task == private.graph_task_id()
 
-    def take(self, params: Sequence[Tensor], *, has_result: Callable[[], bool]) -> bool:
-        """A round begins. Returns False where the user has thrown everything away since the last one."""
+    def look(self, params: Sequence[Tensor]) -> None:
+        """A forward begins: what the user has made of earlier results so far is no gradient of the backward that comes."""
+        if self._reduced:
+            marks = _marks(params)
+            self._reduced = {key: marks.get(key, _THROWN_AWAY) for key in self._reduced}
+
+    def take(self, named_params: Sequence[tuple[str, Tensor]], *, has_result: Callable[[], bool]) -> bool:
+        """A round begins. Returns False where the user has thrown everything away since the last one.
+
+        PhaseError where something else than autograd has added to what is to be taken out.
+        """
         self._task = None if private.graph_task_id() == -1 else private.graph_task_id()
         if not has_result():
             self._reduced.clear()
             self._earlier.clear()
             return False
-        for param in params:
+        had_some, has_shards = bool(self._reduced or self._earlier), False
+        for name, param in named_params:
             key, grad = id(param), param.grad
-            if key in self._earlier:
+            if isinstance(grad, GradientPlaceholder):
+                has_shards |= not grad.is_cleared
+            elif key in self._earlier:
                 if grad is None:  # thrown away, and the new part that was there with it
                     del self._earlier[key]
-            elif key in self._reduced and grad is not None and not isinstance(grad, GradientPlaceholder):
+            elif key in self._reduced and grad is not None:
+                known, version = self._reduced[key]
+                if known != id(grad):
+                    continue  # thrown away, and written anew since by something that autograd does not know of
+                if version != grad._version and has_values(grad):
+                    raise _added_to(name)
                 self._earlier[key] = param, grad
                 param.grad = None
         self._reduced.clear()
-        return True
+        return bool(self._earlier) or has_shards or not had_some
 
     def round_ends(self, params: Sequence[Tensor], this_round: Round) -> None:
         """What was there before comes back to what is new, if that has been reduced, or where nothing new has come."""
@@ -66,14 +88,14 @@ class Apart:
         this_round.keeps_earlier |= bool(self._earlier)
         sums = None if this_round.weighing is None else this_round.weighing.sums()
         self.give_back(scale=1.0 if sums is None else sums.keep)
-        self._reduced = {id(param) for param in params if param.grad is not None}
+        self._reduced = _marks(params)
 
     def _accumulated(self) -> None:
         self._task = None
         for key, (param, earlier) in list(self._earlier.items()):
             if param.grad is None:
                 param.grad = earlier
-                self._reduced.add(key)
+                self._reduced[key] = id(earlier), earlier._version
                 del self._earlier[key]
 
     @torch.no_grad()
@@ -90,3 +112,15 @@ class Apart:
             else:
                 param.grad.add_(part)
         self._earlier.clear()
+
+
+def _marks(params: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
+    return {id(param): (id(grad), grad._version) for param in params if (grad := param.grad) is not None}
+
+
+def _added_to(name: str) -> PhaseError:
+    return PhaseError(
+        "something else than autograd has added to a gradient that holds an earlier result, and the two cannot be told apart.",
+        where=f"parameter {name!r}, before the first gradient of a backward arrived",
+        remedy="Clear gradients with zero_grad(set_to_none=True) before each backward, and change them before the forward only.",
+    )

@@ -40,6 +40,7 @@ class Assembly:
     ) -> None:
         self.plan = plan
         self.params = tuple(params)
+        self.strides = tuple(param.stride() for param in params)  # of this moment, as buckets are laid out
         self.reducer = reducer
         self.generation = generation
         self.strategy = DDP if reducer.sharding is None else reducer.sharding.strategy

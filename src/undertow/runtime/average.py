@@ -18,12 +18,14 @@ from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import ReductionHandle, all_reduce_async
 from undertow.runtime.group import GroupRef, user_group
 from undertow.runtime.manager import spec_of
+from undertow.runtime.mesh import warn_of_lone_rank
 from undertow.runtime.trailer import TrailerCodec, to_device
 
 _WHERE = "average_gradients(gradients, parameters)"
 _ONE_BUCKET = SizeCaps(cap_bytes=math.inf)  # for each dtype and device
 
 
+@private.untraced
 def average_gradients(
     gradients: Iterable[Tensor | None],
     parameters: Iterable[Tensor] | None = None,
@@ -44,6 +46,7 @@ def average_gradients(
     """
     _require_no_backward()
     group = user_group(process_group)
+    warn_of_lone_rank(process_group, _WHERE)
     reference = GroupRef.of(group)
     given = _dense(_listed(gradients, "gradients"))
     examples = _examples(given, None if parameters is None else _listed(parameters, "parameters"))

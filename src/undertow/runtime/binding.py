@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,10 +18,13 @@ from torch import Tensor
 
 from undertow.runtime import private
 from undertow.runtime.buckets import GradientBucket
+from undertow.runtime.written import Known, has_values
 
 # Python's garbage collector looks through the young objects whenever 700 more have been made than freed, and a tensor
 # that Python sees is such an object: fewer at once, and a bucket of thousands of gradients does not set it off.
 _MOST_AT_ONCE = 512
+
+_version_of = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,17 @@ class Binding(Protocol):
         """Whether a `.grad` is there that nobody has written zeros into since `give`. On a device the host may wait."""
         ...
 
+    def look(self, *, only_bound: bool = False) -> None:
+        """A step begins: what lies in `.grad` without being bound, somebody may have put there by hand, and is no gradient.
+
+        Neither is what somebody has written into bound gradients so far, to clip them; `only_bound` looks at nothing else.
+        """
+        ...
+
+    def is_written(self, position: int) -> bool:
+        """Whether something has come into `.grad` since `give` and `look`; asked where autograd has brought nothing."""
+        ...
+
     def catch_late(self) -> bool:
         """Takes out of `.grad` what arrived after the bucket had left; whether there was anything."""
         ...
@@ -95,7 +109,10 @@ class DenseBinding:
         self.params: Sequence[Tensor] = tuple(params)
         self._kept: dict[int, _Kept] = {}
         self._late: dict[int, Tensor] = {}  # what arrived after the bucket had left
-        self._given_version = -1  # of the storage, which counts what is written in place
+        self._versions: list[int] = []  # of the views when they were bound: they count what is written in place
+        self._versions_seen: list[int] = []  # when we last looked
+        self._known = Known()  # what lies in `.grad` and is no view
+        self.look()
         self.postponed: list[Callable[[], None]] | None = None  # copies into the bucket, where somebody else makes them
 
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
@@ -118,8 +135,9 @@ class DenseBinding:
         else:
             for position, (param, view) in enumerate(zip(self.params, self.bucket.views, strict=True)):
                 param.grad = _put_back(self._kept[position], view) if position in restored else view
+            self._known.look((position, self.params[position].grad) for position in restored)
         self._kept.clear()
-        self._given_version = self.bucket.storage._version
+        self._versions = self._versions_seen = list(map(_version_of, self.bucket.views))
 
     stow = take
     keep = give
@@ -132,12 +150,25 @@ class DenseBinding:
 
     def has_result(self) -> bool:
         grads = [param.grad for param in self.params]
-        # The version says it of what lies in the bucket, and without looking at values.
-        if self.bucket.storage._version == self._given_version and any(map(is_, grads, self.bucket.views)):
+        # Versions say it of what lies in the bucket, and without looking at values.
+        if any(map(is_, grads, self.bucket.views)) and list(map(_version_of, self.bucket.views)) == self._versions:
             return True
         if all(map(is_, grads, self.bucket.views)):
             return bool(self.bucket.bucket_tensor.any())
         return any(grad is not None and bool(grad.any()) for grad in grads)
+
+    def look(self, *, only_bound: bool = False) -> None:
+        self._versions_seen = list(map(_version_of, self.bucket.views))
+        if not only_bound:
+            grads, views = [param.grad for param in self.params], self.bucket.views
+            self._known.look(enumerate(None if grad is view else grad for grad, view in zip(grads, views, strict=True)))
+
+    def is_written(self, position: int) -> bool:
+        grad, view = self.params[position].grad, self.bucket.views[position]
+        if grad is None:
+            return False
+        is_known = view._version == self._versions_seen[position] if grad is view else self._known.has(position, grad)
+        return not is_known and has_values(grad)
 
     def catch_late(self) -> bool:
         self._late |= _taken(self.params)
@@ -242,7 +273,9 @@ class SparseBinding:
         self._values: list[Tensor] = []
         self._are_dense: list[bool] = []
         self._kept: dict[int, Tensor | None] = {}
+        self._known = Known()
         self._late: dict[int, Tensor] = {}
+        self.look()
 
     @torch.no_grad()
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
@@ -270,12 +303,21 @@ class SparseBinding:
                 param.grad = value.to_dense() if self._are_dense[position] else value
         self._values = []
         self._kept = {}
+        self.look()
 
     stow = take
     keep = give
 
     def has_result(self) -> bool:
         return any(param.grad is not None for param in self.params)
+
+    def look(self, *, only_bound: bool = False) -> None:
+        if not only_bound:
+            self._known.look((position, param.grad) for position, param in enumerate(self.params))
+
+    def is_written(self, position: int) -> bool:
+        grad = self.params[position].grad
+        return grad is not None and not self._known.has(position, grad) and has_values(grad)
 
     def catch_late(self) -> bool:
         self._late |= _taken(self.params)

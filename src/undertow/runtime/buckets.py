@@ -41,7 +41,7 @@ class GradientBucket:
         self.gradients = tuple(gradients)
         self.reduction_handle: ReductionHandle | None = None
         self._layout = layout
-        self._is_prepared = False
+        self._is_prepared = self.is_copied_back = False
         self._check()
         # Of this moment: parameters may be cast or moved later.
         self._dtype = self.gradients[0].dtype if layout is None else getattr(torch, layout.dtype)
@@ -73,18 +73,23 @@ class GradientBucket:
 
     def prepare(self) -> None:
         """Copies the gradients into the bucket. ConfigError, naming it, if one is missing; PhaseError in flight."""
-        if self.reduction_handle is not None and not self.is_reduced:
+        sources = self.require_ready()
+        pairs = [(view, source) for view, source in zip(self.views, sources, strict=True) if view is not source]
+        if pairs:
+            private.copy_each([view for view, _ in pairs], [source for _, source in pairs])
+        self.reduction_handle = None
+        self._is_prepared, self.is_copied_back = True, False
+
+    def require_ready(self) -> list[Tensor]:
+        """The gradients that `prepare` is to copy; raises what that raises."""
+        # Not whether it is complete by now: that depends on the network, and ranks would disagree.
+        if self.reduction_handle is not None and not self.reduction_handle.is_found_complete:
             raise PhaseError(
                 f"bucket {self.bucket_index} is still being reduced.",
                 where="GradientBucket.prepare",
                 remedy="Wait for reduction_handle first.",
             )
-        sources = self._present_gradients()
-        pairs = [(view, source) for view, source in zip(self.views, sources, strict=True) if view is not source]
-        if pairs:
-            private.copy_each([view for view, _ in pairs], [source for _, source in pairs])
-        self.reduction_handle = None
-        self._is_prepared = True
+        return self._present_gradients()
 
     def reduce_async(
         self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -101,19 +106,31 @@ class GradientBucket:
         return self.reduction_handle
 
     def copy_back(self) -> None:
-        """Waits for the reduction and copies the result into the gradients. PhaseError if none was started."""
+        """Waits for the reduction and copies the result into the gradients, once. PhaseError if none was started."""
+        handle = self.require_reduced()
+        if self.is_copied_back:
+            raise PhaseError(
+                f"bucket {self.bucket_index} has no new result: it has been copied back already.",
+                where="GradientBucket.copy_back",
+                remedy="Call prepare() and reduce_async() after every backward, and copy back once.",
+            )
+        handle.wait()
+        targets = self._present_gradients()
+        pairs = [(target, view) for view, target in zip(self.views, targets, strict=True) if view is not target]
+        if pairs:
+            with torch.no_grad():
+                private.copy_each([target for target, _ in pairs], [view for _, view in pairs])
+        self.is_copied_back = True
+
+    def require_reduced(self) -> ReductionHandle:
+        """The reduction of what `prepare` packed; PhaseError if none was started."""
         if self.reduction_handle is None:
             raise PhaseError(
                 f"bucket {self.bucket_index} has not been reduced.",
                 where="GradientBucket.copy_back",
                 remedy="Call prepare() and reduce_async() first.",
             )
-        self.reduction_handle.wait()
-        targets = self._present_gradients()
-        pairs = [(target, view) for view, target in zip(self.views, targets, strict=True) if view is not target]
-        if pairs:
-            with torch.no_grad():
-                private.copy_each([target for target, _ in pairs], [view for _, view in pairs])
+        return self.reduction_handle
 
     def fill(self, first: int, sources: list[Tensor]) -> None:
         """Copies `sources` into the views from position `first` on, in one launch."""
@@ -128,7 +145,8 @@ class GradientBucket:
         """Gives the bucket fresh storage; whoever holds the old one keeps it as it is."""
         storage_numel = self._starts[-1] if self._layout is None else self._layout.storage_numel
         self.storage = torch.zeros(storage_numel, dtype=self._dtype, device=self._device)  # padding stays zero for ever
-        self.views = self.views_of(self.storage)
+        # Each counts by itself what is written into it: views share a count with what they are views of, their data does not.
+        self.views = [view.data for view in self.views_of(self.storage)]
         self._pointers = list(map(Tensor.data_ptr, self.views))
         self._num_sharing = private.storage_use_count(self.storage)
 

@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from undertow.runtime.waiting import over_users
 
 if TYPE_CHECKING:
     from undertow.runtime.group import OwnGroup
@@ -35,6 +38,7 @@ class ReductionHandle:
         self._work = work
         self._complete = complete
         self._is_waited = False
+        self.is_found_complete = False  # somebody has waited, or asked, and knows
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when the reduction is complete (on CUDA: when the current stream waits for it).
@@ -47,14 +51,15 @@ class ReductionHandle:
             self._complete(self._work)
         else:
             self._work.wait(timedelta(seconds=timeout_s))
-        self._is_waited = True
+        self._is_waited = self.is_found_complete = True
 
     def block_stream(self) -> None:
         """Makes the current CUDA stream wait for the reduction; the host goes on, and `wait` is still to be called."""
         self._work.wait()
 
     def is_completed(self) -> bool:
-        return self._is_waited or bool(self._work.is_completed())
+        self.is_found_complete = self._is_waited or bool(self._work.is_completed())
+        return self.is_found_complete
 
     def on_done(self, callback: Callable[[object], None]) -> None:
         """Calls `callback`, with the backend's future, when the reduction is complete: from a thread of the backend, or
@@ -112,7 +117,13 @@ def all_reduce_async(
     group: dist.ProcessGroup | None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     *,
-    complete: Callable[[dist.Work], object] = dist.Work.wait,
+    complete: Callable[[dist.Work], object] | None = None,
 ) -> ReductionHandle:
-    """Starts an all-reduce of `tensor` in place; `complete` is how it is waited for."""
-    return ReductionHandle(started(dist.all_reduce(tensor, op=op, group=group, async_op=True)), complete)
+    """Starts an all-reduce of `tensor` in place; `complete` is how it is waited for, over a group of the user's if None."""
+    work = started(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+    return ReductionHandle(work, partial(_complete_over_users, group) if complete is None else complete)
+
+
+def _complete_over_users(group: dist.ProcessGroup | None, work: dist.Work) -> None:
+    with over_users(dist.group.WORLD if group is None else group, "a reduction over the process group"):
+        work.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from undertow.errors import ConfigError
 from undertow.runtime import private
@@ -48,6 +49,15 @@ class Combination:
         """ConfigError where somebody is to take over what was accumulated, and weights with it."""
         self._weights.require_none()
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether losses are sums over tokens or samples."""
+        return self._weights.are_given
+
+    def weights_aside(self) -> AbstractContextManager[None]:
+        """Inside, a round takes no weights that were given."""
+        return self._weights.aside()
+
     def begins(self, *, is_synchronised: bool, is_shadow: bool, is_last: bool) -> Weighing | None:
         """A round begins; what this rank says of its weight, if anything."""
         formation = self._formation
@@ -70,6 +80,11 @@ class Combination:
             can_wait=formation.assembly.eager is None,
             is_last=is_last,
         )
+
+    def forward_begins(self) -> None:
+        """A training forward, before a backward."""
+        if self._apart is not None:
+            self._apart.look(self._formation.watch.params)
 
     def sends(self, this_round: Round, executor: Executor) -> bool:
         """Everything has left: sends the sum of weights where all ranks are found to have some for the first time."""
@@ -118,5 +133,5 @@ class Combination:
         if self._apart is None or self._apart.is_taken or not self._is_between():
             return
         formation = self._formation
-        if not self._apart.take(formation.watch.params, has_result=lambda: formation.has_result):
+        if not self._apart.take(formation.watch.named_params, has_result=lambda: formation.has_result):
             self._weights.forget_gradients(has_accumulated=bool(formation.watch.arrived_before))

@@ -32,6 +32,9 @@ class Companions:
     def __init__(self, engines: Sequence[Companion]) -> None:
         self._engines = [weakref.ref(engine) for engine in engines]  # which hold us
 
+    def __len__(self) -> int:
+        return len(self._engines)
+
     def take_part(self, task: int) -> None:
         """Every engine begins a round in backward `task`, unless it is in one."""
         for engine in self._present():

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from undertow.errors import ConfigError, PhaseError
+from undertow.runtime import private
 from undertow.runtime.axes import Axes
 
 if TYPE_CHECKING:
@@ -59,15 +63,30 @@ class EagerSteps:
         if stepper is not None:
             stepper.update(bucket)
 
+    @private.left_alone
+    def forward_ends(self, outputs: object) -> None:
+        """Has a backward through these outputs say what is wrong before autograd does, if parameters are updated already."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in private.tensors_in(outputs):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(partial(_require_confirmed, weakref.ref(self)))
+
     def require_confirmed(self, what: str) -> None:
         """PhaseError where `what` comes between a backward that has updated the parameters and step()."""
         if self.is_due:
             raise PhaseError(
                 f"{what} before step(), and an eager optimizer has updated the parameters in the backward before.",
                 where="ShardedOptimizer(..., eager=True)",
-                remedy="Call step() after every synchronising backward, run the others of a step in accumulate(), "
+                remedy="Add losses up and run one backward, or run all but the last one of a step in accumulate(), "
                 "or leave eager=True out.",
             )
+
+
+@private.left_alone
+def _require_confirmed(weak: weakref.ref[EagerSteps], _gradients: object) -> None:
+    steps = weak()
+    if steps is not None:
+        steps.require_confirmed("a second backward runs")
 
 
 def eager_steps_over(axes: Axes, *, overlap: bool, end_backward: Callable[[], object]) -> EagerSteps | None:

@@ -201,8 +201,9 @@ class _EmulatedGroup(dist.ProcessGroup):
                 return running
             start = partial(_identity, running)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"undertow-link-{self.rank()}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"undertow-link-{self.rank()}", daemon=True)
+            thread.start()
+            self._thread = thread  # now: `shutdown` waits for it, and for none that has not started
         work = LinkWork(args[0] if args else None)
         self._launches.put(_Launch(kind=kind, num_bytes=num_bytes, launched_s=launched_s, start=start, work=work))
         return work

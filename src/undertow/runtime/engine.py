@@ -9,7 +9,7 @@ A round synchronises or only accumulates; which one is decided when backward run
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,13 +27,13 @@ from undertow.runtime.dist_autograd import DistributedBackwards
 from undertow.runtime.executor import Round
 from undertow.runtime.formation import Formation
 from undertow.runtime.group import GroupRef, OwnGroup
-from undertow.runtime.hooks import OutermostEnd
+from undertow.runtime.hooks import OutermostEnd, is_watched
 from undertow.runtime.in_backward import InBackward
 from undertow.runtime.members import Members
 from undertow.runtime.open_round import OpenRound
 from undertow.runtime.progress import Progress
 from undertow.runtime.recorder import Recorder
-from undertow.runtime.watch import Watch
+from undertow.runtime.watch import Listeners, Watch
 
 
 class Engine:
@@ -46,13 +46,13 @@ class Engine:
         self.is_accumulating = self.is_closed = False
         self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
-        self.is_passed_on, self._recorder = False, recorder  # to somebody who came later
+        self.is_passed_on, self._recorder, self._members = False, recorder, members  # passed on to somebody who came later
         self._progress = Progress()
         group.num_steps, group.is_idle = self._progress.rounds, self._progress.is_idle
         self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
-        self.formation = Formation(members, group, config, recorder, on_full=self._fill, on_backward=self._enter)
+        self.formation = Formation(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
         self.combination = Combination(self.formation, is_between=self._is_between_rounds)
         self.companions = Companions([self])
         self.checks = Checks(self.formation, members, config)
@@ -68,7 +68,14 @@ class Engine:
     @property
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of parameters that got no gradient on this rank in the last synchronised step."""
-        return self._progress.unused
+        watch = self.formation.watch
+        return self._progress.unused if watch.uses is None else watch.names_in_order(self.plan, watch.uses.unused)
+
+    def accumulates(self, value: bool) -> None:
+        """Whether a backward that runs from now on only accumulates."""
+        self.is_accumulating = value
+        if self.formation.watch.uses is not None:
+            self.formation.watch.uses.accumulates(value)
 
     @property
     def is_busy(self) -> bool:
@@ -92,8 +99,12 @@ class Engine:
         if not formation.is_active and not self.is_accumulating:
             self._recorder.round_ends(())  # there are no rounds that would end a step
         self._recorder.forward_begins()
-        if formation.watch.alone is not None:
-            formation.watch.alone.forward_begins()
+        if formation.watch.uses is not None:
+            self._progress.has_accumulated &= not formation.watch.uses.is_over
+        formation.watch.forward_begins()
+        if formation.is_active and not self._progress.has_begun:
+            formation.assembly.executor.look()
+            self.combination.forward_begins()
         self._progress.forward_begins(is_accumulating=not self.synchronises)
 
     def use_hook(self, hook: CommHook) -> None:
@@ -134,7 +145,7 @@ class Engine:
         watch.arrived_before |= watch.indices(accumulated)
         self._progress.has_accumulated |= bool(accumulated)
 
-    def finish_before_step(self, params: Collection[int], *, steps: bool) -> None:
+    def finish_before_step(self, params: set[int], *, steps: bool) -> None:
         """Runs a round if one is owed before an optimizer updates these parameters, by id, or before their gradients are looked
         at, and it does not step. PhaseError in the middle of a backward.
         """
@@ -142,16 +153,18 @@ class Engine:
             raise outcome.step_within_backward(f"synchronisation {self._open.round.number}, rank {self.formation.group.rank}")
         self._abandon()
         progress, formation = self._progress, self.formation
-        is_up_to_date = progress.has_brought(params)
+        is_up_to_date = progress.has_brought(params) and not self._members.has_new_of(params)
         if not is_up_to_date:
             formation.settle()
             formation.look_again(if_active=True)  # the next backward may come without a forward that tells of a change
             progress.is_owed |= formation.retiring is not None  # parameters of which no forward has told
         if progress.is_owed and not (is_up_to_date and formation.has_result):
-            self._run_outside_of_backward()
+            self._run_outside_of_backward(steps=True)
         self.checks.require_alike()
         if steps:
             progress.steps(params)
+            if formation.watch.uses is not None:
+                formation.watch.uses.steps()
 
     @property
     def is_step_empty(self) -> bool:
@@ -163,16 +176,11 @@ class Engine:
         num_rounds = self._progress.num_rounds
         self._abandon()
         was_abandoned = self._progress.num_rounds > num_rounds  # and its gradients may be gone
-        if self._progress.is_owed or (self.is_step_empty and not was_abandoned):
+        begins = self.is_step_empty and not was_abandoned
+        if begins:
+            self._progress.forgets_unused()
+        if self._progress.is_owed or begins:
             self._run_outside_of_backward()
-
-    def reduce_accumulated(self) -> None:
-        """Sends what was accumulated, outside of backward; `complete` waits for it."""
-        if not self.formation.is_active:
-            return
-        if self._open is None and not self._progress.has_accumulated:
-            raise outcome.nothing_to_reduce(self._progress.num_rounds)
-        self._launch()
 
     def shadow(self) -> None:
         """A round in which this rank, which has run out of data, only keeps the others company."""
@@ -181,7 +189,7 @@ class Engine:
         self.formation.settle()
         company = self.formation.group.company
         keeps = company is not None and company.has_shards
-        if self.formation.is_active:
+        if self._meets:
             with contextlib.nullcontext() if keeps else gradients_aside(self.formation.watch.params):
                 self._begin(is_synchronised=True, is_shadow=True)
                 self._launch_rest()
@@ -224,7 +232,8 @@ class Engine:
     @property
     def synchronises(self) -> bool:
         """Whether a backward that runs now communicates: also one that only accumulates, where what rests are shards."""
-        return not self.is_accumulating or self.formation.assembly.strategy.reduces_micro_batches
+        formation = self.formation
+        return not self.is_accumulating or (formation.assembly.strategy.reduces_micro_batches and formation.is_active)
 
     def _prepare(self, watch: Watch) -> None:
         """What can only be known when a forward begins."""
@@ -258,6 +267,7 @@ class Engine:
         formation, gradient_of = self.formation, id(watch.params[param])
         before = formation.watch
         if is_first:
+            formation.look_for_thawed()
             formation.settle()
             if gradient_of not in formation.watch.ids:
                 return  # it was in the module for one forward only, or is no more
@@ -268,8 +278,26 @@ class Engine:
             for index in now.indices({gradient_of}):
                 now.arrivals.arrive(index)
 
+    @private.untraced
+    def _thawed(self, param: Tensor) -> None:
+        """A gradient of a parameter has come that was frozen when the plan was made; PhaseError where no plan will have it."""
+        formation = self.formation
+        if self.is_closed or id(param) in formation.watch.ids or param.grad is None or is_watched(param, but=self):
+            return  # counted elsewhere, or frozen again
+        if self._is_between_rounds():
+            task = private.graph_task_id()
+            formation.look_again()
+            formation.settle()
+            if id(param) in formation.watch.ids:
+                self.companions.take_part(task)
+                self._end.watch(task)
+                return
+        formation.require_left(param)
+
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, whether a gradient of ours will come or not."""
+        if self.formation.watch.uses is not None:
+            self.formation.watch.uses.backward_runs()
         if self.formation.is_active and not self.is_closed and self._is_between_rounds():
             self._end.watch(task)  # first: who finds a round open and no end coming takes its backward for failed
             self._begin(is_synchronised=self.synchronises)
@@ -279,19 +307,30 @@ class Engine:
         if self._progress.is_owed:
             self._run_outside_of_backward()
 
-    def _run_outside_of_backward(self) -> None:
-        is_active = self.formation.is_active and not self.is_closed
-        own = (self._launch, self.complete) if is_active else ()
+    def _run_outside_of_backward(self, *, steps: bool = False) -> None:
+        own = (self._launch, self.complete) if self._meets and not self.is_closed else ()
         self._progress.is_owed = False
+        if self.formation.watch.uses is not None:
+            self.formation.watch.uses.backward_runs(steps=steps)
         all_of(*own, self.companions.finish_owed)
 
-    def _launch(self) -> None:
+    @property
+    def is_backward_due(self) -> bool:
+        """Whether a training forward has run whose backward is to synchronise, and no synchronisation has followed."""
+        return self._progress.is_owed and self._meets
+
+    @property
+    def _meets(self) -> bool:
+        """Whether the other ranks are needed: where nothing is trained they are for what companions train."""
+        return self.formation.trains or (self.formation.is_active and len(self.companions) > 1)
+
+    def _launch(self, *, op: str | None = None) -> None:
         if self._open is not None:
             raise outcome.synchronised_already(self._progress.num_rounds)
-        self._begin(is_synchronised=True)
+        self._begin(is_synchronised=True, op=op)
         self._launch_rest()
 
-    def _begin(self, *, is_synchronised: bool, is_shadow: bool = False) -> None:
+    def _begin(self, *, is_synchronised: bool, is_shadow: bool = False, op: str | None = None) -> None:
         formation = self.formation
         formation.settle()
         self._in_backward.take_over(formation.watch)
@@ -313,7 +352,8 @@ class Engine:
             has_repeats=lambda: arrivals.has_repeats,
             has_other_buffers=is_synchronised and formation.has_other_buffers,
             is_read_at_once=formation.must_read_at_once or self.checks.must_be_read(self._progress.num_rounds),
-            rescale=self.rescale,
+            rescale=self.rescale * assembly.reducer.factor(op),
+            op=op,
             weighing=weighing,
         )
         # A hook that the user has put on since the forward may run after ours, once, on the first gradient.
@@ -341,6 +381,7 @@ class Engine:
         if this is None or this.is_launched:
             return  # a nested backward has reached the outermost end as well
         self._recorder.backward_ends()
+        self._note_written()
         this.ending = self._end_round(this)
         next(this.ending)
         if private.graph_task_id() != -1:
@@ -361,6 +402,12 @@ class Engine:
             self.companions.complete()
             raise
         private.call_after_backward(self._go_on)
+
+    def _note_written(self) -> None:
+        """Gradients that something else than autograd has written into `.grad` count as well."""
+        watch = self.formation.watch
+        for param in self.formation.assembly.executor.written(watch.arrivals.absent - watch.arrived_before):
+            watch.arrivals.note(param)
 
     def _end_round(self, this: OpenRound) -> Iterator[None]:
         """What follows backward, in parts: it yields wherever it is about to wait for other ranks."""
@@ -418,11 +465,13 @@ class Engine:
         Every `.grad` is afterwards what it is now: the user may have cleared it, or another backward have begun.
         """
         this.round.has_failed = this.round.is_synchronised
-        with gradients_aside(self.formation.watch.params) if this.round.is_synchronised else contextlib.nullcontext():
-            self._recorder.backward_ends()
-            this.ending = self._end_round(this)
-            self.complete()
-        self.combination.give_back()
+        try:
+            with gradients_aside(self.formation.watch.params) if this.round.is_synchronised else contextlib.nullcontext():
+                self._recorder.backward_ends()
+                this.ending = self._end_round(this)
+                self.complete()
+        finally:
+            self.combination.give_back()
 
     def _not_arrived(self, bucket: int) -> list[int]:
         """Positions in `bucket` of parameters without a gradient since the last synchronisation."""
@@ -432,12 +481,13 @@ class Engine:
     def _settle(self, this_round: Round) -> None:
         """What every rank does alike when a synchronisation is complete."""
         self._recorder.round_ends(this_round.busy_ms)
-        self._progress.round_ends(has_failed=this_round.has_failed)
+        self._progress.round_ends(has_failed=this_round.has_failed, is_last=this_round.is_last)
         formation, watch = self.formation, self.formation.watch
         if not this_round.has_failed:
             watch.arrived_before.clear()
             formation.look_again()
-        self._progress.unused = watch.names_of(self.plan, this_round.unused)
+        names = watch.names_of(self.plan, this_round.unused)
+        self._progress.notes_unused(names, is_last=this_round.is_last, is_gone=watch.has_no_gradient)
         self.combination.round_ends(this_round)
         self.checks.round_ends(this_round)
         outcome.require_sound(this_round, rank=formation.group.rank, places=formation.group.places)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ from undertow.schedule import Op, OpKind
 # Late arrivals show in the first rounds of a plan and are expected from then on.
 _NUM_ROUNDS_READ_AT_ONCE = 2
 
+_gradient_of = attrgetter("grad")
+
 
 @dataclass(slots=True)
 class Round:
@@ -48,6 +52,8 @@ class Round:
     steps: bool = False  # buckets are stepped in it as soon as they are reduced
     is_eager: bool = False  # after a failure or a change a bucket tells so by its signature, and is not stepped
     has_failed: bool = False
+    misuse: int = 0  # why, where it is a reduction by hand that cannot be right
+    op: str | None = None  # of a reduction by hand, where it is not that of the settings
     has_changed: bool = False  # the parameters are no longer those of the plan
     has_other_buffers: bool = False  # than those that were compared
     is_read_at_once: bool = False  # on devices too: what its trailers say counts when it ends
@@ -68,6 +74,7 @@ class Executor:
         self._recorder = recorder
         self._reducer = reducer
         self._buckets = plan.buckets
+        self._params = tuple(params)
         self._sharding = sharding = reducer.sharding
         self._bindings: list[Binding] = [
             _binding(bucket, [params[index] for index in bucket.params]) if sharding is None else sharding.binding(bucket)
@@ -133,6 +140,25 @@ class Executor:
     def take_over_readings(self, before: Executor) -> None:
         """Of the last rounds under another plan, whose trailers are still on their way to the host."""
         self._snapshots += before._snapshots
+
+    def look(self) -> None:
+        """A step begins, which may find in `.grad` what nobody has bound, where the last round had unused parameters."""
+        unused = None if self._round is None else self._round.unused
+        for index, binding in enumerate(self._bindings):
+            binding.look(only_bound=unused is not None and not unused.get(index))
+
+    def written(self, params: Collection[int]) -> set[int]:
+        """Those of the parameters into whose `.grad` something has come of which autograd has not told."""
+        return (
+            {
+                param
+                for bucket, binding in zip(self._buckets, self._bindings, strict=True)
+                for position, param in enumerate(bucket.params)
+                if param in params and binding.is_written(position)
+            }
+            if params
+            else set()
+        )
 
     def has_result(self) -> bool:
         """Whether some `.grad` is still what `bind` has made it, or what somebody has made of that, but for zeros."""
@@ -364,17 +390,22 @@ class Executor:
         if kind not in self._signatures:
             # Another step than everybody's has the others leave a bucket unstepped long before the verdict comes.
             step = this_round.number if is_sound else ~this_round.number
-            bits = signature_bits(step=step, generation=this_round.generation, mode=this_round.mode)
+            bits = signature_bits(
+                step=step, generation=this_round.generation, mode=this_round.mode, has_other_op=this_round.op is not None
+            )
             bits = with_weights(bits, has_weights=False if (weighing := this_round.weighing) is None else weighing.says)
             self._signatures[kind] = to_device(bits, like.dtype, like.device)
         return self._signatures[kind]
 
     def _verdict(self, this_round: Round) -> Verdict:
+        # Nothing is in any `.grad` but what came late, from autograd or by the hand of some function, of which no hook tells.
         # The last bucket too, which has just been packed: of a parameter in pieces it has taken what had come by then.
-        in_flight = range(len(self._bindings)) if this_round.has_repeats() else ()
+        has_late = this_round.has_repeats() or any(map(is_not, map(_gradient_of, self._params), repeat(None)))
+        in_flight = range(len(self._bindings)) if has_late else ()
         return Verdict(
             rank=self._rank,
             has_failed=this_round.has_failed,
+            misuse=this_round.misuse,
             has_changed=this_round.has_changed,
             has_other_buffers=this_round.has_other_buffers,
             late_buckets=[index for index in in_flight if self._bindings[index].catch_late()],

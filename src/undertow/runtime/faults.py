@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, TypedDict
 
-from undertow.errors import NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
+from undertow.errors import CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
+from undertow.foreign import printable_lines
 
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
 _MAX_TEXT = 2000  # characters of an error's or a stack's text that travel
+_UNKNOWN, _NO_MODEL = -1, -2  # in place of a number of synchronisations
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +102,42 @@ def timed_out(rank: int, report: str) -> Fault:
 
 
 def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
-    """Some ranks have not made the model that the others have."""
+    """Some ranks have not made the wrapper that others wait for."""
     named = ", ".join(map(str, ranks))
-    what = f"rank {named} has not come to synchronise a model within {waited_s:.0f} s."
-    return Fault(StallTimeout, what, "Wrap the model on every rank of the group.")
+    return Fault(
+        StallTimeout,
+        f"rank {named} has made no such wrapper within {waited_s:.0f} s, and other ranks wait for it.",
+        "Wrap the model on every rank of the group. "
+        "If that takes longer, set stall_timeout_s and the process group's timeout higher.",
+    )
+
+
+def gathers_alone(rank: int, *, missed_by: int) -> Fault:
+    """A rank gathers the state of an optimizer, and another one trains on."""
+    return Fault(
+        CheckpointError,
+        f"rank {rank} called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank {missed_by} did not.",
+        "Call it on every rank. Before a framework calls it on one rank only, call consolidate_state_dict() on every rank.",
+    )
 
 
 def stopped(rank: int) -> State:
     """What a neighbour says of a rank that cannot speak."""
-    return State(rank=rank, step=-1, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])
+    return State(rank=rank, step=_UNKNOWN, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])
+
+
+def without_model(rank: int, thread: int) -> State:
+    """What a rank says, whose script runs in that thread, when it is asked about a model that it has not made."""
+    frames = frames_of(thread)
+    doing = f"has made no such wrapper, {activity(frames, {})}"
+    return State(rank=rank, step=_NO_MODEL, doing=doing, waits_for="", waited_s=0.0, stack=stack_lines(frames))
 
 
 def printable(said: Any) -> Any:
     """A message, or a part of it, with control characters in texts shown as escapes: they must not steer anybody's terminal."""
     match said:
         case str():
-            return "".join(it if it.isprintable() or it == "\n" else it.encode("unicode_escape").decode() for it in said)
+            return printable_lines(said)
         case dict():
             return {key: printable(part) for key, part in said.items()}
         case list():
@@ -137,7 +159,8 @@ def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, st
     """Who waits for what, and what the others are doing; the same on every rank that knows the same states."""
     late = late_ranks(asking, states, ranks=ranks)
     late = late - gone.keys() or late
-    named = f"rank {', '.join(map(str, sorted(late)))} has not come" if late else "all ranks wait, for different things"
+    how = "has made no such wrapper" if all(_has_no_model(states.get(rank)) for rank in late) else "has not come"
+    named = f"rank {', '.join(map(str, sorted(late)))} {how}" if late else "all ranks wait, for different things"
     lines = [f"rank {asking['rank']} has waited {asking['waited_s']:.0f} s for {asking['waits_for']}: {named}."]
     for rank in ranks:
         state = states.get(rank)
@@ -145,14 +168,17 @@ def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, st
             lines.append(gone[rank])
         elif state is None:
             lines.append(f"rank {rank}: no answer; it is stopped, or in a call that keeps Python from running")
-        elif state["step"] < 0:
-            lines.append(f"rank {rank}: {state['doing']}")
         elif state["waits_for"]:
             lines.append(f"rank {rank}: synchronisation {state['step']}, waits for {state['waits_for']}")
         else:
-            lines.append(f"rank {rank}: synchronisation {state['step']}, {state['doing']}")
+            step = f"synchronisation {state['step']}, " if state["step"] >= 0 else ""
+            lines.append(f"rank {rank}: {step}{state['doing']}")
             lines += [f"  {line}" for line in state["stack"]]
     return "\n  ".join(lines)
+
+
+def _has_no_model(state: State | None) -> bool:
+    return state is not None and state["step"] == _NO_MODEL
 
 
 def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
@@ -206,7 +232,7 @@ def fault_told_by(source: int, message: Mapping[str, Any]) -> Fault:
 
 def fault_from(message: Mapping[str, Any]) -> Fault:
     """A fault that another rank has found; KeyError for what is none."""
-    kinds = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
+    kinds = {kind.__name__: kind for kind in (CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
     return Fault(kinds[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
 
 
@@ -224,6 +250,7 @@ def state_from(message: Mapping[str, Any]) -> State:
 
 def tell(text: str) -> None:
     """By logging; where nobody has set that up on standard error, for a report that nobody sees is none."""
+    text = printable_lines(text)
     is_heard = any(not isinstance(handler, logging.NullHandler) for handler in (*_log.handlers, *logging.getLogger().handlers))
     if is_heard:
         _log.warning("%s", text)

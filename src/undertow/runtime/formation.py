@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
-from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
+from undertow.plan import Groups, Plan, first_plan
 from undertow.runtime.agreement import Agreement, surroundings
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.axes import Axes
@@ -21,16 +22,24 @@ from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.eager import EagerSteps
 from undertow.runtime.executor import Executor, Round
 from undertow.runtime.group import OwnGroup
-from undertow.runtime.hooks import earlier_watchers, is_watched
+from undertow.runtime.hooks import call_at_registration, earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
 from undertow.runtime.order import ObservedOrder
-from undertow.runtime.outcome import changed_unlike, has_changed_unlike, require_sound
+from undertow.runtime.outcome import (
+    changed_unlike,
+    frozen_again,
+    has_changed_unlike,
+    left_by_newer,
+    require_sound,
+    unfrozen_in_backward,
+)
 from undertow.runtime.placeholder import make_gradients_whole
-from undertow.runtime.planning import follows_observed_order, measure, planned
+from undertow.runtime.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.recorder import Recorder
 from undertow.runtime.reducer import Reducer
 from undertow.runtime.sharding import Sharding
-from undertow.runtime.watch import Watch, params_of_bucket
+from undertow.runtime.uses import Uses
+from undertow.runtime.watch import Listeners, Watch, params_of_bucket
 from undertow.schedule import Strategy, strategy_named
 
 
@@ -52,7 +61,7 @@ class Formation:
     on both sets of parameters.
 
     `retiring` is the plan before, where the parameters have changed, or a hook is new: until all ranks have met under it once
-    more and agreed, nothing leaves under the new one. `on_full` and `on_backward` are called as `Watch` says.
+    more and agreed, nothing leaves under the new one. `listeners` are called by the hooks.
     """
 
     def __init__(
@@ -61,23 +70,22 @@ class Formation:
         group: OwnGroup,
         config: SyncConfig,
         recorder: Recorder,
-        *,
-        on_full: Callable[[int], object],
-        on_backward: Callable[[Watch, int, int], object],
+        listeners: Listeners,
     ) -> None:
         self.retiring: Assembly | None = None
         self._retiring_watch: Watch | None = None  # of what is retiring, until a round has begun
         self._before: _InForce | None = None  # a change that does not count yet
         self._members, self._config, self._recorder = members, config, recorder
-        self._on_full = on_full
-        self._on_backward = on_backward
-        self._has_looked = True
+        self._listeners, self._has_looked = listeners, True
         self._groups: Groups | None = None  # of the plan that the next step of a sharded optimizer moves to
         self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
         self.assembly = self._assemble(named_params, Reducer.of(group, config), generation=0)
         self.watch = self._watch_over(named_params)
+        # A layer may be made in the middle of a forward, and be trained in the backward that follows.
+        this = weakref.ref(self)  # torch keeps such hooks for the life of the process
+        self._end_registrations = call_at_registration(lambda: None if (it := this()) is None else it.look_again(if_active=True))
         try:
             self._take_over()
         except ConfigError:
@@ -98,9 +106,21 @@ class Formation:
         return self.assembly.reducer.is_active or self._call_before is not None
 
     @property
+    def trains(self) -> bool:
+        """Whether a round has anything to do: not where all ranks have agreed that nothing is trained, and nothing is weighed."""
+        is_settled = self.retiring is None and self.group.is_open and self._call_before is None
+        return self.is_active and not (is_settled and not self.watch.named_params)
+
+    @property
     def has_result(self) -> bool:
         """Whether anything is left of what the last round brought: else the user has thrown it away, step or no step."""
         return not self.is_active or (self._before or self).assembly.executor.has_result()
+
+    @property
+    def holds_shards(self) -> bool:
+        """Whether some gradient is in shards, of what an earlier round has brought."""
+        sharding = self.assembly.reducer.sharding
+        return sharding is not None and any(map(sharding.holds_gradient, range(len(sharding.params))))
 
     def open(self) -> None:
         """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""
@@ -114,32 +134,47 @@ class Formation:
         # Asked by every optimizer's step, of which there may be one per parameter.
         return not self._members.ids.isdisjoint(params) or self._members.has_new_of(params)
 
+    def has_unwatched(self) -> bool:
+        """Whether nobody, ourselves or another, waits for the gradient of some parameter that is trained."""
+        return any(not is_watched(param) for _, param in self._members.trained_now())
+
     def require_watched(self) -> None:
         """PhaseError where nobody, ourselves or another, waits for the gradient of any parameter that is trained."""
         trained = self._members.trained_now()
         if trained and not any(is_watched(param) for _, param in trained):
-            raise PhaseError(
-                "this module was wrapped again, and the newer wrapper is closed or gone: nobody averages its gradients.",
-                where=f"parameter {trained[0][0]!r}",
-                remedy="Train through the newer wrapper and keep it, or wrap the module anew.",
-            )
+            raise left_by_newer(trained[0][0])
+
+    def require_left(self, param: Tensor) -> None:
+        """PhaseError where this parameter, which is in no plan and has a gradient, is still one of the module's."""
+        name = self._members.name_of(param)
+        if name is not None:
+            raise unfrozen_in_backward(name, rank=self.group.rank)
 
     def look_again(self, *, if_active: bool = False) -> None:
         """Looks for changes of the parameters when it is next asked to; `if_active` only where there are rounds."""
         self._has_looked &= if_active and not self.is_active
 
-    def look(self) -> None:
+    def look_for_thawed(self) -> None:
+        """A backward begins: looks again when the round does where a parameter is trained that was frozen so far."""
+        self._has_looked &= not self.watch.has_thawed()
+
+    def look(self, *, in_backward: bool = False) -> None:
         """Follows the parameters of the module where they have changed since the last look."""
         if not self._has_looked:
             self._has_looked = True
             if self._members.has_changed():
-                self._follow(self._members.trained())
+                follow = self._follow_more if in_backward else self._follow
+                follow(self._members.trained())
 
     def settle(self) -> None:
-        """Looks once more, for a round begins: what has changed by now counts."""
+        """Looks once more, for a round begins: what has changed by now counts.
+
+        But for what is only frozen: where parts of a module take turns between two forwards, all of them stay in the plan, and
+        those whose turn it is not are unused.
+        """
         announced = self._before  # by a forward, since which gradients of new parameters are counted
         self._has_looked &= announced is None
-        self.look()
+        self.look(in_backward=True)
         if self._before is None:
             return
         try:
@@ -151,14 +186,18 @@ class Formation:
             raise
         if self.is_active and self._before is not announced:
             self.watch.arrived_before |= self.watch.came_uncounted(self._before.watch)
-        before, self._before = self._before.watch, None
+        before, old = self._before.watch, self._before.assembly
+        self._before = None
         before.close()
         accumulated = before.accumulated_ids()
+        if self.is_active:
+            accumulated |= {id(old.params[index]) for index in old.executor.written(range(len(old.params)))}
         self.watch.arrived_before |= self.watch.indices(accumulated)
         self._accumulated |= accumulated.difference(self.watch.ids)
 
     def close(self) -> None:
         """Takes all hooks off."""
+        self._end_registrations()
         self.assembly.reducer.close()
         self.watch.close()
         if self._before is not None:
@@ -205,6 +244,7 @@ class Formation:
             return
         self.assembly = self._moved(now, plan)
         if self.assembly is not now:
+            self.watch.arrived_before |= now.executor.written(range(len(now.params)))  # which the new one cannot tell
             self.watch.arrivals.regroup(params_of_bucket(self.plan))
 
     def _moved(self, now: Assembly, plan: Plan | None) -> Assembly:
@@ -247,7 +287,8 @@ class Formation:
                 remedy="Run a forward and a backward between the change and the step.",
             )
         held = {} if now.reducer.sharding is None else now.reducer.sharding.held_gradients()
-        plan = self._sharded_plan()
+        groups, self._groups = self._groups, None
+        plan = sharded_plan(self.assembly.plan, self.watch, groups, self._config)
         if self.watch.order is not None:
             self.watch.order.close()
             self.watch.order = None
@@ -310,12 +351,8 @@ class Formation:
             first_change(old.plan.params, self.plan.params) if self.is_counted_apart else "a communication hook was registered"
         )
         self.require_changed_alike(this_round, change=change)
-        if not self._members.ids.isdisjoint(accumulated.difference(ids)):
-            raise PhaseError(
-                "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.",
-                where=f"synchronisation {this_round.number}, rank {self.group.rank}",
-                remedy="Synchronise once before it is frozen, and drop its gradient now.",
-            )
+        if lost := [name for name, param in self._members.named_params() if id(param) in accumulated.difference(ids)]:
+            raise frozen_again(lost[0], this_round.number, rank=self.group.rank)
         agreement = self._compare()
         yield
         agreement.require()
@@ -357,25 +394,22 @@ class Formation:
             self._compare().require()
         raise changed_unlike(this_round, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)
 
-    def _sharded_plan(self) -> Plan:
-        """The same, with large parameters in pieces, or the pinned one."""
-        now, order = self.assembly.plan, None if self.watch.order is None else self.watch.order.take()
-        groups, self._groups = self._groups, None
-        if groups is not None:
-            return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
-        if self._config.plan is not None:
-            pinned = first_plan(now.params, self._config, num_ranks=now.num_ranks, splits=True)
-            if now.num_ranks > 1 or not pinned.split_params:  # one rank alone gathers nothing, and would not join pieces again
-                return pinned
-        order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
-        return plan_in_order(now.params, order, self._config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
+    def _follow_more(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
+        """The same, but what is only frozen, maybe for its turn, stays in the plan until a forward finds it so."""
+        before, has_all = self._before, self._has_all(named_params, of=self.assembly)
+        if before is not None and (self._is_in_force(named_params, of=before.assembly) or not has_all):
+            self._go_back(before)
+        if not self._has_all(named_params, of=self.assembly):
+            self._follow(self._members.trained(also=self.watch.ids))
+        if not self._is_in_force(named_params, of=self.assembly):
+            self._members.unsee()  # that forward is to look
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
         if self._before is not None:
             self._go_back(self._before)
-            if self._is_in_force(named_params):
-                return
+        if self._is_in_force(named_params, of=self.assembly):
+            return
         before = _InForce(self.assembly, self.watch, self.retiring, self._groups)
         self._groups = None
         if self.retiring is None and self.is_active:
@@ -384,7 +418,7 @@ class Formation:
         try:
             reducer = dataclasses.replace(self.assembly.reducer, sharding=None)  # until an optimizer steps again
             self.assembly = self._assemble(named_params, reducer, generation=generation)
-            self.watch = self._watch_over(named_params)
+            self.watch = self._watch_over(named_params, before=before.watch)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
             self.assembly, self.retiring, self._groups = before.assembly, before.retiring, before.groups
             self._has_looked = False
@@ -397,9 +431,15 @@ class Formation:
         self.assembly, self.watch, self.retiring = before.assembly, before.watch, before.retiring
         self._groups, self._retiring_watch, self._before = before.groups, None, None
 
-    def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]]) -> bool:
-        is_same = [id(param) for _, param in named_params] == list(map(id, self.watch.params))
-        return is_same and tuple(self._members.specs(named_params)) == self.plan.params
+    def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]], *, of: Assembly) -> bool:
+        return len(named_params) == len(of.params) and self._has_all(named_params, of=of)
+
+    def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: Assembly) -> bool:
+        """Whether that plan has these parameters as they are now, and perhaps others; in the same order."""
+        specs = self._members.specs(named_params)
+        wanted = [(id(param), spec, param.stride()) for (_, param), spec in zip(named_params, specs, strict=True)]
+        planned = zip(map(id, of.params), of.plan.params, of.strides, strict=True)
+        return all(each in planned for each in wanted)  # which goes on behind the one that was found
 
     def _compare(self) -> Agreement:
         """Compares the parameters and settings of all ranks; a collective call."""
@@ -418,8 +458,8 @@ class Formation:
         params = [param for _, param in named_params]
         return Assembly(plan, params, reducer, self._recorder, generation=generation, overlap=self._config.overlap)
 
-    def _watch_over(self, named_params: Sequence[tuple[str, Tensor]]) -> Watch:
-        watch = Watch(named_params, self.plan, on_full=self._on_full, on_backward=self._on_backward)
+    def _watch_over(self, named_params: Sequence[tuple[str, Tensor]], *, before: Watch | None = None) -> Watch:
+        watch = Watch(named_params, self.plan, self._listeners, frozen=self._members.frozen())
         if self.is_active:
             _ = self.assembly.executor  # what does not fit into memory fails here and not in the first backward
             watch.start()
@@ -427,6 +467,8 @@ class Formation:
                 watch.call_before(self._call_before)
             if follows_observed_order(self.assembly, self._config):
                 watch.order = ObservedOrder(watch.params, self.group)
+        else:
+            watch.uses = Uses(watch.params, None if before is None else before.uses)
         measure(watch, self.assembly, self._config, self._recorder)
         return watch
 
@@ -437,7 +479,7 @@ class Formation:
         """
         if not self.is_active:
             return
-        earlier = earlier_watchers(self.watch.named_params, but=self._on_full)
+        earlier = earlier_watchers(self.watch.named_params, but=self._listeners.on_full)
         for name, engine in earlier.items():
             if not engine.may_pass_on(self.watch.ids, self.group.user):
                 raise ConfigError(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from undertow.errors import PhaseError
 from undertow.runtime import private
+from undertow.runtime.awaited import AwaitedReads
 from undertow.runtime.collectives import Handle
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.recorder import Recorder
@@ -13,7 +16,7 @@ from undertow.runtime.shards import FlatParams
 
 
 class Gathers:
-    """The gathers of a plan's buckets; who reads a parameter waits for its bucket first.
+    """The gathers of a plan's buckets; a read of a parameter waits for its bucket first.
 
     `being_stepped` are those whose parameters may change while backward goes on, `owed` those that it is still to gather: of
     what is stepped this rank's shards are new, and the others' are not there. `end_backward` ends one that an exception has left.
@@ -29,6 +32,12 @@ class Gathers:
         self._flats = flats
         self._exchanges = exchanges
         self._recorder = recorder
+        self._process = os.getpid()
+        self._reads = AwaitedReads(self._before_read, {id(param) for flat in flats for param in flat.params})
+        self._watched: set[int] = set()  # buckets whose parameters wait where they are read
+        self._is_compiled_in = False  # parameters are read by what torch.compile makes
+        # What is in flight, and what is watched, change together: other threads read, and so do handlers of signals in this one.
+        self._lock = threading.RLock()
 
     def launch(self, bucket: int, *, step: Handle | None = None, is_read: bool = True) -> None:
         """Sends this rank's shard of a bucket to all others, and receives theirs.
@@ -50,7 +59,9 @@ class Gathers:
 
         handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
         self._recorder.gather_launched(bucket, handle)
-        self.in_flight[bucket] = handle
+        with self._lock:
+            self.in_flight[bucket] = handle
+            self._watch(bucket)
         self.owed.discard(bucket)
 
     def round_begins(self) -> None:
@@ -67,14 +78,16 @@ class Gathers:
         """This rank's shard is written from now on, while backward goes on in this thread."""
         # Now, and not where it is written: what this thread has saved and not used yet must not be used any more.
         self._flats[bucket].mark_written()
+        with self._lock:
+            self._watch(bucket)
         self.being_stepped.add(bucket)
 
     def require_unstepped(self, buckets: Iterable[int]) -> None:
         """PhaseError where parameters of these are read in the backward that has stepped them."""
         if private.graph_task_id() != -1 and not self.being_stepped.isdisjoint(buckets):
             raise PhaseError(
-                "a forward inside backward reads parameters that this backward has updated.",
-                where="ShardedOptimizer(..., eager=True), in a checkpointed part of the model",
+                "parameters are read in the backward that has updated them already.",
+                where="ShardedOptimizer(..., eager=True), in a checkpointed part of the model or in a function's own backward",
                 remedy="Let every step use a parameter as often as the first one did, or leave eager=True out.",
             )
 
@@ -97,14 +110,53 @@ class Gathers:
             with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
                 handle.wait()
             self._recorder.gather_wait_ends(bucket)
-            del self.in_flight[bucket]  # now, so that a wait that failed fails again
-            # Also now: a forward that has read too early learns of it in its backward.
-            self._flats[bucket].mark_written()
+            # Now, so that a wait that failed fails again. Another thread may have waited as well, and launched the next one.
+            with self._lock:
+                if self.in_flight.get(bucket) is handle:
+                    del self.in_flight[bucket]
+                    # Also now: a forward that has read too early learns of it in its backward.
+                    self._flats[bucket].mark_written()
+                    self._release(bucket)
 
     def wait_for_all(self) -> None:
         """Returns when nothing is on its way. PhaseError as for `wait`."""
         self.make_whole()
         self.wait(tuple(self.in_flight))
+        with self._lock:  # but for what another thread has sent again
+            for bucket in self._watched.difference(self.in_flight, self.owed):
+                self._release(bucket)
+
+    def let_go(self) -> None:
+        """Nothing waits any more where a parameter is read: nobody will bring it."""
+        for params in self._flats:
+            self._reads.release(params.params)
+
+    def is_read_unseen(self) -> bool:
+        """Whether something that is no parameter refers to the memory of one on its way, or compiled code guards its class."""
+        return self._is_compiled_in or any(self._flats[bucket].is_referred_to for bucket in self.in_flight)
+
+    def _watch(self, bucket: int) -> None:
+        self._watched.add(bucket)
+        self._reads.watch(self._flats[bucket].params)
+
+    def _release(self, bucket: int) -> None:
+        flat = self._flats[bucket]
+        self._watched.discard(bucket)
+        self._reads.release(flat.whole_params)
+        if flat.split_params:
+            coming = {id(param) for other in (*self.in_flight, *self.owed) for param in self._flats[other].split_params}
+            self._reads.release(param for param in flat.split_params if id(param) not in coming)
+
+    def _before_read(self) -> None:
+        if os.getpid() != self._process:
+            raise PhaseError(
+                "a parameter is read in a child process, and was on its way when that was started.",
+                where=f"process {os.getpid()}, a child of rank {self._exchanges.group.rank}",
+                remedy="Call wait() of the model before processes are started that use it.",
+            )
+        self.require_unstepped(self.being_stepped)
+        self._is_compiled_in |= private.is_compiling()  # which would be compiled again for a class on its way, each time
+        self.wait_for_all()
 
     def _make_whole(self, buckets: Collection[int]) -> None:
         if not self.owed.isdisjoint(buckets) and private.graph_task_id() == -1:

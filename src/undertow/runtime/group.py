@@ -168,8 +168,6 @@ class OwnGroup:
                 member.meet(_GLOO_WAITS_S if timeout is None else timeout.total_seconds())
             require_no_fault(member)
             self._group = weakref.ref(self._made())
-        if member is not None:
-            member.is_made = True
 
     def _made(self) -> dist.ProcessGroup:
         """The clone. Gloo connects in a thread that is left behind where a rank is gone: it would wait for that one."""
@@ -231,6 +229,12 @@ class OwnGroup:
     def places(self, mine: str) -> dict[int, str]:
         """Where ranks stand that ask this at the same time, each in its words; of the groups of ours of one model."""
         return {} if self.member is None else self.member.places(mine)
+
+    def gathering_state(self) -> Waiting:
+        """`with` it all ranks bring what they have of an optimizer's state; where one does not come, the error says so."""
+        if self.member is not None:
+            self.member.gathers_state()
+        return self.waiting("the state of a ShardedOptimizer, which every rank brings in state_dict()")
 
     def launching(self) -> Launching:
         """`with` it this rank sends what other ranks expect in this order."""

@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from reprlib import repr as brief
 from typing import Any
 
 from undertow.config import SyncConfig
@@ -59,27 +60,26 @@ class Ring:
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every group
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
-        self.opened: dict[int, set[int]] = {}
+        self.opened: dict[tuple[int, int], set[int]] = {}  # ranks that have come to a meeting, by model and number
         self.ended: dict[int, Fault] = {}  # ranks whose process has ended well
         self._failed_s = math.inf  # since when one has ended with an error that all ranks may be about to raise
         self.links = Links()
-        self._numbers = itertools.count()
-        self._meetings = itertools.count()
+        self._num_members = 0  # that this rank has made
+        self._early: dict[int, list[Message]] = {}  # what was said of models that this rank has not made yet
         self._said = itertools.count()
         self._seen: dict[str, None] = {}
         self._has_left = False
 
     def join(self, limits: SyncConfig) -> Member:
         """A new model of these ranks; a call for each of them, in the same order."""
-        member = Member(self, next(self._numbers), limits)
         with self.condition:
+            member = Member(self, self._num_members, limits)
+            self._num_members += 1
             self.members[member.number] = member
+            for message in self._early.pop(member.number, ()):
+                self.hear(message)
         GUARD.wake()  # there is something to watch
         return member
-
-    def next_meeting(self) -> int:
-        """Its number; a call for each rank, in the same order."""
-        return next(self._meetings)
 
     def say(self, kind: str, **content: Any) -> None:
         """Tells every rank, this one too."""
@@ -106,8 +106,9 @@ class Ring:
                 neighbour.send(message)
         try:
             self.hear(message)
-        except (KeyError, TypeError, ValueError):
-            _log.warning("a message of another rank made no sense: %r", message)
+        except Exception as error:  # whatever a message that means something else leads to
+            reason = f"{type(error).__name__}: {brief(str(error))}"
+            _log.warning("a message of another rank made no sense and is dropped (%s): %s", reason, brief(message))
 
     def is_cut_off(self, neighbour: Neighbour) -> None:
         """The connection to a neighbour is gone."""
@@ -123,27 +124,55 @@ class Ring:
         """What this rank makes of a message."""
         message = faults.printable(message)
         member = self.members.get(message.get("number", -1))
-        source = int(message["from"])
+        source = self._checked_rank(message["from"])
+        if member is None and message.get("number", -1) >= self._num_members and message["kind"] in ("stops", "left", "asks"):
+            self._hears_early(message)
+            return
         match message["kind"]:
             case "opens":
                 with self.condition:
-                    self.opened.setdefault(int(message["number"]), set()).add(source)
+                    self.opened.setdefault((int(message["number"]), int(message["meeting"])), set()).add(source)
                     self.condition.notify_all()
             case "failed" | "lost" | "unreachable":
+                for rank in message.get("ranks", (message.get("rank", source),)):
+                    self._checked_rank(rank)
                 self._latch(faults.fault_told_by(source, message))
             case "sends":
                 self.links.table.hear(source, message)
-            case "ended" | "left" as kind if kind == "ended" or member is not None:
+            case "ended":
                 self._leaves_us(source, str(message["text"]), int(message["steps"]), member)
-            case "stops" if member is not None:
+            case _ if member is not None:
+                self._hears_of_model(message, source, member)
+
+    def _hears_of_model(self, message: Message, source: int, member: Member) -> None:
+        match message["kind"]:
+            case "left":
+                self._leaves_us(source, str(message["text"]), int(message["steps"]), member)
+            case "stops":
                 self._latch(faults.fault_from(message), member)
-            case "asks" if member is not None and member.is_asked_by(faults.state_from(message)):
+            case "asks" if member.is_asked_by(faults.state_from(message)):
                 self._answer(member, has_asked=source == self.rank)
-            case "stands" if member is not None:
+            case "stands":
                 member.hears_where(source, str(message["text"]))
-            case "does" if member is not None:
+            case "gathers":
+                member.hears_of_gather(source, int(message["count"]), int(message["step"]))
+            case "does":
                 state = faults.state_from(message)
                 member.states[state["rank"]] = state
+
+    def _checked_rank(self, rank: Any) -> int:
+        if type(rank) is not int or rank not in range(self.num_ranks):
+            raise ValueError(f"there is no rank {brief(rank)}")
+        return rank
+
+    def _hears_early(self, message: Message) -> None:
+        """Of a model that this rank has not made: whoever waits for it is told so."""
+        number = int(message["number"])
+        if message["kind"] == "asks":
+            thread = next((member.thread for member in list(self.members.values())), threading.main_thread().ident or 0)
+            self.say("does", number=number, **faults.without_model(self.rank, thread))
+        else:
+            self._early.setdefault(number, []).append(message)
 
     def _leaves_us(self, rank: int, text: str, num_steps: int, member: Member | None) -> None:
         fault = faults.failed(rank, text) if text else faults.finished(rank, num_steps)
@@ -182,6 +211,8 @@ class Ring:
         if min(waited_s, now_s - self._failed_s) > _ENDS_S:  # an error of its own, and its process may be long in ending
             for fault in self._failures(member):
                 member.fails(fault)
+        if waited_s > WAITS_S and (alone := member.missed_gather_of()) is not None:
+            member.fails(faults.gathers_alone(alone, missed_by=self.rank))
         has_answers = member.asking is not None and now_s > member.asked_s + ANSWERS_S
         if member.asking is not None and has_answers and not member.is_told:
             text = self.report(member, member.asking)
@@ -197,7 +228,7 @@ class Ring:
             gone, late = self._gone(member), faults.late_ranks(member.asking, member.states, ranks=range(self.num_ranks))
             if gone and not late - gone.keys():  # else it may be another one that is waited for
                 member.fails(next(iter(gone.values())))
-            elif is_over and member.is_made:
+            elif is_over:
                 member.fails(faults.stalled(self.report(member, member.asking)))
 
     def report(self, member: Member, asking: State) -> str:
@@ -253,12 +284,12 @@ class Guard:
 
     def adopt(self, ranks: tuple[int, ...], ring: Ring) -> None:
         """Listens to a ring from now on."""
+        if self._thread is None:
+            self._begin()
         before = self._rings.get(ranks)
         self._rings[ranks] = ring
         if before is not None:
             self.ends(before)
-        if self._thread is None:
-            self._begin()
         for neighbour in ring.neighbours:
             neighbour.listen(lambda *heard: self._heard.put((ring, *heard)))
         self.wake()
@@ -289,8 +320,9 @@ class Guard:
             ring.leaves(error)
 
     def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
+        thread.start()
+        self._thread = thread
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
         # Also called where multiprocessing ends a process without atexit.

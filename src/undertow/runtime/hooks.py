@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -9,19 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from undertow.runtime import private
-from undertow.schedule import Arrivals
+from undertow.schedule import Arrivals, SerialArrivals
+
+for _arrive in (Arrivals.arrive, SerialArrivals.arrive):
+    private.left_alone(_arrive)  # where a backward is compiled with what surrounds it, its hooks are looked at too
 
 
 def watch_parameters(params: Sequence[Tensor], arrivals: Arrivals) -> list[RemovableHandle]:
     """Hooks that report every gradient of `params`, by index."""
     # A partial for each and no closure: thousands of those would not stay in the cache, and every frame counts here.
-    return [
-        param.register_post_accumulate_grad_hook(partial(arrivals.arrive, index))  # type: ignore[no-untyped-call]
-        for index, param in enumerate(params)
-    ]
+    return [private.hook_gradients(param, partial(arrivals.arrive, index)) for index, param in enumerate(params)]
 
 
 def earlier_watchers(named_params: Iterable[tuple[str, Tensor]], *, but: object = None) -> dict[str, Any]:
@@ -34,9 +37,36 @@ def earlier_watchers(named_params: Iterable[tuple[str, Tensor]], *, but: object 
     return dict(found.values())
 
 
-def is_watched(param: Tensor) -> bool:
-    """Whether an engine waits for the gradient of `param`."""
-    return any(True for _ in _watchers_of(param))
+def is_watched(param: Tensor, *, but: object = None) -> bool:
+    """Whether an engine waits for the gradient of `param`; another one than `but`."""
+    return any(engine is not but for engine in _watchers_of(param))
+
+
+def watch_frozen(params: Iterable[Tensor], then: Callable[[Tensor], object]) -> list[RemovableHandle]:
+    """Hooks that call `then(param)` when a gradient comes after all: somebody has unfrozen the parameter since."""
+    hooks = []
+    for param in params:
+        with contextlib.suppress(RuntimeError):  # it never can be trained
+            hooks.append(private.hook_gradients(param, then))
+    return hooks
+
+
+def call_at_registration(then: Callable[[], object]) -> Callable[[], None]:
+    """Calls `then` whenever any module gets a parameter or a submodule; returns what ends that."""
+
+    def hook(*_registered: object) -> None:
+        then()
+
+    hooks = [
+        register_module_parameter_registration_hook(hook),
+        register_module_module_registration_hook(hook),
+    ]
+
+    def remove() -> None:
+        for each in hooks:
+            each.remove()
+
+    return remove
 
 
 def _watchers_of(param: Tensor) -> Iterator[Any]:
@@ -64,6 +94,40 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_hook, ()
+
+
+class OutputHook(ModuleHook):
+    """The same for a hook after the forward, which calls `then` with the outputs."""
+
+    def __init__(self, module: nn.Module, then: Callable[[object], None]) -> None:
+        super().__init__(module, _do_nothing)
+        self._then_with = then
+
+    def __call__(self, called: nn.Module, *arguments: Any) -> None:
+        if called is self._module():
+            self._then_with(arguments[-1])
+
+
+def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
+    """Warns once if a gradient arrives before the next forward of `module`: its own forward ran before `close()`."""
+    name = type(module).__name__  # not the module: parameters' hooks would hold it, and the garbage collector does not see them
+    hooks: list[RemovableHandle] = []
+
+    def forget() -> None:
+        for hook in hooks:
+            hook.remove()
+        hooks.clear()
+
+    def arrives(_param: Tensor) -> None:
+        forget()
+        warnings.warn(
+            "this backward averages nothing: the model was closed between its forward and this backward.\n"
+            f"  {name}\n  Call close() after the last backward.",
+            stacklevel=2,
+        )
+
+    hooks.append(module.register_forward_pre_hook(ModuleHook(module, forget)))
+    hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
 
 
 def _no_hook() -> Callable[..., None]:
@@ -123,5 +187,6 @@ class _Watch:
     def __init__(self, on_over: Callable[[_Watch], None]) -> None:
         self._on_over = on_over
 
+    @private.left_alone
     def __call__(self) -> None:
         self._on_over(self)

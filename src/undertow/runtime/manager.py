@@ -44,6 +44,7 @@ class GradientBucketManager:
 
     def get_bucket_index(self, tensor: Tensor) -> int:
         """Index of the bucket that holds `tensor`'s gradient; ConfigError if none does."""
+        self._require_open("get_bucket_index")
         index = self._bucket_of.get(id(tensor))
         if index is None:
             raise ConfigError(
@@ -55,12 +56,12 @@ class GradientBucketManager:
 
     def is_reduced(self, tensor: Tensor) -> bool:
         """Whether the reduction of the bucket that holds `tensor`'s gradient is complete."""
+        self._require_open("is_reduced")
         return self.buckets[self.get_bucket_index(tensor)].is_reduced
 
     def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> ReductionHandle:
         """Prepares one bucket and starts its reduction. Every rank calls this in the same order."""
-        if self._is_closed:
-            raise PhaseError("this GradientBucketManager is closed.", remedy="Make a new one.")
+        self._require_open("reduce_bucket_async")
         if not 0 <= index < len(self.buckets):
             raise ConfigError(f"there is no bucket {index}.", where=f"GradientBucketManager of {len(self.buckets)} buckets")
         bucket = self.buckets[index]
@@ -68,28 +69,49 @@ class GradientBucketManager:
         return bucket.reduce_async(self.process_group, op)
 
     def reduce_all_async(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[ReductionHandle]:
-        """Prepares every bucket and starts its reduction, in order."""
+        """Prepares every bucket and starts its reduction, in order; nothing leaves if one of them cannot be prepared."""
+        self._require_open("reduce_all_async")
+        for bucket in self.buckets:
+            bucket.require_ready()
         return [self.reduce_bucket_async(index, op) for index in range(len(self.buckets))]
 
     def wait_for_all(self) -> None:
         """Returns when every reduction that was started is complete."""
+        self._require_open("wait_for_all")
         for bucket in self.buckets:
             if bucket.reduction_handle is not None:
                 bucket.reduction_handle.wait()
 
     def copy_back_all(self) -> None:
-        """Waits for every bucket and copies the results into the gradients."""
+        """Waits for every bucket and copies the results into the gradients, each once.
+
+        PhaseError, and nothing is copied, where a bucket has not been reduced, or no result is new.
+        """
+        self._require_open("copy_back_all")
         for bucket in self.buckets:
+            bucket.require_reduced()
+        for bucket in [bucket for bucket in self.buckets if not bucket.is_copied_back] or self.buckets[:1]:
             bucket.copy_back()
 
     def close(self) -> None:
-        """Waits for what is in flight and lets go of the buckets."""
-        self.wait_for_all()
-        self.buckets = ()
-        self._bucket_of = {}
-        self._is_closed = True
+        """Waits for what is in flight and lets go of the buckets; every later call raises PhaseError, but for this one."""
+        if self._is_closed:
+            return
+        try:
+            self.wait_for_all()
+        finally:
+            self.buckets = ()
+            self._bucket_of = {}
+            self._is_closed = True
+
+    def _require_open(self, call: str) -> None:
+        if self._is_closed:
+            raise PhaseError(
+                "this GradientBucketManager is closed.", where=f"GradientBucketManager.{call}", remedy="Make a new one."
+            )
 
     def __enter__(self) -> GradientBucketManager:
+        self._require_open("__enter__")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

@@ -40,7 +40,6 @@ class Member:
         self.waits_for = ""  # empty where this rank does not wait
         self.since_s = 0.0
         self.limits = limits
-        self.is_made = False  # all ranks have it; until then nobody is late
         self.num_steps: Callable[[], int] = int  # synchronisations that this rank has completed
         self.is_idle: Callable[[], bool] = bool  # whether no step has begun since the last one
         self.module: Callable[[], Any] | None = None  # a weak reference
@@ -54,7 +53,10 @@ class Member:
         self.told = 0, -math.inf, ""  # in which step, when, and what was reported last
         self.left: dict[int, Fault] = {}  # ranks that have closed the model
         self.borrowed: Any = None  # a group of the user's, to be interrupted as well
+        self._num_meetings = 0
         self._places: dict[int, tuple[float, str]] = {}  # since when ranks stand there
+        self._num_state_gathers = 0  # of an optimizer's state, that this rank has begun
+        self._state_gathers: dict[int, tuple[int, int]] = {}  # by rank, its last one between two steps: number, synchronisation
 
     @property
     def known_fault(self) -> Fault | None:
@@ -93,11 +95,12 @@ class Member:
 
     def meet(self, patience_s: float) -> None:
         """Returns when all ranks have come to a group that is about to be made, or with a fault where one has not in time."""
-        ring, number = self.ring, self.ring.next_meeting()
-        ring.say("opens", number=number)
+        ring, at = self.ring, (self.number, self._num_meetings)
+        self._num_meetings += 1
+        ring.say("opens", number=self.number, meeting=at[1])
         with ring.condition:
-            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[number]) == ring.num_ranks, timeout=patience_s)
-            late = set(range(ring.num_ranks)) - ring.opened.pop(number, set())
+            ring.condition.wait_for(lambda: self.known_fault or len(ring.opened[at]) == ring.num_ranks, timeout=patience_s)
+            late = set(range(ring.num_ranks)) - ring.opened.pop(at, set())
         if late and self.known_fault is None:
             self.fails(faults.never_came(sorted(late), patience_s))
 
@@ -117,6 +120,23 @@ class Member:
         with self.ring.condition:
             self._places[rank] = time.monotonic(), text
             self.ring.condition.notify_all()
+
+    def gathers_state(self) -> None:
+        """This rank needs the other ranks' parts of an optimizer's state; between two steps they are told of it."""
+        self._num_state_gathers += 1
+        if self.is_idle():
+            self.ring.say("gathers", number=self.number, count=self._num_state_gathers, step=self.num_steps())
+
+    def hears_of_gather(self, rank: int, count: int, step: int) -> None:
+        self._state_gathers[rank] = count, step
+
+    def missed_gather_of(self) -> int | None:
+        """A rank that gathers the state, where this one has begun the next step without it: they wait for each other."""
+        if self.is_idle():
+            return None
+        here = self.num_steps()
+        gathers = self._state_gathers.items()
+        return next((rank for rank, (count, step) in gathers if step == here and count > self._num_state_gathers), None)
 
     def reason(self, error: BaseException) -> Fault | None:
         """Why a collective has failed with `error`; all ranks learn of it. None where it is not known."""

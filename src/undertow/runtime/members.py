@@ -18,6 +18,7 @@ from undertow.runtime.agreement import Agreement
 from undertow.runtime.buffers import BufferOwner, CommonBuffers
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.manager import spec_of
+from undertow.runtime.replaced import Replaced
 
 _dtype_of = attrgetter("dtype")
 _shape_of = attrgetter("shape")
@@ -53,27 +54,39 @@ class Members:
         self._ignored = ignored
         self._wide: torch.dtype | None = None if reduce_dtype is None else getattr(torch, reduce_dtype)
         self.gives_back = self._wide is not None
+        self.replaced = Replaced()
         self._see(module)
         self.common_buffers = CommonBuffers(())
         self.common_frozen: list[tuple[str, Tensor]] = []  # when the ranks last compared what they have
 
-    def trained(self) -> list[tuple[str, Tensor]]:
-        """Parameters to synchronise, by name, as they are now; `has_changed` compares with this moment."""
+    def trained(self, *, also: Collection[int] = ()) -> list[tuple[str, Tensor]]:
+        """Parameters to synchronise, by name, as they are now; `has_changed` compares with this moment.
+
+        So are those whose ids are in `also`, if they are the module's, trained or not.
+        """
         module = self._module()
         assert module is not None  # a forward of it runs, or its optimizer steps
         self._see(module)
-        trained = self.trained_now()
+        named_params = self._named_params(module)
         if self._wide is not None:
-            _accumulate_in(self._wide, trained)
-        return trained
+            _accumulate_in(self._wide, named_params)
+        return [(name, param) for name, param in named_params if param.requires_grad or id(param) in also]
 
     def trained_now(self) -> list[tuple[str, Tensor]]:
         """The same, and `has_changed` goes on comparing with an earlier moment. None where the module is gone."""
         return [(name, param) for name, param in self.named_params() if param.requires_grad]
 
+    def name_of(self, param: Tensor) -> str | None:
+        """What the parameter was called when the module was last looked at; None if it was another one's."""
+        return self._names.get(id(param))
+
+    def frozen(self) -> list[Tensor]:
+        """The parameters that are not trained now."""
+        return [param for _, param in self.named_params() if not param.requires_grad]
+
     def close(self) -> None:
         """Gradients have the dtype of their parameters again."""
-        for _, param in self.trained_now() if self.gives_back else ():
+        for _, param in self.named_params() if self.gives_back else ():
             if private.gradient_dtype(param) != param.dtype:
                 grad, param.grad = param.grad, None
                 private.set_gradient_dtype(param, param.dtype)
@@ -96,6 +109,10 @@ class Members:
 
     def has_changed(self) -> bool:
         """Whether a parameter was added, removed, replaced, frozen or unfrozen, or has another dtype, size or device."""
+        with private.as_plain_tensors():  # their values are not asked for
+            return self._has_changed()
+
+    def _has_changed(self) -> bool:
         # What torch.func.functional_call puts in their places for the time of a call are tensors, not parameters.
         is_other = self._is_unseen or self._seen.has_changed()
         return is_other and all(isinstance(it, nn.Parameter) for it in self._seen.present()) and not self._is_elsewhere()
@@ -108,12 +125,12 @@ class Members:
         self._seen = _Census(module)
         return True
 
-    def has_new_of(self, tensors: Collection[int]) -> bool:
-        """Whether one of these, by id, is trained since a change that nobody has looked at."""
-        module = self._module()
-        if module is None or not tensors or not self.has_changed():
+    def has_new_of(self, tensors: set[int]) -> bool:
+        """Whether one of these, by id, has come and is trained since a change that nobody has looked at."""
+        # At every step of an optimizer: what is known is no reason to look.
+        if self.ids >= tensors or not self.has_changed():
             return False
-        return any(id(param) in tensors for _, param in self._named_params(module) if param.requires_grad)
+        return not tensors.isdisjoint({id(param) for _, param in self.trained_now()} - self.ids)
 
     @property
     def device(self) -> torch.device:
@@ -150,10 +167,14 @@ class Members:
         self.common_buffers = CommonBuffers(_buffer_owners(module, self._ignored), tables)
 
     def _see(self, module: nn.Module) -> None:
-        self._seen = _Census(module)
+        with private.as_plain_tensors():
+            self._seen = _Census(module)
         self._is_unseen = False
+        named_params = self._named_params(module)
+        self.replaced.note(named_params)
         # Of this moment: an optimizer that steps on other parameters does not concern us.
-        self.ids = frozenset(id(param) for _, param in self._named_params(module))
+        self._names = {id(param): name for name, param in named_params}
+        self.ids = self._names.keys()
         self._kinds = self._kinds_of(module)
 
     def _kinds_of(self, module: nn.Module) -> list[tuple[object, ...]]:
@@ -257,7 +278,7 @@ def _buffer_owners(module: nn.Module, ignored: Container[str]) -> list[BufferOwn
 def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]) -> None:
     for name, param in named_params:
         wanted = wide if param.dtype.is_floating_point and param.dtype.itemsize < wide.itemsize else param.dtype
-        if private.gradient_dtype(param) == wanted:
+        if private.gradient_dtype(param) == wanted or (param.grad is not None and not param.requires_grad):
             continue
         if param.grad is not None:
             raise ConfigError(

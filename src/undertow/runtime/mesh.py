@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,6 +42,24 @@ def chosen_group(
             "dimensions replicates and the second shards.",
         )
     return GroupRef.of(mesh.get_group())
+
+
+def warn_of_lone_rank(process_group: object, where: str) -> None:
+    """Warns where a user gives a group of one rank in a job of several: most likely it is another group that is meant.
+
+    One dimension of a mesh says what it is, and is not warned of.
+    """
+    if not isinstance(process_group, dist.ProcessGroup) or process_group.size() > 1 or dist.get_world_size() == 1:
+        return
+    given = process_group.group_desc
+    name = process_group.group_name if given == "undefined" else given
+    warnings.warn(
+        f"the process group {name!r} has 1 rank, and the job has {dist.get_world_size()}: gradients are averaged with no other "
+        f"rank.\n  {where}, rank {dist.get_rank()}\n"
+        "  Give the group of all ranks that hold the same parameters. With sequence or context parallelism these are the ranks "
+        "of both dimensions, data and sequence. If one rank is meant, give a DeviceMesh instead, or filter this warning.",
+        stacklevel=3,
+    )
 
 
 def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> GroupRef:

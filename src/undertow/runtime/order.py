@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import observed
+from undertow.runtime import private
 from undertow.runtime.collectives import started
 from undertow.runtime.group import OwnGroup
 
@@ -21,10 +22,7 @@ class ObservedOrder:
         self._params = params
         self._group = group
         self._seen: list[Tensor] = []
-        self._hooks: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(self._seen.append)  # type: ignore[no-untyped-call]
-            for param in params
-        ]
+        self._hooks: list[RemovableHandle] = [private.hook_gradients(param, self._seen.append) for param in params]
         self._sent: tuple[Tensor, dist.Work] | None = None
 
     def send(self) -> None:

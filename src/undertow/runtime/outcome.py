@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
 
 from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
 from undertow.runtime.executor import Round
 from undertow.runtime.weights import weights_differ, weights_too_late
 
 
+class Misuse(IntEnum):
+    """Why a rank cannot reduce by hand as it was asked to; other than zero and one, which say whether its backward failed."""
+
+    NOTHING = 2
+    TWICE = 3
+    WEIGHTS = 4
+    SHARDS = 5
+
+
+_MISUSES = {
+    Misuse.NOTHING: (
+        "there is nothing to reduce on rank {}: no accumulation has run there since the last synchronisation.",
+        "Run backward inside accumulate() or no_sync() on every rank, then reduce once.",
+    ),
+    Misuse.TWICE: (
+        "an earlier reduction was not waited for on rank {}.",
+        "Call wait() on what reduce_gradients_async() has returned before the next call.",
+    ),
+    Misuse.WEIGHTS: ('weights divide gradients, and op="sum" was asked for on rank {}.', "Leave the op or the weights out."),
+    Misuse.SHARDS: (
+        "rank {} holds shards of what an earlier synchronisation has brought, which another op would count again.",
+        "Call zero_grad() before the accumulation, or set op in SyncConfig.",
+    ),
+}
+
+
+def misused(misuse: int, ranks: Iterable[int], *, number: int) -> PhaseError:
+    """The error, the same on every rank, of a reduction by hand that is wrong on these."""
+    what, remedy = _MISUSES[Misuse(misuse)]
+    where = f"reduce_gradients_async(), synchronisation {number}"
+    return PhaseError(what.format(", ".join(map(str, sorted(ranks)))), where=where, remedy=remedy)
+
+
 def _place(this_round: Round) -> str:
+    op = "" if this_round.op is None else f', op="{this_round.op}"'
     stepped = {None: "", 0: ", after an optimizer step", 1: ", without an optimizer step since the one before"}
-    return f"synchronisation {this_round.number}{stepped[this_round.mode]}"
+    return f"synchronisation {this_round.number}{stepped[this_round.mode]}{op}"
 
 
 def late_buckets(this_round: Round) -> list[int]:
@@ -22,6 +57,10 @@ def late_buckets(this_round: Round) -> list[int]:
 def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}) -> None:
     """Raises, on every rank, what some rank has reported; `places` asks where all ranks stand, with the place of this one."""
     where = f"synchronisation {this_round.number}, rank {rank}"
+    wrong = {of_rank: misuse for reading in this_round.readings for of_rank, misuse in reading.misuses}
+    if wrong:
+        first = min(wrong.values())
+        raise misused(first, [of_rank for of_rank, misuse in wrong.items() if misuse == first], number=this_round.number)
     failed = _reported(reading.failed_ranks for reading in this_round.readings)
     is_told = this_round.is_eager and (failed or _reported(reading.changed_ranks for reading in this_round.readings))
     if any(reading.ranks_differ for reading in this_round.readings) and not is_told:
@@ -105,19 +144,34 @@ def _reported(flags: Iterable[Sequence[int]]) -> list[int]:
     return sorted({rank for ranks in flags for rank in ranks})
 
 
-def nothing_to_reduce(number: int) -> PhaseError:
-    """The error of a reduction by hand behind a synchronisation."""
-    return PhaseError(
-        "there is nothing to reduce: no accumulation has run since the last synchronisation.",
-        where=f"synchronisation {number}",
-        remedy="Run backward inside accumulate() or no_sync(), then reduce once.",
-    )
-
-
 def synchronised_already(number: int) -> PhaseError:
     """The error of a second reduction beside one that is under way."""
     return PhaseError(
         "gradients are being synchronised already.",
         where=f"synchronisation {number}",
         remedy="Call this outside of backward, and wait for the earlier reduction first.",
+    )
+
+
+def unfrozen_in_backward(name: str, *, rank: int) -> PhaseError:
+    return PhaseError(
+        "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be averaged.",
+        where=f"parameter {name!r}, rank {rank}",
+        remedy="Unfreeze parameters before their backward, and outside of functional_call.",
+    )
+
+
+def frozen_again(name: str, number: int, *, rank: int) -> PhaseError:
+    return PhaseError(
+        "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.",
+        where=f"parameter {name!r}, synchronisation {number}, rank {rank}",
+        remedy="Synchronise once before it is frozen, and drop its gradient now.",
+    )
+
+
+def left_by_newer(name: str) -> PhaseError:
+    return PhaseError(
+        "this module was wrapped again, and the newer wrapper is closed or gone: nobody averages its gradients.",
+        where=f"parameter {name!r}",
+        remedy="Train through the newer wrapper and keep it, or wrap the module anew.",
     )

@@ -44,7 +44,12 @@ class GradientPlaceholder(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"GradientPlaceholder({self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}): a shard of it is here"
 
+    def share_memory_(self) -> GradientPlaceholder:
+        """Has no values to share; torch's would look for their memory. `module.share_memory()` asks gradients too."""
+        return self
+
     @classmethod
+    @private.left_alone
     def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
         cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

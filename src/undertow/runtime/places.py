@@ -17,7 +17,7 @@ from undertow.runtime.hooks import ModuleHook
 
 
 class Places:
-    """Has every module wait for the parameters that its forward and its `state_dict` read, or are loaded.
+    """Has every module wait for the parameters that its forward reads. What reads one elsewhere waits for all (`AwaitedReads`).
 
     A module waits for its own. Which others are read in it (tied weights, a layer that computes with another one's), the
     first training forward shows; until then, and for what that has not read, the forward of the whole model waits.
@@ -40,15 +40,13 @@ class Places:
         self._at_root = _in_order(buckets_of.values())
         self._is_seen = only_root or any(map(private.is_compiled, module.modules()))
         self._reads = None if self._is_seen else _Reads(module, frozenset(buckets_of))
-        self._hooks: list[RemovableHandle] = []
-        for part in module.modules():
+        # Of a backward that has failed, and has stepped nothing that would wait by itself, the other ranks wait for the end.
+        ends = ModuleHook(module, gathers.make_whole)
+        self._hooks: list[RemovableHandle] = [module.register_state_dict_pre_hook(ends)]  # type: ignore[no-untyped-call]
+        for part in module.modules() if not self._is_seen else ():
             buckets = self._buckets(part.parameters(recurse=False))
             if buckets:
-                hook = ModuleHook(part, partial(_wait_for, gathers, buckets))
-                self._hooks.append(part.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-                self._hooks.append(part.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-                if not self._is_seen:
-                    self._wait_in(part, buckets)
+                self._wait_in(part, buckets)
 
     def root_begins(self, *, is_training: bool) -> None:
         """A forward of the whole model."""

@@ -6,7 +6,7 @@ import torch
 
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError
-from undertow.plan import Plan, plan_from_groups, plan_in_order
+from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.profile import Profile
 from undertow.runtime.alone import Alone
 from undertow.runtime.assembly import Assembly
@@ -36,10 +36,23 @@ def measure(watch: Watch, assembly: Assembly, config: SyncConfig, recorder: Reco
     )
 
 
+def sharded_plan(now: Plan, watch: Watch, groups: Groups | None, config: SyncConfig) -> Plan:
+    """The same with large parameters in pieces, the pinned one, or that of the groups to which a sharded optimizer moves."""
+    order = None if watch.order is None else watch.order.take()
+    if groups is not None:
+        return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
+    if config.plan is not None:
+        pinned = first_plan(now.params, config, num_ranks=now.num_ranks, splits=True)
+        if now.num_ranks > 1 or not pinned.split_params:  # one rank alone gathers nothing, and would not join pieces again
+            return pinned
+    order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
+    return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
+
+
 def planned(now: Assembly, watch: Watch, config: SyncConfig) -> Plan | None:
     """The plan that was sent to all ranks for the round that begins: in rank 0's order, or what it has decided on."""
     if now.eager is not None:
-        now.eager.require_confirmed("a second synchronising backward runs")
+        now.eager.require_confirmed("a second backward runs")
     order = None if watch.order is None else watch.order.take()
     groups = None if watch.tuning is None else watch.tuning.take(now.present)
     if watch.tuning is not None:

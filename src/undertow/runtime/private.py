@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.utils import _to_kwargs
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import ConfigError
 
 # Of the backward that this thread is in, the innermost one; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# Inside, functions of torch do not ask the classes of the tensors that they are given.
+as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 _NOBODYS_TAG = (1 << 30) + 1  # nothing is ever sent with it
@@ -39,6 +42,14 @@ def untraced(function: _Function) -> _Function:
     optimizer has imported it by then.
     """
     return cast(_Function, torch._compile._disable_dynamo(function))
+
+
+def left_alone(function: _Function) -> _Function:
+    """The same without a frame around the function, for what autograd calls; compiled code that calls it looks into it."""
+    code, frames = cast(Any, function).__code__, torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -222,6 +233,16 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """For `are_shared`, as long as somebody holds the storages."""
+    return [storage._cdata for storage in storages]
+
+
+def are_shared(addresses: Sequence[int]) -> bool:
+    """Whether more than one tensor refers to any of these storages, each of which is held as an object as well."""
+    return max(map(torch._C._storage_Use_Count, addresses), default=0) > 2
+
+
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies source by source, in one launch per device and dtype where there is one."""
     torch._foreach_copy_(targets, sources)
@@ -243,6 +264,28 @@ def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[..., None]]:
     return tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def hook_gradients(param: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> RemovableHandle:
+    """A post-accumulate hook, also of a frozen parameter, which has it still when it is trained again.
+
+    RuntimeError where it never can be: of integers, as quantized ones are, or made in inference mode.
+    """
+    with _trained(param):
+        return cast(RemovableHandle, param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _trained(param: torch.Tensor) -> Iterator[None]:
+    """Inside, the parameter is trained; autograd has the same node for it when it is thawed later."""
+    if param.requires_grad:
+        yield
+        return
+    param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        param.requires_grad_(False)
+
+
 def is_rpc_running() -> bool:
     """Whether this process takes part in torch.distributed.rpc, without which there is no distributed autograd."""
     rpc = sys.modules.get("torch.distributed.rpc.api")
@@ -251,7 +294,7 @@ def is_rpc_running() -> bool:
 
 def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype of the tensor's gradient, which `tensor.grad_dtype` may set to another one than its own."""
-    return (getattr(tensor, "grad_dtype", None) or tensor.dtype) if tensor.requires_grad and tensor.is_leaf else tensor.dtype
+    return (getattr(tensor, "grad_dtype", None) or tensor.dtype) if tensor.is_leaf else tensor.dtype
 
 
 def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
@@ -267,17 +310,15 @@ def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
 
 def accumulating_node(param: torch.Tensor) -> Any:
     """The node of the graph that adds to the parameter's gradient."""
-    with torch.enable_grad():
+    with _trained(param), torch.enable_grad():
         return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tuple[Any, RemovableHandle]:
     """Has `call` called before a gradient is added to the parameter's `.grad`, as long as the node is held that it returns."""
-    is_trained = param.requires_grad
-    param.requires_grad_(True)  # the node is the same when a frozen parameter is trained again
     node = accumulating_node(param)
-    param.requires_grad_(is_trained)
 
+    @left_alone
     def hook(_gradients: object) -> None:
         call()
 
@@ -341,15 +382,15 @@ def cast_floating(inputs: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.
     return moved
 
 
+def tensors_in(outputs: object) -> list[torch.Tensor]:
+    """The tensors in what a forward returns, as far as torch knows its containers."""
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether torch.compile has taken this module, or `module.compile()` was called."""
     # By name: importing the compiler to ask takes longer than most programs run.
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-
-
-def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called after each step of this optimizer, or of all."""
-    return bool(optimizer._optimizer_step_post_hooks or sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks)
 
 
 def step_unwatched(optimizer: torch.optim.Optimizer) -> None:

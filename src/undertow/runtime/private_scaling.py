@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from undertow.runtime import private
+
 Found = dict[torch.device, Tensor]  # by device, 1.0 where a gradient there is not finite, else 0.0
 Look = Callable[[], Found]
 Around = Callable[[Optimizer, Look], Found]
@@ -36,6 +38,7 @@ def around_unscaling(around: Around) -> Callable[[], None]:
     return undo
 
 
+@private.untraced
 def _unscale_within(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Found:
     look: Look = partial(_unscale, scaler, optimizer, *args, **kwargs)
     for around in reversed(tuple(_arounds)):

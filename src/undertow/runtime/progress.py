@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 
 class Progress:
@@ -18,7 +18,9 @@ class Progress:
         self.is_owed = False
         self.has_begun = False  # a training forward has run since the last synchronisation
         self.has_accumulated = False  # since the last synchronisation
-        self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last one
+        self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last step
+        self._unused_so_far: tuple[str, ...] | None = None  # in the synchronisations of this one
+        self._is_last_run = True  # of the step, which adds up no more gradients
         self._stepped: set[int] = set()  # parameters, by id, that an optimizer has updated since the last round
         self._has_ever_stepped = False
         self._is_after_round = False
@@ -50,20 +52,37 @@ class Progress:
 
     def forward_begins(self, *, is_accumulating: bool) -> None:
         """A training forward."""
+        self.unused = ()
+        if self._is_last_run:
+            self.forgets_unused()
         self.is_owed = not is_accumulating
         self.has_begun = True
         self.has_accumulated |= is_accumulating
 
-    def round_ends(self, *, has_failed: bool) -> None:
+    def round_ends(self, *, has_failed: bool, is_last: bool) -> None:
+        """Has accumulated something still, where it is not the last one of a step: gradients that came are reduced already."""
         self.num_rounds += 1
         self.is_owed = self.has_begun = False
-        self.has_accumulated &= has_failed
+        self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
         self._is_after_round = True
         self._stepped.clear()
+
+    def forgets_unused(self) -> None:
+        """A step begins."""
+        self._unused_so_far = None
+
+    def notes_unused(self, names: tuple[str, ...], *, is_last: bool, is_gone: Callable[[str], bool]) -> None:
+        """A round has found these parameters unused; `is_gone` says of which the user has thrown away what came before."""
+        before = self._unused_so_far
+        unused = names if before is None else tuple(name for name in names if name in before or is_gone(name))
+        self._unused_so_far, self._is_last_run = unused, is_last
+        if is_last:
+            self.unused = unused
 
     def steps(self, params: Collection[int]) -> None:
         """An optimizer updates these parameters, by id."""
         self._stepped.update(params)
+        self._unused_so_far = None
         self._has_ever_stepped = True
 
     def begins_anew(self) -> None:

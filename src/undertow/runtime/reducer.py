@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ class Reducer:
     sharding: Sharding | None = None  # where each rank needs its shards only
     wire: torch.dtype | None = None  # in which what is wider travels
     nonfinite: str = "ignore"  # what to do about gradients that are infinite or no number
+    mean_divisor: float = 1  # of the mean, also where sums are asked for
 
     @classmethod
     def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
@@ -38,7 +40,13 @@ class Reducer:
         divisor, wire = _divisor(group, config), wire_dtype_named(config.wire_dtype)
         is_ordered = config.reduction == "ordered"
         in_order = exchanges_over(group, in_order=True, divisor=divisor, wire=wire) if is_ordered else None
-        return cls(group, config.average_in_collective, divisor, in_order=in_order, wire=wire, nonfinite=config.nonfinite)
+        how = {"in_order": in_order, "wire": wire, "nonfinite": config.nonfinite}
+        mean_divisor = _divisor(group, dataclasses.replace(config, op="mean"))
+        return cls(group, config.average_in_collective, divisor, mean_divisor=mean_divisor, **how)  # type: ignore[arg-type]
+
+    def factor(self, op: str | None) -> float:
+        """What its results are to be multiplied by for that op; None is that of the settings."""
+        return 1.0 if op is None else self.divisor / (1 if op == "sum" else self.mean_divisor)
 
     def __post_init__(self) -> None:
         if self.hook is not None and self.wire is not None:

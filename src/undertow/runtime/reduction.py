@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from functools import partial
 
-from undertow.errors import PhaseError
-from undertow.runtime import private
+from undertow.errors import ConfigError, PhaseError, UndertowError
+from undertow.runtime import outcome, private
+from undertow.runtime.companions import all_of
 from undertow.runtime.engine import Engine
 
 
@@ -15,20 +18,75 @@ class Reduction:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
 
+    @private.untraced
     def wait(self) -> None:
-        """Returns when every `.grad` is the mean over ranks."""
-        for engine in self._engines:
-            engine.complete()
+        """Returns when every `.grad` is the mean over ranks, or what else `op` says."""
+        all_of(*(engine.complete for engine in self._engines))
 
 
-def start_reduction(engines: Sequence[Engine]) -> Reduction:
-    """See Sync.reduce_gradients_async."""
+def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool) -> Reduction:
+    """See Sync.reduce_gradients_async; `op` is None for that of the settings."""
     if private.graph_task_id() != -1:
         raise PhaseError(
             "reduce_gradients_async() was called inside a backward.",
             where="Sync.reduce_gradients_async",
             remedy="Call it after the last backward of the step.",
         )
-    for engine in engines:
-        engine.reduce_accumulated()
-    return Reduction(engines)
+    if op not in (None, "mean", "sum"):
+        raise ConfigError(
+            f'op must be "mean" or "sum", got {op!r}.',
+            where="reduce_gradients_async(op)",
+            remedy="Leave it out for the op of the settings.",
+        )
+    if op is not None and has_hook:
+        raise ConfigError(
+            "with a communication hook it is the hook that divides gradients.",
+            where="reduce_gradients_async(op)",
+            remedy="Leave op out, and have the hook do what you want.",
+        )
+    reduction = Reduction(engines)
+    try:
+        all_of(*(partial(_reduce_accumulated, engine, op) for engine in engines))
+    except UndertowError:
+        with contextlib.suppress(UndertowError):
+            reduction.wait()  # what has left over other groups of ranks
+        raise
+    return reduction
+
+
+def _reduce_accumulated(engine: Engine, op: str | None) -> None:
+    """Sends what was accumulated; `complete` waits for it. PhaseError on every rank where that cannot be right on some."""
+    progress, uses = engine._progress, engine.formation.watch.uses
+    if uses is not None:  # a rank alone
+        if uses.is_over or not progress.has_accumulated:
+            raise outcome.misused(outcome.Misuse.NOTHING, [engine.formation.group.rank], number=progress.num_rounds)
+        uses.reduces()
+        progress.has_accumulated = False
+    elif engine.formation.is_active:
+        misuse = _misuse(engine, op)
+        engine._launch(op=op) if misuse is None else _refuse(engine, misuse)
+
+
+def _misuse(engine: Engine, op: str | None) -> outcome.Misuse | None:
+    """Why what was accumulated cannot be reduced now; ends what is under way."""
+    if engine._open is not None:
+        is_launched = engine._open.is_launched
+        engine._abandon()
+        if is_launched:
+            return outcome.Misuse.TWICE
+    if not engine._progress.has_accumulated:
+        return outcome.Misuse.NOTHING
+    if op is not None and engine.combination.has_weights:
+        return outcome.Misuse.WEIGHTS
+    return outcome.Misuse.SHARDS if op is not None and engine.formation.holds_shards else None
+
+
+def _refuse(engine: Engine, misuse: outcome.Misuse) -> None:
+    """A round that tells all ranks of it; `.grad` and weights stay as they are here."""
+    number = engine._progress.num_rounds
+    with engine.combination.weights_aside():
+        engine._begin(is_synchronised=True)
+        assert engine._open is not None
+        engine._open.round.misuse = misuse
+        engine._give_up(engine._open)
+    raise outcome.misused(misuse, [engine.formation.group.rank], number=number)  # on a device, where others read it later

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import struct
@@ -19,18 +20,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from undertow.foreign import parsed_json, printable
 from undertow.runtime import private
 from undertow.runtime.connections import Socket, address_of_peers, open_sockets
 
 __all__ = ["Neighbour", "Store", "close_all", "make_ring"]
 
 Message = dict[str, Any]
+
+_log = logging.getLogger("undertow")
 
 _MAX_LINE = 1 << 16
 _HEADER = struct.Struct("<QH")  # frames taken of those that came the other way, bytes used
@@ -107,7 +112,8 @@ class Neighbour:
         *lines, self._received = self._received.split(b"\n")
         if len(self._received) > _MAX_LINE:
             self._received = b""
-        return [message for line in lines if (message := _message(line)) is not None], True
+            self._drop("it is too long")
+        return [message for line in lines if (message := self._message(line)) is not None], True
 
     def listen(self, hear: Callable[[Neighbour, list[Message], bool], object]) -> None:
         """Reads in a thread of its own, until the connection is gone."""
@@ -119,8 +125,9 @@ class Neighbour:
                 if messages or not is_there:
                     hear(self, messages, is_there)
 
-        self._thread = threading.Thread(target=reads, name=f"undertow-hears-{self.rank}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=reads, name=f"undertow-hears-{self.rank}", daemon=True)
+        thread.start()
+        self._thread = thread  # now: `close` waits for it, and for none that has not started
 
     def is_stopped(self) -> bool:
         """Whether a signal keeps its process from running, as far as can be seen from here."""
@@ -169,6 +176,20 @@ class Neighbour:
                 self._sent.append(group.send([torch.frombuffer(frame, dtype=torch.uint8)], self._other, _TAG))
                 self._num_sent += 1
 
+    def _message(self, line: bytes) -> Message | None:
+        try:
+            message = parsed_json(line)
+        except ValueError as error:
+            self._drop(str(error))
+            return None
+        if isinstance(message, dict):
+            return message
+        self._drop(f"it is a {type(message).__name__}")
+        return None
+
+    def _drop(self, reason: str) -> None:
+        _log.warning("a message of rank %d cannot be read and is dropped: %s.", self.rank, printable(reason))
+
     def _take(self, frame: bytes) -> None:
         num_taken, size = _HEADER.unpack_from(frame)
         self._received += frame[_HEADER.size : _HEADER.size + size]
@@ -197,18 +218,18 @@ def make_ring(
     store.set(f"{key}/at/{rank}", json.dumps({"host": platform.node(), "process": os.getpid()}))
     store.add(f"{key}/here", 1)
 
-    def missing() -> list[int]:
-        return [other for other in range(num_ranks) if not store.check([f"{key}/at/{other}"])]
+    def missing(place: str) -> list[int]:
+        return [other for other in range(num_ranks) if not store.check([f"{key}/{place}/{other}"])]
 
-    found = _meet(store, f"{key}/here", num_ranks, is_gone=is_gone, missing=missing, each=each)
+    found = _meet(store, f"{key}/here", num_ranks, is_gone=is_gone, missing=partial(missing, "at"), each=each)
     if found is not None:
         return found
     neighbours = _connect(store, key, rank=rank, num_ranks=num_ranks)
     if neighbours is None:
         store.add(f"{key}/apart", 1)
+    store.set(f"{key}/through/{rank}", "")
     store.add(f"{key}/done", 1)
-    others = [other for other in range(num_ranks) if other != rank]
-    found = _meet(store, f"{key}/done", num_ranks, is_gone=is_gone, missing=lambda: others, each=each)
+    found = _meet(store, f"{key}/done", num_ranks, is_gone=is_gone, missing=partial(missing, "through"), each=each)
     if found is None and neighbours is not None and store.add(f"{key}/apart", 0) == 0:
         return neighbours
     close_all(neighbours or ())
@@ -246,8 +267,7 @@ def _meet(
 
 def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neighbour] | None:
     before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-    theirs = json.loads(store.get(f"{key}/at/{after}"))
-    process = theirs["process"] if theirs["host"] == platform.node() else None
+    process = _process_of(store.get(f"{key}/at/{after}"))
     groups, sockets, within = {}, {}, timedelta(seconds=_CONNECT_S)
     try:
         device = private.gloo_device()
@@ -266,9 +286,10 @@ def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neigh
     ]
 
 
-def _message(line: bytes) -> Message | None:
+def _process_of(told: bytes) -> int | None:
+    """The number of a rank's process, where it runs on this machine."""
     with contextlib.suppress(ValueError):
-        message = json.loads(line)
-        if isinstance(message, dict):
-            return message
+        match parsed_json(told):
+            case {"host": str(host), "process": int(process)} if host == platform.node():
+                return process
     return None

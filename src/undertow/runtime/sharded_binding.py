@@ -19,6 +19,7 @@ from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.placeholder import GradientPlaceholder
 from undertow.runtime.shards import ShardPart, in_memory_order
 from undertow.runtime.split import SplitParam, stand_in
+from undertow.runtime.written import Known, has_values
 
 
 class ShardedBinding:
@@ -57,7 +58,9 @@ class ShardedBinding:
         self._live: set[int] = set()  # positions of those that hold an earlier part, to which a new one is added
         self._unused: set[int] = set()
         self.settled: list[Tensor | None] | None = None  # by position, what `.grad` will be
+        self._known = Known()  # what lies in `.grad` and is no placeholder
         self._placeholders = tuple(placeholders)
+        self.look()
         for placeholder, part in zip(placeholders, parts, strict=True):
             placeholder.parts[bucket.index] = part.of_shard(self._shard)
 
@@ -149,6 +152,8 @@ class ShardedBinding:
         for param, grad in zip(self.params, self.settled or (), strict=True):
             param.grad = grad
         self.settled = None
+        if self._unused:
+            self.look()
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -174,6 +179,17 @@ class ShardedBinding:
             grad is not None and not (isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None)
             for grad in (param.grad for param in self.params)
         )
+
+    def look(self, *, only_bound: bool = False) -> None:
+        if not only_bound:
+            grads = [param.grad for param in self.params]
+            self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
+
+    def is_written(self, position: int) -> bool:
+        grad = self.params[position].grad
+        if isinstance(grad, GradientPlaceholder):
+            return grad.added is not None and has_values(grad.added)
+        return grad is not None and not self._known.has(position, grad) and has_values(grad)
 
     def catch_late(self) -> bool:
         for position, split in self._splits.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -41,8 +42,10 @@ class Sharding:
         eager: EagerSteps | None = None,
     ) -> None:
         _require_dense(plan)
+        _require_apart(plan, params)
         self.plan = plan
         self.params = tuple(params)
+        self._ids = frozenset(map(id, params))
         self.strategy = strategy
         self.exchanges, self.across = axes.inside, axes.across
         self.rank = axes.rank  # of all; `group` has those with shards of one another
@@ -100,6 +103,11 @@ class Sharding:
         for flat in self._flats:
             flat.follow()
 
+    def copy_out(self) -> None:
+        """A rank alone has updated its parameters, and nothing gathers them."""
+        for flat in self._flats:
+            flat.copy_out()
+
     def adopt_gradients(self) -> None:
         """Has placeholders take the place of whole gradients, which are the same on every rank; one alone keeps them."""
         whole = [
@@ -129,8 +137,18 @@ class Sharding:
         return dict(zip(self.plan.buckets[bucket].params, grads, strict=True))
 
     def require_synchronised(self, params: Iterable[Tensor]) -> None:
-        """PhaseError where something was added to the gradient of one of these since it was reduced, whoever owns it."""
-        stepped = set(map(id, params))
+        """PhaseError where something was added to the gradient of one of these since it was reduced, whoever owns it.
+
+        So it is where one has a gradient and no part in the layout: it was frozen when gradients were synchronised.
+        """
+        stepped = {id(param): param for param in params}
+        for key, param in stepped.items():
+            if key not in self._ids and param.requires_grad and param.grad is not None:
+                raise PhaseError(
+                    "the optimizer steps on a gradient that is not synchronised: its parameter was frozen in the meantime.",
+                    where=f"a parameter of shape {tuple(param.shape)}, rank {self.rank}",
+                    remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
+                )
         for index, param in enumerate(self.params):
             if isinstance(param.grad, GradientPlaceholder) and param.grad.added is not None and id(param) in stepped:
                 raise self._not_synchronised(index)
@@ -235,6 +253,19 @@ class HeldGradient:
 
     placeholder: GradientPlaceholder
     whole: Tensor  # [numel] of the wide dtype, in memory order
+
+
+def _require_apart(plan: Plan, params: Sequence[Tensor]) -> None:
+    """ConfigError for two parameters over one memory, each of which would be updated as if it were alone."""
+    places = sorted((param.data_ptr(), param.nbytes, index) for index, param in enumerate(params) if param.nbytes)
+    for (start, num_bytes, first), (following, _, second) in pairwise(places):
+        if following < start + num_bytes:
+            names = " and ".join(repr(plan.params[index].name) for index in sorted((first, second)))
+            raise ConfigError(
+                f"parameters {names} lie in the same memory: a sharded optimizer would update each by itself.",
+                where="ShardedOptimizer",
+                remedy="Make them one parameter (second.weight = first.weight), or use a plain optimizer.",
+            )
 
 
 def _require_dense(plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
@@ -18,7 +19,7 @@ from undertow.runtime.axes import Axes
 from undertow.runtime.company import Company
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.engine import Engine
-from undertow.runtime.hooks import is_outermost_forward
+from undertow.runtime.hooks import OutputHook
 from undertow.runtime.nonfinite import Arguments, NonFinite
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
@@ -83,45 +84,64 @@ class ShardedSteps:
         except ConfigError:
             self._axes.close()
             raise
+        eager = self.eager
+        self._output_hook = None if eager is None else module.register_forward_hook(OutputHook(module, eager.forward_ends))
         self._stepper: weakref.ref[Optimizer] | None = None
         self._sharding: Sharding | None = None
         self._places: Places | None = None
         self._is_compiled = is_compiled
-        self._has_run = False  # a forward of the whole module, with gradients, since the last step
         self._is_closed = False
 
     def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool) -> None:
-        """From now on only `stepper` may step. A collective call; PlanMismatch where ranks give different `settings`."""
+        """From now on only `stepper` may step. A collective call; PlanMismatch where ranks give different `settings`.
+
+        ConfigError while an earlier one is there.
+        """
         if is_eager != self.is_eager:
             raise ConfigError(
                 f"an optimizer of this model was made with eager={self.is_eager} before.",
                 where=f"ShardedOptimizer(..., eager={is_eager})",
                 remedy="Wrap the model anew, or make both alike.",
             )
+        earlier = self._earlier()
         if self._group.num_ranks > 1:
-            Agreement(self._group, settings={**settings, **self._settings}, params=[], others=[]).require()
+            described = {"there is an earlier ShardedOptimizer": bool(earlier), **settings, **self._settings}
+            Agreement(self._group, settings=described, params=[], others=[]).require()
+        if earlier:
+            raise ConfigError(
+                f"this model has a ShardedOptimizer already, of {earlier}: its gradients are cut into shards for one optimizer.",
+                where=f"ShardedOptimizer({settings['optimizer'].rpartition('.')[2]}, ...)",
+                remedy="Give all parameters to one ShardedOptimizer, in several groups. Wrap networks that step in turns each "
+                "on its own. To replace the optimizer, `del` the first one before you make another.",
+            )
         self._stepper = weakref.ref(stepper)
         if self.eager is not None:
             self.eager.hand_to(cast(BucketStepper, stepper))
 
+    def _earlier(self) -> str:
+        """The class of the optimizer that is there already; empty where it was dropped."""
+        if self._stepper is not None and self._stepper() is not None:
+            gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
+        earlier: Any = None if self._stepper is None else self._stepper()
+        return "" if earlier is None else str(earlier.optimizer_class.__name__)
+
+    def is_stepper(self, optimizer: Optimizer) -> bool:
+        """Whether that is the one to update the parameters."""
+        return self._stepper is not None and self._stepper() is optimizer
+
     def require_stepper(self, optimizer: Optimizer) -> None:
         """PhaseError for an optimizer that is not the one to update the parameters."""
-        if self._stepper is not None and self._stepper() is not optimizer:
+        if self._stepper is not None and not self.is_stepper(optimizer):
             raise PhaseError(
                 f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
                 where=f"rank {self._group.rank}: each rank has its shards of the gradients only",
-                remedy="Give all parameters to one ShardedOptimizer, and step the one that was made last.",
+                remedy="Give all parameters to the ShardedOptimizer, and step that one.",
             )
 
     def begin(self) -> Sharding:
         """An optimizer steps: what this rank owns, with nothing in flight. The same object while the layout is the same."""
-        if self._is_closed:
-            raise PhaseError(
-                "the model of this optimizer is closed: nobody brings the ranks' shards together.",
-                where=f"ShardedOptimizer, rank {self._group.rank}",
-                remedy="Step before close(), or make a new wrapper and a new optimizer.",
-            )
-        self.wait()
+        self._require_open("Step before close(), or make a new wrapper and a new optimizer.")
+        self._formation.wait_for_parameters()
         sharding = self._formation.shard(self.strategy, self._axes, self.eager)
         if sharding is not self._sharding:
             self._sharding = sharding
@@ -177,16 +197,13 @@ class ShardedSteps:
     def _send(self) -> None:
         if self._formation.is_active:
             self._formation.assembly.gather()
+        elif self._sharding is not None:
+            self._sharding.copy_out()
 
-    def step_ends(self, *, is_read: bool) -> None:
-        """The optimizer has stepped; what `is_read` behind it, by hooks, has come when this returns.
-
-        So has everything where no forward of the whole module has run: where a method of it is trained, nothing else waits for
-        what is read outside of its parts.
-        """
-        if is_read or not self._overlap or not self._has_run:
-            self.wait()
-        self._has_run = False
+    def step_ends(self) -> None:
+        """The optimizer has stepped. Waits where a read could not be seen, or would cut a graph."""
+        if not self._overlap or self._is_compiled or (self._sharding is not None and self._sharding.gathers.is_read_unseen()):
+            self._formation.wait_for_parameters()
 
     @property
     def is_stepped(self) -> bool:
@@ -208,6 +225,7 @@ class ShardedSteps:
                 self.eager.is_due = False  # there is nothing more to confirm
             raise
 
+    @private.untraced
     def wait(self) -> None:
         """Returns when every parameter is what the optimizer has made of it."""
         self._formation.wait_for_parameters()
@@ -216,6 +234,20 @@ class ShardedSteps:
         """Ends a backward that has failed with parameters and state updated in part, before somebody looks at those."""
         if self._sharding is not None:
             self._sharding.gathers.make_whole()
+
+    def make_whole_to_gather(self) -> None:
+        """The same, before all ranks gather the state. PhaseError where they cannot any more."""
+        if self._sharding is not None and self._group.num_ranks > 1:
+            self._require_open("Call state_dict() before close(); save_checkpoint() works afterwards too.")
+        self.make_whole()
+
+    def _require_open(self, remedy: str) -> None:
+        if self._is_closed:
+            raise PhaseError(
+                "the model of this optimizer is closed: nobody brings the ranks' shards together.",
+                where=f"ShardedOptimizer, rank {self._group.rank}",
+                remedy=remedy,
+            )
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of a parameter; a collective call where ranks have shards of it."""
@@ -230,7 +262,6 @@ class ShardedSteps:
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
-        self._has_run |= is_outermost_forward()
         if is_training and self.eager is not None:
             self.eager.require_confirmed("a training forward begins")
         if self._places is not None:
@@ -243,8 +274,11 @@ class ShardedSteps:
     def close(self) -> None:
         """Takes hooks off and ends threads and the group; nothing may be in flight. Gradients in shards are dropped."""
         self._is_closed = True
+        if self._output_hook is not None:
+            self._output_hook.remove()
         if self._sharding is not None:
             self._sharding.drop_gradients()
+            self._sharding.gathers.let_go()
         if self._places is not None:
             self._places.close()
         self._axes.close()
@@ -323,12 +357,14 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     """
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
-    @private.untraced
     def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> NonFinite | None:
         sync, engine = weak_sync(), weak_engine()
         stepped = (param for group in optimizer.param_groups for param in group["params"])
         # An optimizer over shards has other tensors: were it asked of those, every model would look through its parameters.
         params = {id(param) for param in stepped if isinstance(param, nn.Parameter)}
+        if steps and sync is not None and sync._members.replaced.former:  # hence never in a run without such changes
+            is_sharded = sync.steps is not None and sync.steps.is_stepper(optimizer)
+            sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
         if engine is not None and sync is not None and engine.concerns(params):
             sync.require_stepper(optimizer)
             engine.finish_before_step(params, steps=steps)
@@ -339,6 +375,7 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
                 return numbers
         return None
 
+    @private.untraced  # where the step is compiled, so would all be that comes before it
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         numbers = finish(optimizer, steps=True, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
         return None if numbers is None else numbers.before_step(optimizer, args, kwargs)

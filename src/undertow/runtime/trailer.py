@@ -24,6 +24,7 @@ class Verdict:
     has_other_buffers: bool  # than those that were compared
     late_buckets: Sequence[int]
     busy_ms: float  # since this rank left the previous round
+    misuse: int = 0  # why a reduction by hand cannot be right here, if not 0: in place of a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class Reading:
     some_have_weights: bool = False
     some_have_none: bool = False
     failed_ranks: tuple[int, ...] = ()
+    misuses: tuple[tuple[int, int], ...] = ()  # of those, the ranks with a reduction by hand that cannot be right, and why
     changed_ranks: tuple[int, ...] = ()
     other_buffers_ranks: tuple[int, ...] = ()
     late_buckets: tuple[int, ...] = ()
@@ -114,6 +116,7 @@ class TrailerCodec:
             some_have_weights=some_have_weights,
             some_have_none=some_have_none,
             failed_ranks=_set_flags(self._flags(flags, fields.failed)),
+            misuses=self._misuses(trailer[fields.failed.start - fields.start : fields.failed.stop - fields.start]),
             changed_ranks=_set_flags(self._flags(flags, fields.changed)),
             other_buffers_ranks=_set_flags(self._flags(flags, fields.buffers)),
             late_buckets=_set_flags(self._flags(flags, fields.late)),
@@ -129,7 +132,7 @@ class TrailerCodec:
     def _write_verdict(self, verdict: Verdict) -> None:
         fields = self._fields
         values = [0.0] * (fields.stop - fields.failed.start)
-        values[verdict.rank] = float(verdict.has_failed)
+        values[verdict.rank] = float(verdict.misuse or verdict.has_failed)
         values[fields.changed[verdict.rank] - fields.failed.start] = float(verdict.has_changed)
         values[fields.buffers[verdict.rank] - fields.failed.start] = float(verdict.has_other_buffers)
         for bucket in verdict.late_buckets:
@@ -139,6 +142,11 @@ class TrailerCodec:
         # Not into `_mine`: what all ranks report alike must not look as if there were nothing to read.
         verdict_part = self._bucket.storage[fields.failed.start : fields.stop]
         verdict_part.copy_(to_device(values, self._mine.dtype, self._mine.device))
+
+    def _misuses(self, failed: Tensor) -> tuple[tuple[int, int], ...]:
+        """Small whole numbers, which any dtype keeps apart, also where the sum over ranks was divided."""
+        reasons = [round(abs(value) * self._divisor) for value in failed.tolist()]
+        return tuple((rank, reason) for rank, reason in enumerate(reasons) if reason > 1)
 
     def _trailer(self) -> Tensor:
         return self._bucket.storage[self._fields.start : self._fields.stop]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import time
@@ -96,10 +97,11 @@ def where_of(member: Member) -> str:
 
 
 @contextlib.contextmanager
-def over_users(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside it torch's own code waits for other ranks over a group of the user's: it ends with the reason where one is gone.
+def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None]:
+    """Inside it this rank waits for other ranks over a group of the user's: it ends with the reason where one is gone.
 
-    Known is that where a model is synchronised over the same ranks. It may take as long as it will: nobody is late.
+    Known is that where a model is synchronised over the same ranks. Without a name for `what` is waited for it may take as long
+    as it will: nobody is late.
     """
     ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
     ring = GUARD.ring_of(ranks, dist.group.WORLD)
@@ -111,7 +113,7 @@ def over_users(group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         ring.counts_failures(member)  # behind that: what comes later interrupts the group
         require_no_fault(member)
-        with Waiting(member, ""):
+        with Waiting(member, what):
             yield
     finally:
         member.borrowed = before
@@ -153,23 +155,32 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, world: obje
     store, members = private.default_store(), "_".join(map(str, ranks))
     began_s, told_s = time.monotonic(), time.monotonic()
     patience = private.timeout_of(world) if isinstance(world, dist.ProcessGroup) else None
-    patience_s = 1800.0 if patience is None else patience.total_seconds()
+    patience_s = min(limits.stall_timeout_s, 1800.0 if patience is None else patience.total_seconds())
     where = f"the making of a process group, rank {rank}"
+
+    def give_up(late: Sequence[int]) -> None:
+        raise faults.never_came(late, patience_s).error(where)
 
     def each(late: Sequence[int]) -> None:
         nonlocal told_s
         waited_s, named = time.monotonic() - began_s, ", ".join(map(str, late))
+        if store.check([over]):
+            give_up(json.loads(store.get(over)))
         if waited_s > patience_s:
-            raise faults.never_came(late, patience_s).error(where)
+            store.set(over, json.dumps(list(late)))
+            give_up(late)
         if time.monotonic() - told_s > limits.stall_warning_s:
             told_s = time.monotonic()
             faults.tell(f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronise a model.")
 
     try:
-        number = (int(store.add(f"undertow/ring/{members}", 1)) - 1) // len(ranks)
+        number = int(store.add(f"undertow/ring/{members}/tries/{rank}", 1))
+        key = f"undertow/ring/{members}/{number}"
+        over = f"{key}/over"  # for ranks that come when others have given up
+        each(())
         neighbours = make_ring(
             store,
-            f"undertow/ring/{members}/{number}",
+            key,
             rank=rank,
             num_ranks=len(ranks),
             is_gone=lambda other: private.is_gone(ranks[other]),

@@ -8,7 +8,9 @@ depend on the speed of the network which ranks have divided already.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 
@@ -182,6 +184,21 @@ class Weights:
         Of an earlier one no backward has come: its forward has failed, or was for something else.
         """
         self._next = _checked(weight)
+
+    @property
+    def are_given(self) -> bool:
+        """Whether this rank has some for what comes next, or all ranks have had some."""
+        return self._are_sent or self._next is not None or self._accumulated is not None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, none are given; afterwards those that were."""
+        kept = self._next, self._accumulated
+        self._next = self._accumulated = None
+        try:
+            yield
+        finally:
+            self._next, self._accumulated = kept
 
     def forget_gradients(self, *, has_accumulated: bool) -> None:
         """The user has thrown them away."""

@@ -60,21 +60,16 @@ class _Thread(threading.Thread):
         self._is_broken = is_broken
 
     def start(self) -> None:
+        # First: the process may end at this moment, for a worker may start another one, and no thread waits for one that has
+        # not started. It cannot end before it is registered, for nobody can tell it to.
+        super().start()
         atexit.register(self._is_waited_for)
         self._finalizer = multiprocessing.util.Finalize(None, self._is_waited_for, exitpriority=200)  # ends without atexit
-        try:
-            super().start()
-        except RuntimeError:  # there are too many
-            self._is_forgotten()
-            raise
 
     def run(self) -> None:
         while (item := self.work.get()) is not None:
             item()
             del item  # or its tensors would stay alive until the next one
-        self._is_forgotten()
-
-    def _is_forgotten(self) -> None:
         atexit.unregister(self._is_waited_for)
         self._finalizer.cancel()
 

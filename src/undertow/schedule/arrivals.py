@@ -104,6 +104,13 @@ class Arrivals:
         """Parameters that have arrived in this round."""
         return {param for param, state in enumerate(self._states) if state == _ARRIVED}
 
+    @property
+    def absent(self) -> set[int]:
+        """Parameters that have not arrived in this round."""
+        if self._states.count(_ARRIVED) == len(self._states):
+            return set()
+        return {param for param, state in enumerate(self._states) if state != _ARRIVED}
+
     def missing(self, bucket: int) -> frozenset[int]:
         """Parameters of `bucket` that have not arrived in this round."""
         if self._num_pending[bucket] <= 0:

@@ -1,0 +1,278 @@
+"""The `.metadata` of a checkpoint: which tensors and values there are, and in which bytes of which files.
+
+torch.distributed.checkpoint writes it as a pickle of its own classes. The file may come from anybody, so it is not unpickled:
+only the opcodes that Python's pickler writes for those classes are known here, and they build texts, numbers, lists, dicts
+and `_Made`, which is a note of what the pickle asks for. No class is looked up, nothing is called, and no attribute is set.
+All of it is checked before any of it is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from reprlib import repr as brief
+from typing import Any
+
+import torch
+
+from undertow.foreign import MOST_LEVELS
+
+__all__ = ["Entry", "Piece", "file_sizes", "stored_entries"]
+
+Sizes = tuple[int, ...]
+
+_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # what they mean is stored elsewhere
+_DTYPES = {str(it): it for it in vars(torch).values() if isinstance(it, torch.dtype) and it not in _QUANTIZED}
+_MOST = 2**63 - 1  # bytes, elements
+
+_OF_TORCH = "torch.distributed.checkpoint.metadata"
+_METADATA, _TENSOR, _VALUE = f"{_OF_TORCH}.Metadata", f"{_OF_TORCH}.TensorStorageMetadata", f"{_OF_TORCH}.BytesStorageMetadata"
+_PROPERTIES, _CHUNK, _INDEX = f"{_OF_TORCH}.TensorProperties", f"{_OF_TORCH}.ChunkStorageMetadata", f"{_OF_TORCH}.MetadataIndex"
+_PLACE, _SIZE = "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.Size"
+_STRIDED = ("torch.serialization._get_layout", ("torch.strided",))
+_NAMES = {
+    *(_METADATA, _TENSOR, _VALUE, _PROPERTIES, _CHUNK, _INDEX, _PLACE, _SIZE, _STRIDED[0], *_DTYPES),
+    *(f"{_OF_TORCH}.StorageMeta", f"{_OF_TORCH}._MEM_FORMAT_ENCODING"),
+    *(f"{module}.{system}Path" for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The elements of a tensor from `offsets` on, `sizes` of them, and the bytes that hold them; of a value neither."""
+
+    offsets: Sizes
+    sizes: Sizes
+    file: str
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor, or one value that is not a tensor: then `dtype` and `shape` are None, and it is one piece."""
+
+    name: str
+    path: tuple[str | int, ...]
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype | None = None
+    shape: Sizes | None = None
+
+
+def stored_entries(data: bytes) -> dict[str, Entry]:
+    """What a `.metadata` says, by name. Raises an exception of any kind where it is not as torch's writer writes it.
+
+    The pieces of a tensor make up all of it, and no byte belongs to two of them.
+    """
+    metadata = _fields(_Reader(BytesIO(data)).load(), _METADATA)
+    described, paths = _table(metadata["state_dict_metadata"]), _table(metadata["planner_data"])
+    places = _places(metadata["storage_data"])
+    if described.keys() != paths.keys():
+        raise ValueError("it describes other names than it has paths for")
+    entries = {name: _entry(name, _path(paths[name], name), found, places) for name, found in described.items()}
+    if places:
+        raise ValueError(f"nothing is said of {brief(next(iter(places))[0])}")
+    _require_apart(entries.values())
+    return entries
+
+
+def file_sizes(entries: Iterable[Entry]) -> dict[str, int]:
+    """The files that hold the entries, and how many bytes each has."""
+    sizes: dict[str, int] = {}
+    for piece in itertools.chain.from_iterable(entry.pieces for entry in entries):
+        sizes[piece.file] = max(sizes.get(piece.file, 0), piece.start + piece.num_bytes)
+    return sizes
+
+
+@dataclass(slots=True, eq=False)
+class _Made:
+    """That the pickle asks for `name` to be called with `arguments`, and for it to have `state`."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    state: Any = field(default=None)
+
+
+_Unpickler: Any = pickle._Unpickler  # the one in Python, whose opcodes are a table
+
+
+class _Reader(_Unpickler):  # type: ignore[misc]
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in _NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        return f"{module}.{name}"
+
+    def _make(self) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
+        if not isinstance(arguments, tuple) or name not in _NAMES:
+            raise pickle.UnpicklingError("it calls what is not a class")
+        self.stack.append(_Made(name, arguments))
+
+    def _give_state(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if not isinstance(made, _Made) or made.state is not None:
+            raise pickle.UnpicklingError("it changes what is made already")
+        made.state = state
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()
+        self._put(self.stack[-1], zip(items[::2], items[1::2], strict=True))
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._put(self.stack[-1], [(key, value)])
+
+    def _put(self, into: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in pairs:
+            if type(into) is not dict or key in into:
+                raise pickle.UnpicklingError("it has a key twice")
+            into[key] = value
+
+    # Those of protocols 4 and 5. Others reach further, or reserve memory for as much as they say that there is.
+    dispatch = {
+        code[0]: _Unpickler.dispatch[code[0]]
+        for code in (
+            *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+            *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+            *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+            *(pickle.TUPLE, pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.STACK_GLOBAL),
+        )
+    } | {
+        pickle.NEWOBJ[0]: _make,
+        pickle.REDUCE[0]: _make,
+        pickle.BUILD[0]: _give_state,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+    }
+
+
+def _entry(name: str, path: tuple[str | int, ...], found: Any, places: dict[tuple[str, Sizes | None], Piece]) -> Entry:
+    if isinstance(found, _Made) and found.name == _VALUE:
+        return Entry(name=name, path=path, pieces=(places.pop((name, None)),))
+    fields = _fields(found, _TENSOR)
+    dtype, layout, *_ = _state(fields["properties"], _PROPERTIES, tuple)
+    if not isinstance(layout, _Made) or (layout.name, layout.arguments) != _STRIDED:
+        raise ValueError(f"{brief(name)} has another layout than tensors that are saved")
+    shape = _sizes(fields["size"])
+    chunks = [_fields(chunk, _CHUNK) for chunk in fields["chunks"]]
+    extents = [(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
+    _require_whole(name, shape, extents)
+    pieces = []
+    for offsets, sizes in extents:
+        place = places.pop((name, offsets))
+        if math.prod(sizes) * _DTYPES[dtype].itemsize > place.num_bytes:
+            raise ValueError(f"{place.num_bytes} bytes do not hold {sizes} of {brief(name)}")
+        pieces.append(Piece(offsets=offsets, sizes=sizes, file=place.file, start=place.start, num_bytes=place.num_bytes))
+    return Entry(name=name, path=path, pieces=tuple(pieces), dtype=_DTYPES[dtype], shape=shape)
+
+
+def _places(table: Any) -> dict[tuple[str, Sizes | None], Piece]:
+    """Where the bytes of each piece are, by the name of its entry and its offsets."""
+    places: dict[tuple[str, Sizes | None], Piece] = {}
+    for key, value in _checked(table, dict).items():
+        index, info = _fields(key, _INDEX), _fields(value, _PLACE)
+        offset, file = index.get("offset"), info["relative_path"]
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise ValueError(f"{brief(file)} is not a file of this checkpoint")
+        if info.get("transform_descriptors"):
+            raise ValueError(f"{brief(file)} is to be transformed")
+        start, num_bytes = _count(info["offset"]), _count(info["length"])
+        name, offsets = _checked(index["fqn"], str), None if offset is None else _sizes(offset)
+        if (name, offsets) in places or start + num_bytes > _MOST:
+            raise ValueError(f"{brief(name)} is stored twice, or beyond all files")
+        places[name, offsets] = Piece(offsets=offsets or (), sizes=(), file=file, start=start, num_bytes=num_bytes)
+    return places
+
+
+def _require_whole(name: str, shape: Sizes, extents: Sequence[tuple[Sizes, Sizes]]) -> None:
+    """ValueError where the pieces are not `shape` exactly: the rest would be whatever was in memory.
+
+    Ranks write ranges of a tensor as it lies in memory: rows, and parts of rows. Neighbours that are alike in all other
+    dimensions become one, innermost first, until one is left.
+    """
+    if math.prod(shape) > _MOST or any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in extents):
+        raise ValueError(f"{brief(name)} has a shape that cannot be")
+    if math.prod(shape) == 0:
+        return
+    left, before = list(extents), len(extents) + 1
+    while 1 < len(left) < before:
+        before = len(left)
+        for dim in reversed(range(len(shape))):
+            left = _joined(left, dim)
+    if left != [((0,) * len(shape), shape)]:
+        raise ValueError(f"the pieces of {brief(name)} do not make up all of it")
+
+
+def _joined(extents: Sequence[tuple[Sizes, Sizes]], dim: int) -> list[tuple[Sizes, Sizes]]:
+    """With each that begins where another one ends in this dimension joined to it."""
+
+    def others(extent: tuple[Sizes, Sizes]) -> tuple[Any, ...]:
+        offsets, sizes = extent
+        return offsets[:dim], offsets[dim + 1 :], sizes[:dim], sizes[dim + 1 :]
+
+    joined: list[tuple[Sizes, Sizes]] = []
+    for offsets, sizes in sorted(extents, key=lambda extent: (others(extent), extent[0][dim])):
+        if joined and others(joined[-1]) == others((offsets, sizes)):
+            first, length = joined[-1]
+            if first[dim] + length[dim] == offsets[dim]:
+                joined[-1] = first, (*length[:dim], length[dim] + sizes[dim], *length[dim + 1 :])
+                continue
+        joined.append((offsets, sizes))
+    return joined
+
+
+def _require_apart(entries: Iterable[Entry]) -> None:
+    """ValueError where two pieces share bytes: a small file could then ask for any amount of memory."""
+    pieces = sorted((piece.file, piece.start, piece.num_bytes) for entry in entries for piece in entry.pieces)
+    for (file, start, num_bytes), (following, later, _) in itertools.pairwise(pieces):
+        if file == following and start + num_bytes > later:
+            raise ValueError(f"two entries share bytes of {file}")
+
+
+def _path(path: Any, name: str) -> tuple[str | int, ...]:
+    steps = _checked(path, tuple)
+    is_sound = 1 < len(steps) <= MOST_LEVELS and all(type(step) in (str, int) for step in steps)
+    if not is_sound or ".".join(map(str, steps)) != name:
+        raise ValueError(f"the path of {brief(name)} is another one")
+    return tuple(steps)
+
+
+def _fields(value: Any, name: str) -> Mapping[str, Any]:
+    return _table(_state(value, name, dict))
+
+
+def _state(value: Any, name: str, kind: type) -> Any:
+    if not isinstance(value, _Made) or value.name != name or value.arguments:
+        raise ValueError(f"it has something else than a {name.rpartition('.')[2]}")
+    return _checked(value.state, kind)
+
+
+def _table(value: Any) -> dict[str, Any]:
+    table: dict[str, Any] = _checked(value, dict)
+    for key in table:
+        _checked(key, str)
+    return table
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"it has a {type(value).__name__} and not a {kind.__name__}")
+    return value
+
+
+def _sizes(value: Any) -> Sizes:
+    if not isinstance(value, _Made) or value.name != _SIZE or value.state is not None or len(value.arguments) != 1:
+        raise ValueError("it has something else than a torch.Size")
+    return tuple(map(_count, _checked(value.arguments[0], tuple)))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError("it has a size or an offset that cannot be")
+    return value

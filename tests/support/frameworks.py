@@ -1,0 +1,206 @@
+"""Runs a training recipe of a real framework on two ranks, with torch's DDP class and with Undertow's, and compares the results.
+
+How to use it, in a file of `tests/frameworks`:
+
+    from support.frameworks import Wrapper, require_installed, same_as_torch
+
+    require_installed("lightning")  # at the top of the file: skips it, or fails under CI=true, if the package is missing
+
+    def recipe(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:  # runs on each rank, so it is a function of the module
+        from support import lightning_recipes as recipes  # frameworks are imported in ranks, never in pytest's own process
+        module = recipes.Regression()
+        recipes.trainer_of(wrapper, default_root_dir=folder).fit(module, recipes.loader())
+        return state_of(module)  # tensors that must be the same with both classes
+
+    def test_it_trains_as_torchs_class_does(framework_ranks: Ranks, tmp_path: Path) -> None:
+        same_as_torch(framework_ranks, recipe, tmp_path)
+
+`same_as_torch` calls the recipe twice on each rank, from the same seed: with a subclass of torch's class, then with a
+subclass of Undertow's. The recipe must construct a wrapper of the class it is given. Path arguments become a folder for
+each class, which both ranks share. Wrappers are closed afterwards, and the frameworks' global state is reset.
+
+A recipe that torch's class cannot do (a sharded optimizer) runs with other classes: `compare(ranks, recipe, first, second,
+*args)` takes two classes, for example `configured(SyncConfig(strategy="zero1"))`, which is Undertow's class with settings.
+
+How a framework gets the class: `lightning_strategy(wrapper)` and `fabric_strategy(wrapper)` make a strategy for
+Trainer and Fabric; within `torchs_name_is(wrapper)` Accelerate and the HF Trainer find the class under torch's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from support.ranks import Ranks
+from undertow import DistributedDataParallel, SyncConfig
+
+Wrapper = type[TorchDistributedDataParallel]
+Recipe = Callable[..., dict[str, Tensor]]
+
+TIMEOUT_S = 120.0  # the first recipe imports its framework, on both ranks at once
+
+# Frameworks warn about their own and each other's calls; all other warnings are errors in ranks.
+IGNORED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),  # Lightning's data loading, to torch
+    (r"The '\w+' does not have many workers", UserWarning),  # Lightning's advice on data loading
+)
+
+
+def require_installed(*packages: str) -> None:
+    """Skips the calling test module if a package is missing; a failure instead under CI=true."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if not missing:
+        return
+    reason = f"not installed: {', '.join(missing)}. Install the extra: pip install 'undertow[integrations]'"
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        pytest.fail(f"CI must not skip tests of frameworks; {reason}", pytrace=False)
+    pytest.skip(reason, allow_module_level=True)
+
+
+def same_as_torch(ranks: Ranks, recipe: Recipe, *args: Any, timeout_s: float = TIMEOUT_S) -> None:
+    """Requires that `recipe(wrapper, *args)` gives bit-identical tensors with torch's class and with Undertow's."""
+    compare(ranks, recipe, TorchDistributedDataParallel, DistributedDataParallel, *args, timeout_s=timeout_s)
+
+
+def compare(ranks: Ranks, recipe: Recipe, first: Any, second: Any, *args: Any, timeout_s: float = TIMEOUT_S) -> None:
+    """Requires bit-identical tensors of `recipe` with two classes; each is a class or what `configured` returns."""
+    ranks.run(_compare, recipe, first, second, args, timeout_s=timeout_s)
+
+
+class configured:  # noqa: N801  reads as a verb, and must be sent to ranks
+    """Undertow's class with settings, for `compare`: frameworks that construct the wrapper do not know of `config`."""
+
+    def __init__(self, config: SyncConfig) -> None:
+        self.config = config
+
+    def wrapper(self) -> Wrapper:
+        config = self.config
+
+        class Configured(DistributedDataParallel):
+            def __init__(self, *args: Any, **arguments: Any) -> None:
+                super().__init__(*args, **arguments, config=config)
+
+        return Configured
+
+
+def _compare(recipe: Recipe, first: Any, second: Any, args: tuple[Any, ...]) -> None:
+    wanted = run_recipe(recipe, first, *_with_own_folders(args, "first"))
+    found = run_recipe(recipe, second, *_with_own_folders(args, "second"))
+    assert wanted, "the recipe returned nothing to compare"
+    assert found.keys() == wanted.keys()
+    different = [f"{name}: {found[name]} != {tensor}" for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+    assert not different, "\n".join(different)
+
+
+def _with_own_folders(args: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    own = tuple(arg / name if isinstance(arg, Path) else arg for arg in args)
+    for folder in own:
+        if isinstance(folder, Path):
+            folder.mkdir(exist_ok=True)
+    return own
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of an unwrapped module, and rank 0's buffers: other ranks' follow them once a step, here or there."""
+    tensors = dict(module.named_parameters())
+    return tensors if dist.get_rank() else {**tensors, **dict(module.named_buffers())}
+
+
+def run_recipe(recipe: Recipe, chosen: Any, *args: Any) -> dict[str, Tensor]:
+    """The recipe's tensors on this rank; it must have constructed a wrapper of the class `chosen`."""
+    wrapper, made = _recorded(chosen.wrapper() if isinstance(chosen, configured) else chosen)
+    with as_launched():
+        try:
+            torch.manual_seed(0)
+            tensors = {name: tensor.detach().clone() for name, tensor in recipe(wrapper, *args).items()}
+        finally:
+            wrappers = [ddp for ddp in (reference() for reference in made) if ddp is not None]
+            for ddp in wrappers:
+                if isinstance(ddp, DistributedDataParallel):
+                    ddp.close()
+    assert made, f"the recipe never constructed {wrapper.__mro__[1].__name__}"
+    return tensors
+
+
+def _recorded(wrapper: Wrapper) -> tuple[Wrapper, list[weakref.ref[Any]]]:
+    """A subclass of `wrapper`, and the list of the instances that will have been made."""
+    made: list[weakref.ref[Any]] = []
+
+    class Recorded(wrapper):
+        def __init__(self, *args: Any, **arguments: Any) -> None:
+            super().__init__(*args, **arguments)
+            made.append(weakref.ref(self))
+
+    return Recorded, made
+
+
+@contextlib.contextmanager
+def as_launched() -> Iterator[None]:
+    """The environment that a launcher gives a process, around one recipe; frameworks find the group of the pooled rank."""
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # nobody connects: the group exists
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+    with mock.patch.dict(os.environ, variables), warnings.catch_warnings():
+        for message, category in IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message, category=category)
+        try:
+            yield
+        finally:
+            if "accelerate" in sys.modules:
+                importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+                importlib.import_module("accelerate.state").GradientState._reset_state()
+
+
+@contextlib.contextmanager
+def torchs_name_is(wrapper: Wrapper) -> Iterator[None]:
+    """Accelerate, and with it the HF Trainer, looks the class up under torch's name whenever it wraps."""
+    with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", wrapper):
+        yield
+
+
+def lightning_strategy(wrapper: Wrapper, **arguments: Any) -> Any:
+    """Lightning's DDP strategy for `Trainer(strategy=...)`, which wraps by `wrapper`; `arguments` are the wrapper's."""
+    strategies = importlib.import_module("lightning.pytorch.strategies")
+    environments = importlib.import_module("lightning.fabric.plugins.environments")
+
+    class Strategy(strategies.DDPStrategy):
+        def _setup_model(self, model: Any) -> Any:
+            return wrapper(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    return Strategy(cluster_environment=environments.LightningEnvironment(), **arguments)
+
+
+def fabric_strategy(wrapper: Wrapper, **arguments: Any) -> Any:
+    """Fabric's DDP strategy for `Fabric(strategy=...)`, which wraps by `wrapper`."""
+    strategies = importlib.import_module("lightning.fabric.strategies")
+    environments = importlib.import_module("lightning.fabric.plugins.environments")
+
+    class Strategy(strategies.DDPStrategy):
+        def setup_module(self, module: Any) -> Any:
+            return wrapper(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    return Strategy(cluster_environment=environments.LightningEnvironment(), **arguments)

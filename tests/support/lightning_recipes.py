@@ -1,0 +1,153 @@
+"""Modules and loaders for recipes with Lightning; imported in ranks only, since loading Lightning takes seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from support.frameworks import Wrapper, lightning_strategy
+
+# A Trainer that trains and writes nothing.
+SETTINGS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def trainer_of(wrapper: Wrapper, *, max_epochs: int = 1, **settings: Any) -> pl.Trainer:
+    """A Trainer that wraps by `wrapper`; `strategy` holds arguments of the wrapper."""
+    strategy = lightning_strategy(wrapper, **settings.pop("strategy", {}))
+    return pl.Trainer(strategy=strategy, max_epochs=max_epochs, **{**SETTINGS, **settings})
+
+
+def loader() -> DataLoader[Any]:
+    """Six batches on each of two ranks; every call gives the same numbers."""
+    x = torch.randn(48, 6, generator=torch.Generator().manual_seed(3))
+    return DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=4)
+
+
+class Regression(pl.LightningModule):
+    """Automatic optimization, with a scheduler and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return mse_loss(self.net(x), y)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class ManualRegression(Regression):
+    """Manual optimization: a step for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class AccumulatingRegression(ManualRegression):
+    """Manual optimization: a step for every third batch, and no synchronization before it."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        steps = index % 3 == 2
+        with optimizer.toggle_model(sync_grad=steps):
+            self.manual_backward(self.loss(batch) / 3)
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class SometimesUnused(ManualRegression):
+    """Manual optimization: a layer that only every second loss uses, on one of the ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(6, 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        outputs = self.net(x)
+        if self.trainer.global_step % 2 and self.global_rank == 1:
+            outputs = outputs + self.extra(x)
+        return mse_loss(outputs, y)
+
+
+class TwoOptimizers(ManualRegression):
+    """Manual optimization: two losses and two optimizers in one step, nothing frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        first, second = self.optimizers()
+        x, y = batch
+        for optimizer, net in ((first, self.net), (second, self.other)):
+            optimizer.zero_grad()
+            self.manual_backward(mse_loss(net(x), y))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (self.net, self.other)]
+
+
+class Adversarial(pl.LightningModule):
+    """A GAN as Lightning's documentation has it: each optimizer is toggled, stepped and untoggled within one training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.automatic_optimization = False
+
+    def verdict(self, x: Tensor, *, is_real: bool) -> Tensor:
+        logits = self.discriminator(x)
+        return binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(is_real)))
+
+    def training_step(self, batch: Any, index: int) -> None:
+        real, _ = batch
+        noise = real[:, :3]
+        generator, discriminator = self.optimizers()
+
+        self.toggle_optimizer(generator)
+        self.manual_backward(self.verdict(self.generator(noise), is_real=True))
+        generator.step()
+        generator.zero_grad()
+        self.untoggle_optimizer(generator)
+
+        self.toggle_optimizer(discriminator)
+        fake = self.generator(noise).detach()
+        self.manual_backward((self.verdict(real, is_real=True) + self.verdict(fake, is_real=False)) / 2)
+        discriminator.step()
+        discriminator.zero_grad()
+        self.untoggle_optimizer(discriminator)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), lr=1e-2) for net in (self.generator, self.discriminator)]
