@@ -1,19 +1,22 @@
 """What a rank owns of a bucket: its shard of the parameters, in the memory where the whole of them is used.
 
-flat        | parameter | parameter | parameter | padding |      one allocation; each parameter is a view of it
+flat        | parameter | parameter | parameter | padding |      one allocation; each parameter is a tensor over its part
 own                     |   own shard   |                        a rank's equal part of it, gathered in place
 parts                   | part  | part  |                        of each parameter what lies in that, 1-D; may be empty
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from undertow.plan import Bucket, Slot
+from undertow.runtime import private
 from undertow.runtime.buckets import strides_of_gradient
 
 
@@ -59,7 +62,11 @@ def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[Sha
 
 
 class FlatParams:
-    """Moves the parameters of one bucket into one piece of memory."""
+    """Moves the parameters of one bucket into one piece of memory.
+
+    Those that lie in other buckets too keep memory of their own, into which the gathered pieces are copied. So do those whose
+    memory something else refers to (a `state_dict()` that is kept, `param.data`, another process), which is to see every step.
+    """
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], parts: Sequence[ShardPart], *, num_ranks: int) -> None:
         self.params = tuple(params)
@@ -67,43 +74,97 @@ class FlatParams:
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
         device = torch.device(bucket.device)
         self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=device)  # [ranks * shard], padded
-        # Of parameters in several buckets, which keep memory of their own; with the strides that they are to have.
-        self._pieces: list[tuple[Slot, ShardPart, Tensor, tuple[int, ...]]] = []
-        self._places: list[tuple[Tensor, Tensor]] = []  # the others, and the views that they are
-        with torch.no_grad():
-            for slot, part, param in zip(bucket.slots, parts, params, strict=True):
-                strides = strides_of_gradient(param)
-                if slot.numel != param.numel():
-                    self._pieces.append((slot, part, param, strides))
-                    continue
-                place = self.flat.as_strided(param.shape, strides, slot.start)
-                self._places.append((param, place))
-                _put(param, place)
-        self._pointers = self._present_pointers()
+        self._slots = [
+            _Slot(slot, part, param, strides_of_gradient(param), is_whole=slot.numel == param.numel())
+            for slot, part, param in zip(bucket.slots, parts, params, strict=True)
+        ]
+        self.whole_params = tuple(slot.param for slot in self._slots if slot.is_whole)
+        self.split_params = tuple(slot.param for slot in self._slots if not slot.is_whole)
+        self._apart: dict[int, _Slot] = {}  # by position, those with memory of their own
+        self._pointers = [-1] * len(params)  # where each was when we last looked
+        self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay theirs
+        self._addresses: list[int] = []
+        self._copying = threading.Lock()
         self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
         """Takes over what somebody else has written: into other memory (`param.data = ...`), or where pieces come from."""
-        if self._present_pointers() != self._pointers:
-            for param, place in self._places:
-                if param.data_ptr() != place.data_ptr():
-                    _put(param, place)
-        for _, part, param, strides in self._pieces:  # of which the other ranks' parts come with the next gather
-            part.of_bucket(self.flat).copy_(_in_memory(param, strides)[part.start : part.stop])
+        moved = {position for position, slot in self._apart.items() if slot.is_whole}  # nobody may refer to them any more
+        if moved or self._present_pointers() != self._pointers:
+            for position, slot in enumerate(self._slots):
+                if position in moved or slot.param.data_ptr() != self._pointers[position]:
+                    self._take_over(position, slot)
+            self._pointers = self._present_pointers()
+            self._storages = [param.untyped_storage() for param in self.params]
+            self._addresses = private.addresses_of(self._storages)
+        for slot in self._apart.values():  # of which the other ranks' parts come with the next gather
+            if slot.is_whole:
+                self._place(slot).copy_(slot.param)
+            else:
+                slot.part.of_bucket(self.flat).copy_(slot.in_memory()[slot.part.start : slot.part.stop])
 
     def copy_out(self) -> None:
-        """What is in pieces gets its own: called when all of `flat` is there, maybe from another thread."""
-        for slot, _, param, strides in self._pieces:
-            _in_memory(param, strides)[slot.first : slot.first + slot.numel] = self.flat[slot.start : slot.stop]
+        """What has memory of its own gets its piece: called when all of `flat` is there, maybe from another thread."""
+        with self._copying, private.as_plain_tensors():  # which are on their way until this returns
+            for slot in self._apart.values():
+                if slot.is_whole:
+                    slot.param.copy_(self._place(slot))
+                else:
+                    slot.in_memory()[slot.piece.first : slot.piece.first + slot.piece.numel] = self._of(slot)
+
+    @property
+    def is_referred_to(self) -> bool:
+        """Whether anything but a parameter refers to its memory, so that nobody knows when that is read."""
+        if not private.are_shared(self._addresses):
+            return False
+        with self._copying:  # while another thread copies out, it refers to that memory too
+            return private.are_shared(self._addresses)
 
     def mark_written(self) -> None:
         """Has autograd know that the parameters have other values now."""
         if self.params:
             torch.autograd.graph.increment_version(self.params)
 
+    def _take_over(self, position: int, slot: _Slot) -> None:
+        param, storage = slot.param, slot.param.untyped_storage()
+        is_of_processes = param.device.type == "cpu" and storage.is_shared()  # on GPUs all say so
+        if is_of_processes or private.are_shared(private.addresses_of([storage])) or not slot.is_whole:
+            self._apart[position] = slot
+            return
+        self._apart.pop(position, None)
+        self._place(slot).copy_(param)
+        # Torch keeps its version, so that autograd sees no change where there is none.
+        param.data = _over(self._of(slot)).as_strided(param.shape, slot.strides)
+
+    def _of(self, slot: _Slot) -> Tensor:
+        """[piece.numel]"""
+        return self.flat[slot.piece.start : slot.piece.stop]
+
+    def _place(self, slot: _Slot) -> Tensor:
+        """The same of a whole parameter, of its shape."""
+        return self._of(slot).as_strided(slot.param.shape, slot.strides)
+
     def _present_pointers(self) -> list[int]:
-        return [param.data_ptr() for param, _ in self._places]
+        return list(map(Tensor.data_ptr, self.params))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """One parameter of a bucket."""
+
+    piece: Slot
+    part: ShardPart
+    param: Tensor
+    strides: tuple[int, ...]  # that it is to have
+    is_whole: bool  # no other bucket has a piece of it
+
+    def in_memory(self) -> Tensor:
+        """The elements of the parameter as they lie, in place; it gets its strides. [numel]"""
+        param, strides = self.param, self.strides
+        if param.stride() != strides:
+            param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
+        return param.detach().as_strided((param.numel(),), (1,))
 
 
 def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -115,14 +176,9 @@ def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return flat
 
 
-def _put(param: Tensor, place: Tensor) -> None:
-    """Moves a parameter; torch keeps its version, so that autograd sees no change where there is none."""
-    place.copy_(param)
-    param.data = place
+def _over(part: Tensor) -> Tensor:
+    """Returns a tensor over the memory of `part`, with a storage of just that size; it keeps the whole memory alive.
 
-
-def _in_memory(param: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The elements of a parameter as they lie, in place; it gets these strides. [numel]"""
-    if param.stride() != strides:
-        param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
-    return param.detach().as_strided((param.numel(),), (1,))
+    Savers write storages whole, and safetensors refuses tensors that cover theirs only in part.
+    """
+    return from_dlpack(part.view(torch.uint8)).view(part.dtype)  # as bytes, because DLPack does not know every dtype

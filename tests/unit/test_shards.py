@@ -1,0 +1,45 @@
+"""Parameters in the memory of their bucket: who refers to it."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from undertow.plan import ParamSpec, Piece, plan_from_groups
+from undertow.runtime import shards
+from undertow.runtime.shards import FlatParams, shard_parts
+
+
+def in_pieces() -> FlatParams:
+    """What the first of two ranks has of a parameter that lies in two buckets."""
+    groups = ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),))
+    plan = plan_from_groups(
+        [ParamSpec(name="weight", shape=(8,), dtype="float32", itemsize=4, device="cpu")], groups, num_ranks=2
+    )
+    bucket = plan.buckets[0]
+    return FlatParams(bucket, [nn.Parameter(torch.ones(8))], shard_parts(bucket, rank=0), num_ranks=2)
+
+
+def test_copying_out_does_not_count_as_a_reference() -> None:
+    flat, is_copying, is_asked = in_pieces(), threading.Event(), threading.Event()
+    in_memory = shards._Slot.in_memory
+
+    def slow(slot: shards._Slot) -> Tensor:
+        memory = in_memory(slot)
+        is_copying.set()
+        is_asked.wait(0.2)
+        return memory
+
+    with mock.patch.object(shards._Slot, "in_memory", slow):
+        copies = threading.Thread(target=flat.copy_out)
+        copies.start()
+        is_copying.wait()
+        assert not flat.is_referred_to
+        copies.join()
+    kept = flat.params[0].data
+    assert flat.is_referred_to
+    del kept
+    assert not flat.is_referred_to
