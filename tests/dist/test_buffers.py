@@ -161,7 +161,7 @@ class Registered(nn.Module):
 @in_ranks(2, 3)
 def test_buffers_of_every_dtype_are_averaged_as_exactly_as_it_can() -> None:
     def of_rank(rank: int) -> dict[str, Tensor]:
-        return {str(dtype)[6:]: (noise(3, rank=rank).abs() + 1).to(dtype) for dtype in WIDE}
+        return {f"of_{str(dtype)[6:]}": (noise(3, rank=rank).abs() + 1).to(dtype) for dtype in WIDE}
 
     model = Registered(**of_rank(0))
     with wrapped(model, buffers="mean") as ddp:

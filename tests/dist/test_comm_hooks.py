@@ -22,6 +22,7 @@ import undertow
 from support.alike import backward_alike
 from support.drop_in import TIMEOUT_S, groups_of
 from support.errors import text_of
+from support.inside import bucket_of_a_hook
 from support.models import CASES, mlp, noise
 from support.naive import gradients, naive_mean, require_same, wrapped
 from support.ranks import in_ranks
@@ -29,7 +30,6 @@ from undertow import DistributedDataParallel
 from undertow.demo.corpus import load_corpus
 from undertow.demo.model import Gpt, GptShape
 from undertow.errors import PlanMismatch
-from undertow.runtime.comm_hook import HookedBucket
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it compiles scripts, which is deprecated
@@ -160,7 +160,7 @@ def test_power_sgd_makes_of_our_buckets_what_it_makes_of_the_same_values_by_hand
             # In memory order, as they lie in a bucket.
             flat = torch.cat([param.grad.as_strided((param.numel(),), (1,)) for param in own])
             is_last = bucket.index == len(ddp.plan.buckets) - 1
-            result = hook(state, HookedBucket(bucket.index, flat, own, is_last=is_last)).wait()
+            result = hook(state, bucket_of_a_hook(bucket.index, flat, own, is_last=is_last)).wait()
             for param, piece in zip(own, result.split([param.numel() for param in own]), strict=True):
                 param.grad.as_strided((param.numel(),), (1,)).copy_(piece)
 

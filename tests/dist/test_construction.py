@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
+from support.inside import of_version, on_device
 from support.models import CASES, mlp
 from support.naive import wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from undertow import ConfigError, DistributedDataParallel, PlanMismatch, SyncConfig, attach
-from undertow.plan import ParamSpec
-from undertow.runtime import members
 
 WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
 MLP = CASES["mlp"]
@@ -189,13 +188,16 @@ def test_ranks_with_different_settings_are_told_the_first_difference(name: str, 
     ]
 
 
+PRETENDING: dict[str, Callable[[str], Any]] = {
+    "torch": lambda version: mock.patch.object(torch, "__version__", version),
+    "undertow": of_version,
+}
+
+
 @in_ranks(2, 3)
-@pytest.mark.parametrize(
-    ("where", "name"), [("torch.__version__", "torch"), ("undertow.runtime.agreement.__version__", "undertow")]
-)
-def test_ranks_with_different_versions_are_told_so(where: str, name: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, f"1.{min(dist.get_rank(), 1)}")
+@pytest.mark.parametrize("name", PRETENDING)
+def test_ranks_with_different_versions_are_told_so(name: str) -> None:
+    with PRETENDING[name](f"1.{min(dist.get_rank(), 1)}"):
         text = text_of(PlanMismatch, lambda: attach(mlp()))
     assert f"  first difference: {name} is '1.0' on rank 0 and '1.1' on rank 1" in text
 
@@ -288,13 +290,7 @@ def test_a_mesh_with_one_dimension_names_the_ranks() -> None:
 
 @in_ranks(2)
 def test_ranks_may_have_devices_of_different_numbers() -> None:
-    described = members.spec_of
-
-    def numbered(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
-        return dataclasses.replace(described(name, tensor, is_sparse=is_sparse), device=f"cuda:{dist.get_rank()}")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(members, "spec_of", numbered)
+    with on_device(f"cuda:{dist.get_rank()}"):
         attach(mlp()).close()
 
 

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,12 +26,12 @@ from support.alike import backward_alike, require_equal_values
 from support.drop_in import TIMEOUT_S
 from support.errors import text_of
 from support.heard import heard
+from support.inside import engine_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from support.sharded import training
 from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients
-from undertow.runtime import private
 
 MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
@@ -144,8 +143,8 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, member
 def test_our_group_waits_as_long_as_the_users() -> None:
     group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=77))
     with wrapped(mlp(), process_group=group) as ddp, wrapped(mlp()) as other:
-        found = [private.timeout_of(each.sync.own_group.process_group) for each in (ddp, other)]
-    usual = private.timeout_of(dist.group.WORLD)
+        found = [timeout_of(each.sync.own_group.process_group) for each in (ddp, other)]
+    usual = timeout_of(dist.group.WORLD)
     assert found == [timedelta(seconds=77), usual]
     assert usual != found[0]
     dist.destroy_process_group(group)
@@ -265,8 +264,8 @@ def test_a_model_that_was_dropped_is_freed(way: str, close: bool) -> None:
     for step in range(2):
         MLP.loss(model if way == "attach" else holder, step).backward()
     sync = getattr(holder, "sync", holder)
-    watched = {"model": model, "sync": sync, "engine": sync._engine, "parameter": model[0].weight}
-    bucket = sync._engine.formation.assembly.executor._bindings[0].bucket.storage
+    watched = {"model": model, "sync": sync, "engine": engine_of(sync), "parameter": model[0].weight}
+    bucket = storage_of(sync)
     watches = {name: weakref.ref(it) for name, it in {**watched, "bucket": bucket}.items()}
     group = sync.own_group.process_group
     if close:
@@ -290,7 +289,7 @@ def hooks_of(model: nn.Module) -> list[str]:
     return [
         f"{name}: {kind}"
         for name, part in parts
-        for kind in (kinds if isinstance(part, Tensor) else [kind for kind in vars(part) if "_hooks" in kind])
+        for kind in (kinds if isinstance(part, Tensor) else [kind for kind in vars(part) if "hook" in kind])
         if getattr(part, kind, None)
     ]
 
@@ -322,7 +321,7 @@ def test_close_takes_every_hook_off(way: str, num_steps: int) -> None:
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 def test_ranks_that_no_ring_connects_train_and_say_so() -> None:
-    with heard() as texts, mock.patch.object(private, "gloo_device", side_effect=RuntimeError("no such interface")):
+    with heard() as texts, without_a_ring():
         for strategy in ("ddp", "zero1"):
             bare = MLP.model()
             with training(MLP.model(), strategy) as (ddp, optimizer):

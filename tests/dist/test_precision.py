@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from support.alike import backward_alike, require_equal_values
 from support.errors import text_of
 from support.hybrid import hybrid
+from support.inside import readings_of_trailers
 from support.models import CASES, noise
 from support.ranks import in_ranks
 from support.sharded import Parameters, parameters, require_equal, training
 from undertow import DistributedDataParallel, SyncConfig, attach
 from undertow.errors import ConfigError, PhaseError
-from undertow.runtime.trailer import TrailerCodec
 
 MLP = CASES["mlp"]
 LR = 0.05
@@ -426,14 +425,7 @@ def test_a_mean_of_halves_does_not_overflow(wire: str | None, reduction: str) ->
 )
 def test_trailers_that_were_added_up_are_not_taken_apart(strategy: str, settings: dict[str, Any]) -> None:
     """What every rank has written alike says nothing, also where it comes back as a sum."""
-    readings: list[object] = []
-    parse = TrailerCodec.parse
-
-    def noted(*args: Any) -> Any:
-        readings.append(parse(*args))
-        return readings[-1]
-
-    with mock.patch.object(TrailerCodec, "parse", noted), training(MLP.model(), strategy, "SGD", **settings) as (ddp, opt):
+    with readings_of_trailers() as readings, training(MLP.model(), strategy, "SGD", **settings) as (ddp, opt):
         for step in range(3):
             opt.zero_grad()
             MLP.loss(ddp, step).backward()

@@ -17,6 +17,7 @@ import undertow
 from support.alike import of_all_ranks
 from support.drop_in import TIMEOUT_S
 from support.errors import text_of
+from support.inside import NUM_STEPS_OF_A_LOOK as ONE_LOOK
 from support.models import CASES, Case, mlp, noise
 from support.ranks import in_ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
@@ -24,10 +25,8 @@ from support.sharded import Parameters, parameters, require_equal, step_of, trai
 from support.timed import Timed
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig
 from undertow.profile import profile_from_file
-from undertow.runtime.tuning import NUM_STEPS_MEASURED
 from undertow.tune import Decision, Outcome, Tuner
 
-ONE_LOOK = NUM_STEPS_MEASURED + 4  # rounds until a plan that was decided on is taken
 MLP = CASES["mlp"]
 Each = Callable[[DistributedDataParallel, torch.optim.Optimizer, int], None]
 
@@ -152,7 +151,7 @@ def fail(_gradient: torch.Tensor) -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("failing_step", [3, NUM_STEPS_MEASURED + 1, NUM_STEPS_MEASURED + 2, NUM_STEPS_MEASURED + 3])
+@pytest.mark.parametrize("failing_step", [3, ONE_LOOK - 3, ONE_LOOK - 2, ONE_LOOK - 1])
 def test_a_rank_that_fails_in_a_look_does_not_part_the_plans(failing_step: int) -> None:
     with scripted(all_in_one, one_each), training(MLP.model(), "ddp") as (ddp, opt):
         for step in range(2 * ONE_LOOK + 3):

@@ -69,9 +69,7 @@ def error_of(snippet: Snippet) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("snippet", "quoted"), with_ids("troubleshooting", pairwise(SNIPPETS["troubleshooting"]), [FAILS])
-)
+@pytest.mark.parametrize(("snippet", "quoted"), with_ids("troubleshooting", pairwise(SNIPPETS["troubleshooting"]), [FAILS]))
 def test_a_snippet_fails_with_the_words_of_the_page(two_ranks: Ranks, snippet: Snippet, quoted: Snippet) -> None:
     said = two_ranks.run(error_of, snippet)[0]
     assert quoted.language == "text"

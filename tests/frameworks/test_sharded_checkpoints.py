@@ -15,6 +15,7 @@ from support.frameworks import (
     TIMEOUT_S,
     Wrapper,
     configured,
+    gpt2_trainer,
     require_installed,
     run_recipe,
     torchs_name_is,
@@ -26,6 +27,7 @@ from support.ranks import Ranks
 from undertow import ShardedOptimizer, SyncConfig
 
 require_installed("lightning", "accelerate", "transformers", "safetensors")
+pytestmark = pytest.mark.slow
 
 Recipe = Callable[[Wrapper, Path, bool], dict[str, Tensor]]  # whether it is to be interrupted
 PAGE = ROOT / "docs" / "checkpoints.md"
@@ -117,29 +119,16 @@ def accelerate(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor
 
 
 def transformers(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
-
-    recipe: dict[str, Any] = {}
-    exec(next(snippet.code for snippet in snippets(PAGE) if snippet.mark == "with transformers"), recipe)
-    sizes = {"vocab_size": 19, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    without_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    tokens = torch.randint(19, (32, 8), generator=torch.Generator().manual_seed(3))
+    made: dict[str, Any] = {}
+    steps = {"save_strategy": "steps", "save_steps": NUM_STEPS, "lr_scheduler_type": "constant", "max_grad_norm": 0.1}
+    exec(next(snippet.code for snippet in snippets(PAGE) if snippet.mark == "with transformers"), made)
 
     def trained(num_steps: int, *, resumes: bool = False) -> dict[str, Tensor]:
-        quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "dataloader_pin_memory": False}
-        steps = {
-            "max_steps": num_steps,
-            "save_steps": NUM_STEPS,
-            "lr_scheduler_type": "constant",
-            "per_device_train_batch_size": 2,
-        }
-        arguments = TrainingArguments(str(folder), use_cpu=True, learning_rate=1e-2, max_grad_norm=0.1, **steps, **quiet)
-        model = GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout, bos_token_id=0, eos_token_id=0))
-        examples = [{"input_ids": row, "labels": row} for row in tokens]
-        trainer = recipe["ShardedTrainer"](model, arguments, train_dataset=examples, callbacks=[recipe["Consolidate"]()])
+        classes = {"trainer": made["ShardedTrainer"], "callbacks": [made["Consolidate"]()]}
+        trainer = gpt2_trainer(folder, num_rows=32, max_steps=num_steps, **steps, **classes)
         trainer.train(resume_from_checkpoint=resumes)
         assert trainer.state.global_step == num_steps
-        return dict(model.state_dict())
+        return dict(trainer.model.state_dict())
 
     with torchs_name_is(wrapper):
         if not is_cut:

@@ -5,68 +5,81 @@ Both wait on one device in turns, so that nothing here says how fast anything is
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.ranks import Ranks
+from support.alike import backward_alike, of_all_ranks, require_equal_gradients, require_equal_values
+from support.errors import text_of
+from support.ranks import Ranks, in_ranks
 from undertow import ConfigError, DistributedDataParallel, ShardedOptimizer, SyncConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL"),
-]
 _HIDDEN = 256
 
 
-@pytest.fixture(scope="module")
-def nccl_ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        for refusal in ranks.run(why_refused):
-            if refusal:
-                pytest.skip(f"NCCL does not connect two ranks here: {refusal}")
-        yield ranks
-
-
-@functools.cache
-def nccl_group() -> dist.ProcessGroup:
-    """Once for each process of a pool."""
+@contextlib.contextmanager
+def nccl_group() -> Iterator[dist.ProcessGroup]:
     rank, num_devices = dist.get_rank(), torch.cuda.device_count()
     torch.cuda.set_device(rank % num_devices)
     if num_devices < dist.get_world_size():
         # NCCL refuses a device that two ranks of a host have; ranks of two hosts it connects by sockets.
         os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     group = dist.new_group(backend="nccl", timeout=timedelta(seconds=50))
-    assert group is not None
-    return group
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 def why_refused() -> str:
     try:
-        dist.all_reduce(torch.ones(1, device="cuda"), group=nccl_group())
-        torch.cuda.synchronize()
+        with nccl_group() as group:
+            dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+            torch.cuda.synchronize()
     except dist.DistBackendError as error:
         return str(error).strip().splitlines()[-1]
     return ""
 
 
-def make_model() -> nn.Module:
-    nccl_group()  # which sets the device
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(_HIDDEN, _HIDDEN) for _ in range(6))).cuda()
+@pytest.fixture(scope="module")
+def nccl() -> None:
+    """Skips where NCCL does not connect two ranks."""
+    with Ranks(2) as ranks:
+        refusals = list(filter(None, ranks.run(why_refused)))
+    if refusals:
+        pytest.skip(f"NCCL does not connect two ranks here: {refusals[0]}")
 
 
-def batch_of(step: int) -> torch.Tensor:
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL"),
+    pytest.mark.usefixtures("nccl"),
+]
+
+
+@contextlib.contextmanager
+def wrapped(**settings: Any) -> Iterator[tuple[DistributedDataParallel, nn.Module, dist.ProcessGroup]]:
+    """A model over NCCL, a bare copy of it, and the group."""
+    with nccl_group() as group:
+        torch.manual_seed(0)
+        bare = nn.Sequential(*(nn.Linear(_HIDDEN, _HIDDEN) for _ in range(6))).cuda()
+        model = DistributedDataParallel(copy.deepcopy(bare), process_group=group, config=SyncConfig(**settings))
+        with contextlib.closing(model):
+            yield model, bare, group
+
+
+def loss(model: nn.Module, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(32, _HIDDEN, generator=generator).cuda()
+    return model(torch.randn(32, _HIDDEN, generator=generator).cuda()).square().mean()
 
 
 def write_over_freed_memory() -> None:
@@ -75,74 +88,47 @@ def write_over_freed_memory() -> None:
         torch.full((numel,), torch.nan, device="cuda")
 
 
-def trains_as_the_reference(strategy: str, reduction: str) -> bool:
-    """To the bit: of two ranks a sum does not depend on its order, and a half is exact."""
-    group, bare = nccl_group(), make_model()
-    reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
-    config = SyncConfig(strategy=strategy, reduction=reduction, bucket_cap_mb=0.3)
-    model = DistributedDataParallel(copy.deepcopy(bare), process_group=group, config=config)
-    try:
-        if strategy == "ddp":
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        else:
-            optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.01)
-        for step in range(8):
-            for module, steps in ((model, optimizer), (bare, reference)):
-                steps.zero_grad()
-                module(batch_of(step)).square().mean().backward()
-                write_over_freed_memory()
-                if module is bare:
-                    for param in bare.parameters():
-                        dist.all_reduce(param.grad, group=group)
-                        param.grad /= 2
-                steps.step()
-                write_over_freed_memory()
-        model.wait()
-        pairs = zip(model.module.parameters(), bare.parameters(), strict=True)
-        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
-    finally:
-        model.close()
-
-
+@in_ranks(2)
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_training_over_nccl_has_the_reference_s_bits(nccl_ranks: Ranks, strategy: str, reduction: str) -> None:
-    assert nccl_ranks.run(trains_as_the_reference, strategy, reduction) == [True, True]
+def test_training_over_nccl_has_the_reference_s_bits(strategy: str, reduction: str) -> None:
+    """Of two ranks a sum does not depend on its order, and a half is exact."""
+    with wrapped(strategy=strategy, reduction=reduction, bucket_cap_mb=0.3) as (model, bare, group):
+
+        def mean(model: nn.Module) -> None:
+            write_over_freed_memory()
+            for param in model.parameters():
+                dist.all_reduce(param.grad, group=group)
+                param.grad /= 2
+
+        make = ShardedOptimizer if strategy != "ddp" else (lambda cls, model, **how: cls(model.parameters(), **how))
+        optimizers = [make(torch.optim.AdamW, model, lr=0.01), torch.optim.AdamW(bare.parameters(), lr=0.01)]
+        require = require_equal_gradients if strategy == "ddp" else (lambda *_: None)
+        for step in range(8):
+            backward_alike(model, bare, loss, steps=[step], mean=mean, require=require)
+            for optimizer in optimizers:
+                optimizer.step()
+                write_over_freed_memory()
+        model.wait()
+        require_equal_values(model, bare)
 
 
-def gradients_on_a_narrow_wire() -> list[torch.Tensor]:
-    """After each of several backwards without an update: what they were reduced from is the same every time."""
-    model = DistributedDataParallel(
-        make_model(), process_group=nccl_group(), config=SyncConfig(wire_dtype="bfloat16", bucket_cap_mb=0.3)
-    )
-    try:
-        gradients = []
+@in_ranks(2)
+def test_what_a_narrow_reduction_reads_is_held_until_it_has_been_read() -> None:
+    """After each of several backwards without an update gradients are reduced from the same values."""
+    gradients = []
+    with wrapped(wire_dtype="bfloat16", bucket_cap_mb=0.3) as (model, _, _):
         for _ in range(6):
             model.zero_grad()
-            model(batch_of(0)).square().mean().backward()
+            loss(model, 0).backward()
             write_over_freed_memory()
             gradients.append(torch.cat([param.grad.flatten() for param in model.module.parameters()]).cpu())
-        return gradients
-    finally:
-        model.close()
+    first = of_all_ranks(gradients[0])[0]
+    assert [torch.equal(gradient, first) for gradient in gradients] == [True] * 6
 
 
-def test_what_a_narrow_reduction_reads_is_held_until_it_has_been_read(nccl_ranks: Ranks) -> None:
-    of_first, of_second = nccl_ranks.run(gradients_on_a_narrow_wire)
-    for gradient in (*of_first, *of_second):
-        assert torch.equal(gradient, of_first[0])
-
-
-def eager() -> str:
-    model = DistributedDataParallel(make_model(), process_group=nccl_group(), config=SyncConfig(strategy="zero1"))
-    try:
-        with pytest.raises(ConfigError) as caught:
-            ShardedOptimizer(torch.optim.AdamW, model, lr=0.01, eager=True)
-    finally:
-        model.close()
-    return str(caught.value)
-
-
-def test_eager_steps_over_nccl_are_refused_by_name(nccl_ranks: Ranks) -> None:
-    for text in nccl_ranks.run(eager):
-        assert "eager=True is not built yet for nccl" in text
+@in_ranks(2)
+def test_eager_steps_over_nccl_are_refused_by_name() -> None:
+    with wrapped(strategy="zero1") as (model, _, _):
+        text = text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.AdamW, model, lr=0.01, eager=True))
+    assert "eager=True is not built yet for nccl" in text

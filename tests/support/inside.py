@@ -6,24 +6,36 @@ library changes this file and no test. Every function takes a wrapped model, or 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from undertow import Sync
+from undertow import Sync, SyncConfig
+from undertow.plan import ParamSpec
+from undertow.runtime import agreement, members, private
 from undertow.runtime.assembly import Assembly
+from undertow.runtime.comm_hook import HookedBucket
 from undertow.runtime.engine import Engine
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.executor import Executor
 from undertow.runtime.gathers import Gathers
 from undertow.runtime.group import OwnGroup
+from undertow.runtime.guard import Ring
 from undertow.runtime.member import Member
+from undertow.runtime.ring import Neighbour
 from undertow.runtime.sharding import Sharding
+from undertow.runtime.trailer import TrailerCodec
+from undertow.runtime.tuning import NUM_STEPS_MEASURED
 from undertow.schedule import Op, OpKind
 
+NUM_STEPS_OF_A_LOOK = NUM_STEPS_MEASURED + 4  # from a plan's first step until the plan that was decided on is taken
 Model = nn.Module | Sync
 OpCall = Callable[[Op], object]
 
@@ -174,3 +186,69 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
     gathers.wait = noted  # type: ignore[method-assign]
     late_calls(exchanges_of(model), "_send", seconds=seconds, rank=0)
     return waited
+
+
+def bucket_of_a_hook(index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> HookedBucket:
+    """A bucket as communication hooks get it."""
+    return HookedBucket(index, buffer, parameters, is_last=is_last)
+
+
+def late_posting(model: Model, *, seconds: float) -> None:
+    """Keeps the thread busy that sends shards, so that what it is given next leaves late."""
+    exchanges_of(model)._posting.submit(time.sleep, seconds)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    return private.timeout_of(group)
+
+
+def without_a_ring() -> contextlib.AbstractContextManager[object]:
+    """Inside, ranks cannot connect to their neighbours."""
+    return mock.patch.object(private, "gloo_device", side_effect=RuntimeError("no such interface"))
+
+
+def of_version(version: str) -> contextlib.AbstractContextManager[object]:
+    """Inside, the library says that it has that version."""
+    return mock.patch.object(agreement, "__version__", version)
+
+
+def on_device(name: str) -> contextlib.AbstractContextManager[object]:
+    """Inside, all parameters are said to be on that device."""
+    described = members.spec_of
+
+    def named(*args: Any, **kwargs: Any) -> ParamSpec:
+        return dataclasses.replace(described(*args, **kwargs), device=name)
+
+    return mock.patch.object(members, "spec_of", named)
+
+
+@contextlib.contextmanager
+def readings_of_trailers() -> Iterator[list[object]]:
+    """What is read of trailers inside: None for one that says nothing."""
+    readings: list[object] = []
+    parse = TrailerCodec.parse
+
+    def noted(*args: Any) -> Any:
+        readings.append(parse(*args))
+        return readings[-1]
+
+    with mock.patch.object(TrailerCodec, "parse", noted):
+        yield readings
+
+
+def hearing_rank() -> Callable[[bytes], None]:
+    """A rank that has heard nothing: what is called receives these bytes of its neighbour, and answers what they ask."""
+    source = Neighbour.__new__(Neighbour)
+    source.rank = 0
+    ring = Ring([], rank=1, num_ranks=2, world=dist.group.WORLD)
+    member = ring.join(SyncConfig(stall_warning_s=0.001))
+
+    def hear(data: bytes) -> None:
+        for line in data.split(b"\n"):
+            if (found := source._message(line)) is not None:
+                ring.receive(found, source)
+        ring.links.table.warning()
+        if member.asking is not None:
+            ring.report(member, member.asking)
+
+    return hear

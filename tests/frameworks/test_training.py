@@ -1,0 +1,296 @@
+"""Training through Undertow's class, by frameworks and by hand, has the bits of training through torch's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.nn.functional import mse_loss
+from torch.nn.parallel.distributed import _find_tensors
+from torch.utils.data import DataLoader, TensorDataset
+
+from support.frameworks import (
+    TIMEOUT_S,
+    Recipe,
+    Wrapper,
+    fabric_strategy,
+    gpt2_trainer,
+    require_installed,
+    same_as_torch,
+    state_of,
+    torchs_name_is,
+)
+from support.models import mlp, noise
+from support.naive import wrapped
+from support.ranks import Ranks
+
+pytestmark = pytest.mark.slow
+
+
+def with_accelerate(wrapper: Wrapper, _folder: Path, settings: dict[str, Any], clip: str) -> dict[str, Tensor]:
+    from accelerate import Accelerator
+
+    x = torch.randn(44, 6, generator=torch.Generator().manual_seed(3))
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    with torchs_name_is(wrapper):
+        accelerator = Accelerator(cpu=True, **settings)
+        loader = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=4)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+        for x, y in (batch for _ in range(2) for batch in loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(x), y))
+                if accelerator.sync_gradients:
+                    getattr(accelerator, clip)(model.parameters(), 0.1)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        accelerator.free_memory()
+    return state_of(net)
+
+
+def triggered(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
+    """All forwards run under no_sync; the last backward is to synchronize all the same."""
+    from accelerate import Accelerator
+
+    with torchs_name_is(wrapper):
+        accelerator = Accelerator(cpu=True)
+        net = mlp()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        for step in range(3):
+            with accelerator.no_sync(model):
+                losses = [model(noise(3, 6, step=2 * step + index)).square().mean() for index in range(2)]
+                accelerator.backward(losses[0])
+                with accelerator.trigger_sync_in_backward(model):
+                    accelerator.backward(losses[1])
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.free_memory()
+    return state_of(net)
+
+
+def resumed_by_accelerate(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
+    from accelerate import Accelerator
+
+    with torchs_name_is(wrapper):
+        accelerator = Accelerator(cpu=True)
+        for half in range(2):
+            net = mlp()
+            model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+            if half:
+                accelerator.load_state(str(folder / "state"))
+            for step in range(2):
+                accelerator.backward(model(noise(3, 6, step=10 * half + step)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if not half:
+                accelerator.save_state(str(folder / "state"))
+                accelerator.save_model(model, str(folder / "model"))
+                model, optimizer = accelerator.free_memory(model, optimizer)
+        assert torch.equal(accelerator.get_state_dict(model)["0.weight"], net[0].weight)
+        accelerator.free_memory()
+    return state_of(net)
+
+
+def with_trainer(wrapper: Wrapper, _folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
+    from support import lightning_recipes as recipes
+
+    module = recipes.Regression()
+    recipes.trainer_of(wrapper, max_epochs=2, **settings).fit(module, recipes.loader())
+    return state_of(module)
+
+
+def by_hand(wrapper: Wrapper, _folder: Path, name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    from support import lightning_recipes as recipes
+
+    module = getattr(recipes, name)()
+    recipes.trainer_of(wrapper, strategy=arguments).fit(module, recipes.loader())
+    return state_of(module)
+
+
+def resumed_by_trainer(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
+    from support import lightning_recipes as recipes
+
+    path = folder / "after-one-epoch.ckpt"
+    first = recipes.trainer_of(wrapper, max_epochs=1)
+    first.fit(recipes.Regression(), recipes.loader())
+    first.save_checkpoint(path)
+    module = recipes.Regression()
+    recipes.trainer_of(wrapper, max_epochs=2).fit(module, recipes.loader(), ckpt_path=path, weights_only=False)
+    return state_of(module)
+
+
+def with_fabric(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
+    """Accumulates two micro-batches, clips, saves halfway, and goes on from the file with a new model."""
+    import lightning.fabric as fabric
+
+    launched = fabric.Fabric(accelerator="cpu", devices=2, strategy=fabric_strategy(wrapper))
+    launched.launch()
+    path = folder / "fabric.ckpt"
+    for half in range(2):
+        model, optimizer = launched.setup(net := mlp(), torch.optim.AdamW(net.parameters(), lr=1e-2))
+        if half:
+            launched.load(path, {"model": model, "optimizer": optimizer})
+        for step in range(4):
+            with launched.no_backward_sync(model, enabled=step % 2 == 0):
+                launched.backward(model(noise(3, 6, step=10 * half + step)).square().mean())
+            if step % 2:
+                launched.clip_gradients(model, optimizer, max_norm=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        launched.save(path, {"model": model, "optimizer": optimizer})
+    return state_of(net)
+
+
+def with_transformers(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
+    with torchs_name_is(wrapper):
+        # Five batches on each rank: the last step of an epoch has one micro-batch less.
+        trainer = gpt2_trainer(folder, num_rows=20, num_train_epochs=2, gradient_accumulation_steps=3, max_grad_norm=0.1)
+        trainer.train()
+    return state_of(trainer.model)
+
+
+def resumed_by_transformers(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
+    saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant", "num_rows": 20}
+    with torchs_name_is(wrapper):
+        gpt2_trainer(folder, max_steps=2, **saving).train()
+        trainer = gpt2_trainer(folder, max_steps=4, **saving)
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+    return state_of(trainer.model)
+
+
+def pipelined(wrapper: Wrapper, _folder: Path, num_stages: int) -> dict[str, Tensor]:
+    """Each rank has all stages of its own pipeline, and the two ranks are replicas of each stage."""
+    num_micro_batches = 4
+    nets = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(num_stages)]
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    stages = []
+    for index, net in enumerate(nets):
+        # With shapes to be found out torch's class reduces the first micro-batch by itself, and rounds differently.
+        received, sent = torch.zeros(2, 6, requires_grad=index > 0), torch.zeros(2, 6, requires_grad=True)
+        stages.append(PipelineStage(wrapper(net), index, num_stages, torch.device("cpu"), received, sent, group=alone))
+    kind, whole = (Schedule1F1B, stages[0]) if num_stages == 1 else (ScheduleInterleaved1F1B, stages)
+    schedule = kind(whole, num_micro_batches, loss_fn=mse_loss)
+    optimizer = torch.optim.AdamW(nn.ModuleList(nets).parameters(), lr=1e-2)
+    for step in range(3):
+        schedule.step(noise(8, 6, step=step), target=noise(8, 6, step=100 + step))
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group(alone)
+    return state_of(nn.ModuleList(nets))
+
+
+class Trainable(nn.Module):
+    """A module that is trained by a method other than forward; every second step leaves a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.extra = nn.Linear(6, 1)
+
+    def train_step(self, x: Tensor, *, with_extra: bool) -> dict[str, Tensor]:
+        outputs = self.net(x) + (self.extra(x) if with_extra else 0.0)
+        return {"loss": outputs.square().mean()}
+
+
+def past_forward(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
+    """As OpenMMLab's wrapper: what torch's forward does around the module, done around another method of it."""
+
+    class Redirecting(wrapper):
+        def train_step(self, *inputs: Any, **kwargs: Any) -> Any:
+            self.reducer._rebuild_buckets()
+            if self._check_sync_bufs_pre_fwd():
+                self._sync_buffers()
+            outputs = self.module.train_step(*inputs, **kwargs)
+            if self._check_sync_bufs_post_fwd():
+                self._sync_buffers()
+            self.reducer.prepare_for_backward(list(_find_tensors(outputs)))
+            return outputs
+
+    ddp = Redirecting(module := Trainable(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    for step in range(4):
+        loss = ddp.train_step(noise(4, 6, step=step), with_extra=step % 2 == 0)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return state_of(module)
+
+
+UNUSED = {"find_unused_parameters": True}
+# What a recipe needs, the recipe, and its arguments.
+RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
+    # The last step of an epoch has two micro-batches.
+    "accelerate: accumulation and norm": (
+        "accelerate",
+        with_accelerate,
+        ({"gradient_accumulation_steps": 4}, "clip_grad_norm_"),
+    ),
+    "accelerate: bf16 and value": ("accelerate", with_accelerate, ({"mixed_precision": "bf16"}, "clip_grad_value_")),
+    "accelerate: trigger_sync_in_backward": ("accelerate", triggered, ()),
+    "accelerate: saved and resumed": ("accelerate", resumed_by_accelerate, ()),
+    "lightning: accumulation and norm": (
+        "lightning",
+        with_trainer,
+        ({"accumulate_grad_batches": 4, "gradient_clip_val": 0.5},),
+    ),
+    "lightning: value": (
+        "lightning",
+        with_trainer,
+        ({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value", "strategy": {"gradient_as_bucket_view": True}},),
+    ),
+    "lightning: bf16-mixed": (
+        "lightning",
+        with_trainer,
+        ({"precision": "bf16-mixed", "accumulate_grad_batches": 2, "strategy": UNUSED},),
+    ),
+    "lightning by hand": ("lightning", by_hand, ("ManualRegression", {})),
+    "lightning by hand: accumulation": ("lightning", by_hand, ("AccumulatingRegression", {})),
+    "lightning by hand: unused parameters": ("lightning", by_hand, ("SometimesUnused", UNUSED)),
+    "lightning by hand: static graph": ("lightning", by_hand, ("ManualRegression", {"static_graph": True})),
+    "lightning by hand: two optimizers": ("lightning", by_hand, ("TwoOptimizers", UNUSED)),
+    "lightning by hand: toggled optimizers": ("lightning", by_hand, ("Adversarial", UNUSED)),
+    "lightning: saved and resumed": ("lightning", resumed_by_trainer, ()),
+    "fabric: accumulation, clipping, saved and resumed": ("lightning", with_fabric, ()),
+    "transformers: accumulation and norm": ("transformers accelerate", with_transformers, ()),
+    "transformers: saved and resumed": ("transformers accelerate", resumed_by_transformers, ()),
+    "pipelining: 1F1B": ("", pipelined, (1,)),
+    "pipelining: interleaved 1F1B": ("", pipelined, (2,)),
+    "a subclass that runs the module past forward": ("", past_forward, ()),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_as_with_torchs_class(framework_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    packages, recipe, args = RECIPES[name]
+    require_installed(*packages.split())
+    same_as_torch(framework_ranks, recipe, tmp_path, *args)
+
+
+def unwrapped_by_accelerate(ddp: nn.Module) -> bool:
+    return importlib.import_module("accelerate.utils").extract_model_from_parallel(ddp) is ddp.module
+
+
+def unwrapped_by_lightning(ddp: nn.Module) -> bool:
+    strategy = importlib.import_module("lightning.fabric.strategies.ddp").DDPStrategy()
+    return list(strategy.get_module_state_dict(ddp)) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def unwrapped(unwrap: Callable[[nn.Module], bool]) -> bool:
+    with wrapped(mlp()) as ddp:
+        return unwrap(ddp)
+
+
+@pytest.mark.parametrize(("package", "unwrap"), [("accelerate", unwrapped_by_accelerate), ("lightning", unwrapped_by_lightning)])
+def test_a_framework_unwraps_it(framework_ranks: Ranks, package: str, unwrap: Callable[[nn.Module], bool]) -> None:
+    require_installed(package)
+    assert framework_ranks.run(unwrapped, unwrap, timeout_s=TIMEOUT_S) == [True, True]
