@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import undertow
-from support.alike import backward_alike, of_all_ranks, require_equal_values
+from support.alike import backward_alike, heard, of_all_ranks, require_equal_values, train
 from support.drop_in import TIMEOUT_S
-from support.heard import heard
 from support.models import CASES, noise
 from support.naive import naive_mean
 from support.ranks import in_ranks
@@ -157,19 +156,16 @@ def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
 @pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after wrapping"])
 def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, eager: bool) -> None:
     torch._dynamo.reset()
-    results = []
+    found = []
     for is_compiled in (False, True):
         model = Layers()
         inner = torch.compile(model, backend="aot_eager") if is_compiled and is_before else model
         with training(inner, "zero1", "SGD", bucket_cap_mb=MIB, reduction="ordered", eager=eager) as (ddp, opt):
             run = torch.compile(ddp, backend="aot_eager") if is_compiled and not is_before else ddp
-            for step in range(5):
-                opt.zero_grad()
-                loss(run, step).backward()
-                opt.step()
+            train(run, opt, loss, steps=range(5))
             ddp.wait()
-            results.append({str(at): param.detach().clone() for at, param in enumerate(model.parameters())})
-    require_equal(*results)
+            found.append({str(at): param.detach().clone() for at, param in enumerate(model.parameters())})
+    require_equal(*found)
 
 
 def calls_of_a_step(ddp: Any, opt: Any, step: int, *, eager: bool) -> dict[str, Call]:
@@ -198,7 +194,7 @@ def calls_of_a_step(ddp: Any, opt: Any, step: int, *, eager: bool) -> dict[str, 
     }
 
 
-def train(strategy: str, *, eager: bool, run: Callable[[Call], Any]) -> dict[str, Tensor]:
+def results(strategy: str, *, eager: bool, run: Callable[[Call], Any]) -> dict[str, Tensor]:
     """The parameters after a few steps, of which `run` makes each call."""
     with training(MLP.model(), strategy, "SGD", eager=eager) as (ddp, opt):
         for step in range(3):
@@ -222,8 +218,8 @@ def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str, eager: bo
     input_codes.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the loss
-        found = train(strategy, eager=eager, run=lambda call: torch.compile(call, backend="eager")())
+        found = results(strategy, eager=eager, run=lambda call: torch.compile(call, backend="eager")())
     seen = [code for ref in input_codes.seen if (code := ref())]
     assert len(input_codes.seen) > 0
     assert sorted(f"{Path(code.co_filename).name}: {code.co_name}" for code in seen if OURS in code.co_filename) == []
-    require_equal(train(strategy, eager=eager, run=lambda call: call()), found)
+    require_equal(results(strategy, eager=eager, run=lambda call: call()), found)

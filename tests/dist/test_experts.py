@@ -27,6 +27,7 @@ from support.mixture import (
     steps_alike,
     wrapped_mixture,
 )
+from support.models import Fails
 from support.ranks import in_ranks
 from undertow import (
     CheckpointError,
@@ -266,22 +267,12 @@ def test_several_groups_go_side_by_side_and_a_rank_alone_divides_too() -> None:
     dist.destroy_process_group(alone)
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, values: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
-        raise ValueError("a cosmic ray")
-
-
 @in_ranks(4)
 def test_after_a_failure_on_one_rank_all_go_on() -> None:
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         rows = torch.ones(2, WIDTH)
-        with pytest.raises(ValueError if dist.get_rank() == 1 else PeerFailed):
-            ddp(Broken.apply(rows.requires_grad_()) if dist.get_rank() == 1 else rows).sum().backward()
+        with pytest.raises(ZeroDivisionError if dist.get_rank() == 1 else PeerFailed):
+            ddp(Fails.apply(rows.requires_grad_()) if dist.get_rank() == 1 else rows).sum().backward()
         steps_alike(ddp, bare, group)
 
 

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from dist.test_drop_in_lifetime import step_in_backward
 from dist.test_events import collectives
 from dist.test_late_arrivals import Layers as PartsOfLayers
-from support.alike import of_all_ranks
+from support.alike import heard, of_all_ranks
 from support.errors import text_of
-from support.heard import heard
 from support.hybrid import hybrid
 from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
@@ -190,15 +189,21 @@ def test_a_skipped_step_leaves_everything_as_it_was(strategy: str, optimizer_nam
     require_same_state(*results)
 
 
+def require_one_skipped(ddp: nn.Module, step: Callable[[int, float | None], object], optimizer: Any = None) -> None:
+    """Of steps that get a number and a factor, the third one's bad."""
+    for number in range(4):
+        before = parameters(ddp), optimizer and state_of(optimizer)
+        step(number, torch.nan if number == 2 else None)
+        assert all(torch.equal(value, before[0][name]) == (number == 2) for name, value in parameters(ddp).items())
+        if number == 2 and optimizer is not None:
+            require_same_state(state_of(optimizer), before[1])
+    assert has_skipped(ddp) == 1
+
+
 @in_ranks(4)
 def test_all_ranks_of_a_mesh_skip_the_same_step() -> None:
     with hybrid(Layers(), "AdamW", nonfinite="skip", auto_tune=False) as (ddp, optimizer):
-        for step in range(5):
-            before = parameters(ddp), state_of(optimizer)
-            train(ddp, optimizer, step, factor=torch.nan if step == 3 else None)
-            if step == 3:
-                require_same_state((parameters(ddp), state_of(optimizer)), before)
-        assert has_skipped(ddp) == 1
+        require_one_skipped(ddp, lambda step, factor: train(ddp, optimizer, step, factor=factor), optimizer)
 
 
 @in_ranks(2)
@@ -294,13 +299,12 @@ def test_a_step_with_a_closure_raises_before_it_updates(way: str) -> None:
 @in_ranks(2)
 def test_a_sharded_step_with_a_closure_is_skipped() -> None:
     with training(Layers(), "zero1", nonfinite="skip") as (ddp, optimizer):
-        for step in range(4):
+
+        def with_closure(step: int, factor: float | None) -> None:
             optimizer.zero_grad()
-            before = parameters(ddp)
-            optimizer.step(lambda step=step: backward(ddp, step, factor=torch.inf if step == 2 else None))
-            if step == 2:
-                require_equal(parameters(ddp), before)
-        assert has_skipped(ddp) == 1
+            optimizer.step(lambda: backward(ddp, step, factor=factor))
+
+        require_one_skipped(ddp, with_closure, optimizer)
 
 
 @in_ranks(2)
@@ -389,19 +393,21 @@ def test_a_rank_alone_looks_when_it_steps(policy: str, strategy: str) -> None:
     model, config = Layers(), SyncConfig(strategy=strategy, nonfinite=policy)
     with contextlib.closing(DistributedDataParallel(model, process_group=mine, config=config)) as ddp:
         optimizer = optimizer_for(ddp, strategy)
-        for step in range(3):
-            before = parameters(ddp)
+
+        def step(number: int, factor: float | None) -> None:
             optimizer.zero_grad()
-            model.factor = torch.nan if step == 1 else None
-            ddp(noise(5, 4, step=step)).square().mean().backward()
-            if (step, policy) == (1, "raise"):
-                text = found(0).replace("synchronisation 2, bucket 0", "one rank, when its optimizer steps")
-                assert text_of(NonFiniteGradient, optimizer.step) == f"{text}\n{REMEDY}"
-            else:
-                optimizer.step()
-            if step == 1:
-                require_equal(parameters(ddp), before)
-        assert has_skipped(ddp) == (policy == "skip")
+            model.factor = factor
+            ddp(noise(5, 4, step=number)).square().mean().backward()
+            optimizer.step()
+
+        if policy == "skip":
+            require_one_skipped(ddp, step, optimizer)
+        else:
+            step(0, None)
+            before = parameters(ddp)
+            text = found(0).replace("synchronisation 2, bucket 0", "one rank, when its optimizer steps")
+            assert text_of(NonFiniteGradient, lambda: step(1, torch.nan)) == f"{text}\n{REMEDY}"
+            require_equal(parameters(ddp), before)
     dist.destroy_process_group(mine)
 
 
@@ -411,12 +417,7 @@ def test_optimizers_in_backward_are_skipped() -> None:
     model = Layers()
     step_in_backward(model, lr=0.1, momentum=0.9)
     with wrapped(model, nonfinite="skip") as ddp:
-        for step in range(4):
-            before = parameters(ddp)
-            backward(ddp, step, factor=torch.nan if step == 2 else None)
-            after = parameters(ddp)
-            assert all(torch.equal(before[name], after[name]) == (step == 2) for name in before)
-        assert has_skipped(ddp) == 1
+        require_one_skipped(ddp, lambda step, factor: backward(ddp, step, factor=factor))
 
 
 def spoilt_between(layer: nn.Module, x: Tensor) -> Tensor:

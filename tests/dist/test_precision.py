@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from support.alike import backward_alike, require_equal_values
+from support.alike import backward_alike, require_equal_values, train
 from support.errors import text_of
 from support.hybrid import hybrid
 from support.inside import readings_of_trailers
@@ -260,10 +260,7 @@ def test_sixteen_bits_halve_the_bytes(strategy: str) -> None:
     sent = {}
     for wire in (None, "bfloat16"):
         with training(nn.Linear(512, 512), strategy, "SGD", wire_dtype=wire) as (ddp, opt):
-            for step in range(3):
-                opt.zero_grad()
-                ddp(noise(3, 512, step=step)).square().mean().backward()
-                opt.step()
+            train(ddp, opt, lambda model, step: model(noise(3, 512, step=step)).square().mean())
             sent[wire] = ddp.report(show=False).sent_bytes
     ratio = sent["bfloat16"] / sent[None]
     print(f"bytes {sent}: ratio {ratio:.4f}", flush=True)  # shown by -rP, for docs/concepts.md
@@ -276,10 +273,7 @@ def test_what_travels_narrower_has_the_same_bits_under_every_plan() -> None:
     results = []
     for cap in (1e-4, 1.0):
         with training(MLP.model(), "zero1", "SGD", wire_dtype="bfloat16", reduction="ordered", bucket_cap_mb=cap) as (ddp, opt):
-            for step in range(5):
-                opt.zero_grad()
-                MLP.loss(ddp, step).backward()
-                opt.step()
+            train(ddp, opt, MLP.loss, steps=range(5))
             results.append(parameters(ddp))
     require_equal(*results)
 
@@ -426,8 +420,5 @@ def test_a_mean_of_halves_does_not_overflow(wire: str | None, reduction: str) ->
 def test_trailers_that_were_added_up_are_not_taken_apart(strategy: str, settings: dict[str, Any]) -> None:
     """What every rank has written alike says nothing, also where it comes back as a sum."""
     with readings_of_trailers() as readings, training(MLP.model(), strategy, "SGD", **settings) as (ddp, opt):
-        for step in range(3):
-            opt.zero_grad()
-            MLP.loss(ddp, step).backward()
-            opt.step()
+        train(ddp, opt, MLP.loss)
     assert set(readings) == {None}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.alike import train
 from support.models import CASES, Branches, mlp, noise
 from support.naive import wrapped
 from support.ranks import in_ranks
@@ -56,10 +57,7 @@ def test_one_rank_may_ask_for_the_report(num_steps: int, settings: dict[str, Any
 def test_a_sharded_model_reports_the_gathers_of_all_its_parameters() -> None:
     with wrapped(MLP.model(), bucket_cap_mb=1e-4, strategy="zero2") as ddp:
         optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
-        for step in range(4):
-            optimizer.zero_grad()
-            MLP.loss(ddp, step).backward()
-            optimizer.step()
+        train(ddp, optimizer, MLP.loss, steps=range(4))
         report, buckets = ddp.report(show=False), [bucket.index for bucket in ddp.plan.buckets]
     assert report.num_steps == 2  # the first had whole gradients, the last is not complete
     assert sorted(gather.bucket for gather in report.gathers) == buckets

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 import undertow
-from support.alike import of_all_ranks
+from support.alike import of_all_ranks, train
 from support.drop_in import TIMEOUT_S
 from support.errors import text_of
 from support.inside import NUM_STEPS_OF_A_LOOK as ONE_LOOK
 from support.models import CASES, Case, mlp, noise
 from support.ranks import in_ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
-from support.sharded import Parameters, parameters, require_equal, step_of, trained, training
+from support.sharded import Parameters, parameters, require_equal, trained, training
 from support.timed import Timed
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig
 from undertow.profile import profile_from_file
@@ -90,8 +90,7 @@ def test_wide_values_move_where_the_optimizer_has_no_state() -> None:
         config = SyncConfig(strategy="zero1", reduction="ordered", auto_tune=auto_tune)
         with scripted(one_each, in_pieces), contextlib.closing(DistributedDataParallel(narrow_mlp(), config=config)) as ddp:
             optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=1e-3)
-            for step in range(3 * ONE_LOOK):
-                step_of(ddp, optimizer, NARROW, step)
+            train(ddp, optimizer, NARROW.loss, steps=range(3 * ONE_LOOK))
             results.append(parameters(ddp))
     require_equal(*results)
 
@@ -100,8 +99,7 @@ def test_wide_values_move_where_the_optimizer_has_no_state() -> None:
 def test_rank_0_decides_for_all() -> None:
     """Every rank would decide on another plan."""
     with scripted((all_in_one, one_each)[dist.get_rank() % 2]), training(MLP.model(), "ddp") as (ddp, opt):
-        for step in range(2 * ONE_LOOK):
-            step_of(ddp, opt, MLP, step)
+        train(ddp, opt, MLP.loss, steps=range(2 * ONE_LOOK))
         assert len(set(of_all_ranks(ddp.plan.fingerprint))) == 1
         assert len(ddp.plan.buckets) == 1
 
@@ -138,7 +136,7 @@ def test_a_plan_that_was_asked_for_stays(name: str) -> None:
                 ddp.register_comm_hook(None, summing)
             plans = []
             for step in range(2 * ONE_LOOK):
-                step_of(ddp, opt, MLP, step)
+                train(ddp, opt, MLP.loss, steps=[step])
                 plans.append(ddp.plan.fingerprint)
             assert len(set(plans[1:])) == 1
             assert ddp.explain(show=False).why == why
@@ -171,8 +169,7 @@ def test_a_rank_that_fails_in_a_look_does_not_part_the_plans(failing_step: int) 
 def test_a_rank_without_data_follows_the_plans_of_the_others() -> None:
     with scripted(all_in_one, one_each) as seen, training(MLP.model(), "ddp") as (ddp, opt):
         with ddp.join():
-            for step in range(4 * ONE_LOOK - 13 * dist.get_rank()):
-                step_of(ddp, opt, MLP, step)
+            train(ddp, opt, MLP.loss, steps=range(4 * ONE_LOOK - 13 * dist.get_rank()))
         assert len(set(of_all_ranks(ddp.plan.fingerprint))) == 1
     assert dist.get_rank() != 0 or len({plan.fingerprint for plan in seen}) > 1
 
@@ -189,6 +186,10 @@ def test_two_models_in_one_backward_do_not_wait_for_each_other() -> None:
     assert of_all_ranks(plans) == [plans] * 2
 
 
+def loss_of_timed(model: nn.Module, _step: int) -> torch.Tensor:
+    return model(torch.ones(1))
+
+
 @in_ranks(2)
 def test_a_profile_has_the_times_of_the_slowest_rank(tmp_path: Path) -> None:
     slower_s = 0.02
@@ -197,10 +198,7 @@ def test_a_profile_has_the_times_of_the_slowest_rank(tmp_path: Path) -> None:
         assert text_of(PhaseError, ddp.profile) == (
             "nothing has been measured of this model yet.\n  profile()\n  Run some ten steps first, then ask again."
         )
-        for _ in range(ONE_LOOK):
-            opt.zero_grad()
-            ddp(torch.ones(1)).backward()
-            opt.step()
+        train(ddp, opt, loss_of_timed, steps=range(ONE_LOOK))
         if dist.get_rank() == 0:  # alone: nothing of this communicates
             ddp.save_profile(tmp_path / "0.json")
             assert profile_from_file(tmp_path / "0.json") == ddp.profile()
@@ -217,8 +215,8 @@ def test_a_profile_has_the_times_of_the_slowest_rank(tmp_path: Path) -> None:
 def test_a_rank_alone_has_a_profile_too() -> None:
     net = Timed(numel=2000, pause_s=0.002)
     with contextlib.closing(undertow.attach(net)) as sync:
-        for _ in range(8):
-            net(torch.ones(1)).backward()
+        for step in range(8):
+            loss_of_timed(net, step).backward()
         profile = sync.profile()
     assert [ready_us > 2000 * pauses for pauses, ready_us in zip((4, 3, 2, 1), profile.ready_us, strict=True)] == [True] * 4
     assert (profile.num_ranks, dict(profile.curves)) == (1, {})
@@ -229,10 +227,7 @@ def test_a_rank_alone_has_a_profile_too() -> None:
 def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
     """With nothing but what is measured: it is looked, decided and explained."""
     with training(Timed(numel=100_000, pause_s=0.001, num_layers=24), strategy, "SGD") as (ddp, opt):
-        for _ in range(3 * ONE_LOOK):
-            opt.zero_grad()
-            ddp(torch.ones(1)).backward()
-            opt.step()
+        train(ddp, opt, loss_of_timed, steps=range(3 * ONE_LOOK))
         explanation = ddp.explain(show=False)
     # By the same costs nothing is through before the limit, and the best plan is no worse than this one.
     assert explanation.limit_ms <= explanation.best_ms <= explanation.predicted_ms * 1.002

@@ -1,8 +1,10 @@
-"""What must be alike: ranks, and a wrapped model beside a bare one."""
+"""What must be alike: ranks, and a wrapped model beside a bare one; what is logged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,14 @@ def of_all_ranks(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def train(model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, int], Tensor], *, steps: Iterable[int] = range(3)) -> None:
+    """Steps of training."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
 
 
 def require_same_by_position(ours: nn.Module, bare: nn.Module) -> None:
@@ -55,3 +65,23 @@ def backward_alike(
             loss(model, step).backward()
         mean(bare)
         require(ours, bare)
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def heard(logger: str = "undertow") -> Iterator[list[str]]:
+    """The warnings of that logger, and of those below it, as they come."""
+    handler = _Heard()
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield handler.texts
+    finally:
+        logging.getLogger(logger).removeHandler(handler)

@@ -1,6 +1,6 @@
 """Runs a training recipe of a real framework on two ranks, with torch's DDP class and with Undertow's, and compares the results.
 
-How to use it: add a recipe to tests/frameworks/test_training.py,
+How to use it: add a recipe to tests/frameworks/test_frameworks.py,
 
     def recipe(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:  # runs on each rank, so it is a function of the module
         from support import lightning_recipes as recipes  # frameworks are imported in ranks, never in pytest's own process
