@@ -26,10 +26,6 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def values(model: nn.Module) -> dict[str, list[float]]:
-    return {name: buffer.tolist() for name, buffer in model.named_buffers()}
-
-
 def mean_of(tensors: list[Tensor]) -> Tensor:
     """What is no number follows rank 0."""
     dtype = tensors[0].dtype
@@ -104,29 +100,32 @@ def test_a_buffer_that_autograd_has_saved_keeps_its_value() -> None:
             assert weight.grad.item() == grad
 
 
-class Shared(nn.Module):
-    """A buffer that two modules own, one of another dtype, one that is not saved, and one that is None."""
+class Buffered(nn.Module):
+    """A layer, and buffers by name; a forward notes what it finds in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, **buffers: Tensor | None) -> None:
         super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("table", torch.zeros(2))
-        self.inner.register_buffer("table", self.table)
-        self.register_buffer("flag", torch.tensor(False), persistent=False)
-        self.register_buffer("nothing", None)
-        self.register_buffer("empty", torch.zeros(0))
+        self.linear = nn.Linear(2, 2)
+        self.found: list[dict[str, Tensor]] = []
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+        self.found.append(copies(self))
+        return self.linear(x)
+
+    @property
+    def seen(self) -> list[dict[str, list[float]]]:
+        return [{name: buffer.tolist() for name, buffer in found.items()} for found in self.found]
 
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("setting", ["rank0", "mean"])
-@pytest.mark.parametrize("ignored", ["", "count", "inner.table"])
+@pytest.mark.parametrize("ignored", ["", "count", "linear.table"])
 def test_shared_buffers_stay_shared_and_ignored_ones_are_left_alone(setting: str, ignored: str) -> None:
-    """Counters and flags follow rank 0 under either setting."""
-    rank, model = dist.get_rank(), Shared()
+    rank, model = dist.get_rank(), Buffered(count=torch.tensor(0), table=torch.zeros(2), nothing=None, empty=torch.zeros(0))
+    model.linear.register_buffer("table", model.table)
+    model.register_buffer("flag", torch.tensor(False), persistent=False)
     with wrapped(model, ignore=(ignored,) if ignored else (), buffers=setting) as ddp:
         model.table.fill_(rank)
         model.count.fill_(rank + 5)
@@ -134,28 +133,15 @@ def test_shared_buffers_stay_shared_and_ignored_ones_are_left_alone(setting: str
         table, empty = model.table, model.empty
         ddp(noise(1, 2))
     followed = (dist.get_world_size() - 1) / 2 if setting == "mean" else 0
-    wanted = rank if ignored == "inner.table" else followed
+    wanted = rank if ignored == "linear.table" else followed
     assert (model.table.tolist(), int(model.count), bool(model.flag)) == (
         [wanted] * 2,
         rank + 5 if ignored == "count" else 5,
         True,
     )
-    assert model.table is model.inner.table
+    assert model.table is model.linear.table
     assert (model.table is not table, table.tolist()) == (wanted != rank, [rank] * 2)  # what changes becomes a new tensor
     assert model.empty is empty
-
-
-class Registered(nn.Module):
-    """Buffers by name, and one parameter."""
-
-    def __init__(self, **buffers: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((2,), float(dist.get_rank())))
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
-
-    def forward(self) -> Tensor:
-        return self.weight.sum()
 
 
 @in_ranks(2, 3)
@@ -163,12 +149,12 @@ def test_buffers_of_every_dtype_are_averaged_as_exactly_as_it_can() -> None:
     def of_rank(rank: int) -> dict[str, Tensor]:
         return {f"of_{str(dtype)[6:]}": (noise(3, rank=rank).abs() + 1).to(dtype) for dtype in WIDE}
 
-    model = Registered(**of_rank(0))
+    model = Buffered(**of_rank(0))
     with wrapped(model, buffers="mean") as ddp:
         for name, buffer in of_rank(dist.get_rank()).items():
             setattr(model, name, buffer)
         with collectives() as called:
-            ddp()
+            ddp(noise(1, 2))
     assert called == ["all_reduce"] * len(WIDE)
     of_ranks = [of_rank(rank) for rank in range(dist.get_world_size())]
     for name, buffer in model.named_buffers():
@@ -180,7 +166,7 @@ def test_buffers_of_every_dtype_are_averaged_as_exactly_as_it_can() -> None:
 def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor() -> None:
     """Not all of it a number that a third can be taken of; averaged many times."""
     lowest = torch.full((3,), torch.finfo(torch.float32).min)
-    model = Registered(
+    model = Buffered(
         table=noise(1000, rank=0),
         halves=noise(1000, rank=0).half(),
         mask=torch.cat([lowest, torch.tensor([-torch.inf, torch.inf, 0.0])]),
@@ -189,7 +175,7 @@ def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor() -> None
     before = dict(model.named_buffers())
     with wrapped(model, buffers="mean") as ddp:
         for _ in range(3):
-            ddp()
+            ddp(noise(1, 2))
     assert [name for name, buffer in model.named_buffers() if buffer is not before[name]] == []
 
 
@@ -197,9 +183,9 @@ def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor() -> None
 @pytest.mark.parametrize("setting", ["rank0", "mean"])
 def test_any_rank_can_be_followed(setting: str) -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model = Registered(count=torch.tensor(0), value=torch.zeros(2, 3).t())
+    model = Buffered(count=torch.tensor(0), value=torch.zeros(2, 3).t())
     with wrapped(model, buffers=setting) as ddp:
-        model.weight.data.fill_(rank)
+        model.linear.bias.data.fill_(rank)
         model.count, model.value = torch.tensor(rank), torch.full((2, 3), float(rank)).t()
         value = model.value
         ddp._sync_module_buffers(last)
@@ -207,19 +193,19 @@ def test_any_rank_can_be_followed(setting: str) -> None:
     followed = last / 2 if setting == "mean" else last
     assert (int(model.count), model.value.unique().tolist(), model.value.stride()) == (last, [followed], (1, 3))
     assert (model.value is value) == (followed == rank)
-    assert model.weight.tolist() == [last] * 2
+    assert model.linear.bias.tolist() == [last] * 2
 
 
 @in_ranks(2, 3)
 def test_large_buffers_travel_in_chunks() -> None:
     """Five buffers of 8 MiB, of which four fill a chunk."""
     sizes = {f"b{index}": 2 * 1024 * 1024 for index in range(5)}
-    model = Registered(**{name: torch.zeros(numel) for name, numel in sizes.items()})
+    model = Buffered(**{name: torch.zeros(numel) for name, numel in sizes.items()})
     with wrapped(model, buffers="mean") as ddp:
         for index, buffer in enumerate(model.buffers()):
             buffer.fill_(dist.get_rank() + index)
         with collectives() as called:
-            ddp()
+            ddp(noise(1, 2))
     assert called == ["all_reduce"] * 2
     mean = (dist.get_world_size() - 1) / 2
     assert [bool((buffer == mean + index).all()) for index, buffer in enumerate(model.buffers())] == [True] * 5
@@ -247,26 +233,16 @@ def test_a_closed_model_goes_on_alone(way: Callable[[nn.Module], Any]) -> None:
     assert not any(torch.equal(first, other) for other in others)
 
 
-class Cached(nn.Module):
-    """A buffer that may be replaced by a longer one, beside one that is shared; a forward notes what it finds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("table", torch.full((2,), 1.0 + dist.get_rank()))
-        self.register_buffer("count", torch.zeros(1))
-        self.seen: list[dict[str, list[float]]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(values(self))
-        return self.linear(x) * self.table[:2]
+def cached() -> Buffered:
+    """A buffer that may be replaced by a longer one, beside one that is shared."""
+    return Buffered(table=torch.full((2,), 1.0 + dist.get_rank()), count=torch.zeros(1))
 
 
 @in_ranks(2, timeout_s=20.0)
 @pytest.mark.parametrize("changing", [0, 1])
 @pytest.mark.parametrize("setting", ["rank0", "mean"])
 def test_a_buffer_that_changes_its_shape_on_one_rank_is_left_alone_there(changing: int, setting: str) -> None:
-    rank, model = dist.get_rank(), Cached()
+    rank, model = dist.get_rank(), cached()
     is_changing = rank == changing
     with wrapped(model, buffers=setting) as ddp:
         ddp(torch.ones(1, 2)).sum().backward()
@@ -289,7 +265,7 @@ def test_a_buffer_that_changes_its_shape_on_one_rank_is_left_alone_there(changin
         assert later[2]["table"] == ([5.0, 5.0] if changing == 0 else [2.0, 2.0])
 
 
-CHANGES: dict[str, Callable[[Cached], object]] = {
+CHANGES: dict[str, Callable[[Buffered], object]] = {
     "linear.new": lambda model: model.linear.register_buffer("new", torch.full((2,), 5.0)),
     "count": lambda model: setattr(model, "count", model.count.double()),
     "table": lambda model: setattr(model, "table", torch.full((3,), 5.0)),
@@ -299,7 +275,7 @@ CHANGES: dict[str, Callable[[Cached], object]] = {
 @in_ranks(2, 3, timeout_s=20.0)
 @pytest.mark.parametrize("name", CHANGES)
 def test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on(name: str) -> None:
-    model = Cached()
+    model = cached()
     with wrapped(model) as ddp:
         for step in range(4):
             if step == 1:
@@ -315,7 +291,7 @@ def test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on(na
 
 @in_ranks(2, 3, timeout_s=20.0)
 def test_buffers_that_change_differently_are_left_alone_and_others_follow_rank_0() -> None:
-    model = Cached()
+    model = cached()
     with wrapped(model) as ddp:
         for step in range(4):
             if step == 1:

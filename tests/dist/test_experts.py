@@ -60,7 +60,6 @@ ALL_EXPERTS = [f"experts.{index}.{kind}" for index in (0, 1) for kind in ("bias"
     ids=str,
 )
 def test_a_training_run_is_that_of_the_naive_reference(divisor: float | None, settings: dict[str, Any]) -> None:
-    """Every gradient of every step, and what an optimizer makes of them."""
     with wrapped_mixture(mixture(), divisor=divisor, **settings) as (ddp, bare, group):
         optimizers = [torch.optim.SGD(model.parameters(), **SGD) for model in (ddp, bare)]
         for step in range(8):

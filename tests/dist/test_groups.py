@@ -224,7 +224,6 @@ def test_collectives_of_layers_do_not_meet_ours(settings: dict[str, Any], strate
 
 @in_ranks(2)
 def test_torchs_sync_batch_norm_does_not_train_on_the_cpu() -> None:
-    """Which is why it is refused."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     assert isinstance(model[1], nn.SyncBatchNorm)
     assert "SyncBatchNorm expected input tensor to be on" in text_of(ValueError, lambda: model(noise(4, 3)))

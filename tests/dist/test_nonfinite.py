@@ -212,7 +212,6 @@ def test_all_ranks_of_a_mesh_skip_the_same_step() -> None:
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_bad_micro_batch_spoils_its_step_and_no_other(strategy: str, when: int, later: bool, op: str) -> None:
-    """Of steps of three micro-batches."""
     with training(Layers(), strategy, nonfinite="skip", op=op) as (ddp, optimizer):
         for step, num_skipped in enumerate([0, 1, 1, 1]):
             optimizer.zero_grad()
@@ -229,7 +228,6 @@ def test_a_bad_micro_batch_spoils_its_step_and_no_other(strategy: str, when: int
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
 def test_what_a_scaler_deals_with_stays_its_own(policy: str, strategy: str, optimizer_name: str) -> None:
-    """Its scale is too large at first."""
     with training(Layers(), strategy, optimizer_name, nonfinite=policy) as (ddp, optimizer):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=100, backoff_factor=2.0**-20)
         scales = []
@@ -413,7 +411,6 @@ def test_a_rank_alone_looks_when_it_steps(policy: str, strategy: str) -> None:
 
 @in_ranks(2)
 def test_optimizers_in_backward_are_skipped() -> None:
-    """Optimizers that torch has put on parameters, which step when their gradients are the mean, are skipped too."""
     model = Layers()
     step_in_backward(model, lr=0.1, momentum=0.9)
     with wrapped(model, nonfinite="skip") as ddp:

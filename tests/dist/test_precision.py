@@ -406,7 +406,6 @@ def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(reduction: str, shape
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_a_mean_of_halves_does_not_overflow(wire: str | None, reduction: str) -> None:
-    """40,000 twice is more than float16 holds, and the mean is not."""
     model = Steep() if wire else Steep().half()
     with wrapped(model, wire_dtype=wire, reduction=reduction) as ddp:
         ddp().backward()

@@ -239,7 +239,6 @@ def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
 
 @in_ranks(2)
 def test_a_wrong_decision_is_refused_on_every_rank() -> None:
-    """A decision that no plan can be made of."""
     bad = Decision(outcome=Outcome.MOVE, next_look=1, groups=((0,), (0,)))
     with pytest.MonkeyPatch.context() as patch, training(MLP.model(), "ddp") as (ddp, _):
         patch.setattr(Tuner, "decide", lambda *_arguments, **_settings: bad)

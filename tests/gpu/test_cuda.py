@@ -83,7 +83,6 @@ def test_shards_on_devices_need_another_backend_than_gloo() -> None:
 
 @in_ranks(2)
 def test_sync_batch_norm_trains_as_under_torchs_class() -> None:
-    """Gradients, and running statistics, to the bit."""
     torch.backends.cudnn.deterministic = True  # of its kernels only those that repeat their bits
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
@@ -127,7 +126,6 @@ def test_weights_divide_on_a_device() -> None:
 
 @in_ranks(2)
 def test_weights_on_some_ranks_only_are_found_a_step_late_on_a_device() -> None:
-    """So that the host does not wait."""
     with wrapped(make_model()) as model:
 
         def train() -> None:

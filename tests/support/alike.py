@@ -22,7 +22,6 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def train(model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, int], Tensor], *, steps: Iterable[int] = range(3)) -> None:
-    """Steps of training."""
     for step in steps:
         optimizer.zero_grad()
         loss(model, step).backward()
