@@ -161,19 +161,18 @@ def test_the_users_own_collectives_do_not_meet_ours() -> None:
     with wrapped_and_bare(MLP.model(), bucket_cap_mb=1e-6) as (ddp, bare):
         for param in ddp.parameters():
             param.register_post_accumulate_grad_hook(reduce_mine)
-        for step in range(3):
-            for model in (ddp, bare):
-                model.zero_grad()
-            if dist.get_rank() == 0:
+
+        def loss(model: nn.Module, step: int) -> Tensor:
+            if (model is ddp) == (dist.get_rank() == 0):
                 reduce_mine()
-            MLP.loss(ddp, step).backward()
-            if dist.get_rank() != 0:
-                reduce_mine()
-            MLP.loss(bare, step).backward()
+            return MLP.loss(model, step)
+
+        def mean(bare: nn.Module) -> None:
             for work, _ in works:
                 work.wait()
             naive_mean(bare)
-            require_same_gradients(ddp, bare)
+
+        backward_alike(ddp, bare, loss, mean=mean)
     num_ranks = dist.get_world_size()
     sums = [10.0 * number * num_ranks + sum(range(num_ranks)) for number in range(3 * 5)]  # of 4 parameters, and one more
     assert [mine.item() for _, mine in works] == sums

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 from dist.test_drop_in_lifetime import step_in_backward
@@ -38,6 +40,7 @@ EACH_ALONE, ALL_IN_ONE = 1e-6, 25.0  # MiB
 BAD_STEP = 2
 REMEDY = '  No rank has taken the step. Look for what has overflowed there, or set nonfinite="skip".'
 PARTLY = "  Other buckets are updated already: start from a checkpoint, and look for what has overflowed there."
+WHAT = "the gradient of '{}' is infinite or no number on {}."
 STRATEGIES = ["ddp", "zero1", "zero2"]
 
 
@@ -73,8 +76,8 @@ def wrapped(model: nn.Module, **settings: Any) -> Iterator[DistributedDataParall
         yield ddp
 
 
-def found(rank: int, *, step: int = BAD_STEP, bucket: str = "0") -> str:
-    return f"the gradient of 'first.weight' is infinite or no number on rank {rank}.\n  synchronisation {step}, bucket {bucket}"
+def found(rank: int, *, step: int = BAD_STEP) -> str:
+    return f"{WHAT.format('first.weight', f'rank {rank}')}\n  synchronisation {step}, bucket 0"
 
 
 def has_skipped(ddp: Any) -> int:
@@ -107,22 +110,6 @@ def test_every_rank_names_parameter_rank_and_step(factor: float, strategy: str, 
         assert text == f"{found(dist.get_world_size() - 1)}\n{PARTLY if eager else REMEDY}"
         train(ddp, optimizer, BAD_STEP + 1)
         assert all(param.isfinite().all() for param in parameters(ddp).values())
-
-
-@in_ranks(2)
-def test_several_parameters_and_ranks_are_all_named() -> None:
-    with training(Layers(), "ddp", nonfinite="raise", bucket_cap_mb=EACH_ALONE, order="reverse") as (ddp, optimizer):
-        scale = torch.inf if dist.get_rank() == 1 else 1.0
-        (ddp(noise(5, 4)).square().mean() * scale).backward()
-        assert text_of(NonFiniteGradient, optimizer.step) == (
-            "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are infinite or no number on rank 1.\n"
-            f"  synchronisation 0, bucket 0, 1, 2 and 1 more\n{REMEDY}"
-        )
-        optimizer.zero_grad()
-        ddp.module.factor = torch.nan
-        ddp(noise(5, 4)).square().mean().backward()
-        text = found(0, step=1, bucket="3").replace("on rank 0", "on rank 0, 1")
-        assert text_of(NonFiniteGradient, optimizer.step) == f"{text}\n{REMEDY}"
 
 
 @in_ranks(2)
@@ -161,15 +148,10 @@ def state_of(optimizer: Any) -> Any:
 
 
 def require_same_state(first: Any, second: Any) -> None:
-    if isinstance(first, Tensor):
-        assert torch.equal(first, second)
-    elif isinstance(first, dict | list | tuple):
-        pairs = dict(first) if isinstance(first, dict) else dict(enumerate(first))
-        assert len(first) == len(second)
-        for key, value in pairs.items():
-            require_same_state(value, second[key])
-    else:
-        assert first == second
+    (ours, places), (theirs, other_places) = map(tree_flatten, (first, second))
+    assert places == other_places
+    pairs = zip(ours, theirs, strict=True)
+    assert all(torch.equal(mine, it) if isinstance(mine, Tensor) else mine == it for mine, it in pairs)
 
 
 @in_ranks(2, 3)
@@ -322,51 +304,96 @@ def zeros(_state, bucket):  # torch compares annotations, if there are any
     return done
 
 
-PREPARED: dict[str, Callable[[Any], object]] = {
-    "a communication hook": lambda ddp: ddp.register_comm_hook(None, zeros),
-    "weights": lambda ddp: ddp.weight(5),
+def nothing(_ddp: Any) -> None:
+    pass
+
+
+def spoilt(param: Tensor, *, rank: int = 1, factor: float = torch.inf) -> None:
+    if dist.get_rank() == rank:
+        param.register_hook(lambda grad: grad * factor)
+
+
+def spoilt_between(layer: nn.Module, x: Tensor) -> Tensor:
+    """The second part of the layer's gradients, which comes when their buckets have left, is not finite on rank 1."""
+    x.register_hook(torch.zeros_like)
+    inner = checkpoint(layer, x, use_reentrant=True)
+    spoilt(inner)
+    return checkpoint(layer, inner.tanh(), use_reentrant=True)
+
+
+def loss_of_layers(ddp: Any) -> Tensor:
+    spoilt(ddp.module.first.weight)
+    return ddp(noise(5, 4)).square().mean()
+
+
+def loss_of_all(ddp: Any) -> Tensor:
+    return ddp(noise(5, 4)).square().mean() * (torch.inf if dist.get_rank() == 1 else 1.0)
+
+
+def loss_of_two_branches(ddp: Any) -> Tensor:
+    """Only rank 1 uses the second one, and badly; nobody uses the third one."""
+    spoilt(ddp.module.layers[1].bias, factor=torch.nan)
+    return ddp(noise(2, 4), (0, 1) if dist.get_rank() == 1 else (0,)).square().mean()
+
+
+def loss_of_rows(ddp: Any, *, factor: float = torch.inf) -> Tensor:
+    spoilt(ddp.module[0].weight, factor=factor)
+    return ddp(torch.tensor([1, 2, 2])).square().sum()
+
+
+def rows() -> nn.Module:
+    return nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
+
+
+def late() -> nn.Module:
+    return PartsOfLayers(spoilt_between)
+
+
+Loss = Callable[[Any], Tensor]
+ONE, BRANCH = WHAT.format("first.weight", "rank 1"), WHAT.format("layers.1.bias", "rank 1")
+ALL = "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are infinite or no number on rank 1."
+MIDDLE = "the gradients of 'middle.weight', 'middle.bias' are infinite or no number on some rank."
+# A model, the most MiB of a bucket, what is done before, its loss, what is found, and in which buckets.
+FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object], Loss, str, str]] = {
+    "all": (Layers, EACH_ALONE, nothing, loss_of_all, ALL, "0, 1, 2 and 1 more"),
+    "before a hook": (
+        Layers,
+        ALL_IN_ONE,
+        lambda ddp: ddp.register_comm_hook(None, zeros),
+        loss_of_layers,
+        ONE,
+        "0",
+    ),
+    "before weights": (Layers, ALL_IN_ONE, lambda ddp: ddp.weight(5), loss_of_layers, ONE, "0"),
+    "rows": (rows, ALL_IN_ONE, nothing, loss_of_rows, WHAT.format("0.weight", "rank 1"), "1"),
+    "large rows": (rows, ALL_IN_ONE, nothing, partial(loss_of_rows, factor=1e9), "", ""),  # which do not travel in 16 bits
+    "used by one rank": (Branches, ALL_IN_ONE, nothing, loss_of_two_branches, BRANCH, "0"),
+    "used by one rank, alone": (Branches, EACH_ALONE, nothing, loss_of_two_branches, BRANCH, "2"),
+    "late": (late, EACH_ALONE, nothing, lambda ddp: ddp(noise(3, 4)).sum(), MIDDLE, "2, 3"),
 }
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("what", PREPARED)
-def test_gradients_are_looked_at_before_hooks_and_weights(what: str) -> None:
-    with training(Layers(), "ddp", nonfinite="raise", bucket_cap_mb=ALL_IN_ONE) as (ddp, optimizer):
-        PREPARED[what](ddp)
-        backward(ddp, 0, factor=torch.inf)
-        assert text_of(NonFiniteGradient, optimizer.step) == f"{found(1, step=0)}\n{REMEDY}"
-
-
-@in_ranks(2)
-@pytest.mark.parametrize(("factor", "settings"), [(torch.inf, {}), (1e9, {"wire_dtype": "float16"})], ids=str)
-def test_a_sparse_gradient_is_looked_at(factor: float, settings: dict[str, Any]) -> None:
-    """Its rows do not travel in 16 bits."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
-    with wrapped(model, nonfinite="raise", **settings) as ddp:
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_not_finite_is_found_wherever_it_is(name: str) -> None:
+    make, cap, before, loss, what, buckets = FOUND[name]
+    wire = "float16" if name == "large rows" else None
+    with wrapped(make(), nonfinite="raise", bucket_cap_mb=cap, order="reverse", wire_dtype=wire) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-9)
-        if dist.get_rank() == 1:
-            model[0].weight.register_hook(lambda grad: grad * factor)
-        ddp(torch.tensor([1, 2, 2])).square().sum().backward()
-        if factor < torch.inf:
+        before(ddp)
+        loss(ddp).backward()
+        if "used by one" in name:
+            assert [param.grad is None for param in ddp.parameters()] == [False] * 4 + [True] * 2
+        if what:
+            assert text_of(NonFiniteGradient, optimizer.step) == f"{what}\n  synchronisation 0, bucket {buckets}\n{REMEDY}"
+        if name == "all":
+            optimizer.zero_grad()
+            ddp.module.factor = torch.nan
+            ddp(noise(5, 4)).square().mean().backward()
+            both = WHAT.format("first.weight", "rank 0, 1")
+            assert text_of(NonFiniteGradient, optimizer.step) == f"{both}\n  synchronisation 1, bucket 3\n{REMEDY}"
+        elif not what:
             optimizer.step()
-        else:
-            what = found(1, step=0).replace("first.weight", "0.weight").split(",")[0]
-            assert text_of(NonFiniteGradient, optimizer.step).startswith(what)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize(("bucket_cap_mb", "bucket"), [(ALL_IN_ONE, "0"), (EACH_ALONE, "2")])
-def test_parameters_that_some_ranks_or_all_do_not_use(bucket_cap_mb: float, bucket: str) -> None:
-    """Only rank 1 uses the second layer, and badly; nobody uses the third one."""
-    torch.manual_seed(2)
-    with wrapped(Branches(), nonfinite="raise", bucket_cap_mb=bucket_cap_mb, order="reverse") as ddp:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        ddp.module.layers[1].bias.register_hook(lambda grad: grad * torch.nan)
-        ddp(noise(2, 4), (0, 1) if dist.get_rank() == 1 else (0,)).square().mean().backward()
-        assert [param.grad is None for param in ddp.parameters()] == [False] * 4 + [True] * 2
-        text = found(1, step=0, bucket=bucket).replace("first.weight", "layers.1.bias")
-        assert text_of(NonFiniteGradient, optimizer.step) == f"{text}\n{REMEDY}"
 
 
 @in_ranks(2)
@@ -415,24 +442,6 @@ def test_optimizers_in_backward_are_skipped() -> None:
     step_in_backward(model, lr=0.1, momentum=0.9)
     with wrapped(model, nonfinite="skip") as ddp:
         require_one_skipped(ddp, lambda step, factor: backward(ddp, step, factor=factor))
-
-
-def spoilt_between(layer: nn.Module, x: Tensor) -> Tensor:
-    """The second part of the layer's gradients, which comes when their buckets have left, is not finite on rank 1."""
-    x.register_hook(torch.zeros_like)
-    inner = checkpoint(layer, x, use_reentrant=True)
-    if dist.get_rank() == 1:
-        inner.register_hook(lambda grad: grad * torch.inf)
-    return checkpoint(layer, inner.tanh(), use_reentrant=True)
-
-
-@in_ranks(2)
-def test_a_part_that_comes_late_is_looked_at() -> None:
-    with wrapped(PartsOfLayers(spoilt_between), nonfinite="raise", bucket_cap_mb=EACH_ALONE, order="reverse") as ddp:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        ddp(noise(3, 4)).sum().backward()
-        what = "the gradients of 'middle.weight', 'middle.bias' are infinite or no number on some rank."
-        assert text_of(NonFiniteGradient, optimizer.step) == f"{what}\n  synchronisation 0, bucket 2, 3\n{REMEDY}"
 
 
 EXPERTS_RAISE = """the gradient of 'experts.0.bias' is infinite or no number on rank 3.

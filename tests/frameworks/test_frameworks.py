@@ -87,29 +87,6 @@ def triggered(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
     return state_of(net)
 
 
-def resumed_by_accelerate(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
-    from accelerate import Accelerator
-
-    with torchs_name_is(wrapper):
-        accelerator = Accelerator(cpu=True)
-        for half in range(2):
-            net = mlp()
-            model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-            if half:
-                accelerator.load_state(str(folder / "state"))
-            for step in range(2):
-                accelerator.backward(model(noise(3, 6, step=10 * half + step)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            if not half:
-                accelerator.save_state(str(folder / "state"))
-                accelerator.save_model(model, str(folder / "model"))
-                model, optimizer = accelerator.free_memory(model, optimizer)
-        assert torch.equal(accelerator.get_state_dict(model)["0.weight"], net[0].weight)
-        accelerator.free_memory()
-    return state_of(net)
-
-
 def with_trainer(wrapper: Wrapper, _folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
     from support import lightning_recipes as recipes
 
@@ -123,18 +100,6 @@ def by_hand(wrapper: Wrapper, _folder: Path, name: str, arguments: dict[str, Any
 
     module = getattr(recipes, name)()
     recipes.trainer_of(wrapper, strategy=arguments).fit(module, recipes.loader())
-    return state_of(module)
-
-
-def resumed_by_trainer(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
-    from support import lightning_recipes as recipes
-
-    path = folder / "after-one-epoch.ckpt"
-    first = recipes.trainer_of(wrapper, max_epochs=1)
-    first.fit(recipes.Regression(), recipes.loader())
-    first.save_checkpoint(path)
-    module = recipes.Regression()
-    recipes.trainer_of(wrapper, max_epochs=2).fit(module, recipes.loader(), ckpt_path=path, weights_only=False)
     return state_of(module)
 
 
@@ -165,16 +130,6 @@ def with_transformers(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
         # Five batches on each rank: the last step of an epoch has one micro-batch less.
         trainer = gpt2_trainer(folder, num_rows=20, num_train_epochs=2, gradient_accumulation_steps=3, max_grad_norm=0.1)
         trainer.train()
-    return state_of(trainer.model)
-
-
-def resumed_by_transformers(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
-    saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant", "num_rows": 20}
-    with torchs_name_is(wrapper):
-        gpt2_trainer(folder, max_steps=2, **saving).train()
-        trainer = gpt2_trainer(folder, max_steps=4, **saving)
-        trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 4
     return state_of(trainer.model)
 
 
@@ -236,6 +191,111 @@ def past_forward(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
     return state_of(module)
 
 
+MakesOptimizer = Callable[..., torch.optim.Optimizer]
+PAGE = ROOT / "docs" / "checkpoints.md"
+NUM_STEPS = 2  # before, and as many after
+
+
+def plain(cls: type[torch.optim.Optimizer], model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    return cls(model.parameters(), **settings)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    inputs = [torch.randn(4, 6, generator=generator) for _ in range(2 * NUM_STEPS)]
+    return [(x, x.sum(1, keepdim=True)) for x in inputs]
+
+
+def lightning(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool) -> dict[str, Tensor]:
+    import lightning.pytorch as pl
+
+    from support.lightning_recipes import trainer_of
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: Any, _index: int) -> Tensor:
+            x, y = batch
+            return nn.functional.mse_loss(self.net(x), y)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = make(torch.optim.AdamW, self.trainer.strategy.model, lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch == 0:
+                self.trainer.save_checkpoint(folder / "saved.ckpt")
+
+    def trained(checkpoint: Path | None = None) -> dict[str, Tensor]:
+        trainer, module = trainer_of(wrapper, max_epochs=2, use_distributed_sampler=False), Module()
+        loader = torch.utils.data.DataLoader(batches()[:NUM_STEPS], batch_size=None)
+        trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=True)
+        return dict(module.state_dict())
+
+    whole = trained()
+    return trained(folder / "saved.ckpt") if is_cut else whole
+
+
+def accelerate(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool) -> dict[str, Tensor]:
+    from accelerate import Accelerator
+    from safetensors.torch import load_model
+
+    def made() -> tuple[Any, nn.Module, Any, Any]:
+        accelerator = Accelerator(cpu=True)
+        with torchs_name_is(wrapper):
+            model = accelerator.prepare(network())
+        optimizer = accelerator.prepare(make(torch.optim.AdamW, model, lr=1e-2))
+        return accelerator, model, optimizer, accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1))
+
+    def train(accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any, steps: slice) -> None:
+        for x, y in batches()[steps]:
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            scheduler.step()
+
+    first = made()
+    train(*first, slice(NUM_STEPS))
+    last = first
+    if is_cut:
+        first[0].save_state(folder / "state")
+        first[0].save_model(first[1], folder / "model")
+        last = made()
+        last[0].load_state(folder / "state")
+        loaded = network()
+        load_model(loaded, folder / "model" / "model.safetensors")
+        require_same(dict(loaded.state_dict()), dict(last[1].module.state_dict()))
+    train(*last, slice(NUM_STEPS, None))
+    require_same(last[0].get_state_dict(last[1]), dict(last[1].module.state_dict()))
+    return dict(last[1].module.state_dict())
+
+
+def transformers(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool) -> dict[str, Tensor]:
+    made: dict[str, Any] = {}
+    steps = {"save_strategy": "steps", "save_steps": NUM_STEPS, "lr_scheduler_type": "constant", "max_grad_norm": 0.1}
+    exec(next(snippet.code for snippet in snippets(PAGE) if snippet.mark == "with transformers"), made)
+
+    def trained(num_steps: int, *, resumes: bool = False) -> dict[str, Tensor]:
+        classes = {} if make is plain else {"trainer": made["ShardedTrainer"], "callbacks": [made["Consolidate"]()]}
+        trainer = gpt2_trainer(folder, num_rows=32, max_steps=num_steps, **steps, **classes)
+        trainer.train(resume_from_checkpoint=resumes)
+        assert trainer.state.global_step == num_steps
+        return dict(trainer.model.state_dict())
+
+    with torchs_name_is(wrapper):
+        if not is_cut:
+            return trained(2 * NUM_STEPS)
+        trained(NUM_STEPS)
+        return trained(2 * NUM_STEPS, resumes=True)
+
+
 UNUSED = {"find_unused_parameters": True}
 # What a recipe needs, the recipe, and its arguments.
 RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
@@ -247,7 +307,7 @@ RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
     ),
     "accelerate: bf16 and value": ("accelerate", with_accelerate, ({"mixed_precision": "bf16"}, "clip_grad_value_")),
     "accelerate: trigger_sync_in_backward": ("accelerate", triggered, ()),
-    "accelerate: saved and resumed": ("accelerate", resumed_by_accelerate, ()),
+    "accelerate: saved and resumed": ("accelerate safetensors", accelerate, (plain, True)),
     "lightning: accumulation and norm": (
         "lightning",
         with_trainer,
@@ -269,10 +329,10 @@ RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
     "lightning by hand: static graph": ("lightning", by_hand, ("ManualRegression", {"static_graph": True})),
     "lightning by hand: two optimizers": ("lightning", by_hand, ("TwoOptimizers", UNUSED)),
     "lightning by hand: toggled optimizers": ("lightning", by_hand, ("Adversarial", UNUSED)),
-    "lightning: saved and resumed": ("lightning", resumed_by_trainer, ()),
+    "lightning: saved and resumed": ("lightning", lightning, (plain, True)),
     "fabric: accumulation, clipping, saved and resumed": ("lightning", with_fabric, ()),
     "transformers: accumulation and norm": ("transformers accelerate", with_transformers, ()),
-    "transformers: saved and resumed": ("transformers accelerate", resumed_by_transformers, ()),
+    "transformers: saved and resumed": ("transformers accelerate", transformers, (plain, True)),
     "pipelining: 1F1B": ("", pipelined, (1,)),
     "pipelining: interleaved 1F1B": ("", pipelined, (2,)),
     "a subclass that runs the module past forward": ("", past_forward, ()),
@@ -308,111 +368,12 @@ def test_a_framework_unwraps_it(framework_ranks: Ranks, package: str, unwrap: Ca
     assert framework_ranks.run(unwrapped, unwrap, timeout_s=TIMEOUT_S) == [True, True]
 
 
-PAGE = ROOT / "docs" / "checkpoints.md"
-NUM_STEPS = 2  # before, and as many after
-
-
 def resumed_as_uninterrupted(recipe: Recipe, strategy: str, folder: Path) -> None:
     wrapper = configured(SyncConfig(strategy=strategy))
-    wanted = run_recipe(recipe, wrapper, folder / "whole", False)
-    found = run_recipe(recipe, wrapper, folder / "cut", True)
+    wanted = run_recipe(recipe, wrapper, folder / "whole", ShardedOptimizer, False)
+    found = run_recipe(recipe, wrapper, folder / "cut", ShardedOptimizer, True)
     assert wanted, "the recipe returned nothing to compare"
     require_same(found, wanted)
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    inputs = [torch.randn(4, 6, generator=generator) for _ in range(2 * NUM_STEPS)]
-    return [(x, x.sum(1, keepdim=True)) for x in inputs]
-
-
-def lightning(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
-    import lightning.pytorch as pl
-
-    from support.lightning_recipes import trainer_of
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, batch: Any, _index: int) -> Tensor:
-            x, y = batch
-            return nn.functional.mse_loss(self.net(x), y)
-
-        def configure_optimizers(self) -> Any:
-            optimizer = ShardedOptimizer(torch.optim.AdamW, self.trainer.strategy.model, lr=1e-2)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-        def on_train_epoch_end(self) -> None:
-            if self.current_epoch == 0:
-                self.trainer.save_checkpoint(folder / "saved.ckpt")
-
-    def trained(checkpoint: Path | None = None) -> dict[str, Tensor]:
-        trainer, module = trainer_of(wrapper, max_epochs=2, use_distributed_sampler=False), Module()
-        loader = torch.utils.data.DataLoader(batches()[:NUM_STEPS], batch_size=None)
-        trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=True)
-        return dict(module.state_dict())
-
-    whole = trained()
-    return trained(folder / "saved.ckpt") if is_cut else whole
-
-
-def accelerate(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
-    from accelerate import Accelerator
-    from safetensors.torch import load_model
-
-    def made() -> tuple[Any, nn.Module, Any, Any]:
-        accelerator = Accelerator(cpu=True)
-        with torchs_name_is(wrapper):
-            model = accelerator.prepare(network())
-        optimizer = accelerator.prepare(ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2))
-        return accelerator, model, optimizer, accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1))
-
-    def train(accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any, steps: slice) -> None:
-        for x, y in batches()[steps]:
-            optimizer.zero_grad()
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            scheduler.step()
-
-    first = made()
-    train(*first, slice(NUM_STEPS))
-    last = first
-    if is_cut:
-        first[0].save_state(folder / "state")
-        first[0].save_model(first[1], folder / "model")
-        last = made()
-        last[0].load_state(folder / "state")
-        plain = network()
-        load_model(plain, folder / "model" / "model.safetensors")
-        require_same(dict(plain.state_dict()), dict(last[1].module.state_dict()))
-    train(*last, slice(NUM_STEPS, None))
-    return dict(last[1].module.state_dict())
-
-
-def transformers(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
-    made: dict[str, Any] = {}
-    steps = {"save_strategy": "steps", "save_steps": NUM_STEPS, "lr_scheduler_type": "constant", "max_grad_norm": 0.1}
-    exec(next(snippet.code for snippet in snippets(PAGE) if snippet.mark == "with transformers"), made)
-
-    def trained(num_steps: int, *, resumes: bool = False) -> dict[str, Tensor]:
-        classes = {"trainer": made["ShardedTrainer"], "callbacks": [made["Consolidate"]()]}
-        trainer = gpt2_trainer(folder, num_rows=32, max_steps=num_steps, **steps, **classes)
-        trainer.train(resume_from_checkpoint=resumes)
-        assert trainer.state.global_step == num_steps
-        return dict(trainer.model.state_dict())
-
-    with torchs_name_is(wrapper):
-        if not is_cut:
-            return trained(2 * NUM_STEPS)
-        trained(NUM_STEPS)
-        return trained(2 * NUM_STEPS, resumes=True)
 
 
 @pytest.mark.slow
