@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from support.errors import text_of
+from support.inside import exchanges_of, late_gathers
 from support.models import CASES, Branches, Case, noise
 from support.naive import naive_mean, require_same_gradients
 from support.ranks import Ranks
@@ -25,18 +26,6 @@ from undertow.plan import Piece
 
 MLP = CASES["mlp"]
 SMALL = {"bucket_cap_mb": 1e-4, "reduction": "ordered"}
-
-
-def late_gathers(ddp: DistributedDataParallel, *, delay_s: float = 0.1) -> None:
-    """Every gather of this rank's leaves late."""
-    exchanges = ddp.sync._engine.formation.assembly.reducer.sharding.exchanges
-    post = exchanges._post_all_gather
-
-    def late(*args: Any) -> Any:
-        time.sleep(delay_s)
-        return post(*args)
-
-    exchanges._post_all_gather = late
 
 
 def step_of(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int, case: Case = MLP) -> None:
@@ -113,7 +102,7 @@ def evaluated_another_way() -> None:
             ddp(tokens=tokens).square().mean().backward()
             opt.step()
             if step == 1:
-                late_gathers(ddp)
+                late_gathers(ddp, seconds=0.1)
         with torch.no_grad():
             ddp.eval()
             got = ddp(vectors=vectors)
@@ -205,7 +194,7 @@ def writers(write: str) -> None:
     with training(MLP.model(), **SMALL) as (ddp, opt):
         step_of(ddp, opt, 0)
         step_of(ddp, opt, 1)
-        late_gathers(ddp)
+        late_gathers(ddp, seconds=0.1)
         step_of(ddp, opt, 2)
         opt.zero_grad()
         if write == "broadcast":
@@ -331,7 +320,7 @@ def dropped_with_gathers_in_flight(eager: bool, keeping: int | None) -> None:
         for step in range(3):
             step_of(ddp, opt, step)
             if step == 1:
-                late_gathers(ddp)
+                late_gathers(ddp, seconds=0.1)
         if dist.get_rank() == keeping:
             kept.append(ddp)
 
@@ -381,7 +370,7 @@ def dropped_in_a_thread_of_ours() -> None:
     """Which may be the one that brings what would be waited for."""
     ddp, opt = stepped_twice()
     held, is_dropped = [ddp, opt], threading.Event()
-    posting = ddp.sync._engine.formation.assembly.reducer.sharding.exchanges._posting
+    posting = exchanges_of(ddp)._posting
     step_of(ddp, opt, 2)
 
     def drop() -> None:

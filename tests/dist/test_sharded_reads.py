@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from support.inside import gathers_of, slow_gathers
 from support.models import CASES, noise
 from support.ranks import Ranks
-from support.sharded import SMALL, SlowGathers, gathers_of, parameters, require_equal, step_of, training
+from support.sharded import SMALL, parameters, require_equal, step_of, training
 from undertow import ConfigError, DistributedDataParallel, PhaseError, RankLost
 
 MLP = CASES["mlp"]
@@ -87,7 +88,7 @@ def every_read(strategy: str, settings: dict[str, Any]) -> None:
     kept = Kept(model)
     with training(model, strategy, "SGD", reduction="ordered", **settings) as (ddp, opt):
         step_of(ddp, opt, MLP, 0)
-        SlowGathers(ddp)
+        slow_gathers(ddp)
         for number, (name, read) in enumerate(READS.items(), start=1):
             step_of(ddp, opt, MLP, number)
             found = [value.detach().clone() for value in read(ddp, kept)]
@@ -106,7 +107,7 @@ def read_while_in_flight(name: str) -> int:
     """Returns how many gathers were on their way when the read began: what was held before training would have ended them."""
     with training(MLP.model(), "zero1", "SGD", reduction="ordered", **SMALL) as (ddp, opt):
         step_of(ddp, opt, MLP, 0)
-        SlowGathers(ddp)
+        slow_gathers(ddp)
         step_of(ddp, opt, MLP, 1)
         num_in_flight = len(gathers_of(ddp).in_flight)
         kept = Kept.__new__(Kept)
@@ -134,7 +135,7 @@ def averaged(strategy: str, follow: str) -> list[Tensor]:
         for number in range(5):
             step_of(ddp, opt, MLP, number)
             if strategy != "ddp" and number == 1:
-                SlowGathers(ddp)
+                slow_gathers(ddp)
             with torch.no_grad():
                 match follow:
                     case "AveragedModel":
@@ -201,7 +202,7 @@ def writes(how: str, dtype: torch.dtype, eager: bool) -> None:
                 ddp(noise(5, 6, step=number).to(dtype)).float().square().sum().backward()
                 opt.step()
                 if strategy != "ddp" and number == 1:
-                    SlowGathers(ddp)
+                    slow_gathers(ddp)
                 WRITES[how](params)
             return parameters(ddp)
 
@@ -357,7 +358,7 @@ def compiled_reader() -> None:
         total = torch.compile(lambda: sum(param.detach().sum() for param in params), backend="eager")
         total()
         step_of(ddp, opt, MLP, 0)
-        SlowGathers(ddp)
+        slow_gathers(ddp)
         for number in range(1, 4):
             step_of(ddp, opt, MLP, number)
             found = total()
@@ -397,7 +398,7 @@ def swapped() -> None:
         step_of(ddp, opt, MLP, 0)
         params = list(ddp.module.parameters())
         others = [nn.Parameter(torch.zeros_like(param)) for param in params]
-        SlowGathers(ddp)
+        slow_gathers(ddp)
         step_of(ddp, opt, MLP, 1)
         for param, other in zip(params, others, strict=True):
             torch.utils.swap_tensors(param, other)
@@ -431,7 +432,7 @@ def late_reader() -> None:
             reader.start()
             has_come.wait()
             ddp.wait()
-            SlowGathers(ddp)
+            slow_gathers(ddp)
             step_of(ddp, opt, MLP, 2)
             goes_on.set()
             reader.join()
