@@ -18,7 +18,7 @@ Record = Callable[[str, Sequence[Ended]], None]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seed", default=0, type=int, help="of the faults that are injected at random")
-    parser.addoption("--exits", default=2, type=int, help="how often the example runs, and has to end well")
+    parser.addoption("--exits", default=1, type=int, help="how often the example runs, and has to end well")
     parser.addoption("--reliability", default=None, help="file that gets a table of the faults and of the seconds they took")
 
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from faults.conftest import Record
 from faults.places import GONE, PLACES, WITHIN_S
-from support.faults import free_port, outcomes
+from support.faults import outcomes
 from support.inside import gather_alone
-from support.processes import Ended, Rank, run_ranks, script, stop_here, wait_until_stopped
+from support.processes import Ended, Rank, free_port, run_ranks, script, stop_here, wait_until_stopped
 from undertow import DistributedDataParallel
 
 OF_THEIR_OWN = ("in hybrid backward", "in expert backward", "in launch")  # tests

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from support.inside import INNER_CALLS, around_waits, before_calls, observe
-from support.processes import Ended, Rank, run_ranks
+from support.processes import Ended, Rank, free_port, run_ranks
 from undertow import DistributedDataParallel
 
 FAULTY_STEP, NUM_STEPS = 3, 6
@@ -74,12 +73,6 @@ def outcomes(fault: Fault, *, is_script: bool = False) -> list[Ended]:
     return ended
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run_rank(fault: Fault, port: int | None, rank: Rank) -> list[str]:
     """Trains as one rank; returns the names of parameters that are not those of an undisturbed training."""
     from support.training import WAYS, different, expected  # it passes points, which are of this module
@@ -87,8 +80,7 @@ def run_rank(fault: Fault, port: int | None, rank: Rank) -> list[str]:
     if port is None:
         rank.meet()
     else:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ |= address | {"RANK": str(rank.number), "WORLD_SIZE": str(fault.num_ranks)}
+        rank.enter_environment(port)
         dist.init_process_group("gloo")
     try:
         return different(WAYS[fault.way](Points(fault, rank)).run(), expected(fault))

@@ -12,7 +12,9 @@ import gc
 import logging
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -51,6 +53,12 @@ class Rank(logging.Handler):
     def meet(self, backend: str = "gloo") -> None:
         """Makes the default process group; the store is in the process of the tests, which no fault ends."""
         dist.init_process_group(backend, store=self._store, rank=self.number, world_size=self.num_ranks)
+
+    def enter_environment(self, port: int, *, attempt: int = 0) -> None:
+        """Sets the variables that torchrun sets, by which ranks meet at env://; rank 0 serves the store at that port."""
+        places = {"RANK": self.number, "LOCAL_RANK": self.number, "WORLD_SIZE": self.num_ranks}
+        variables = {**places, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
+        os.environ |= {name: str(value) for name, value in variables.items()}
 
     def say(self, **words: Any) -> None:
         """Tells the tests."""
@@ -133,6 +141,20 @@ def run_ranks(
         codes = [process.exitcode for process in processes]
         texts = [[path.read_text() for path in _files(Path(directory), rank)] for rank in range(num_ranks)]
         return [Ended(*how, *text) for *how, text in zip(said, codes, late, texts, strict=True)]
+
+
+def example(path: Path, rank: Rank, *, port: int, folder: Path, arguments: Collection[str] = (), attempt: int = 0) -> None:
+    """Runs a file as `__main__` in that folder, as torchrun does; for `run_ranks`."""
+    rank.enter_environment(port, attempt=attempt)
+    os.chdir(folder)
+    sys.argv = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def script(source: str, rank: Rank, **names: Any) -> None:
