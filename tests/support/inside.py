@@ -6,8 +6,9 @@ library changes this file and no test. Every function takes a wrapped model, or 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,9 @@ import undertow.sync
 from undertow import Sync
 from undertow.runtime import patience, private, private_checkpoint
 from undertow.runtime.assembly import Assembly
+from undertow.runtime.emulated_link import BACKEND as BACKEND
+from undertow.runtime.emulated_link import EmulatedLink as EmulatedLink
+from undertow.runtime.emulated_link import emulated_backend as emulated_backend
 from undertow.runtime.engine import Engine
 from undertow.runtime.exchange import Exchange, Exchanges, PostedExchanges
 from undertow.runtime.executor import Executor
@@ -172,6 +176,16 @@ def opened_group() -> OwnGroup:
     group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
     group.open()
     return group
+
+
+@contextlib.contextmanager
+def posted_exchanges() -> Iterator[PostedExchanges]:
+    """Exchanges made of sends and receives, over a clone of the default group."""
+    group = opened_group()
+    exchanges = PostedExchanges(group)
+    yield exchanges
+    exchanges.close()
+    group.close()
 
 
 def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
