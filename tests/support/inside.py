@@ -9,30 +9,39 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import undertow.sync
 from undertow import Sync, SyncConfig
 from undertow.plan import ParamSpec
-from undertow.runtime import agreement, members, private
+from undertow.runtime import agreement, members, patience, private, private_checkpoint
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.comm_hook import HookedBucket
+from undertow.runtime.emulated_link import BACKEND as BACKEND
+from undertow.runtime.emulated_link import EmulatedLink as EmulatedLink
+from undertow.runtime.emulated_link import emulated_backend as emulated_backend
 from undertow.runtime.engine import Engine
-from undertow.runtime.exchange import Exchanges
+from undertow.runtime.exchange import Exchange, Exchanges, PostedExchanges
 from undertow.runtime.executor import Executor
 from undertow.runtime.gathers import Gathers
-from undertow.runtime.group import OwnGroup
+from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.guard import Ring
 from undertow.runtime.member import Member
+from undertow.runtime.reducer import Reducer
 from undertow.runtime.ring import Neighbour
 from undertow.runtime.sharding import Sharding
 from undertow.runtime.trailer import TrailerCodec
 from undertow.runtime.tuning import NUM_STEPS_MEASURED
+from undertow.runtime.waiting import Waiting
+from undertow.runtime.weights import Weighing
 from undertow.schedule import Op, OpKind
 
 NUM_STEPS_OF_A_LOOK = NUM_STEPS_MEASURED + 4  # from a plan's first step until the plan that was decided on is taken
@@ -125,6 +134,85 @@ class _Observers:
     def after(self, op: Op) -> None:
         for call in self._after:
             call(op)
+
+
+# Calls inside of the library between which tests need a point, with the name that they have in tests.
+INNER_CALLS: dict[str, tuple[Any, str]] = {
+    "connection": (private, "new_group"),
+    "construction": (undertow.sync, "broadcast_in_place"),
+    "buffers": (undertow.sync, "broadcast_buffers"),
+    "weights": (Weighing, "send"),
+    "reduce": (Reducer, "reduce"),
+    "checkpoint": (private_checkpoint, "save_checkpoint"),
+    "post": (Exchange, "begin"),  # in threads, of exchanges that are made of sends and receives
+    "complete": (Exchange, "complete"),
+}
+
+
+def before_calls(names: Iterable[str], passes: Callable[[str], object]) -> None:
+    """Has `passes` called with the name before each of these calls, for as long as this process lives."""
+    for name in names:
+        owner, attribute = INNER_CALLS[name]
+        setattr(owner, attribute, _after(partial(passes, name), getattr(owner, attribute)))
+
+
+def _after(first: Callable[[], object], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return then(*args, **kwargs)
+
+    return both
+
+
+def around_waits(passes: Callable[[str], object]) -> None:
+    """Has `passes` called with "before wait" and "after wait" around each wait that has a name."""
+    enter, leave = Waiting.__enter__, Waiting.__exit__
+
+    def enters(waiting: Waiting) -> None:
+        enter(waiting)
+        if waiting._what:
+            passes("before wait")
+
+    def leaves(waiting: Waiting, *error: Any) -> None:
+        leave(waiting, *error)
+        if waiting._what:
+            passes("after wait")
+
+    Waiting.__enter__, Waiting.__exit__ = enters, leaves  # type: ignore[method-assign]
+
+
+def opened_group() -> OwnGroup:
+    """A clone of the default group, as every model has one."""
+    group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
+    group.open()
+    return group
+
+
+@contextlib.contextmanager
+def posted_exchanges() -> Iterator[PostedExchanges]:
+    """Exchanges made of sends and receives, over a clone of the default group."""
+    group = opened_group()
+    exchanges = PostedExchanges(group)
+    yield exchanges
+    exchanges.close()
+    group.close()
+
+
+def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
+    """Gathers that many bytes of two ranks; the one that `stops` has sent its part before, and takes none."""
+    group = opened_group()
+    if stops is not None:
+        part, tag = torch.zeros(num_bytes, dtype=torch.uint8), (1 << 24) + 1
+        dist.isend(part, group=group.process_group, group_dst=0, tag=tag).wait()
+        dist.irecv(part, group=group.process_group, group_src=0, tag=tag)
+        stops()
+    with group.waiting("the other part"):
+        PostedExchanges(group).all_gather(torch.zeros(2 * num_bytes, dtype=torch.uint8), number=1, then=int).wait()
+
+
+def interrupt(group: dist.ProcessGroup) -> None:
+    """Has what waits over the group fail, on this rank alone."""
+    private.interrupt(group)
 
 
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
@@ -252,3 +340,9 @@ def hearing_rank() -> Callable[[bytes], None]:
             ring.report(member, member.asking)
 
     return hear
+
+
+def shorten_patience(factor: float) -> None:
+    """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
+    for name in ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S"):
+        setattr(patience, name, factor * getattr(patience, name))
