@@ -28,7 +28,9 @@ def main() -> int:
     began_s = time.monotonic()
     counts, differences = _run(pattern)
     took_s = time.monotonic() - began_s
-    print(f"\n{counts['pass']} of {sum(counts.values())} tests of torch's passed in {took_s:.0f} s, {len(differences)} unexpected")
+    print(
+        f"\n{counts['pass']} of {sum(counts.values())} tests of torch's passed in {took_s:.0f} s, {len(differences)} unexpected"
+    )
     for line in differences:
         print(f"  {line}")
     return int(bool(differences))
