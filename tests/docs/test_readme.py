@@ -51,7 +51,15 @@ RUN = [block for block in BLOCKS if not set(block) & set(MADE)]
 def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """The end of a script in `directory`, with the commands of this environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # Not torchrun's default port: other tests may be using it.
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PET_STANDALONE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return subprocess.run(
         ["sh", "-ec", script], cwd=directory, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
