@@ -55,7 +55,8 @@ def held() -> Counter[str]:
     threads = Counter(f"thread {thread.name}" for thread in threading.enumerate())
     descriptors = Counter(_target(entry) for entry in os.listdir("/proc/self/fd"))
     groups = {"process groups": len(dist.distributed_c10d._world.pg_map), "tasks": len(os.listdir("/proc/self/task"))}
-    tensors = {"tensors": sum(isinstance(each, torch.Tensor) for each in gc.get_objects())}
+    # What ranks tell each other all the time is in bytes and whole numbers: parameters, gradients and buckets are not.
+    tensors = {"tensors": sum(isinstance(each, torch.Tensor) and each.is_floating_point() for each in gc.get_objects())}
     return threads + descriptors + Counter(groups) + Counter(tensors)
 
 
@@ -66,7 +67,7 @@ def _target(descriptor: str) -> str:
         return "the one that lists them"
 
 
-@in_ranks(2, is_fresh=True)
+@in_ranks(2)
 @pytest.mark.parametrize("once", [closes, closes_with_shards, drops, fails_on_all_ranks, is_refused])
 def test_nothing_is_left_of_many_wraps(once: Callable[[], None]) -> None:
     found = []
@@ -75,4 +76,6 @@ def test_nothing_is_left_of_many_wraps(once: Callable[[], None]) -> None:
             once()
         dist.barrier()
         found.append(held())
-    assert found[1] - found[0] == found[0] - found[1] == Counter()
+    after_10, after_100 = found
+    names = after_10.keys() | after_100.keys()
+    assert {name: (after_10[name], after_100[name]) for name in names if after_10[name] != after_100[name]} == {}

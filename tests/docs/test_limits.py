@@ -255,11 +255,15 @@ def test_with_shards_what_is_frozen_is_not_stepped() -> None:
 @pytest.mark.waits
 @in_ranks(2, is_fresh=True)
 def test_with_shards_a_step_of_one_rank_is_an_error() -> None:
+    warm, optimizer = sharded(nn.Linear(2, 2))  # imports what the first step needs, which may take longer than the stall
+    train(warm, optimizer)
+    warm.close()
     ddp = DistributedDataParallel(nn.Linear(2, 2), config=STALLS)
     optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.5)
     train(ddp, optimizer)
     with pytest.raises(StallTimeout):
         train(ddp, optimizer, leaves_out=0 if dist.get_rank() else -1)
+    ddp.close()
 
 
 @in_ranks(4)
