@@ -42,7 +42,7 @@ def main() -> None:
             record(it.root, it.reach, pytests)
         case "run":
             done = {Mutant(**row["mutant"]) for row in rows(it.results[0]) if row["failure"] or not it.retry}
-            left = [mutant for row in rows(it.mutants) if (mutant := Mutant(**row)) not in done]
+            left = [mutant for row in rows(it.mutants) if (mutant := Mutant(**row)) not in done and mutant.line_in(it.root)]
             for row in run(it.root, it.reach, left, pytests, most=it.most, jobs=it.jobs):
                 with it.results[0].open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
@@ -73,6 +73,7 @@ def table(files: list[Path]) -> None:
         lost = [it for it in mutants if it in caught[first] and it in suite and it not in caught[name]]
         print(f"\n{name} loses {len(lost)} of the {len(caught[first] & set(suite))} that it has met and that {first} catches:")
         print(*(f"- {it.place} {_code(it.after)}" for it in lost), sep="\n")
+        print(*(f"- not met: {it.place}" for it in mutants if it not in suite), sep="\n")
     print("\nChange nothing:", *(f"- {it.place} {_code(it.after)}: {reason}" for it, reason in reasons.items()), sep="\n")
 
 

@@ -45,19 +45,17 @@ class Mutant(NamedTuple):
     def place(self) -> str:
         return f"{Path(self.file).relative_to(PACKAGE)}:{self.line} {self.function}"
 
-    def line_in(self, source: str) -> int:
-        """Returns the number of the line in another version of the source: the nearest equal line in a function of that name."""
-        lines = source.splitlines()
+    def line_in(self, root: Path) -> int:
+        """Returns the number of the line in a checkout, or 0: the nearest equal line in a function of that name."""
+        source = (root / self.file).read_text(encoding="utf-8") if (root / self.file).exists() else ""
         spans = [range(it.lineno, (it.end_lineno or 0) + 1) for it in _functions(source) if it.name == self.function]
-        found = [number for span in spans for number in span if lines[number - 1] == self.before]
-        if not found:
-            raise LookupError(f"{self.file} has no such line in {self.function} any more: {self.before.strip()}")
-        return min(found, key=lambda number: abs(number - self.line))
+        found = [number for span in spans for number in span if source.splitlines()[number - 1] == self.before]
+        return min(found, key=lambda number: abs(number - self.line), default=0)
 
-    def applied(self, source: str) -> str:
-        lines = source.splitlines(keepends=True)
-        lines[self.line_in(source) - 1] = self.after + "\n"
-        return "".join(lines)
+    def apply(self, root: Path) -> None:
+        lines = (root / self.file).read_text(encoding="utf-8").splitlines(keepends=True)
+        lines[self.line_in(root) - 1] = self.after + "\n"
+        (root / self.file).write_text("".join(lines), encoding="utf-8")
 
 
 def choose(root: Path, seed: int, number: int) -> list[Mutant]:

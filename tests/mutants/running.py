@@ -75,7 +75,7 @@ class Tree:
         """Returns how the tests meet a mutant; it is caught when a test fails twice."""
         path, began_s, unstable = self.tree / mutant.file, time.monotonic(), []
         source = path.read_text(encoding="utf-8")
-        path.write_text(mutant.applied(source), encoding="utf-8")
+        mutant.apply(self.tree)
         while True:
             test, failure = self.first_failure(tests) if tests else ("", "")
             if not test or self.first_failure([test])[1]:
@@ -123,7 +123,7 @@ def reaching(mutant: Mutant, root: Path, blocks: list[Block], recorded: list[tup
 
     Of tests that differ by their parameters one goes first, and the others follow those of other functions.
     """
-    line = mutant.line_in((root / mutant.file).read_text(encoding="utf-8"))
+    line = mutant.line_in(root)
     of_file = [number for number, (file, *_) in enumerate(blocks) if file == mutant.file]
     around = [number for number in of_file if blocks[number][1] <= line <= blocks[number][2]]
     block = max(around, key=lambda number: blocks[number][1])
