@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -185,6 +186,7 @@ def _stack_file(directory: Path, rank: int) -> Path:
 
 
 def _serve(rank: int, num_ranks: int, port: int, directory: Path, connection: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     warnings.simplefilter("error")  # as in the tests themselves
@@ -200,6 +202,14 @@ def _serve(rank: int, num_ranks: int, port: int, directory: Path, connection: Co
             while True:
                 connection.send(_answer(connection))
     os._exit(0)  # the parent is gone
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the tests are gone, also while it waits for another rank."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _answer(connection: Connection) -> Answer:
