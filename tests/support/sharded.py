@@ -108,16 +108,19 @@ def trained(
     *,
     num_steps: int = 20,
     each: Step | None = None,
+    before: Step | None = None,
     **settings: Any,
 ) -> Parameters:
     """The parameters after those steps; `each` takes one, in place of the usual forward, backward and step."""
     begin = bare_training if strategy == "naive" else functools.partial(training, strategy=strategy)
     with begin(case.model(), optimizer=optimizer, **settings) as (ddp, opt):
-        for step in range(num_steps):
+        for number in range(num_steps):
+            if before is not None:
+                before(ddp, opt, number)
             if each is None:
-                step_of(ddp, opt, case, step)
+                step_of(ddp, opt, case, number)
             else:
-                each(ddp, opt, step)
+                each(ddp, opt, number)
         return parameters(ddp)
 
 
@@ -202,15 +205,18 @@ def require_bits(
     *,
     among: Sequence[dict[str, Any]] = (),
     plans: Sequence[dict[str, Any]] = (SMALL,),
-    num_steps: int = 6,
-    each: Step | None = None,
+    before: Step | None = None,
+    **settings: Any,
 ) -> None:
-    """Training in shards has the bits of training without, in all ways, or those `among` others, under each of the plans."""
-    settings: dict[str, Any] = {"optimizer": optimizer, "num_steps": num_steps, "each": each, "reduction": "ordered"}
+    """Training in shards has the bits of training without, in all ways, or those `among` them, under each of the plans.
+
+    `before` is called before every step in shards; other settings are of both.
+    """
+    settings = {"optimizer": optimizer, "num_steps": 6, "reduction": "ordered", **settings}
     expected = reference(case, "naive" if dist.get_world_size() == 4 else "ddp", **settings)
     for way in among or ways():
         for plan in plans:
-            require_equal(expected, trained(case, **settings, **way, **plan), what=f"{way} {plan}")
+            require_equal(expected, trained(case, before=before, **settings, **way, **plan), what=f"{way} {plan}")
 
 
 def step_of(ddp: Any, opt: torch.optim.Optimizer, case: Case, number: int) -> None:
