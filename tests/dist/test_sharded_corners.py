@@ -348,6 +348,6 @@ def test_sparse_gradients_are_refused() -> None:
 
 @in_ranks(2)
 def test_ranks_with_other_settings_are_found_out() -> None:
-    with contextlib.closing(DistributedDataParallel(MLP.model())) as ddp:
-        with pytest.raises(PlanMismatch, match=r"ranks disagree on the settings"):
-            ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.1 * (1 + dist.get_rank()))
+    disagree = pytest.raises(PlanMismatch, match=r"ranks disagree on the settings")
+    with contextlib.closing(DistributedDataParallel(MLP.model())) as ddp, disagree:
+        ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.1 * (1 + dist.get_rank()))

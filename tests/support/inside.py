@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch import nn
 from undertow import Sync, SyncConfig
 from undertow.runtime import private
 from undertow.runtime.assembly import Assembly
+from undertow.runtime.checkpoint_metadata import Entry, stored_entries
 from undertow.runtime.engine import Engine
 from undertow.runtime.exchange import Exchanges
 from undertow.runtime.executor import Executor
@@ -276,6 +278,11 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
     group = GroupRef(world.ranks, world.backend, world.timeout, rows=rows)
     with contextlib.closing(Sync(module, process_group=group, config=SyncConfig(strategy="hybrid"))) as sync:
         sync._engine.open()
+
+
+def stored_entries_of(path: Path) -> dict[str, Entry]:
+    """What the metadata of a checkpoint says is stored, by name."""
+    return stored_entries((path / ".metadata").read_bytes())
 
 
 def rows_of(model: Model) -> Any:
