@@ -95,10 +95,9 @@ def run_chain(pools: dict[int, Ranks], folder: Path, setup: Setup, stages: list[
     state = b""
     for place, (num_ranks, strategy, mesh) in enumerate(stages):
         given = replace(setup, strategy=strategy, mesh=mesh, bucket_cap_mb=[3e-4, None, 1e-6][place % 3])
-        if place == 0:
-            state, *_ = pools[num_ranks].run(begins, given, path)
-        else:
-            state, *_ = pools[num_ranks].run(goes_on, given, folder / str(place - 1), path, state)
+        before, after = folder / str(place - 1), folder / str(place)
+        work = (begins, given, after) if place == 0 else (goes_on, given, before, after, state)
+        state, *_ = pools[num_ranks].run(*work)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -317,30 +316,25 @@ def of_another_program(path: Path) -> None:
     path.write_bytes(pickle.dumps({"model": os.getcwd}))
 
 
-def of_another_checkpoint(path: Path) -> None:
-    def change(metadata: Any) -> None:
-        for info in metadata.storage_data.values():
-            info.relative_path = f"../other/{info.relative_path}"
-
-    rewrite(path.parent, change)
+def rewritten(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    return lambda path: rewrite(path.parent, change)
 
 
-def impossible(path: Path) -> None:
-    def change(metadata: Any) -> None:
-        found = metadata.state_dict_metadata["optimizer.state.0.weight.step"]  # which only one of two ranks may need
-        found.size = torch.Size((2**40,))
-
-    rewrite(path.parent, change)
+def of_another_checkpoint(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../other/{info.relative_path}"
 
 
-def without_elements(path: Path) -> None:
-    def change(metadata: Any) -> None:
-        name = "optimizer.state.0.weight.exp_avg"
-        metadata.state_dict_metadata[name].size, metadata.state_dict_metadata[name].chunks = torch.Size((0,)), []
-        for index in [index for index in metadata.storage_data if index.fqn == name]:
-            del metadata.storage_data[index]
+def impossible(metadata: Any) -> None:
+    found = metadata.state_dict_metadata["optimizer.state.0.weight.step"]  # which only one of two ranks may need
+    found.size = torch.Size((2**40,))
 
-    rewrite(path.parent, change)
+
+def without_elements(metadata: Any) -> None:
+    name = "optimizer.state.0.weight.exp_avg"
+    metadata.state_dict_metadata[name].size, metadata.state_dict_metadata[name].chunks = torch.Size((0,)), []
+    for index in [index for index in metadata.storage_data if index.fqn == name]:
+        del metadata.storage_data[index]
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
@@ -350,8 +344,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "metadata cut": (".metadata", cut, r".metadata is none that torch.distributed.checkpoint has written \("),
     "metadata missing": (".metadata", Path.unlink, ".metadata is missing"),
     "metadata of others": (".metadata", of_another_program, ".metadata is none that .*getcwd does not belong there"),
-    "metadata of another folder": (".metadata", of_another_checkpoint, ".metadata is none that .*is not a file of this"),
-    "metadata of impossible shapes": (".metadata", impossible, ".metadata is none that .*has a shape that cannot be"),
+    "metadata of another folder": (
+        ".metadata",
+        rewritten(of_another_checkpoint),
+        ".metadata is none that .*is not a file of this",
+    ),
+    "metadata of impossible shapes": (".metadata", rewritten(impossible), ".metadata is none that .*has a shape that cannot be"),
     "header cut": ("undertow.json", cut, "undertow.json is none of ours, or cut short"),
     "header missing": ("undertow.json", Path.unlink, "undertow.json is missing"),
     "header of others": ("undertow.json", lambda path: path.write_text("[1]"), "undertow.json is none of ours"),
@@ -384,7 +382,7 @@ def begins_and_is_damaged(path: Path, damage: Callable[[Path], object]) -> None:
 
 @in_ranks(2)
 def test_a_state_of_another_shape_than_its_parameter_is_refused(path: Path) -> None:
-    begins_and_is_damaged(path / ".metadata", without_elements)
+    begins_and_is_damaged(path / ".metadata", rewritten(without_elements))
     text = text_of_loading(path, Setup())
     assert text.startswith("the checkpoint has 'exp_avg' of shape (0,) in the state of '0.weight', and the parameter is of ")
 

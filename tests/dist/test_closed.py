@@ -66,33 +66,35 @@ def test_it_is_none_where_a_newer_wrapper_averages(anew: Callable[[nn.Module], A
     require_closed("a training forward", lambda: earlier(batch()))
 
 
-CALLS: dict[str, Callable[[Any], object]] = {
-    "accumulate()": lambda sync: sync.accumulate().__enter__(),
-    "weight(n)": lambda sync: sync.weight(2),
-    "finish()": lambda sync: sync.finish(),
-    "reduce_gradients_async()": lambda sync: sync.reduce_gradients_async(),
-    "register_comm_hook()": lambda sync: sync.register_comm_hook(None, print),
-    "broadcast_parameters()": lambda sync: sync.broadcast_parameters(),
-    "measure_network()": lambda sync: sync.measure_network(),
-    "ShardedOptimizer": lambda sync: ShardedOptimizer(torch.optim.SGD, sync, lr=0.1),
-}
-CALLS_OF_A_WRAPPER: dict[str, Callable[[Any], object]] = {
-    "join()": lambda wrapper: wrapper.join(),
-    "accumulate()": lambda wrapper: wrapper.no_sync().__enter__(),
-    "_update_process_group": lambda wrapper: wrapper._update_process_group(dist.group.WORLD),
+CALLS: dict[str, dict[str, Callable[[Any], object]]] = {
+    "both": {
+        "accumulate()": lambda sync: sync.accumulate().__enter__(),
+        "weight(n)": lambda sync: sync.weight(2),
+        "finish()": lambda sync: sync.finish(),
+        "reduce_gradients_async()": lambda sync: sync.reduce_gradients_async(),
+        "register_comm_hook()": lambda sync: sync.register_comm_hook(None, print),
+        "broadcast_parameters()": lambda sync: sync.broadcast_parameters(),
+        "measure_network()": lambda sync: sync.measure_network(),
+        "ShardedOptimizer": lambda sync: ShardedOptimizer(torch.optim.SGD, sync, lr=0.1),
+    },
+    "a wrapper": {
+        "join()": lambda wrapper: wrapper.join(),
+        "accumulate()": lambda wrapper: wrapper.no_sync().__enter__(),
+        "_update_process_group": lambda wrapper: wrapper._update_process_group(dist.group.WORLD),
+    },
 }
 
 
 @in_ranks(2)
 @pytest.mark.parametrize(
-    ("wrap", "calls"), [(DistributedDataParallel, CALLS), (attach, CALLS), (DistributedDataParallel, CALLS_OF_A_WRAPPER)]
+    ("wrap", "whose"), [(DistributedDataParallel, "both"), (attach, "both"), (DistributedDataParallel, "a wrapper")]
 )
-def test_what_asks_a_closed_one_to_synchronize_is_the_same_error(wrap: Any, calls: dict[str, Any]) -> None:
+def test_what_asks_a_closed_one_to_synchronize_is_the_same_error(wrap: Any, whose: str) -> None:
     module = linear()
     model = wrap(module)
     module(batch()).sum().backward()
     model.close()
-    for name, call in calls.items():
+    for name, call in CALLS[whose].items():
         require_closed(name, lambda call=call: call(model))
     model.wait()
     assert model.report(show=False).rank == dist.get_rank()

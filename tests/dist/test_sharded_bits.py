@@ -80,18 +80,21 @@ def test_two_ranks_need_no_order(strategy: str) -> None:
         require_equal(reference(TIED, "ddp"), trained(TIED, strategy, **plan))
 
 
-@in_ranks(3)
-def test_native_reductions_are_near_with_three_ranks() -> None:
+NEAR = {
     # Sums of three fp32 values in another order differ by an ulp each; twenty steps of SGD with lr 0.05 keep that small.
-    require_near(trained(MLP, "ddp", "SGD"), trained(MLP, "zero1", "SGD"), rtol=1e-5, atol=1e-6)
-
-
-@in_ranks(2, 3)
-def test_a_fused_optimizer_is_near() -> None:
+    "native reductions": ("SGD", "native"),
     # Torch's fused kernel rounds differently after the last whole vector, so that it matters where a piece ends: an update of
     # at most lr = 0.01 differs by some ulps, over 20 steps.
-    expected = trained(MLP, "ddp", "fused AdamW", reduction="ordered")
-    require_near(expected, trained(MLP, "zero1", "fused AdamW"), rtol=1e-5, atol=1e-6)
+    "a fused optimizer": ("fused AdamW", "ordered"),
+}
+
+
+@in_ranks(3)
+@pytest.mark.parametrize("what", NEAR)
+def test_what_rounds_differently_is_near(what: str) -> None:
+    optimizer, reduction = NEAR[what]
+    expected, got = (trained(MLP, strategy, optimizer, reduction=reduction) for strategy in ("ddp", "zero1"))
+    require_near(expected, got, rtol=1e-5, atol=1e-6)
 
 
 def require_near(first: Parameters, second: Parameters, *, rtol: float = 0.0, atol: float) -> None:
@@ -379,27 +382,11 @@ def test_parts_that_come_late_are_averaged_over_all_rows() -> None:
     require_near(barrier, expected, atol=10 * 0.05 * torch.finfo(torch.float32).eps * 8)
 
 
-class Recomputed(nn.Module):
-    """Layers of which one runs twice in reentrant checkpoints: its gradient arrives twice, the second time late."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.twice = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = checkpoint(self.twice, x, use_reentrant=True).tanh()
-        return self.last(x)
-
-
 @in_ranks(2, 3)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_parts_that_come_late_are_added(strategy: str, num_micro_batches: int) -> None:
-    case = Case(Recomputed, MLP.loss)
+    case = checkpointed(True)
 
     def each(ddp: Any, opt: torch.optim.Optimizer, step: int) -> None:
         opt.zero_grad()

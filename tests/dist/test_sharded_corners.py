@@ -82,7 +82,7 @@ class TwoWays(nn.Module):
         return self.body(hidden)
 
 
-@in_ranks(2, is_fresh=True)
+@in_ranks(2)
 def test_a_read_at_a_new_place_waits() -> None:
     vectors = noise(8, 64)
 
@@ -116,7 +116,7 @@ WRITERS: dict[str, Any] = {
 }
 
 
-@in_ranks(2, is_fresh=True)
+@in_ranks(2)
 @pytest.mark.parametrize("write", WRITERS)
 def test_what_writes_parameters_right_after_a_step_waits_for_gathers(write: str) -> None:
     with stepped(2, optimizer="AdamW", **ORDERED) as (ddp, opt):
@@ -233,7 +233,7 @@ def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing() -> None:
 
 
 # Only rank 1 has a part of the gradient, and every rank says so of it.
-@in_ranks(2, is_fresh=True)
+@in_ranks(2)
 @pytest.mark.parametrize(("eager", "clips"), [(False, False), (False, True), (True, False)], ids=["step", "clip", "eager step"])
 def test_a_gradient_that_is_not_synchronised_is_an_error_on_every_rank(eager: bool, clips: bool) -> None:
     with stepped(2, eager=eager, **SMALL) as (ddp, opt):

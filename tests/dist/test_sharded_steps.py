@@ -400,7 +400,7 @@ def test_an_attached_model_steps_in_shards() -> None:
         sync.close()
 
 
-@in_ranks(2, is_fresh=True)
+@in_ranks(2)
 def test_a_change_with_shards_held_is_refused() -> None:
     with stepped(2, case=BRANCHES) as (ddp, opt):
         ddp.module.layers[0].requires_grad_(False)

@@ -65,7 +65,7 @@ def test_nothing_is_taken_in_a_healthy_run() -> None:
 
 
 def test_hooks_are_not_called_behind_one_that_may_be_stuck() -> None:
-    first = comm_hook._thread_beside_this_one()
+    first, lost = comm_hook._thread_beside_this_one(), Lost()
     assert comm_hook._thread_beside_this_one() is first
-    first.groups.add(Lost())
+    first.groups.add(lost)
     assert comm_hook._thread_beside_this_one() is not first
