@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,14 +82,8 @@ CHAINS: dict[str, list[Stage]] = {
     "ddp to zero1 to ddp to zero2": [(2, "ddp", ()), (3, "zero1", ()), (2, "ddp", ()), (2, "zero2", ())],
 }
 FROM_FOUR: list[Stage] = [(4, "zero1", ()), (2, "zero1", ()), (3, "zero1", ())]
-BY_MESHES: list[Stage] = [
-    (4, "hybrid", (2, 2)),
-    (2, "zero1", ()),
-    (4, "hybrid", (2, 2)),
-    (4, "hybrid", (4, 1)),
-    (2, "hybrid", (1, 2)),
-    (4, "hybrid", (2, 2)),
-]
+SQUARE: Stage = (4, "hybrid", (2, 2))
+BY_MESHES: list[Stage] = [SQUARE, (2, "zero1", ()), SQUARE, (4, "hybrid", (4, 1)), (2, "hybrid", (1, 2)), SQUARE]
 
 
 def run_chain(pools: dict[int, Ranks], folder: Path, setup: Setup, stages: list[Stage]) -> None:
@@ -263,19 +258,14 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint(
     assert [it.name for it in path.parent.iterdir()] == ["saved"]
 
 
-def full_disk(*_args: Any, **_kwargs: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 # Rank 0 also renames.
 @in_ranks(2)
 @pytest.mark.parametrize(("at", "on_rank"), [("fsync", 0), ("fsync", 1), ("rename", 0)])
 def test_a_save_that_fails_on_a_rank_fails_on_all_and_leaves_the_one_before(path: Path, at: str, on_rank: int) -> None:
     with trained_by(Setup(), num_steps=1) as (model, optimizer):
         save_checkpoint(path, model, optimizer, extra="whole")
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == on_rank:
-                patch.setattr(os, at, full_disk)
+        full_disk = mock.patch.object(os, at, side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        with full_disk if dist.get_rank() == on_rank else contextlib.nullcontext():
             text = same_text(lambda: save_checkpoint(path, model, optimizer))
         assert "No space left on device" in text
         assert text.splitlines()[-1] == "  A checkpoint that was there before is still there."

@@ -105,21 +105,6 @@ def test_the_norm_counts_every_gradient_once(norm_type: float) -> None:
         require_equal(parameters(bare), parameters(ddp))
 
 
-@in_ranks(4)
-def test_all_ranks_skip_what_one_has_found_infinite() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with stepped(1, "hybrid", **ORDERED) as (ddp, opt):
-        for step, is_skipped in ((1, True), (2, False)):
-            before = parameters(ddp)
-            opt.zero_grad()
-            factor = float("inf") if is_skipped and dist.get_rank() == 3 else 1.0
-            scaler.scale(MLP.loss(ddp, step) * factor).backward()
-            scaler.step(opt)
-            scaler.update()
-            (require_equal if is_skipped else require_moved)(before, parameters(ddp))
-        require_same_everywhere(parameters(ddp))
-
-
 # In the middle of training, with gathers under way.
 @in_ranks(4)
 def test_a_rank_may_evaluate_alone() -> None:

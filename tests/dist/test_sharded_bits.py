@@ -151,18 +151,8 @@ def test_master_weights_remember_what_sixteen_bits_forget() -> None:
     assert plain > sharded
 
 
-class Whole(nn.Module):
-    """Gradients are sums of whole numbers, which are exact in any order, and do not depend on the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 3) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([layer(x * (at + 1)) for at, layer in enumerate(self.layers)]).sum()
-
-
-WHOLE = Case(Whole, lambda model, step: model(noise(5, 5, step=step).mul(4).round()))
+# Gradients are sums of whole numbers, which are exact in any order, and do not depend on the weights.
+WHOLE = Case(lambda: nn.Linear(20, 12), lambda model, step: model(noise(5, 20, step=step).mul(4).round()).sum())
 
 
 @in_ranks(4)
@@ -305,16 +295,10 @@ def test_gradients_that_are_never_cleared_add_up_in_eager_steps_too() -> None:
     require_equal(barrier, eager)
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4000, 16)
-        self.layer = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 4000, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layer(self.embedding(tokens)).tanh())
+def tied_words() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(4000, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4000, bias=False))
+    model[3].weight = model[0].weight
+    return model
 
 
 def words(step: int) -> Tensor:
@@ -323,7 +307,7 @@ def words(step: int) -> Tensor:
 
 @in_ranks(2, 3)
 def test_a_large_embedding_is_split() -> None:
-    case = Case(Words, lambda model, step: cross_entropy(model(words(step)).flatten(0, 1), words(step + 1).flatten()))
+    case = Case(tied_words, lambda model, step: cross_entropy(model(words(step)).flatten(0, 1), words(step + 1).flatten()))
     pieces: list[int] = []
 
     def before(ddp: Any, _opt: Any, _step: int) -> None:

@@ -46,40 +46,14 @@ from undertow import (
     WrongType,
     attach,
 )
-from undertow.plan import Piece, SizeCaps, group_in_pieces, plan_from_groups
 
 
-def clipped(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-    opt.zero_grad()
-    MLP.loss(ddp, step).backward()
-    opt.clip_grad_norm_(1e-3)
-    opt.step()
-
-
-@in_ranks(1)
-def test_one_rank_steps_all_of_what_a_plan_of_two_has_in_pieces() -> None:
-    with training(MLP.model()) as (ddp, _):
-        specs = ddp.plan.params
-    groups = group_in_pieces(specs, range(len(specs))[::-1], SizeCaps(cap_bytes=100), num_ranks=2)
-    plan = plan_from_groups(specs, groups, num_ranks=2)
-    assert any(isinstance(member, Piece) for group in plan.groups for member in group)
-    for each in (None, clipped):
-        strategy = "ddp" if each is None else "zero1"
-        expected = trained(MLP, strategy, "SGD", each=each)
-        require_equal(expected, trained(MLP, "zero1", "SGD", each=each, plan=plan.to_json()))
-
-
-class TwoWays(nn.Module):
+class TwoWays(nn.Sequential):
     """Reads its embedding in the embedding's own forward, or, given vectors, in its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(64, 64)
-        self.embedding = nn.Embedding(64, 64)
-
     def forward(self, tokens: Tensor | None = None, vectors: Tensor | None = None) -> Tensor:
-        hidden = functional.linear(vectors, self.embedding.weight) if tokens is None else self.embedding(tokens)
-        return self.body(hidden)
+        body, embedding = self
+        return body(functional.linear(vectors, embedding.weight) if tokens is None else embedding(tokens))
 
 
 @in_ranks(2)
@@ -91,7 +65,7 @@ def test_a_read_at_a_new_place_waits() -> None:
         ddp(tokens=torch.arange(8)).square().mean().backward()
         opt.step()
 
-    with training(TwoWays(), bucket_cap_mb=0.0166) as (ddp, opt):
+    with training(TwoWays(nn.Linear(64, 64), nn.Embedding(64, 64)), bucket_cap_mb=0.0166) as (ddp, opt):
         step()
         step()
         late_gathers(ddp, seconds=0.1)
@@ -251,14 +225,17 @@ def test_a_gradient_that_is_not_synchronised_is_an_error_on_every_rank(eager: bo
         opt.zero_grad()
 
 
+def params_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn.Parameter]]:
+    groups = optimizer.param_groups
+    return [(group, param) for group in groups for param in group["params"] if param.grad is not None]
+
+
 class Coupled(torch.optim.SGD):
     """Not elementwise: the update depends on the norm of the parameter."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data.add_(param.grad, alpha=-group["lr"] / (1 + float(param.detach().norm())))
+        for group, param in params_of(self):
+            param.data.add_(param.grad, alpha=-group["lr"] / (1 + float(param.detach().norm())))
 
 
 class Counting(torch.optim.Optimizer):
@@ -270,9 +247,8 @@ class Counting(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data.add_(param.grad, alpha=-0.1 / float(group["count"]))
+        for group, param in params_of(self):
+            param.data.add_(param.grad, alpha=-0.1 / float(group["count"]))
 
 
 COUNTS = (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from support.checkpoints import copied
 from support.errors import text_of
 from support.inside import gathers_of, reads_that_wait, slow_gathers
 from support.models import noise
@@ -53,13 +54,6 @@ class Kept:
         self.state = module.state_dict()
 
 
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 READS: dict[str, Read] = {
     "parameters of the wrapper": lambda ddp, _: ddp.parameters(),
     "parameters of the inner module": lambda ddp, _: ddp.module.parameters(),
@@ -77,7 +71,7 @@ READS: dict[str, Read] = {
     "a deep copy of the list": lambda _, kept: copy.deepcopy(kept.params),
     "copies of parameters": lambda _, kept: map(copy.copy, kept.params),
     "AveragedModel": lambda _, kept: AveragedModel(kept.module).module.parameters(),
-    "torch.save": lambda _, kept: saved(kept.module).parameters(),
+    "torch.save": lambda _, kept: copied(kept.module, weights_only=False).parameters(),
     "pickle": lambda _, kept: pickle.loads(pickle.dumps(kept.params)),
     "a batched function": lambda _, kept: torch._foreach_add(kept.params, 0),
     "an operator": lambda _, kept: map(torch.ops.aten.clone.default, kept.params),
@@ -152,17 +146,22 @@ def follow_a_state_dict(_ema: Any, _module: nn.Module, source: dict[str, Tensor]
 @pytest.mark.parametrize(
     "follow", [follow_by_averaged_model, follow_in_a_loop, follow_by_a_batched_function, follow_a_state_dict]
 )
-def test_a_moving_average_is_that_of_plain_training(follow: Callable[..., None]) -> None:
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_a_moving_average_is_that_of_plain_training(in_hook: bool, follow: Callable[..., None]) -> None:
     def averaged(strategy: str) -> Parameters:
         with training(MLP.model(), strategy, "SGD", **ORDERED) as (ddp, opt):
             source = ddp.module.state_dict() if follow is follow_a_state_dict else None  # held for good, as some recipes do
             ema = AveragedModel(ddp.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
             shadow = [param.detach().clone() for param in ddp.module.parameters()]
+            follow_all = torch.no_grad(partial(follow, ema, ddp.module, source, shadow))
+            if in_hook:
+                opt.register_step_post_hook(lambda *_: follow_all())
             for number in range(5):
                 one_step(ddp, opt, number)
                 if strategy != "ddp" and number == 1:
                     slow_gathers(ddp)
-                torch.no_grad(follow)(ema, ddp.module, source, shadow)
+                if not in_hook:
+                    follow_all()
             found = [*ema.module.parameters(), *shadow]
             return {str(number): value.detach().clone() for number, value in enumerate(found)}
 
@@ -277,23 +276,13 @@ def test_a_child_process_cannot_read_what_only_its_parent_receives() -> None:
         assert said.startswith("a parameter is read in a child process, and was on its way when that was started.")
 
 
-class Doubled(nn.Module):
-    """Two parameters over one piece of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight.data = self.first.weight.data
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
 @in_ranks(2)
 def test_two_parameters_over_one_memory_are_refused() -> None:
-    with training(Doubled(), "zero1", "SGD") as (ddp, opt):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    with training(model, "zero1", "SGD") as (ddp, opt):
         ddp(noise(3, 4)).sum().backward()
-        with pytest.raises(ConfigError, match=r"^parameters 'first\.weight' and 'second\.weight' lie in the same memory"):
+        with pytest.raises(ConfigError, match=r"^parameters '0\.weight' and '1\.weight' lie in the same memory"):
             opt.step()
 
 

@@ -52,6 +52,7 @@ from undertow import (
     SyncConfig,
     attach,
 )
+from undertow.plan import Piece, SizeCaps, group_in_pieces, plan_from_groups
 
 BARRIER = [{"strategy": "zero1"}, {"strategy": "zero2"}]
 
@@ -109,6 +110,18 @@ def test_clipping_is_that_of_the_whole_gradient(norm_type: float) -> None:
     require_same_everywhere({"norms": torch.tensor(norms["zero1"])})
 
 
+@in_ranks(1)
+def test_one_rank_steps_all_of_what_a_plan_of_two_has_in_pieces() -> None:
+    with training(MLP.model()) as (ddp, _):
+        specs = ddp.plan.params
+    groups = group_in_pieces(specs, range(len(specs))[::-1], SizeCaps(cap_bytes=100), num_ranks=2)
+    plan = plan_from_groups(specs, groups, num_ranks=2)
+    assert any(isinstance(member, Piece) for group in plan.groups for member in group)
+    for each in (None, partial(clipped_step, norms=[], max_norm=1e-3)):
+        expected = trained(MLP, "ddp" if each is None else "zero1", "SGD", each=each)
+        require_equal(expected, trained(MLP, "zero1", "SGD", each=each, plan=plan.to_json()))
+
+
 @in_ranks(2, 3)
 def test_a_norm_that_is_not_finite_is_an_error_everywhere() -> None:
     with stepped(1) as (ddp, opt):
@@ -140,18 +153,23 @@ def test_a_gradient_scaler_skips_on_all_ranks_or_none(set_to_none: bool) -> None
     assert scales[0] == min(scales) == 2.0**9
 
 
-# Only the last rank's shard has the infinity: the first one learns of it.
-@in_ranks(2, 3)
-def test_an_overflow_in_one_shard_is_everybodys() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with stepped(1) as (ddp, opt):
-        before = parameters(ddp)
-        opt.zero_grad()
-        scaler.scale(MLP.loss(ddp, 1) + ddp.module[0].weight.flatten()[0] * math.inf).backward()
-        scaler.step(opt)
-        scaler.update()
-        assert scaler.get_scale() == 1.0
-        require_equal(before, parameters(ddp))
+# If only the last rank's shard has the infinity, the first rank learns of it; on a mesh both rows do, from one rank.
+@in_ranks(2, 3, 4)
+@pytest.mark.parametrize("in_one_shard", [True, False])
+def test_an_overflow_anywhere_is_everybodys(in_one_shard: bool) -> None:
+    scaler, num_ranks = torch.amp.GradScaler("cpu", init_scale=2.0), dist.get_world_size()
+    with stepped(1, "hybrid" if num_ranks == 4 else "zero1", **ORDERED) as (ddp, opt):
+        for is_skipped in (True, False):
+            before = parameters(ddp)
+            opt.zero_grad()
+            factor = math.inf if is_skipped and (in_one_shard or dist.get_rank() == num_ranks - 1) else 0.0
+            overflow = ddp.module[0].weight.flatten()[0] if in_one_shard else ddp.module[0].weight.sum()
+            scaler.scale(MLP.loss(ddp, 1) + overflow * factor).backward()
+            scaler.step(opt)
+            scaler.update()
+            (require_equal if is_skipped else require_moved)(before, parameters(ddp))
+            assert scaler.get_scale() == 1.0
+        require_same_everywhere(parameters(ddp))
 
 
 def step_by_closure(ddp: Any, opt: Any, step: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from support.models import CASES, Case, mlp, noise
 from support.sharded import mesh_of
@@ -99,13 +99,13 @@ def to_bytes(state: Any) -> bytes:
     return file.getvalue()
 
 
-def from_bytes(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
+def from_bytes(data: bytes, *, weights_only: bool = True) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=weights_only)
 
 
-def copied(state: Any) -> Any:
+def copied(state: Any, *, weights_only: bool = True) -> Any:
     """What is there now, whatever is trained on."""
-    return from_bytes(to_bytes(state))
+    return from_bytes(to_bytes(state), weights_only=weights_only)
 
 
 def rewrite(path: Path, change: Callable[[Any], object]) -> None:
@@ -116,18 +116,5 @@ def rewrite(path: Path, change: Callable[[Any], object]) -> None:
 
 
 def require_equal(ours: Any, wanted: Any, where: str = "") -> None:
-    """To the bit."""
-    if isinstance(wanted, Tensor):
-        assert isinstance(ours, Tensor), where
-        assert (ours.dtype, ours.shape) == (wanted.dtype, wanted.shape), where
-        assert torch.equal(ours, wanted), (where, ours, wanted)
-    elif isinstance(wanted, dict):
-        assert ours.keys() == wanted.keys(), (where, ours.keys(), wanted.keys())
-        for key in wanted:
-            require_equal(ours[key], wanted[key], f"{where}.{key}")
-    elif isinstance(wanted, list | tuple):
-        assert len(ours) == len(wanted), where
-        for index, (one, other) in enumerate(zip(ours, wanted, strict=True)):
-            require_equal(one, other, f"{where}.{index}")
-    else:
-        assert ours == wanted, (where, ours, wanted)
+    """To the bit, in all that is nested."""
+    torch.testing.assert_close(ours, wanted, rtol=0.0, atol=0.0, equal_nan=True, msg=lambda text: f"{where}: {text}")
