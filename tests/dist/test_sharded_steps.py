@@ -283,7 +283,8 @@ STEPS: dict[str, tuple[Case, Callable[..., None]]] = {
 @pytest.mark.parametrize("what", STEPS)
 def test_training_goes_on_as_without_shards(what: str) -> None:
     case, each = STEPS[what]
-    require_bits(case, num_steps=12, each=each, among=BARRIER)
+    # Under zero2 the gradient of each backward is averaged by itself.
+    require_bits(case, num_steps=12, each=each, among=BARRIER[:1] if each is gradients_with_a_graph else BARRIER)
 
 
 @in_ranks(4)
@@ -314,7 +315,7 @@ def test_ranks_agree_on_what_was_updated_when_backward_fails(failing: tuple[int,
             ddp.module.fails = dist.get_rank() in [rank % num_ranks for rank in failing]
             opt.zero_grad()
             loss = MLP.loss(ddp, 3)
-            name = "" if ddp.module.fails else f"rank {failing[0] % num_ranks}"
+            name = None if ddp.module.fails else f"rank {failing[0] % num_ranks}"
             with pytest.raises(ZeroDivisionError if ddp.module.fails else PeerFailed, match=name):
                 loss.backward()
             ddp.module.fails = False

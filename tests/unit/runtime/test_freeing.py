@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
 from unittest import mock
 
 import torch
@@ -52,7 +51,7 @@ def test_a_group_is_kept_where_no_thread_can_start() -> None:
 
 @in_ranks(2)
 def test_nothing_is_taken_in_a_healthy_run() -> None:
-    def all_reduce(_state: object, bucket: Any) -> Any:
+    def all_reduce(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         return done.then(lambda it: it.value()[0])
 
