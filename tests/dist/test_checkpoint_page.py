@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
+import contextlib
 import re
 from pathlib import Path
 
@@ -11,26 +11,17 @@ import pytest
 
 from support.pages import Snippet, execute, snippets, titles
 from support.project import ROOT
-from support.ranks import Ranks
+from support.ranks import in_ranks
 
 PAGE = ROOT / "docs" / "checkpoints.md"
-
-
-def execute_in(snippet: Snippet, folder: Path) -> None:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        execute(snippet)
-    finally:
-        os.chdir(before)
-
-
 SNIPPETS = [snippet for snippet in snippets(PAGE) if snippet.mark == "two ranks"]  # tests/frameworks has the others
 
 
-@pytest.mark.parametrize("snippet", [pytest.param(snippet, id=snippet.section) for snippet in SNIPPETS])
-def test_a_snippet_holds(two_ranks: Ranks, tmp_path: Path, snippet: Snippet) -> None:
-    two_ranks.run(execute_in, snippet, tmp_path)
+@in_ranks(2)
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.section)
+def test_a_snippet_holds(tmp_path: Path, snippet: Snippet) -> None:
+    with contextlib.chdir(tmp_path):
+        execute(snippet)
 
 
 def test_every_section_has_a_snippet_that_can_fail_and_is_in_the_contents() -> None:

@@ -1,85 +1,78 @@
-"""Gathers under the next forward: every reader waits for what it reads, and for no more."""
+"""Gathers under the next forward: every reader waits for what it reads, and for no more; delays change nothing."""
 
 from __future__ import annotations
 
+import threading
+import time
+from functools import partial
+from itertools import count
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.inside import gathers_of, late_ops, sharding_of, slow_gathers
+from support.inside import call_before, gathers_of, interrupted_steps, late_calls, late_ops, observe, sharding_of, slow_gathers
 from support.models import CASES, Branches, Case, noise
-from support.ranks import Ranks, in_ranks
+from support.ranks import in_ranks
 from support.sharded import (
+    MLP,
+    ORDERED,
     SMALL,
+    TIED,
     Parameters,
-    parameters,
+    one_step,
+    require_bits,
     require_equal,
     step_of,
-    trained,
+    stepped,
     training,
+    ways,
 )
 from undertow import DistributedDataParallel
-from undertow.runtime import private
 from undertow.schedule import OpKind
 
-MLP = CASES["mlp"]
-TIED = CASES["tied transformer"]
+
+def buckets_of_first_layer(ddp: DistributedDataParallel) -> set[int]:
+    return {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
 
 
 @in_ranks(2, 3)
 def test_a_module_waits_for_its_own_parameters_only() -> None:
-    with training(MLP.model(), **SMALL) as (ddp, opt):
-        for number in range(3):
-            step_of(ddp, opt, MLP, number)
+    with stepped(3, **SMALL) as (ddp, opt):
         waited = slow_gathers(ddp)
-        step_of(ddp, opt, MLP, 3)
+        one_step(ddp, opt, 3)
         waited.clear()
         assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets)
         hidden = ddp.module[0](noise(5, 6))
-        own = {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
-        assert set(waited) == own
-        assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets) - len(own)
+        assert set(waited) == buckets_of_first_layer(ddp)
+        assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets) - len(set(waited))
         ddp.module[2](hidden.relu())
         assert gathers_of(ddp).in_flight == {}
 
 
 @in_ranks(2, 3)
 def test_the_whole_model_waits_for_nothing_that_its_first_layer_does_not_need() -> None:
-    with training(MLP.model(), **SMALL) as (ddp, opt):
-        for number in range(4):
-            step_of(ddp, opt, MLP, number)
-        waited = slow_gathers(ddp)
-        seen: list[int] = []
-        watch = ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(len(waited)))
-        step_of(ddp, opt, MLP, 4)  # whose gathers are the next forward's
+    with stepped(4, **SMALL) as (ddp, opt):
+        waited, seen = slow_gathers(ddp), []
+        ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(len(waited)))
+        one_step(ddp, opt, 4)  # whose gathers are the next forward's
         waited.clear()
         seen.clear()
         MLP.loss(ddp, 5)
-        watch.remove()
-        own = {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
-        assert seen == [len(own)]  # by the first layer's forward nobody has waited for more than its parameters
+        assert seen == [len(buckets_of_first_layer(ddp))]  # by the first layer's forward nobody has waited for more
         assert sorted(waited) == [bucket.index for bucket in ddp.plan.buckets]
 
 
 @in_ranks(2, 3)
 def test_gathers_leave_in_the_order_of_the_forward() -> None:
-    orders = []
-    with training(TIED.model(), **SMALL) as (ddp, opt):
-        for number in range(4):
-            step_of(ddp, opt, TIED, number)
-            if number == 2:
-                first_needed = list(dict.fromkeys(gathers_of(ddp).in_flight))
-                orders.append(first_needed)
-        names = [ddp.plan.params[ddp.plan.buckets[bucket].params[0]].name for bucket in orders[0]]
+    with stepped(3, case=TIED, **SMALL) as (ddp, _):
+        order = list(gathers_of(ddp).in_flight)
+        names = [ddp.plan.params[ddp.plan.buckets[bucket].params[0]].name for bucket in order]
     assert names[0] == "embedding.weight"
-    assert max(at for at, name in enumerate(names) if "attn" in name) < min(
-        at for at, name in enumerate(names) if "linear2" in name
-    )
-    return orders
+    last_of_attention = max(at for at, name in enumerate(names) if "attn" in name)
+    assert last_of_attention < min(at for at, name in enumerate(names) if "linear2" in name)
 
 
 class Elsewhere(nn.Module):
@@ -100,124 +93,84 @@ class Elsewhere(nn.Module):
         return (self.forward(x).square() * gain).sum()
 
 
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Elsewhere()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+def slowly(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
+    """From the fourth step on gathers are slow."""
+    if step == 3:
+        slow_gathers(ddp, seconds=0.005)
 
 
-def read_in_another_module(delay_s: float) -> None:
-    def run(strategy: str) -> Any:
-        torch.manual_seed(5)
-        with training(Holder(), strategy, "SGD", reduction="ordered", **SMALL) as (ddp, opt):
-            for number in range(6):
-                step_of(ddp, opt, MLP, number)
-                if strategy != "ddp" and number == 2:
-                    slow_gathers(ddp, seconds=delay_s)
-            return parameters(ddp)
-
-    require_equal(run("ddp"), run("zero1"))
+HOLDER = Case(lambda: nn.Sequential(Elsewhere()), MLP.loss)
+ELSEWHERE = Case(Elsewhere, MLP.loss)
+BRANCHES = Case(Branches, MLP.loss)
 
 
-def test_a_parameter_read_in_another_module_has_come(ranks: Ranks) -> None:
-    ranks.run(read_in_another_module, 0.01)
+# The wrapper does not see the forward of this method, which reads parameters outside of every module.
+def through_a_method(ddp: Any, opt: Any, step: int) -> None:
+    opt.zero_grad()
+    if step == 4:
+        ddp(noise(5, 6)).sum()  # a forward of the whole model changes nothing for the next call
+    ddp.module.loss(noise(5, 6, step=step)).backward()
+    opt.step()
 
 
-@in_ranks(2)
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_method_of_the_module_reads_parameters_that_have_come(eager: bool) -> None:
-    """Of whose forward the wrapper hears nothing, and which reads parameters outside of every module."""
+# A path through the model that was never taken before is slower, and right.
+def another_order(ddp: Any, opt: Any, step: int) -> None:
+    opt.zero_grad()
+    order = [(0, 1, 2), (2, 1, 0), (1,), (0, 2), (2, 0, 1, 2)][step % 5]
+    ddp(noise(3, 4, step=step), order).square().sum().backward()
+    opt.step()
 
-    def run(strategy: str) -> Parameters:
-        torch.manual_seed(5)
-        is_eager = eager and strategy != "ddp"
-        with training(Elsewhere(), strategy, "SGD", eager=is_eager, reduction="ordered", **SMALL) as (ddp, opt):
-            for number in range(6):
-                opt.zero_grad()
-                if number == 4:
-                    ddp(noise(5, 6)).sum()  # a forward of the whole model changes nothing for the next call
-                ddp.module.loss(noise(5, 6, step=number)).backward()
-                opt.step()
-                if strategy != "ddp" and number == 2:
-                    slow_gathers(ddp)
-            return parameters(ddp)
 
-    require_equal(run("ddp"), run("zero1"))
+READERS: dict[str, tuple[Case, Any]] = {
+    "parameters read in another module": (HOLDER, None),
+    "a method of the module": (ELSEWHERE, through_a_method),
+    "another order of layers": (BRANCHES, another_order),
+}
 
 
 @in_ranks(2, 3)
-def test_another_order_of_layers_is_right() -> None:
-    """A path through the model that was never taken before is slower, and right."""
-
-    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-        opt.zero_grad()
-        order = [(0, 1, 2), (2, 1, 0), (1,), (0, 2), (2, 0, 1, 2)][step % 5]
-        ddp(noise(3, 4, step=step), order).square().sum().backward()
-        opt.step()
-        if step == 2 and sharding_of(ddp) is not None:
-            slow_gathers(ddp, seconds=0.005)
-
-    case = Case(Branches, lambda model, step: model(noise(3, 4, step=step)).sum())
-    expected = trained(case, "ddp", "SGD", num_steps=10, each=each, reduction="ordered")
-    for strategy in ("zero1", "zero2"):
-        require_equal(expected, trained(case, strategy, "SGD", num_steps=10, each=each, reduction="ordered", **SMALL))
+@pytest.mark.parametrize("reader", READERS)
+def test_what_was_not_seen_before_reads_parameters_that_have_come(reader: str) -> None:
+    case, act = READERS[reader]
+    require_bits(case, num_steps=10, each=act, before=slowly)
 
 
 @in_ranks(2, 3)
-def test_a_hook_after_the_step_reads_new_parameters() -> None:
-    def run(strategy: str) -> list[Tensor]:
-        with training(MLP.model(), strategy, "SGD", reduction="ordered", **SMALL) as (ddp, opt):
-            averaged = [param.detach().clone() for param in ddp.module.parameters()]
+def test_buffers_travel_beside_gathers() -> None:
+    buffers: list[Parameters] = []
 
-            def follow(*_arguments: Any) -> None:
-                for mine, theirs in zip(averaged, ddp.module.parameters(), strict=True):
-                    mine.lerp_(theirs.detach(), 0.1)
+    def each(ddp: Any, opt: Any, step: int) -> None:
+        step_of(ddp, opt, CASES["convolutions"], step)
+        buffers.append({name: value.clone() for name, value in ddp.named_buffers()})
 
-            opt.register_step_post_hook(follow)
-            for number in range(5):
-                step_of(ddp, opt, MLP, number)
-            return averaged
-
-    for mine, theirs in zip(run("ddp"), run("zero1"), strict=True):
-        assert torch.equal(mine, theirs)
+    require_bits(CASES["convolutions"], num_steps=5, each=each, before=slowly, among=[{"strategy": "zero1"}])
+    require_equal(buffers[4], buffers[9])
 
 
+# What is read after a step that is interrupted on the first ranks, and trained from there, is as without.
 @in_ranks(2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_interrupted", [1, 2])
 def test_an_interrupted_step_leaves_no_torn_parameters(num_interrupted: int, overlap: bool) -> None:
-    """What is read behind a step that is interrupted on the first ranks, and trained from there, is as without."""
-
-    def interrupted(optimizer: torch.optim.Optimizer) -> None:
-        step_unwatched(optimizer)
-        raise KeyboardInterrupt
-
-    def step(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, number: int, *, is_interrupted: bool) -> Parameters:
-        if is_interrupted and number == 1 and dist.get_rank() < num_interrupted:
-            with mock.patch.object(private, "step_unwatched", interrupted), pytest.raises(KeyboardInterrupt):
-                step_of(ddp, opt, MLP, number)
-        else:
-            step_of(ddp, opt, MLP, number)
-        return {name: param.clone() for name, param in ddp.state_dict().items()}
-
     def run(*, is_interrupted: bool) -> list[Parameters]:
-        with training(MLP.model(), "zero1", "SGD", reduction="ordered", overlap=overlap, **SMALL) as (ddp, opt):
-            return [step(ddp, opt, number, is_interrupted=is_interrupted) for number in range(3)]
+        found = []
+        with training(MLP.model(), "zero1", "SGD", overlap=overlap, **ORDERED) as (ddp, opt):
+            for number in range(3):
+                if is_interrupted and number == 1 and dist.get_rank() < num_interrupted:
+                    with interrupted_steps(), pytest.raises(KeyboardInterrupt):
+                        one_step(ddp, opt, number)
+                else:
+                    one_step(ddp, opt, number)
+                found.append({name: param.clone() for name, param in ddp.state_dict().items()})
+        return found
 
-    step_unwatched = private.step_unwatched
     for found, expected in zip(run(is_interrupted=True), run(is_interrupted=False), strict=True):
         require_equal(found, expected)
 
 
 @in_ranks(2)
-def test_a_stale_parameter_is_found_by_autograd() -> None:
-    """A graph from before a step does not go through backward."""
-    with training(MLP.model(), **SMALL) as (ddp, opt):
-        step_of(ddp, opt, MLP, 0)
-        step_of(ddp, opt, MLP, 1)
+def test_a_graph_from_before_a_step_does_not_go_through_backward() -> None:
+    with stepped(2, **SMALL) as (ddp, opt):
         ddp.wait()
         before = ddp(noise(5, 6)).sum()
         opt.step()
@@ -225,76 +178,102 @@ def test_a_stale_parameter_is_found_by_autograd() -> None:
             before.backward()
 
 
-@in_ranks(2, 3)
-@pytest.mark.parametrize(("strategy", "late_rank"), [("zero1", 0), ("zero2", 1)])
-@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.REDUCE_SCATTER, OpKind.BIND, OpKind.ALL_GATHER])
-def test_a_delay_at_any_op_changes_nothing(kind: OpKind, late_rank: int, strategy: str) -> None:
-    expected, late = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered"), []
+# On a mesh an op is late on the last rank of the second row, or on the first of the first.
+@in_ranks(2, 3, 4)
+@pytest.mark.parametrize("on_last", [False, True])
+@pytest.mark.parametrize(
+    "kind", [OpKind.PACK, OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE, OpKind.STEP, OpKind.BIND, OpKind.ALL_GATHER]
+)
+def test_a_delay_at_any_op_changes_nothing(kind: OpKind, on_last: bool) -> None:
+    late_rank = (dist.get_world_size() - 1) * on_last
+    for way in ways():
+        late: list[OpKind] = []
 
-    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-        nonlocal late
+        def before(ddp: Any, _opt: Any, step: int, late: list[OpKind] = late) -> None:
+            if step == 1:
+                late_ops(ddp, kind, late_rank, seconds=0.004, late=late)
+
+        require_bits(TIED, num_steps=5, before=before, among=[way])
+        is_issued = {OpKind.STEP: way.get("eager", False), OpKind.ALL_REDUCE: way["strategy"] == "hybrid"}.get(kind, True)
+        assert (late != []) == (is_issued and dist.get_rank() == late_rank), way
+
+
+@in_ranks(2, 4)
+def test_nor_does_one_in_a_thread() -> None:
+    def before(ddp: Any, opt: Any, step: int, *, place: str) -> None:
+        if step == 1 and place == "updates":
+            late_calls(opt, "update", seconds=0.003, rank=0)
+        elif step == 1:
+            call_before(ddp, place, lambda: time.sleep(0.003 * (dist.get_rank() == 1)))
+
+    across = ["sends across", "reductions across"] if dist.get_world_size() == 4 else []
+    for place in ["updates", "sends", "gathers", *across]:
+        require_bits(TIED, num_steps=5, before=partial(before, place=place))
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(40.0)
+
+
+# If the training thread waited for either reduction of a bucket, nobody would let the first of them leave.
+@in_ranks(4)
+@pytest.mark.parametrize("eager", [False, True])
+def test_backward_waits_for_neither_axis_of_a_mesh(eager: bool) -> None:
+    is_over = threading.Event()
+
+    def before(ddp: Any, _opt: Any, step: int) -> None:
         if step == 1:
-            late = late_ops(ddp, kind, late_rank, seconds=0.004)
-        step_of(ddp, opt, TIED, step)
+            observe(ddp, before=lambda op: is_over.set() if op.kind is OpKind.BIND else None)
+            call_before(ddp, "reductions", lambda: wait_for(is_over))
 
-    require_equal(expected, trained(TIED, strategy, "SGD", num_steps=5, each=each, reduction="ordered", **SMALL))
-    assert (dist.get_rank() == late_rank) == (late != [])
+    require_bits(MLP, num_steps=3, before=before, among=[{"strategy": "hybrid", "eager": eager}])
+    assert is_over.is_set()
 
 
-def traced() -> list[tuple[str, int]]:
-    with training(TIED.model(), record="full", **SMALL) as (ddp, opt):
-        for number in range(5):
-            step_of(ddp, opt, TIED, number)
+# The first bucket crosses when the second one is reduced inside, which does not wait for it.
+@in_ranks(4)
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_axes_of_a_mesh_work_at_the_same_time(eager: bool) -> None:
+    is_reduced = threading.Event()
+
+    def before(ddp: Any, _opt: Any, step: int) -> None:
+        if step == 1:
+            inside, num_calls = sharding_of(ddp).exchanges, count()
+            reduce = inside.reduce_scatter
+
+            def reduced(*args: Any, **kwargs: Any) -> Any:
+                handle = reduce(*args, **kwargs)
+                if next(num_calls) == 1:
+                    handle.on_done(lambda _: is_reduced.set())
+                return handle
+
+            inside.reduce_scatter = reduced
+            call_before(ddp, "reductions across", lambda: wait_for(is_reduced))
+
+    require_bits(MLP, num_steps=3, before=before, among=[{"strategy": "hybrid", "eager": eager}])
+    assert is_reduced.is_set()
+
+
+@in_ranks(2)
+def test_the_trace_has_both_ways_of_every_bucket() -> None:
+    with stepped(5, case=TIED, record="full", **SMALL) as (ddp, _):
         ddp.wait()
         trace = ddp.traces()[-1]
         ddp.report()
         kinds = [event.kind for event in trace.communication]
-        num_buckets = len(ddp.plan.buckets)
+        assert [kinds.count(kind) for kind in ("reduce_scatter", "all_gather")] == [len(ddp.plan.buckets)] * 2
         assert all(event.start_us <= event.stop_us for event in trace.events)
-        return [
-            ("reduce_scatter", kinds.count("reduce_scatter") - num_buckets),
-            ("all_gather", kinds.count("all_gather") - num_buckets),
-        ]
-
-
-def test_the_trace_has_both_ways_of_every_bucket(two_ranks: Ranks) -> None:
-    for counts in two_ranks.run(traced):
-        assert counts == [("reduce_scatter", 0), ("all_gather", 0)]
 
 
 @in_ranks(2)
 def test_without_overlap_nothing_is_in_flight_after_a_step() -> None:
-    expected = trained(TIED, "zero1", reduction="ordered", num_steps=4)
-
-    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-        step_of(ddp, opt, TIED, step)
-        assert gathers_of(ddp).in_flight == {}
-
-    require_equal(expected, trained(TIED, "zero1", each=each, num_steps=4, reduction="ordered", overlap=False, **SMALL))
-
-
-@in_ranks(2, 3)
-def test_buffers_travel_beside_gathers() -> None:
-    case = CASES["convolutions"]
-
-    def run(strategy: str) -> dict[str, Tensor]:
-        with training(case.model(), strategy, "SGD", reduction="ordered", **({} if strategy == "ddp" else SMALL)) as (ddp, opt):
-            for number in range(5):
-                step_of(ddp, opt, case, number)
-                if number == 1 and strategy != "ddp":
-                    slow_gathers(ddp, seconds=0.003)
-            return {name: value.clone() for name, value in ddp.state_dict().items()}
-
-    require_equal(run("ddp"), run("zero1"))
+    with training(TIED.model(), overlap=False, **SMALL) as (ddp, opt):
+        for number in range(4):
+            step_of(ddp, opt, TIED, number)
+            assert gathers_of(ddp).in_flight == {}
 
 
 @in_ranks(2)
 def test_a_compiled_model_waits_as_a_whole() -> None:
-    expected = trained(MLP, "zero1", "SGD", num_steps=4, reduction="ordered")
-    with training(MLP.model(), "zero1", "SGD", reduction="ordered", **SMALL) as (ddp, opt):
-        fast = torch.compile(ddp, backend="eager")
-        for number in range(4):
-            opt.zero_grad()
-            MLP.loss(fast, number).backward()
-            opt.step()
-        require_equal(expected, parameters(ddp))
+    each = lambda ddp, opt, step: one_step(torch.compile(ddp, backend="eager"), opt, step)  # noqa: E731
+    require_bits(MLP, num_steps=4, each=each, among=[{"strategy": "zero1"}])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import threading
-import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,15 +16,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from support.inside import gathers_of, slow_gathers
-from support.models import CASES, noise
-from support.ranks import Ranks, in_ranks
-from support.sharded import SMALL, parameters, require_equal, step_of, training
+from support.checkpoints import copied
+from support.errors import text_of
+from support.inside import gathers_of, reads_that_wait, slow_gathers
+from support.models import noise
+from support.ranks import in_ranks
+from support.sharded import (
+    MLP,
+    NARROW,
+    ORDERED,
+    SMALL,
+    Parameters,
+    one_step,
+    parameters,
+    require_bits,
+    require_equal,
+    require_moved,
+    stepped,
+    trained,
+    training,
+)
 from undertow import ConfigError, DistributedDataParallel, PhaseError, RankLost
 
-MLP = CASES["mlp"]
 MIXED = {"bucket_cap_mb": 2e-4}  # parameters in pieces, and several in one bucket
-
 Read = Callable[[DistributedDataParallel, "Kept"], Iterable[Tensor]]
 
 
@@ -39,13 +52,6 @@ class Kept:
         self.data = [param.data for param in self.params]
         self.arrays = [param.detach().numpy() for param in self.params]
         self.state = module.state_dict()
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 READS: dict[str, Read] = {
@@ -65,7 +71,7 @@ READS: dict[str, Read] = {
     "a deep copy of the list": lambda _, kept: copy.deepcopy(kept.params),
     "copies of parameters": lambda _, kept: map(copy.copy, kept.params),
     "AveragedModel": lambda _, kept: AveragedModel(kept.module).module.parameters(),
-    "torch.save": lambda _, kept: saved(kept.module).parameters(),
+    "torch.save": lambda _, kept: copied(kept.module, weights_only=False).parameters(),
     "pickle": lambda _, kept: pickle.loads(pickle.dumps(kept.params)),
     "a batched function": lambda _, kept: torch._foreach_add(kept.params, 0),
     "an operator": lambda _, kept: map(torch.ops.aten.clone.default, kept.params),
@@ -82,77 +88,84 @@ READS: dict[str, Read] = {
 }
 
 
+def require_read(found: Iterable[Tensor], ddp: DistributedDataParallel, params: list[nn.Parameter], what: str = "") -> None:
+    """What was found are the values that the parameters have when all of them have come."""
+    values = [value.detach().clone() for value in found]
+    ddp.wait()
+    assert [torch.equal(mine.view(it.shape), it) for mine, it in zip(values, params, strict=True)] == [True] * len(params), what
+
+
 @in_ranks(2)
 @pytest.mark.parametrize(("strategy", "settings"), [("zero1", SMALL), ("zero2", MIXED), ("zero1", {})])
 def test_a_read_between_steps_sees_what_was_stepped(strategy: str, settings: dict[str, Any]) -> None:
-    torch.manual_seed(7)
-    model = MLP.make()
+    model = MLP.model()
     kept = Kept(model)
-    with training(model, strategy, "SGD", reduction="ordered", **settings) as (ddp, opt):
-        step_of(ddp, opt, MLP, 0)
+    with training(model, strategy, "SGD", **settings) as (ddp, opt):
+        one_step(ddp, opt, 0)
         slow_gathers(ddp)
         for number, (name, read) in enumerate(READS.items(), start=1):
-            step_of(ddp, opt, MLP, number)
-            found = [value.detach().clone() for value in read(ddp, kept)]
-            ddp.wait()
-            assert len(found) == len(kept.params), name
-            for mine, param in zip(found, kept.params, strict=True):
-                assert torch.equal(mine.view(param.shape), param), name
+            one_step(ddp, opt, number)
+            require_read(read(ddp, kept), ddp, kept.params, name)
 
 
-def read_while_in_flight(name: str) -> int:
-    """Returns how many gathers were on their way when the read began: what was held before training would have ended them."""
-    with training(MLP.model(), "zero1", "SGD", reduction="ordered", **SMALL) as (ddp, opt):
-        step_of(ddp, opt, MLP, 0)
+# What was held since before training would end the gathers.
+@in_ranks(2)
+@pytest.mark.parametrize("name", [name for name in READS if "before training" not in name])
+def test_a_read_waits_for_what_is_in_flight(name: str) -> None:
+    with stepped(1, **SMALL) as (ddp, opt):
         slow_gathers(ddp)
-        step_of(ddp, opt, MLP, 1)
-        num_in_flight = len(gathers_of(ddp).in_flight)
+        one_step(ddp, opt, 1)
+        assert gathers_of(ddp).in_flight
         kept = Kept.__new__(Kept)
         kept.module, kept.params = ddp.module, list(ddp.module.parameters())
         found = [value.detach().clone() for value in READS[name](ddp, kept)]
         assert gathers_of(ddp).in_flight == {}
-        assert all(torch.equal(mine.view(param.shape), param) for mine, param in zip(found, kept.params, strict=True))
-        return num_in_flight
+        require_read(found, ddp, kept.params)
 
 
-@pytest.mark.parametrize("name", [name for name in READS if "before training" not in name])
-def test_a_read_waits_for_what_is_in_flight(two_ranks: Ranks, name: str) -> None:
-    assert min(two_ranks.run(read_while_in_flight, name)) > 0
+def follow_by_averaged_model(ema: AveragedModel, module: nn.Module, _source: Any, _shadow: list[Tensor]) -> None:
+    ema.update_parameters(module)
 
 
-def averaged(strategy: str, follow: str) -> list[Tensor]:
-    """A moving average of the parameters, written as people do, next to training."""
-    with training(MLP.model(), strategy, "SGD", reduction="ordered", **({} if strategy == "ddp" else SMALL)) as (ddp, opt):
-        source = ddp.module.state_dict()  # held for good, as some recipes do
-        params = list(ddp.module.parameters())
-        if follow != "a state dict":
-            del source
-        ema = AveragedModel(ddp.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-        shadow = [param.detach().clone() for param in params]
-        for number in range(5):
-            step_of(ddp, opt, MLP, number)
-            if strategy != "ddp" and number == 1:
-                slow_gathers(ddp)
-            with torch.no_grad():
-                match follow:
-                    case "AveragedModel":
-                        ema.update_parameters(ddp.module)
-                    case "a loop":
-                        for mine, param in zip(shadow, params, strict=True):
-                            mine.mul_(0.9).add_(param.data, alpha=0.1)
-                    case "a batched function":
-                        torch._foreach_lerp_(shadow, params, 0.1)
-                    case "a state dict":
-                        for mine, value in zip(shadow, source.values(), strict=True):
-                            mine.lerp_(value, 0.1)
-        return [param.detach().clone() for param in ema.module.parameters()] + shadow
+def follow_in_a_loop(_ema: Any, module: nn.Module, _source: Any, shadow: list[Tensor]) -> None:
+    for mine, param in zip(shadow, module.parameters(), strict=True):
+        mine.mul_(0.9).add_(param.data, alpha=0.1)
 
 
+def follow_by_a_batched_function(_ema: Any, module: nn.Module, _source: Any, shadow: list[Tensor]) -> None:
+    torch._foreach_lerp_(shadow, list(module.parameters()), 0.1)
+
+
+def follow_a_state_dict(_ema: Any, _module: nn.Module, source: dict[str, Tensor], shadow: list[Tensor]) -> None:
+    for mine, value in zip(shadow, source.values(), strict=True):
+        mine.lerp_(value, 0.1)
+
+
+# A moving average of the parameters, written as people do, next to training.
 @in_ranks(2)
-@pytest.mark.parametrize("follow", ["AveragedModel", "a loop", "a batched function", "a state dict"])
-def test_a_moving_average_is_that_of_plain_training(follow: str) -> None:
-    for mine, wanted in zip(averaged("zero1", follow), averaged("ddp", follow), strict=True):
-        assert torch.equal(mine, wanted)
+@pytest.mark.parametrize(
+    "follow", [follow_by_averaged_model, follow_in_a_loop, follow_by_a_batched_function, follow_a_state_dict]
+)
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_a_moving_average_is_that_of_plain_training(in_hook: bool, follow: Callable[..., None]) -> None:
+    def averaged(strategy: str) -> Parameters:
+        with training(MLP.model(), strategy, "SGD", **ORDERED) as (ddp, opt):
+            source = ddp.module.state_dict() if follow is follow_a_state_dict else None  # held for good, as some recipes do
+            ema = AveragedModel(ddp.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+            shadow = [param.detach().clone() for param in ddp.module.parameters()]
+            follow_all = torch.no_grad(partial(follow, ema, ddp.module, source, shadow))
+            if in_hook:
+                opt.register_step_post_hook(lambda *_: follow_all())
+            for number in range(5):
+                one_step(ddp, opt, number)
+                if strategy != "ddp" and number == 1:
+                    slow_gathers(ddp)
+                if not in_hook:
+                    follow_all()
+            found = [*ema.module.parameters(), *shadow]
+            return {str(number): value.detach().clone() for number, value in enumerate(found)}
+
+    require_equal(averaged("ddp"), averaged("zero1"))
 
 
 @torch.no_grad()
@@ -184,170 +197,129 @@ WRITES = {
 }
 
 
+def slowly(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
+    """From the third step on gathers are slow."""
+    if step == 2:
+        slow_gathers(ddp)
+
+
 @in_ranks(2)
-@pytest.mark.parametrize(
-    ("how", "dtype", "eager"),
-    [*((how, torch.float32, False) for how in WRITES), ("clamp_", torch.float32, True), ("clamp_", torch.bfloat16, False)],
-)
-def test_a_write_between_steps_is_trained_on(how: str, dtype: torch.dtype, eager: bool) -> None:
-    def run(strategy: str) -> Any:
-        model = MLP.model().to(dtype)
-        params = list(model.parameters())
-        settings = {} if strategy == "ddp" else SMALL
-        is_eager = eager and strategy != "ddp"
-        with training(model, strategy, "SGD", reduction="ordered", eager=is_eager, **settings) as (ddp, opt):
-            for number in range(5):
-                opt.zero_grad()
-                ddp(noise(5, 6, step=number).to(dtype)).float().square().sum().backward()
-                opt.step()
-                if strategy != "ddp" and number == 1:
-                    slow_gathers(ddp)
-                WRITES[how](params)
-            return parameters(ddp)
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_between_steps_is_trained_on(how: str) -> None:
+    # The list is made when no parameter is on its way, which is how users have it.
+    def each(ddp: Any, opt: Any, step: int) -> None:
+        params = list(ddp.module.parameters())
+        one_step(ddp, opt, step)
+        WRITES[how](params)
 
-    if dtype == torch.float32:
-        require_equal(run("ddp"), run("zero1"))
-    else:  # updated in fp32, unlike the plain optimizer: what was written is there all the same
-        assert all(bool((value.float().abs() <= 0.051).all()) for value in run("zero1").values())
+    require_bits(MLP, num_steps=5, each=each, before=slowly)
 
 
-class Asked:
-    """Counts how often a read of a parameter on its way had to wait."""
+# Parameters of 16 bits are updated in fp32, unlike the plain optimizer's: what was written is there all the same.
+@in_ranks(2)
+def test_so_it_is_with_sixteen_bits() -> None:
+    def each(ddp: Any, opt: Any, step: int) -> None:
+        opt.zero_grad()
+        NARROW[torch.bfloat16].loss(ddp, step).backward()
+        opt.step()
+        clamp(list(ddp.module.parameters()))
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.num = 0
-        reads = gathers_of(ddp)._reads
-        self._wait = reads._before_read()
-        reads._before_read = weakref.WeakMethod(self.noted)
-        reads._classes.clear()
-
-    def noted(self) -> None:
-        self.num += 1
-        self._wait()
+    found = trained(NARROW[torch.bfloat16], "zero1", "SGD", num_steps=5, each=each, before=slowly, **ORDERED)
+    assert all(bool((value.float().abs() <= 0.051).all()) for value in found.values())
 
 
 @in_ranks(2)
 def test_a_step_that_reads_nothing_leaves_its_gathers_to_the_forward() -> None:
-    with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
-        for number in range(2):
-            step_of(ddp, opt, MLP, number)
+    with stepped(2, **SMALL) as (ddp, opt):
         ddp.wait()
-        asked = Asked(ddp)
+        reads = reads_that_wait(ddp)
         for number in range(2, 5):
-            step_of(ddp, opt, MLP, number)
+            one_step(ddp, opt, number)
             opt.zero_grad()
             ddp.zero_grad()
             ddp.module.zero_grad()
             assert [param.requires_grad for param in ddp.module.parameters()] == [True] * 4
             assert all(param.is_floating_point() for param in ddp.module.parameters())
             assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets)
-        assert asked.num == 0
+        assert reads == []
         next(ddp.module.parameters()).sum()
-        assert asked.num == 1
+        assert len(reads) == 1
         assert gathers_of(ddp).in_flight == {}
 
 
+# What no peer will bring any more cannot be read in silence; after close() it can.
 @in_ranks(2)
 def test_a_gather_that_has_failed_fails_every_read() -> None:
-    """What no peer will bring any more cannot be read in silence; after close() it can."""
-    with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
-        for number in range(2):
-            step_of(ddp, opt, MLP, number)
+    with stepped(2, **SMALL) as (ddp, _):
         params = list(ddp.module.parameters())
-        gathers = gathers_of(ddp)
-        handle = gathers.in_flight[next(iter(gathers.in_flight))]
+        handle = next(iter(gathers_of(ddp).in_flight.values()))
         with mock.patch.object(handle, "wait", side_effect=RankLost("rank 1 is gone.", where="here", remedy="Start again.")):
-            for _ in range(2):
-                with pytest.raises(RankLost, match="rank 1 is gone"):
-                    params[-1].sum()
-                with pytest.raises(RankLost, match="rank 1 is gone"):
-                    copy.deepcopy(ddp.module)
+            for read in [params[-1].sum, lambda: copy.deepcopy(ddp.module)] * 2:
+                assert text_of(RankLost, read).startswith("rank 1 is gone")
     assert all(type(param) is nn.Parameter for param in params)
 
 
-def in_a_child() -> str:
-    with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
-        for number in range(2):
-            step_of(ddp, opt, MLP, number)
+@in_ranks(2)
+def test_a_child_process_cannot_read_what_only_its_parent_receives() -> None:
+    with stepped(2, **SMALL) as (ddp, _):
         reader, writer = os.pipe()
         if os.fork() == 0:
             try:
                 next(ddp.module.parameters()).sum()
-                said = "nothing"
             except PhaseError as error:
-                said = str(error)
-            os.write(writer, said.encode())
+                os.write(writer, str(error).encode())
             os._exit(0)
         os.close(writer)
         with os.fdopen(reader) as file:
             said = file.read()
         os.wait()
-        return said
-
-
-def test_a_child_process_cannot_read_what_only_its_parent_receives(two_ranks: Ranks) -> None:
-    for said in two_ranks.run(in_a_child):
         assert said.startswith("a parameter is read in a child process, and was on its way when that was started.")
-
-
-class Doubled(nn.Module):
-    """Two parameters over one piece of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight.data = self.first.weight.data
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
 
 
 @in_ranks(2)
 def test_two_parameters_over_one_memory_are_refused() -> None:
-    with training(Doubled(), "zero1", "SGD") as (ddp, opt):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    with training(model, "zero1", "SGD") as (ddp, opt):
         ddp(noise(3, 4)).sum().backward()
-        with pytest.raises(ConfigError) as raised:
+        with pytest.raises(ConfigError, match=r"^parameters '0\.weight' and '1\.weight' lie in the same memory"):
             opt.step()
-    assert str(raised.value).startswith("parameters 'first.weight' and 'second.weight' lie in the same memory")
 
 
+# Another process evaluates a model in shared memory.
 @in_ranks(2)
-def test_parameters_stay_in_memory_that_processes_share() -> None:
-    """A model in shared memory, which another process evaluates."""
-    for before in (True, False):
-        with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
-            if before:
-                ddp.module.share_memory()
-            step_of(ddp, opt, MLP, 0)
-            if not before:
-                ddp.module.share_memory()
-            pointers = [param.data_ptr() for param in ddp.module.parameters()]
-            values = [param.detach().clone() for param in ddp.module.parameters()]
-            for number in range(1, 3):
-                step_of(ddp, opt, MLP, number)
-            assert pointers == [param.data_ptr() for param in ddp.module.parameters()]
-            for param, value in zip(ddp.module.parameters(), values, strict=True):
-                assert not torch.equal(param, value)
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_parameters_stay_in_memory_that_processes_share(after_a_step: bool) -> None:
+    model = MLP.model()
+    if not after_a_step:
+        model.share_memory()
+    with training(model, "zero1", "SGD", **SMALL) as (ddp, opt):
+        one_step(ddp, opt, 0)
+        model.share_memory()
+        pointers, values = [param.data_ptr() for param in model.parameters()], parameters(ddp)
+        for number in range(1, 3):
+            one_step(ddp, opt, number)
+        assert pointers == [param.data_ptr() for param in model.parameters()]
+        require_moved(values, parameters(ddp))
 
 
 @in_ranks(2)
 def test_a_compiled_function_sees_what_was_stepped() -> None:
-    """A compiled function that reads parameters sees what was stepped."""
-    with training(MLP.model(), "zero1", "SGD", reduction="ordered", **SMALL) as (ddp, opt):
+    with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
         params = list(ddp.module.parameters())
         total = torch.compile(lambda: sum(param.detach().sum() for param in params), backend="eager")
         total()
-        step_of(ddp, opt, MLP, 0)
+        one_step(ddp, opt, 0)
         slow_gathers(ddp)
         for number in range(1, 4):
-            step_of(ddp, opt, MLP, number)
+            one_step(ddp, opt, number)
             found = total()
             ddp.wait()
             assert torch.equal(found, sum(param.detach().sum() for param in params))
 
 
-def compiled_average() -> int:
-    """Returns how often a moving average was compiled in five steps."""
+@in_ranks(2)
+def test_a_compiled_function_that_reads_every_step_is_compiled_once() -> None:
     compiled: list[object] = []
 
     def backend(graph: Any, _inputs: object) -> Any:
@@ -359,38 +331,29 @@ def compiled_average() -> int:
         shadow = [param.detach().clone() for param in params]
         follow = torch.compile(torch.no_grad(lambda: torch._foreach_lerp_(shadow, params, 0.1)), backend=backend)
         for number in range(5):
-            step_of(ddp, opt, MLP, number)
+            one_step(ddp, opt, number)
             follow()
-    return len(compiled)
+    assert len(compiled) == 1
 
 
-def test_a_compiled_function_that_reads_every_step_is_compiled_once(two_ranks: Ranks) -> None:
-    assert two_ranks.run(compiled_average) == [1, 1]
-
-
+# What has got the memory and the class of a parameter on its way can be read, and waits.
 @in_ranks(2)
 def test_a_tensor_that_is_swapped_with_a_parameter_can_be_read() -> None:
-    """What has got the memory and the class of a parameter on its way can be read, and waits."""
-    with training(MLP.model(), "zero1", "SGD") as (ddp, opt):
-        step_of(ddp, opt, MLP, 0)
+    with stepped(1) as (ddp, opt):
         params = list(ddp.module.parameters())
         others = [nn.Parameter(torch.zeros_like(param)) for param in params]
         slow_gathers(ddp)
-        step_of(ddp, opt, MLP, 1)
+        one_step(ddp, opt, 1)
         for param, other in zip(params, others, strict=True):
             torch.utils.swap_tensors(param, other)
-        found = [value.detach().clone() for value in others]
-        ddp.wait()
-        assert all(torch.equal(mine, other) for mine, other in zip(found, others, strict=True))
+        require_read(others, ddp, others)
         assert all(type(param) is nn.Parameter for param in params + others)
 
 
+# A thread reads a parameter; before it goes on, the thread that trains has taken another step.
 @in_ranks(2)
 def test_a_thread_that_read_before_the_next_step_leaves_that_to_its_own_readers() -> None:
-    """A thread reads a parameter; before it goes on, the thread that trains has taken another step."""
-    with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
-        for number in range(2):
-            step_of(ddp, opt, MLP, number)
+    with stepped(2, **SMALL) as (ddp, opt):
         params, gathers = list(ddp.module.parameters()), gathers_of(ddp)
         bucket, handle = next(iter(gathers.in_flight.items()))
         wait, has_come, goes_on = handle.wait, threading.Event(), threading.Event()
@@ -407,10 +370,8 @@ def test_a_thread_that_read_before_the_next_step_leaves_that_to_its_own_readers(
             has_come.wait()
             ddp.wait()
             slow_gathers(ddp)
-            step_of(ddp, opt, MLP, 2)
+            one_step(ddp, opt, 2)
             goes_on.set()
             reader.join()
         assert bucket in gathers.in_flight
-        found = [param.detach().clone() for param in params]
-        ddp.wait()
-        assert all(torch.equal(mine, param) for mine, param in zip(found, params, strict=True))
+        require_read(params, ddp, params)

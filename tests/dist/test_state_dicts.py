@@ -1,21 +1,44 @@
-"""The state dict of a sharded optimizer is a plain one's: whoever saves and loads those saves and loads this one."""
+"""The state dict of a sharded optimizer, whole as a plain one's or in shards: whoever saves and loads those can do with it."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 
-from support.checkpoints import Setup, from_bytes, require_equal, to_bytes, train, trained_by, whole_state
+from support.checkpoints import (
+    Setup,
+    case_of,
+    copied,
+    from_bytes,
+    load_whole,
+    require_equal,
+    state_after,
+    to_bytes,
+    train,
+    trained_by,
+    whole_state,
+)
 from support.errors import text_of
 from support.ranks import Ranks, in_ranks
 from undertow import (
@@ -26,8 +49,15 @@ from undertow import (
     ShardedOptimizer,
     StallTimeout,
     SyncConfig,
+    attach,
+    save_checkpoint,
 )
 from undertow.optim_state import ShardedState
+
+in_shards = partial(Setup, state_dict="sharded")
+
+
+# Whole states.
 
 
 def saved(value: Any) -> bytes:
@@ -37,128 +67,139 @@ def saved(value: Any) -> bytes:
     return found[0]
 
 
-def uninterrupted(setup: Setup) -> dict[str, Any]:
-    with trained_by(setup) as (model, optimizer):
-        train(setup, model, optimizer, steps=range(4))
-        return whole_state(model, optimizer)
-
-
-def goes_on_after_plain_files(setup: Setup) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("case", ["mlp", "convolutions"])
+def test_training_goes_on_from_what_torch_save_wrote(case: str, strategy: str) -> None:
+    setup = Setup(case, strategy)
     with trained_by(setup) as (model, optimizer):
         assert optimizer.state_dict()["state"] == {}
         train(setup, model, optimizer, steps=range(2))
         state = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     for other in (setup, replace(setup, strategy="ddp")):
         with trained_by(other, seed=8) as (model, optimizer):
-            loaded = from_bytes(state)
-            model.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
+            load_whole(model, optimizer, from_bytes(state))
             train(setup, model, optimizer, steps=range(2, 4))
-            require_equal(whole_state(model, optimizer), uninterrupted(other))
+            require_equal(whole_state(model, optimizer), state_after(other, 4))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-@pytest.mark.parametrize("case", ["mlp", "convolutions"])
-def test_training_goes_on_from_what_torch_save_wrote(ranks: Ranks, case: str, strategy: str) -> None:
-    ranks.run(goes_on_after_plain_files, Setup(case, strategy))
-
-
-def goes_on_after_full_state_dict(setup: Setup, saves: dict[str, bool], loads: dict[str, bool]) -> None:
-    with trained_by(setup) as (model, optimizer):
-        train(setup, model, optimizer, steps=range(2))
+@in_ranks(2)
+@pytest.mark.parametrize("saves", [{}, {"cpu_offload": True}], ids=str)
+@pytest.mark.parametrize("loads", [{}, {"broadcast_from_rank0": True}], ids=str)
+def test_torchs_full_state_dict_saves_and_loads(saves: dict[str, bool], loads: dict[str, bool]) -> None:
+    with trained_by(Setup(), num_steps=2) as (model, optimizer):
         of_model, of_optimizer = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, **saves))
         state = saved({"model": of_model, "optimizer": of_optimizer})
-    with trained_by(setup, seed=8) as (model, optimizer):
+    with trained_by(Setup(), seed=8) as (model, optimizer):
         has_it = dist.get_rank() == 0 or not loads.get("broadcast_from_rank0")
         loaded = from_bytes(state) if has_it else {"model": {}, "optimizer": {}}
         # One by one: with both at once torch takes a rank that has neither for one that loads no model.
         options = StateDictOptions(full_state_dict=True, **loads)
         set_model_state_dict(model, loaded["model"], options=options)
         set_optimizer_state_dict(model, optimizer, loaded["optimizer"], options=options)
-        train(setup, model, optimizer, steps=range(2, 4))
-        require_equal(whole_state(model, optimizer), uninterrupted(setup))
+        train(Setup(), model, optimizer, steps=range(2, 4))
+        require_equal(whole_state(model, optimizer), state_after(Setup(), 4))
 
 
-@pytest.mark.parametrize("saves", [{}, {"cpu_offload": True}], ids=str)
-@pytest.mark.parametrize("loads", [{}, {"broadcast_from_rank0": True}], ids=str)
-def test_torchs_full_state_dict_saves_and_loads(two_ranks: Ranks, saves: dict[str, bool], loads: dict[str, bool]) -> None:
-    two_ranks.run(goes_on_after_full_state_dict, Setup(), saves, loads)
+@in_ranks(2, 3)
+@pytest.mark.parametrize("case", ["mlp", "convolutions"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_full_states_go_to_a_plain_optimizer_and_back(strategy: str, case: str) -> None:
+    setup, plain = Setup(case, strategy), Setup(case, "ddp")
+    there = taken_from(plain, copied(state_after(setup, 2)), steps=range(2, 3))
+    with trained_by(setup, seed=9) as (model, optimizer):
+        load_whole(model, optimizer, there)
+        require_equal(whole_state(model, optimizer)["optimizer"]["param_groups"], there["optimizer"]["param_groups"])
+        train(setup, model, optimizer, steps=range(3, 4))
+        require_equal(whole_state(model, optimizer), state_after(setup, 4))
 
 
-def one_rank_has_it(setup: Setup) -> list[str]:
-    texts = []
-    with trained_by(setup) as (model, optimizer):
-        train(setup, model, optimizer, steps=range(2))
+def taken_from(setup: Setup, state: dict[str, Any], *, steps: range) -> dict[str, Any]:
+    """The whole state after these steps from another one."""
+    with trained_by(setup, seed=8) as (model, optimizer):
+        load_whole(model, optimizer, state)
+        train(setup, model, optimizer, steps=steps)
+        return copied(whole_state(model, optimizer))
+
+
+@in_ranks(2, 3)
+def test_wide_values_that_a_plain_optimizer_has_left_behind_are_not_taken_back() -> None:
+    there = taken_from(Setup("brain", "ddp"), copied(state_after(Setup("brain"), 2)), steps=range(2, 5))
+    with trained_by(Setup("brain"), num_steps=1, seed=9) as (model, optimizer):
+        model.wait()  # else what is on its way may arrive on top of what is loaded
+        load_whole(model, optimizer, there)
+        for number, state in optimizer.full_state_dict()["state"].items():
+            assert torch.equal(state["master"], list(model.parameters())[number].float())
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd", "nadam"])
+def test_a_full_state_has_what_torchs_has_of_every_parameter(optimizer: str) -> None:
+    ours, torchs = (
+        {
+            number: {key: value.shape for key, value in state.items() if key != "master"}
+            for number, state in state_after(Setup("oddities", strategy, optimizer), 1)["optimizer"]["state"].items()
+        }
+        for strategy in ("zero1", "ddp")
+    )
+    assert ours == torchs
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_one_rank_may_have_all_of_the_state_until_the_next_step(kind: str) -> None:
+    setup = Setup(state_dict=kind)
+    with trained_by(setup, num_steps=2) as (model, optimizer):
         wanted = optimizer.full_state_dict()
         optimizer.consolidate_state_dict(to=1)
         if dist.get_rank() == 1:
-            found = from_bytes(to_bytes(optimizer.state_dict()))
-            require_equal(found, wanted)
-        else:
-            texts.append(text_of(PhaseError, optimizer.state_dict))
-        optimizer.param_groups[0]["lr"] = 0.5
-        if dist.get_rank() == 1:
+            require_equal(copied(optimizer.state_dict()), wanted)
+            optimizer.param_groups[0]["lr"] = 0.5
             assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+        else:
+            assert text_of(PhaseError, optimizer.state_dict) == (
+                "the state was brought to rank 1 by consolidate_state_dict(), and is asked for on another rank.\n"
+                "  ShardedOptimizer.state_dict\n"
+                "  Call state_dict() on rank 1 only, or full_state_dict() on every rank."
+            )
         train(setup, model, optimizer, steps=range(2, 3))
         now = optimizer.state_dict()
-        assert isinstance(now["state"][0]["exp_avg"], ShardedState) == (setup.state_dict == "sharded")
+        assert isinstance(now["state"][0]["exp_avg"], ShardedState) == (kind == "sharded")
         assert now["state"][0]["step"] == optimizer.full_state_dict()["state"][0]["step"] == wanted["state"][0]["step"] + 1
-        texts.append(text_of(ConfigError, lambda: optimizer.consolidate_state_dict(to=2)))
-    return texts
+        assert text_of(ConfigError, lambda: optimizer.consolidate_state_dict(to=2)) == (
+            "to=2 is not one of the 2 ranks.\n  ShardedOptimizer.consolidate_state_dict\n"
+            "  Give a rank of the process group, 0 to 1."
+        )
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_one_rank_may_have_all_of_the_state_until_the_next_step(two_ranks: Ranks, kind: str) -> None:
-    first, second = two_ranks.run(one_rank_has_it, Setup(state_dict=kind))
-    no_rank = (
-        "to=2 is not one of the 2 ranks.\n  ShardedOptimizer.consolidate_state_dict\n  Give a rank of the process group, 0 to 1."
+@in_ranks(2, is_fresh=True)
+def test_a_state_dict_on_one_rank_only_is_an_error_on_all() -> None:
+    with trained_by(Setup(), num_steps=2) as (model, optimizer):
+        next_step = partial(train, Setup(), model, optimizer, steps=range(2, 3))
+        what, *_, remedy = text_of(CheckpointError, optimizer.state_dict if dist.get_rank() == 0 else next_step).splitlines()
+    assert what == "rank 0 called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank 1 did not."
+    assert remedy == (
+        "  Call it on every rank. Before a framework calls it on one rank only, call consolidate_state_dict() on every rank."
     )
-    elsewhere = (
-        "the state was brought to rank 1 by consolidate_state_dict(), and is asked for on another rank.\n"
-        "  ShardedOptimizer.state_dict\n"
-        "  Call state_dict() on rank 1 only, or full_state_dict() on every rank."
-    )
-    assert (first, second) == ([elsewhere, no_rank], [no_rank])
 
 
-def asks_alone() -> str:
-    setup = Setup()
-    with trained_by(setup) as (model, optimizer):
-        train(setup, model, optimizer, steps=range(2))
-        if dist.get_rank() == 0:
-            return text_of(CheckpointError, optimizer.state_dict)
-        return text_of(CheckpointError, lambda: train(setup, model, optimizer, steps=range(2, 3)))
-
-
-def test_a_state_dict_on_one_rank_only_is_an_error_on_all(fresh_pair: Ranks) -> None:
-    first, second = (text.splitlines() for text in fresh_pair.run(asks_alone))
-    what = "rank 0 called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank 1 did not."
-    remedy = "  Call it on every rank. Before a framework calls it on one rank only, call consolidate_state_dict() on every rank."
-    assert (first[0], first[-1]) == (second[0], second[-1]) == (what, remedy)
-
-
-def asks_while_others_wait_elsewhere() -> str:
+@pytest.mark.waits
+@in_ranks(2, is_fresh=True)
+def test_a_rank_that_gathers_the_state_alone_says_what_it_waits_for() -> None:
     config = SyncConfig(stall_warning_s=1.0, stall_timeout_s=2.0)
-    model = DistributedDataParallel(torch.nn.Linear(4, 3), config=config)
+    model = DistributedDataParallel(nn.Linear(4, 3), config=config)
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    text = text_of(StallTimeout, optimizer.state_dict) if dist.get_rank() == 0 else ""
+    if dist.get_rank() == 0:
+        awaited = "the state of a ShardedOptimizer, which every rank brings in state_dict()"
+        assert text_of(StallTimeout, optimizer.state_dict).splitlines()[0].endswith(f" s for {awaited}: rank 1 has not come.")
     dist.barrier()
-    return text
-
-
-def test_a_rank_that_gathers_the_state_alone_says_what_it_waits_for(fresh_pair: Ranks) -> None:
-    text, _ = fresh_pair.run(asks_while_others_wait_elsewhere)
-    awaited = "the state of a ShardedOptimizer, which every rank brings in state_dict()"
-    assert text.splitlines()[0].endswith(f" s for {awaited}: rank 1 has not come.")
 
 
 @in_ranks(2)
 def test_hooks_of_state_dicts_see_the_state_and_may_change_it() -> None:
-    setup = Setup()
-    with trained_by(setup) as (model, optimizer):
-        train(setup, model, optimizer, steps=range(1))
+    with trained_by(Setup(), num_steps=1) as (_, optimizer):
         seen: dict[str, Any] = {}
         optimizer.register_state_dict_post_hook(lambda _, found: {**found, "state": {**found["state"], "mine": "kept"}})
         state = optimizer.state_dict()
@@ -174,3 +215,239 @@ def test_hooks_of_state_dicts_see_the_state_and_may_change_it() -> None:
         assert seen == {"step": 2.0}
         found = optimizer.full_state_dict()["state"]
         assert torch.equal(found[0]["exp_avg"], 2 * state["state"][0]["exp_avg"])
+
+
+# States in shards, through torch.distributed.checkpoint without help of ours.
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    """As torch's documentation does it."""
+    chosen = StateDictOptions(**options)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=chosen)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=chosen)
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    # Buffers of two ranks may differ, and torch saves those of any rank.
+    params = {name.removeprefix("module.") for name, _ in model.named_parameters()}
+    mine = {name: value for name, value in of_model.items() if dist.get_rank() == 0 or name in params}
+    dcp.save({"model": mine, "optimizer": of_optimizer}, checkpoint_id=path)
+
+
+def begins(setup: Setup, path: Path, options: dict[str, Any]) -> bytes:
+    with trained_by(setup, num_steps=2) as (model, optimizer):
+        save(path, model, optimizer, **options)
+        return to_bytes(whole_state(model, optimizer))
+
+
+def goes_on(setup: Setup, path: Path, state: bytes, options: dict[str, Any]) -> None:
+    wanted = from_bytes(state)
+    with trained_by(setup, seed=8) as (model, optimizer):
+        load(path, model, optimizer, **options)
+        require_equal(whole_state(model, optimizer), wanted)
+        train(setup, model, optimizer, steps=range(2, 4))
+        after = whole_state(model, optimizer)
+    require_equal(copied(after), taken_from(replace(setup, strategy="ddp"), wanted, steps=range(2, 4)))
+
+
+@pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}, {"cpu_offload": True}], ids=str)
+@pytest.mark.parametrize("strategies", [("zero1", "zero2"), ("zero1", "ddp"), ("ddp", "zero1")], ids=" to ".join)
+@pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer"])
+def test_torchs_own_functions_save_and_load_over_other_ranks(
+    two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path, case: str, strategies: tuple[str, str], options: dict[str, Any]
+) -> None:
+    before, after = (in_shards(case, strategy) for strategy in strategies)
+    state, *_ = two_ranks.run(begins, before, tmp_path / "saved", options)
+    three_ranks.run(goes_on, replace(after, bucket_cap_mb=None), tmp_path / "saved", state, options)
+
+
+def test_they_save_and_load_whole_states_too(two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path) -> None:
+    state, *_ = two_ranks.run(begins, Setup(), tmp_path / "saved", {})
+    three_ranks.run(goes_on, Setup(strategy="zero2"), tmp_path / "saved", state, {})
+
+
+@in_ranks(1, 2, 3)
+@pytest.mark.parametrize("case", ["mlp", "brain", "oddities", "convolutions"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd", "nadam"])
+def test_asking_before_training_changes_no_parameter(case: str, optimizer: str) -> None:
+    setup = in_shards(case, optimizer=optimizer)
+    with trained_by(setup) as (model, optimizer):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        assert not optimizer.state
+        get_state_dict(model, optimizer)
+        model.wait()
+        require_equal(dict(model.state_dict()), before)
+        assert {type(value) for state in optimizer.state.values() for value in state.values()} <= {ShardedState, Tensor}
+        case_of(setup).loss(model, 0).backward()
+        optimizer.step()
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd"])
+@pytest.mark.parametrize("case", ["mlp", "brain"])
+def test_asking_during_training_changes_nothing(case: str, optimizer: str) -> None:
+    setup = in_shards(case, optimizer=optimizer)
+    with trained_by(setup, num_steps=1) as (model, optimizer):
+        for step in range(1, 3):
+            optimizer.zero_grad()
+            get_state_dict(model, optimizer)  # no gradients are there, and a state is
+            case_of(setup).loss(model, step).backward()
+            get_state_dict(model, optimizer)
+            assert all(param.grad is not None for param in model.parameters())
+            optimizer.step()
+        require_equal(whole_state(model, optimizer), state_after(setup, 3))
+
+
+@in_ranks(2, 3)
+def test_what_a_wrapper_saved_is_loaded_by_an_attached_module(tmp_path: Path) -> None:
+    setup = in_shards()
+    with trained_by(setup, num_steps=2) as (model, optimizer):
+        save(tmp_path, model, optimizer)
+        wanted = whole_state(model, optimizer)
+    bare = case_of(setup).make()
+    with contextlib.closing(attach(bare, config=SyncConfig(reduction="ordered"))) as sync:
+        optimizer = ShardedOptimizer(torch.optim.AdamW, sync, state_dict="sharded", lr=1.0)
+        load(tmp_path, bare, optimizer)
+        require_equal({f"module.{name}": value for name, value in bare.state_dict().items()}, wanted["model"])
+        require_equal(optimizer.full_state_dict(), wanted["optimizer"])
+
+
+def save_while_training(path: Path, model: Any, optimizer: Any) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    group = dist.new_group()  # the thread that saves meets the other ranks there, and we are elsewhere
+    result = dcp.async_save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=path, process_group=group)
+    train(in_shards(), model, optimizer, steps=range(2, 5))
+    result.result()
+    dist.destroy_process_group(group)
+
+
+# A save that is asynchronous has what was there when it was called.
+@in_ranks(2, 3)
+@pytest.mark.parametrize("saves", [save_while_training, save_checkpoint])
+def test_torchs_functions_load_what_was_saved(tmp_path: Path, saves: Callable[..., None]) -> None:
+    with trained_by(in_shards(), num_steps=2) as (model, optimizer):
+        wanted = copied(whole_state(model, optimizer))
+        saves(tmp_path / "saved", model, optimizer)
+    with trained_by(in_shards(), seed=8) as (model, optimizer):
+        load(tmp_path / "saved", model, optimizer)
+        require_equal(whole_state(model, optimizer), wanted)
+
+
+@in_ranks(2)
+def test_wide_values_of_16_bit_parameters_are_asked_for_by_name(tmp_path: Path) -> None:
+    with trained_by(in_shards("brain", "ddp")) as (model, optimizer):
+        save(tmp_path, model, optimizer)
+    missing = r"Missing key in checkpoint state_dict: optimizer.state.0.weight.master"
+    with trained_by(in_shards("brain")) as (model, optimizer), pytest.raises(CheckpointException, match=missing):
+        load(tmp_path, model, optimizer)
+
+
+ASK = "  Ask for all of it with optimizer.full_state_dict(), on every rank."
+NO_VALUES = "the state of a sharded optimizer has no values of its own: this rank has a part of it.\n"
+CANNOT = "the state of a sharded optimizer cannot be pickled: this rank has a part of it."
+
+
+@in_ranks(2)
+def test_what_a_part_of_a_state_refuses() -> None:
+    with trained_by(in_shards(), num_steps=1) as (model, optimizer):
+        state = optimizer.state_dict()
+        some = state["state"][0]["exp_avg"]
+        copy_of_it = copy.deepcopy(state)
+        train(in_shards(), model, optimizer, steps=range(1, 2))
+        assert not torch.equal(copy_of_it["state"][0]["exp_avg"].pieces[0][1], some.pieces[0][1])
+        part, other = some.pieces[0][0], ShardedState(next(model.parameters()), torch.float32, ())
+        here = f"[{part.start}, {part.stop})"
+        _, whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        assert text_of(CheckpointError, lambda: torch.save(whole, io.BytesIO())).splitlines()[0] == CANNOT
+        refused: list[tuple[Callable[[], object], str]] = [
+            (
+                lambda: torch.save(state, io.BytesIO()),
+                f"{CANNOT}\n  ShardedState(shape=(8, 6), dtype=torch.float32, elements {here} here)\n"
+                '  Leave state_dict="sharded" out of ShardedOptimizer(...), or save by torch.distributed.checkpoint.',
+            ),
+            (lambda: some + 1, f"{NO_VALUES}  aten.add.Tensor, of a state of shape (8, 6)\n{ASK}"),
+            (some.sum, f"{NO_VALUES}  aten.sum.default, of a state of shape (8, 6)\n{ASK}"),
+            (
+                lambda: other.of_part(part),
+                f"elements {here} of a state of shape (8, 6) are not on this rank.\n  ShardedOptimizer.load_state_dict\n"
+                "  Load through torch.distributed.checkpoint, or from full_state_dict().",
+            ),
+        ]
+        for call, text in refused:
+            assert text_of(CheckpointError, call) == text
+        assert text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, model, state_dict="shards", lr=1.0)) == (
+            'state_dict must be "full" or "sharded", got \'shards\'.\n  ShardedOptimizer\n'
+            '  Leave it out, or write state_dict="sharded" to save by torch.distributed.checkpoint.'
+        )
+
+
+# Models: savers find each parameter in memory of its own, also where a sharded optimizer has moved it.
+
+
+def layer_of(model: nn.Module) -> nn.Module:
+    return next(module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
+
+
+# What is saved of a module: of a wrapper what is inside it.
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "state_dict()": lambda module: module.state_dict(),
+    "the module": lambda module: module,
+    "state_dict() of a layer": lambda module: layer_of(module).state_dict(),
+    "a layer": layer_of,
+    "a parameter": lambda module: next(module.parameters()),
+    "a copy of a layer": lambda module: copy.deepcopy(layer_of(module)),
+}
+
+
+def tensors_of(value: Any) -> dict[str, Tensor]:
+    if isinstance(value, Tensor):
+        return {"": value}
+    return dict(value.state_dict() if isinstance(value, nn.Module) else value)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer", "oddities", "brain"])
+def test_what_is_saved_of_a_model_in_shards_is_what_is_saved_of_a_plain_one(case: str) -> None:
+    setup = Setup(case, bucket_cap_mb=None)
+    with trained_by(setup, num_steps=2) as (model, _):
+        model.wait()
+        plain = case_of(setup).make()
+        plain.load_state_dict(model.module.state_dict())
+        for name, form in FORMS.items():
+            for goes_through in (partial(copied, weights_only=False), lambda value: pickle.loads(pickle.dumps(value))):
+                mine, wanted = (tensors_of(goes_through(form(module))) for module in (model.module, plain))
+                require_equal(mine, wanted, name)
+                # What is loaded has the storages that were written.
+                sizes, wanted_sizes = (
+                    [(it.untyped_storage().nbytes(), it.stride()) for it in found.values()] for found in (mine, wanted)
+                )
+                assert sizes == wanted_sizes, name
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_every_parameter_covers_its_storage(strategy: str) -> None:
+    setup = Setup("mlp", strategy, bucket_cap_mb=None)
+    with trained_by(setup) as (model, optimizer):
+        for steps in (range(2), range(2, 4)):
+            train(setup, model, optimizer, steps=steps)
+            for name, param in model.named_parameters():
+                assert (param.untyped_storage().nbytes(), param.storage_offset()) == (param.nbytes, 0), name
+
+
+@in_ranks(2)
+def test_a_state_dict_goes_on_referring_to_the_parameters() -> None:
+    setup = Setup(bucket_cap_mb=None)
+    with trained_by(setup, num_steps=1) as (model, optimizer):
+        values, kept = model.state_dict(), list(model.module.parameters())
+        with torch.no_grad():
+            for value in values.values():
+                value.fill_(0.5)
+        assert all(bool((param == 0.5).all()) for param in kept)
+        train(setup, model, optimizer, steps=range(1, 2))
+        model.wait()
+        assert all(torch.equal(param, value) for param, value in zip(kept, values.values(), strict=True))
+        assert not any(bool((param == 0.5).all()) for param in kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -12,8 +13,11 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from support.errors import text_of
-from support.ranks import Ranks, in_ranks
+from support.ranks import in_ranks
+from support.sharded import from_all
 from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, ShardedOptimizer, attach
+
+SGD = torch.optim.SGD
 
 
 def net() -> nn.Sequential:
@@ -21,14 +25,17 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
 
 
-def batch() -> torch.Tensor:
-    return torch.full((2, 4), 1.0 + dist.get_rank())
+def step_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @in_ranks(2)
 def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there() -> None:
     model = DistributedDataParallel(net())
-    first = ShardedOptimizer(torch.optim.SGD, model, model.module[0].parameters(), lr=0.1)
+    first = ShardedOptimizer(SGD, model, model.module[0].parameters(), lr=0.1)
     first.step = first.step  # a reference of an object to itself, as schedulers make it
     text = text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.AdamW, model, model.module[1].parameters(), lr=0.1))
     assert text == (
@@ -37,18 +44,15 @@ def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there() -> Non
         "  Give all parameters to one ShardedOptimizer, in several groups. Wrap networks that step in turns each on its own. "
         "To replace the optimizer, `del` the first one before you make another."
     )
-    model(batch()).sum().backward()
-    first.step()  # as if nothing had happened
+    step_of(model, first)  # as if nothing had happened
     model.zero_grad()
     del first
-    second = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    second = ShardedOptimizer(SGD, model, lr=0.1)
     before = [param.detach().clone() for param in model.parameters()]
-    model(batch()).sum().backward()
-    second.step()
+    step_of(model, second)
     model.wait()
     assert not any(map(torch.equal, before, model.parameters()))
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert text_of(PhaseError, plain.step) == (
+    assert text_of(PhaseError, SGD(model.parameters(), lr=0.1).step) == (
         "SGD steps on parameters that a ShardedOptimizer updates.\n"
         f"  rank {dist.get_rank()}: each rank has its shards of the gradients only\n"
         "  Give all parameters to the ShardedOptimizer, and step that one."
@@ -56,20 +60,15 @@ def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there() -> Non
     model.close()
 
 
-def keep_the_first_on_one_rank() -> str:
-    model = DistributedDataParallel(net())
-    kept = [ShardedOptimizer(torch.optim.SGD, model, lr=0.1)]
-    if dist.get_rank() == 1:
-        kept.clear()
-    text = text_of(PlanMismatch, lambda: ShardedOptimizer(torch.optim.SGD, model, lr=0.1))
-    model.close()
-    return text
-
-
-def test_ranks_that_have_not_dropped_the_first_alike_are_told_so(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(keep_the_first_on_one_rank)
-    assert first == second
-    assert "first difference: there is an earlier ShardedOptimizer is True on rank 0 and False on rank 1" in first
+@in_ranks(2)
+def test_ranks_that_have_not_dropped_the_first_alike_are_told_so() -> None:
+    with contextlib.closing(DistributedDataParallel(net())) as model:
+        kept = [ShardedOptimizer(SGD, model, lr=0.1)]
+        if dist.get_rank() == 1:
+            kept.clear()
+        text = text_of(PlanMismatch, lambda: ShardedOptimizer(SGD, model, lr=0.1))
+    assert from_all(text) == [text] * 2
+    assert "first difference: there is an earlier ShardedOptimizer is True on rank 0 and False on rank 1" in text
 
 
 # Ways in which a module gets other parameters, behind the back of its optimizer.
@@ -106,89 +105,63 @@ CHANGES: dict[Callable[[nn.Sequential], None], str] = {
 }
 
 
-def warned(step: Callable[[], object]) -> list[str]:
+def warned(step: Callable[[], object], times: int = 12) -> list[str]:
+    """What so many steps warn of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step()
+        for _ in range(times):
+            step()
     return [str(warning.message).split("\n")[0] for warning in caught]
 
 
-def change_behind_a_plain_optimizer(change: Callable[[nn.Sequential], None], expected: str) -> None:
-    for wrap in (DistributedDataParallel, attach):
-        module = net()
-        model = wrap(module)
-        called = model if wrap is DistributedDataParallel else module
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-
-        def step(called: nn.Module = called, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.zero_grad()
-            called(batch()).sum().backward()
-            optimizer.step()
-
-        assert warned(step) == []
-        change(module)
-        texts = [text for _ in range(12) for text in warned(step)]
-        assert texts == [expected]
-        model.close()
-
-
+@in_ranks(1, 2)
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
 def test_an_optimizer_that_a_change_of_parameters_has_left_behind_is_told_once(
-    two_ranks: Ranks, change: Callable[[nn.Sequential], None]
+    wrap: Callable[[nn.Module], DistributedDataParallel], change: Callable[[nn.Sequential], None]
 ) -> None:
-    two_ranks.run(change_behind_a_plain_optimizer, change, CHANGES[change])
+    module = net()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    with contextlib.closing(wrap(module)) as model:
+        called = model if wrap is DistributedDataParallel else module
+        assert warned(lambda: step_of(called, optimizer), 1) == []
+        change(module)
+        assert warned(lambda: step_of(called, optimizer)) == [CHANGES[change]]
 
 
-def test_one_rank_is_told_too() -> None:
-    with Ranks(1) as alone:
-        alone.run(change_behind_a_plain_optimizer, assigned, ALL)
-
-
+# The new parameters have an optimizer, the same or another one, or there is nothing in their place.
 @in_ranks(2)
 def test_an_optimizer_that_follows_a_change_is_left_in_peace() -> None:
-    """What is meant to be: the new parameters have an optimizer, the same or another one, or there is nothing in their place."""
     module = net()
-    model = DistributedDataParallel(module)
-    first = torch.optim.SGD(module.parameters(), lr=0.1)
-    others: list[torch.optim.Optimizer] = []
-
-    def step() -> None:
-        model(batch()).sum().backward()
-        for optimizer in (first, *others):
-            optimizer.step()
-            optimizer.zero_grad()
-
-    texts = warned(step)
-    module[1] = nn.Linear(4, 3)
-    first.add_param_group({"params": list(module[1].parameters())})
-    texts += [text for _ in range(12) for text in warned(step)]
-    module[1] = nn.Linear(4, 3)
-    others.append(torch.optim.SGD(module[1].parameters(), lr=0.1))
-    texts += [text for _ in range(12) for text in warned(step)]
-    module[1] = nn.Identity()
-    texts += [text for _ in range(12) for text in warned(step)]
-    batches, held = torch.ones(2, 4), {name: nn.Parameter(value.clone()) for name, value in module.named_parameters()}
-    torch.func.functional_call(model, {f"module.{name}": value for name, value in held.items()}, (batches,)).sum().backward()
-    texts += warned(first.step)
+    optimizers = [SGD(module.parameters(), lr=0.1)]
+    with contextlib.closing(DistributedDataParallel(module)) as model:
+        texts = warned(lambda: step_of(model, *optimizers), 1)
+        module[1] = nn.Linear(4, 3)
+        optimizers[0].add_param_group({"params": list(module[1].parameters())})
+        texts += warned(lambda: step_of(model, *optimizers))
+        module[1] = nn.Linear(4, 3)
+        optimizers.append(SGD(module[1].parameters(), lr=0.1))
+        texts += warned(lambda: step_of(model, *optimizers))
+        module[1] = nn.Identity()
+        texts += warned(lambda: step_of(model, *optimizers))
+        held = {f"module.{name}": nn.Parameter(value.clone()) for name, value in module.named_parameters()}
+        torch.func.functional_call(model, held, (torch.ones(2, 4),)).sum().backward()
+        texts += warned(optimizers[0].step, 1)
     assert texts == []
-    model.close()
 
 
 @in_ranks(2)
 @pytest.mark.parametrize(("change", "name"), [(assigned, "'0.weight' and 3 more"), (replaced, "'1.weight' and 1 more")])
 def test_a_sharded_optimizer_that_is_left_behind_raises(change: Callable[[nn.Sequential], None], name: str) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
-    for _ in range(2):
-        model(batch()).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.wait()
-    change(model.module)
-    model(batch()).sum().backward()
-    assert text_of(PhaseError, optimizer.step) == (
-        "this optimizer updates parameters that the model has no more, and not those that came in their place.\n"
-        f"  ShardedOptimizer, parameter {name}\n"
-        "  Make the optimizer after the change, or give it the new parameters by add_param_group()."
-    )
-    model.close()
+    with contextlib.closing(DistributedDataParallel(net())) as model:
+        optimizer = ShardedOptimizer(SGD, model, lr=0.1)
+        step_of(model, optimizer)
+        step_of(model, optimizer)
+        model.wait()
+        change(model.module)
+        step_of(model)
+        assert text_of(PhaseError, optimizer.step) == (
+            "this optimizer updates parameters that the model has no more, and not those that came in their place.\n"
+            f"  ShardedOptimizer, parameter {name}\n"
+            "  Make the optimizer after the change, or give it the new parameters by add_param_group()."
+        )

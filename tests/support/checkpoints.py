@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from support.models import CASES, Case, mlp, noise
-from support.naive import wrapped
-from undertow import DistributedDataParallel, ShardedOptimizer
+from support.sharded import mesh_of
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Setup:
     optimizer: str = "adamw"
     bucket_cap_mb: float | None = 3e-4
     state_dict: str = "full"  # what a sharded optimizer's is
+    mesh: tuple[int, ...] = ()  # its shape
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -45,15 +46,22 @@ def case_of(setup: Setup) -> Case:
 
 
 @contextlib.contextmanager
-def trained_by(setup: Setup, *, seed: int = 7) -> Iterator[tuple[DistributedDataParallel, torch.optim.Optimizer]]:
+def trained_by(setup: Setup, *, num_steps: int = 0, seed: int = 7) -> Iterator[tuple[DistributedDataParallel, Any]]:
+    """A model and its optimizer after so many steps."""
     torch.manual_seed(seed)
     cls, settings = OPTIMIZERS[setup.optimizer]
     strategy = None if setup.strategy == "ddp" else setup.strategy
-    with wrapped(case_of(setup).make(), strategy=strategy, reduction="ordered", bucket_cap_mb=setup.bucket_cap_mb) as ddp:
+    config = SyncConfig(strategy=strategy, reduction="ordered", bucket_cap_mb=setup.bucket_cap_mb)
+    with contextlib.ExitStack() as stack:
+        mesh = stack.enter_context(mesh_of(*setup.mesh)) if setup.mesh else None
+        ddp = DistributedDataParallel(case_of(setup).make(), device_mesh=mesh, config=config)
+        stack.callback(ddp.close)
         if strategy is None:
-            yield ddp, cls(ddp.parameters(), **settings)
+            optimizer: torch.optim.Optimizer = cls(ddp.parameters(), **settings)
         else:
-            yield ddp, ShardedOptimizer(cls, ddp, state_dict=setup.state_dict, **settings)
+            optimizer = ShardedOptimizer(cls, ddp, state_dict=setup.state_dict, **settings)
+        train(setup, ddp, optimizer, steps=range(num_steps))
+        yield ddp, optimizer
 
 
 def train(setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: range) -> None:
@@ -73,6 +81,17 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
+def state_after(setup: Setup, num_steps: int) -> dict[str, Any]:
+    """The whole state after so many steps without a break."""
+    with trained_by(setup, num_steps=num_steps) as both:
+        return whole_state(*both)
+
+
+def load_whole(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
 def to_bytes(state: Any) -> bytes:
     """For another process: tensors would travel by shared memory."""
     file = io.BytesIO()
@@ -80,8 +99,13 @@ def to_bytes(state: Any) -> bytes:
     return file.getvalue()
 
 
-def from_bytes(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
+def from_bytes(data: bytes, *, weights_only: bool = True) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=weights_only)
+
+
+def copied(state: Any, *, weights_only: bool = True) -> Any:
+    """What is there now, whatever is trained on."""
+    return from_bytes(to_bytes(state), weights_only=weights_only)
 
 
 def rewrite(path: Path, change: Callable[[Any], object]) -> None:
@@ -92,18 +116,5 @@ def rewrite(path: Path, change: Callable[[Any], object]) -> None:
 
 
 def require_equal(ours: Any, wanted: Any, where: str = "") -> None:
-    """To the bit."""
-    if isinstance(wanted, Tensor):
-        assert isinstance(ours, Tensor), where
-        assert (ours.dtype, ours.shape) == (wanted.dtype, wanted.shape), where
-        assert torch.equal(ours, wanted), (where, ours, wanted)
-    elif isinstance(wanted, dict):
-        assert ours.keys() == wanted.keys(), (where, ours.keys(), wanted.keys())
-        for key in wanted:
-            require_equal(ours[key], wanted[key], f"{where}.{key}")
-    elif isinstance(wanted, list | tuple):
-        assert len(ours) == len(wanted), where
-        for index, (one, other) in enumerate(zip(ours, wanted, strict=True)):
-            require_equal(one, other, f"{where}.{index}")
-    else:
-        assert ours == wanted, (where, ours, wanted)
+    """To the bit, in all that is nested."""
+    torch.testing.assert_close(ours, wanted, rtol=0.0, atol=0.0, equal_nan=True, msg=lambda text: f"{where}: {text}")

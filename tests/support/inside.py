@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from undertow import Sync, SyncConfig
 from undertow.plan import ParamSpec
 from undertow.runtime import agreement, members, patience, private, private_checkpoint
 from undertow.runtime.assembly import Assembly
+from undertow.runtime.checkpoint_metadata import Entry, stored_entries
 from undertow.runtime.comm_hook import HookedBucket
 from undertow.runtime.emulated_link import BACKEND as BACKEND
 from undertow.runtime.emulated_link import EmulatedLink as EmulatedLink
@@ -35,6 +37,7 @@ from undertow.runtime.gathers import Gathers
 from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.guard import Ring
 from undertow.runtime.member import Member
+from undertow.runtime.placeholder import GradientPlaceholder
 from undertow.runtime.reducer import Reducer
 from undertow.runtime.ring import Neighbour
 from undertow.runtime.sharding import Sharding
@@ -231,9 +234,9 @@ def issued_ops(model: Model) -> list[str]:
     return ops
 
 
-def late_ops(model: Model, kind: OpKind, rank: int, *, seconds: float) -> list[OpKind]:
-    """Delays every op of that kind on one rank from now on. The list that it returns has the ops that were late."""
-    delayed: list[OpKind] = []
+def late_ops(model: Model, kind: OpKind, rank: int, *, seconds: float, late: list[OpKind] | None = None) -> list[OpKind]:
+    """Delays every op of that kind on one rank from now on. The list that it returns, or was given, has the late ops."""
+    delayed = [] if late is None else late
 
     def before(op: Op) -> None:
         if op.kind is kind and dist.get_rank() == rank:
@@ -346,3 +349,110 @@ def shorten_patience(factor: float) -> None:
     """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
     for name in ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S"):
         setattr(patience, name, factor * getattr(patience, name))
+
+
+# Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
+_PLACES = {
+    "sends": ("exchanges", "_send"),
+    "gathers": ("exchanges", "_post_all_gather"),
+    "reductions": ("exchanges", "_post_reduce_scatter"),
+    "sends across": ("across", "_send"),
+    "reductions across": ("across", "_post_both"),
+}
+
+
+def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
+    """Has `call` made first, in the thread that does it, at every one of these under the present plan."""
+    axis, name = _PLACES[place]
+    owner = getattr(sharding_of(model), axis)
+    act = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return act(*args, **kwargs)
+
+    setattr(owner, name, called)
+
+
+def post(model: Model, work: Callable[[], object]) -> None:
+    """Has the thread that posts exchanges do some other work."""
+    exchanges_of(model)._posting.submit(work)  # type: ignore[attr-defined]
+
+
+def over_collectives() -> contextlib.AbstractContextManager[object]:
+    """Groups that are made in it use the collectives of their backend, as with NCCL, in place of sends and receives."""
+    return mock.patch("undertow.runtime.group._BACKENDS_OVER_GLOO", ())
+
+
+def gathers_behind(model: Model) -> Any:
+    """The reductions after which each bucket's gather leaves, if a plan says so."""
+    return assembly_of(model)._gathers_behind
+
+
+def interleave(model: Model, behind: Any) -> None:
+    """Has gathers leave behind these reductions from now on."""
+    assembly_of(model).interleave(behind)
+    engine_of(model).formation.watch.tuning._order = (sync_of(model).plan.groups, behind)
+
+
+def step_times(usual_us: Callable[[Sequence[Any]], float]) -> contextlib.AbstractContextManager[object]:
+    """Has tuners believe this of the records of some steps."""
+    return mock.patch("undertow.runtime.tuning._usual_us", usual_us)
+
+
+def records_of(model: Model) -> Any:
+    """What is known of the steps under the present plan."""
+    return sync_of(model)._recorder.records(generation=generation_of(model))
+
+
+def interrupted_steps() -> contextlib.AbstractContextManager[object]:
+    """Optimizers' steps are interrupted when they have updated everything."""
+    step = private.step_unwatched
+
+    def interrupted(optimizer: torch.optim.Optimizer) -> None:
+        step(optimizer)
+        raise KeyboardInterrupt
+
+    return mock.patch.object(private, "step_unwatched", interrupted)
+
+
+def reads_that_wait(model: Model) -> list[str]:
+    """A list that every read of a parameter on its way, for which it waits, is added to from now on."""
+    reads, found = gathers_of(model)._reads, []
+    wait = reads._before_read
+
+    def noted() -> Any:
+        found.append("a read")
+        return wait()
+
+    reads._before_read = noted
+    reads._classes.clear()
+    return found
+
+
+def is_placeholder(gradient: object) -> bool:
+    return isinstance(gradient, GradientPlaceholder)
+
+
+def num_state_elements(optimizer: Any) -> int:
+    """The elements of all state that this rank holds."""
+    states = [state for inner in optimizer._inners.values() for state in inner.optimizer.state.values()]
+    return sum(value.numel() for state in states for value in state.values())
+
+
+def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None:
+    """Opens the module on all ranks, arranged as these rows."""
+    world = GroupRef.of(dist.group.WORLD)
+    group = GroupRef(world.ranks, world.backend, world.timeout, rows=rows)
+    with contextlib.closing(Sync(module, process_group=group, config=SyncConfig(strategy="hybrid"))) as sync:
+        sync._engine.open()
+
+
+def stored_entries_of(path: Path) -> dict[str, Entry]:
+    """What the metadata of a checkpoint says is stored, by name."""
+    return stored_entries((path / ".metadata").read_bytes())
+
+
+def rows_of(model: Model) -> Any:
+    """How the ranks are arranged on a mesh."""
+    return sync_of(model).group_reference.rows

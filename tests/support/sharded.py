@@ -1,18 +1,22 @@
-"""Training with plain and with sharded optimizers, for comparison."""
+"""Training with plain and with sharded optimizers, also on a mesh, and what it is compared with."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from support.models import Case
+from support.models import CASES, Case, noise
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 
 Parameters = dict[str, Tensor]
+Step = Callable[[Any, Any, int], None]  # what a model and its optimizer do in the step of that number
 OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "Nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "foreach": True}),
@@ -29,51 +33,154 @@ OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
     "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
 }
+MLP, TIED = CASES["mlp"], CASES["tied transformer"]
+SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
+ORDERED: dict[str, Any] = {"reduction": "ordered", **SMALL}
+# The ways to train in shards, by the number of ranks: four ranks are a mesh of two rows.
+_IN_SHARDS = ({"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "zero1", "eager": True})
+_ON_A_MESH = ({"strategy": "hybrid"}, {"strategy": "hybrid", "eager": True})
+
+
+def ways() -> tuple[dict[str, Any], ...]:
+    """The ways to train in shards that these ranks have."""
+    return _ON_A_MESH if dist.get_world_size() == 4 else _IN_SHARDS
+
+
+@contextlib.contextmanager
+def mesh_of(*shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> Iterator[DeviceMesh]:
+    """A mesh of all ranks, whose groups are gone afterwards."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    try:
+        yield mesh
+    finally:
+        destroy(mesh)
+
+
+def destroy(mesh: DeviceMesh) -> None:
+    for dim in range(mesh.ndim):
+        if mesh.get_group(dim) is not dist.group.WORLD:
+            dist.destroy_process_group(mesh.get_group(dim))
 
 
 @contextlib.contextmanager
 def training(
-    model: nn.Module, strategy: str = "zero1", optimizer: str = "AdamW", *, eager: bool = False, **settings: Any
-) -> Iterator[tuple[DistributedDataParallel, torch.optim.Optimizer]]:
-    """The wrapped model with an optimizer that goes with the strategy."""
-    ddp = DistributedDataParallel(model, config=SyncConfig(strategy=strategy, **settings))
-    try:
+    model: nn.Module,
+    strategy: str = "zero1",
+    optimizer: str = "AdamW",
+    *,
+    eager: bool = False,
+    shape: tuple[int, int] = (2, 2),
+    **settings: Any,
+) -> Iterator[tuple[DistributedDataParallel, Any]]:
+    """The wrapped model with an optimizer that goes with the strategy; on a mesh of that shape where it needs one."""
+    with contextlib.ExitStack() as stack:
+        mesh = stack.enter_context(mesh_of(*shape)) if strategy == "hybrid" else None
+        ddp = DistributedDataParallel(model, device_mesh=mesh, config=SyncConfig(strategy=strategy, **settings))
+        stack.callback(ddp.close)
         yield ddp, optimizer_for(ddp, strategy, optimizer, eager=eager)
-    finally:
-        ddp.close()
 
 
-def optimizer_for(
-    ddp: DistributedDataParallel, strategy: str, name: str = "AdamW", *, eager: bool = False
-) -> torch.optim.Optimizer:
+@contextlib.contextmanager
+def stepped(
+    num_steps: int, strategy: str = "zero1", optimizer: str = "SGD", *, case: Case = MLP, **settings: Any
+) -> Iterator[tuple[DistributedDataParallel, Any]]:
+    """The same after some steps."""
+    with training(case.model(), strategy, optimizer, **settings) as (ddp, opt):
+        for number in range(num_steps):
+            step_of(ddp, opt, case, number)
+        yield ddp, opt
+
+
+def hybrid(model: nn.Module, optimizer: str = "AdamW", **settings: Any) -> Any:
+    """As `training`, on a mesh."""
+    return training(model, "hybrid", optimizer, **settings)
+
+
+def optimizer_for(ddp: DistributedDataParallel, strategy: str, name: str = "AdamW", *, eager: bool = False) -> Any:
     cls, settings = OPTIMIZERS[name]
     return cls(ddp.parameters(), **settings) if strategy == "ddp" else ShardedOptimizer(cls, ddp, eager=eager, **settings)
 
 
 def trained(
     case: Case,
-    strategy: str,
+    strategy: str = "zero1",
     optimizer: str = "AdamW",
     *,
     num_steps: int = 20,
-    each: Callable[[DistributedDataParallel, torch.optim.Optimizer, int], None] | None = None,
+    each: Step | None = None,
+    before: Step | None = None,
     **settings: Any,
 ) -> Parameters:
     """The parameters after those steps; `each` takes one, in place of the usual forward, backward and step."""
-    with training(case.model(), strategy, optimizer, **settings) as (ddp, opt):
-        for step in range(num_steps):
+    begin = bare_training if strategy == "naive" else functools.partial(training, strategy=strategy)
+    with begin(case.model(), optimizer=optimizer, **settings) as (ddp, opt):
+        for number in range(num_steps):
+            if before is not None:
+                before(ddp, opt, number)
             if each is None:
-                opt.zero_grad()
-                case.loss(ddp, step).backward()
-                opt.step()
+                step_of(ddp, opt, case, number)
             else:
-                each(ddp, opt, step)
+                each(ddp, opt, number)
         return parameters(ddp)
 
 
-def parameters(ddp: DistributedDataParallel) -> Parameters:
+reference = functools.cache(trained)  # for cases and steps of modules, with which many tests compare
+
+
+class Bare(nn.Module):
+    """A module that is trained naively, with what steps ask of a wrapper."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.wait = self.no_sync = contextlib.nullcontext
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.module(*inputs)
+
+
+@contextlib.contextmanager
+def bare_training(
+    model: nn.Module, *, optimizer: str, reduction: str = "ordered"
+) -> Iterator[tuple[Bare, torch.optim.Optimizer]]:
+    """The bare model with torch's optimizer, which takes the mean of gradients over ranks before it steps."""
+    bare, (cls, settings) = Bare(model), OPTIMIZERS[optimizer]
+    opt = cls(bare.parameters(), **settings)
+    opt.register_step_pre_hook(lambda *_: average_gradients(bare))
+    yield bare, opt
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Makes every `.grad` that a rank has the mean over ranks."""
+    for param in model.parameters():
+        has_gradient = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(has_gradient)
+        if has_gradient:
+            param.grad = mean_in_order(torch.zeros_like(param) if param.grad is None else param.grad)
+
+
+def mean_in_order(gradient: Tensor) -> Tensor:
+    """The mean over ranks, added up in their order; of four ranks, which are a mesh, row by row."""
+    of_ranks = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, gradient.contiguous())
+    rows = [of_ranks[:2], of_ranks[2:]] if len(of_ranks) == 4 else [of_ranks]
+    return chain([chain(row) for row in rows]) / len(of_ranks)
+
+
+def chain(parts: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def parameters(ddp: nn.Module) -> Parameters:
     ddp.wait()
     return {name: param.detach().clone() for name, param in ddp.named_parameters()}
+
+
+def from_all(value: Any) -> list[Any]:
+    """Every rank's value, on each of them."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def require_equal(first: Parameters, second: Parameters, *, what: str = "") -> None:
@@ -82,11 +189,51 @@ def require_equal(first: Parameters, second: Parameters, *, what: str = "") -> N
     assert different == [], what
 
 
-# Most parameters are in pieces.
-SMALL = {"bucket_cap_mb": 1e-4}
+def require_moved(before: Parameters, after: Parameters) -> None:
+    """Every parameter has other values."""
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
 
 
-def step_of(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, case: Any, number: int) -> None:
+def require_same_everywhere(found: Parameters) -> None:
+    for other in from_all(found):
+        require_equal(found, other)
+
+
+def require_bits(
+    case: Case,
+    optimizer: str = "SGD",
+    *,
+    among: Sequence[dict[str, Any]] = (),
+    plans: Sequence[dict[str, Any]] = (SMALL,),
+    before: Step | None = None,
+    **settings: Any,
+) -> None:
+    """Training in shards has the bits of training without, in all ways, or those `among` them, under each of the plans.
+
+    `before` is called before every step in shards; other settings are of both.
+    """
+    settings = {"optimizer": optimizer, "num_steps": 6, "reduction": "ordered", **settings}
+    expected = reference(case, "naive" if dist.get_world_size() == 4 else "ddp", **settings)
+    for way in among or ways():
+        for plan in plans:
+            require_equal(expected, trained(case, before=before, **settings, **way, **plan), what=f"{way} {plan}")
+
+
+def step_of(ddp: Any, opt: torch.optim.Optimizer, case: Case, number: int) -> None:
     opt.zero_grad()
     case.loss(ddp, number).backward()
     opt.step()
+
+
+def one_step(ddp: Any, opt: torch.optim.Optimizer, number: int = 0) -> None:
+    step_of(ddp, opt, MLP, number)
+
+
+# MLP with parameters of each dtype.
+NARROW = {
+    dtype: Case(
+        lambda dtype=dtype: MLP.make().to(dtype),
+        lambda model, step, dtype=dtype: model(noise(5, 6, step=step).to(dtype)).float().square().sum(),
+    )
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+}

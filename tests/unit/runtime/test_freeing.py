@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import Ranks
+from support.ranks import in_ranks
 from undertow import DistributedDataParallel
 from undertow.runtime import comm_hook, private
 from undertow.runtime.freeing import FREEING, Freeing
@@ -22,7 +21,8 @@ class Lost:
     is_broken = True
 
 
-def is_freed_once_torch_has_let_go() -> None:
+@in_ranks(2)
+def test_a_group_is_freed_once_torch_has_let_go() -> None:
     group, freeing = dist.new_group([0, 1]), Freeing()
     freeing.take(group)
     freeing.take(group)  # is interrupted again
@@ -38,40 +38,29 @@ def is_freed_once_torch_has_let_go() -> None:
     assert backend() is None
 
 
-def is_kept_where_no_thread_can_start() -> None:
-    def fail(_thread: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    group, freeing, start, kept = dist.new_group([0, 1]), Freeing(), threading.Thread.start, private.keep_for_ever
-    held: list[Any] = []
-    threading.Thread.start, private.keep_for_ever = fail, held.append
-    try:
+@in_ranks(2)
+def test_a_group_is_kept_where_no_thread_can_start() -> None:
+    group, freeing, held = dist.new_group([0, 1]), Freeing(), []
+    cannot_start = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with cannot_start, mock.patch.object(private, "keep_for_ever", held.append):
         freeing.take(group)
-    finally:
-        threading.Thread.start, private.keep_for_ever = start, kept
     assert held == [group._get_backend(torch.device("cpu"))]
     freeing.finish()
     dist.destroy_process_group(group)
 
 
-def takes_nothing_in_a_healthy_run() -> None:
+@in_ranks(2)
+def test_nothing_is_taken_in_a_healthy_run() -> None:
+    def all_reduce(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return done.then(lambda it: it.value()[0])
+
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    model.register_comm_hook(None, lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(_first))
+    model.register_comm_hook(None, all_reduce)
     for _ in range(3):
         model(torch.ones(2, 4)).sum().backward()
     model.close()
     assert FREEING._threads == []
-
-
-def _first(done: Any) -> torch.Tensor:
-    return done.value()[0]
-
-
-@pytest.mark.parametrize(
-    "work", [is_freed_once_torch_has_let_go, is_kept_where_no_thread_can_start, takes_nothing_in_a_healthy_run]
-)
-def test_what_gloo_has_of_a_group(work: Any, two_ranks: Ranks) -> None:
-    two_ranks.run(work)
 
 
 def test_hooks_are_not_called_behind_one_that_may_be_stuck() -> None:
