@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from support.inside import BACKEND, EmulatedLink, emulated_backend
@@ -26,6 +28,26 @@ def run_over_link(program: Program, link: str, *, num_ranks: int = 2, burst_byte
     for rank in found:
         assert rank.exit_code == 0, "\n".join(f"rank {number}: {one.log}" for number, one in enumerate(found))
     return [rank.words["value"] for rank in found]
+
+
+def over_link(*links: str, num_ranks: int = 2, burst_bytes: int = 0) -> Callable[[Program], Callable[[str], None]]:
+    """Makes a test of a function that runs on every rank, over each of these links; its asserts are within the ranks."""
+
+    def decorate(program: Program) -> Callable[[str], None]:
+        @pytest.mark.parametrize("link", links)
+        def test(link: str) -> None:
+            named = partial(_call, program.__module__, program.__name__)
+            run_over_link(named, link, num_ranks=num_ranks, burst_bytes=burst_bytes)
+
+        test.program = program  # type: ignore[attr-defined]  # by its name the module has the test
+        test.__doc__ = program.__doc__
+        return test
+
+    return decorate
+
+
+def _call(module: str, name: str, link: EmulatedLink) -> None:
+    getattr(importlib.import_module(module), name).program(link)
 
 
 def _run(program: Program, link: str, burst_bytes: int, rank: Rank) -> Any:

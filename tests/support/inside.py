@@ -191,6 +191,16 @@ def opened_group() -> OwnGroup:
     return group
 
 
+def cloned_group() -> dist.ProcessGroup:
+    """A clone of the default group, as torch.distributed has it."""
+    return GroupRef.of(dist.group.WORLD).clone()
+
+
+def is_gone(rank: int) -> bool:
+    """True if no process of that rank is at the other end of the default group's connection."""
+    return private.is_gone(rank)
+
+
 @contextlib.contextmanager
 def posted_exchanges() -> Iterator[PostedExchanges]:
     """Exchanges made of sends and receives, over a clone of the default group."""
