@@ -1,5 +1,8 @@
+"""The plan that a configuration asks for, of parameters that nothing is known of or whose order was observed."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
@@ -9,88 +12,91 @@ from support.errors import text_of
 from support.strategies import spec, specs_of_sizes
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError
-from undertow.plan import ParamSpec, first_plan, plan_in_order
+from undertow.plan import ParamSpec, Plan, first_plan, plan_in_order
 
 MIB = 1024 * 1024
 PARAMS = specs_of_sizes(*(size * MIB for size in (3, 1, 4, 2, 1)))
-PINNED = first_plan(PARAMS, SyncConfig(bucket_cap_mb=4), num_ranks=2)
 
 
-def buckets_of(num_ranks: int = 2, **settings: Any) -> list[tuple[int, ...]]:
-    plan = first_plan(PARAMS, SyncConfig(**settings), num_ranks=num_ranks)
-    return [bucket.params for bucket in plan.buckets]
+def first(params: list[ParamSpec] = PARAMS, *, num_ranks: int = 2, splits: bool = False, **settings: Any) -> Plan:
+    return first_plan(params, SyncConfig(**settings), num_ranks=num_ranks, splits=splits)
 
 
-@pytest.mark.parametrize("order", ["observed", "reverse"])
-def test_before_anything_is_observed_parameters_go_in_reverse(order: str) -> None:
-    assert buckets_of(order=order, bucket_cap_mb=6) == [(4,), (3, 2), (1,), (0,)]
+def observed(**settings: Any) -> Plan:
+    return plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(**settings), num_ranks=2)
 
 
-def test_largest_first_goes_by_size() -> None:
-    assert buckets_of(order="largest_first", bucket_cap_mb=5) == [(2,), (0, 3), (1,), (4,)]
+PINNED, IN_PIECES = first(bucket_cap_mb=4), first(bucket_cap_mb=2, splits=True)
+REVERSE = {
+    0.5: [(4,), (3,), (2,), (1,), (0,)],  # a cap below one mebibyte is that of every bucket
+    1: [(4,), (3,), (2,), (1,), (0,)],
+    6: [(4,), (3, 2), (1,), (0,)],
+    100: [(4,), (3, 2, 1), (0,)],  # the first and the last one are of one mebibyte at most
+    # Those of the first buckets, the last one of all that follow.
+    (1, 2, 5): [(4,), (3,), (2, 1), (0,)],
+    (3, 5): [(4, 3), (2, 1), (0,)],
+    (100,): [(4, 3, 2, 1, 0)],
+    (100, 1, 1): [(4, 3, 2, 1, 0)],
+}
+BUCKETS = {
+    **{f"in reverse by {cap} MiB": (first(order="reverse", bucket_cap_mb=cap), buckets) for cap, buckets in REVERSE.items()},
+    "before anything is observed": (first(order="observed", bucket_cap_mb=6), REVERSE[6]),
+    "without a cap the size of the model chooses": (first(order="reverse"), REVERSE[1]),
+    "largest first goes by size": (first(order="largest_first", bucket_cap_mb=5), [(2,), (0, 3), (1,), (4,)]),
+    "an observed order": (observed(bucket_cap_mb=4), [(1,), (4, 3), (0,), (2,)]),
+    "an observed order by several caps": (observed(bucket_cap_mb=(1, 3, 7)), [(1,), (4, 3), (0, 2)]),
+    **{
+        f"a pinned plan on {num_ranks} ranks": (
+            first(plan=PINNED.to_json(), num_ranks=num_ranks, order="largest_first", bucket_cap_mb=1),
+            [bucket.params for bucket in PINNED.buckets],
+        )
+        for num_ranks in (2, 3)
+    },
+}
 
 
-def test_first_and_last_bucket_are_of_one_mebibyte_at_most() -> None:
-    assert buckets_of(order="reverse", bucket_cap_mb=100) == [(4,), (3, 2, 1), (0,)]
-
-
-def test_a_cap_below_one_mebibyte_is_that_of_every_bucket() -> None:
-    assert buckets_of(order="reverse", bucket_cap_mb=0.5) == [(4,), (3,), (2,), (1,), (0,)]
-
-
-def test_several_caps_are_those_of_the_first_buckets_and_the_last_one_of_all_that_follow() -> None:
-    assert buckets_of(order="reverse", bucket_cap_mb=(1, 2, 5)) == [(4,), (3,), (2, 1), (0,)]
-    assert buckets_of(order="reverse", bucket_cap_mb=(3, 5)) == [(4, 3), (2, 1), (0,)]
-    assert buckets_of(order="reverse", bucket_cap_mb=(100,)) == [(4, 3, 2, 1, 0)]
-    assert buckets_of(order="reverse", bucket_cap_mb=(100, 1, 1)) == [(4, 3, 2, 1, 0)]
-
-
-def test_an_observed_order_is_cut_by_several_caps_too() -> None:
-    plan = plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(bucket_cap_mb=(1, 3, 7)), num_ranks=2)
-    assert [bucket.params for bucket in plan.buckets] == [(1,), (4, 3), (0, 2)]
-
-
-def test_sparse_parameters_take_no_room_under_the_caps() -> None:
-    params = [spec("rows", 9 * MIB, is_sparse=True), *PARAMS]
-    plan = first_plan(params, SyncConfig(order="reverse", bucket_cap_mb=100), num_ranks=2)
-    assert [(bucket.is_sparse, bucket.params) for bucket in plan.buckets] == [
-        (False, (5,)),
-        (False, (4, 3, 2, 1)),
-        (True, (0,)),
-    ]
-
-
-def test_without_a_cap_the_size_of_the_model_chooses() -> None:
-    assert buckets_of(order="reverse") == buckets_of(order="reverse", bucket_cap_mb=1)
-
-
-def test_an_observed_order_is_followed() -> None:
-    plan = plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(bucket_cap_mb=4), num_ranks=2)
-    assert [bucket.params for bucket in plan.buckets] == [(1,), (4, 3), (0,), (2,)]
+@pytest.mark.parametrize(("plan", "buckets"), BUCKETS.values(), ids=BUCKETS)
+def test_the_buckets_of_a_plan(plan: Plan, buckets: list[tuple[int, ...]]) -> None:
+    assert [bucket.params for bucket in plan.buckets] == buckets
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_pinned_plan_keeps_its_buckets_on_any_number_of_ranks(num_ranks: int) -> None:
-    plan = first_plan(PARAMS, SyncConfig(plan=PINNED.to_json(), order="largest_first", bucket_cap_mb=1), num_ranks=num_ranks)
-    assert [bucket.params for bucket in plan.buckets] == [bucket.params for bucket in PINNED.buckets]
-    assert plan.num_ranks == num_ranks
+def test_a_pinned_plan_keeps_its_groups_on_any_number_of_ranks(num_ranks: int) -> None:
+    for pinned, splits in ((PINNED, False), (PINNED, True), (IN_PIECES, True)):
+        plan = first(plan=pinned.to_json(), bucket_cap_mb=1, num_ranks=num_ranks, splits=splits)
+        assert (plan.groups, plan.num_ranks) == (pinned.groups, num_ranks)
 
 
-@pytest.mark.parametrize(
-    ("params", "difference"),
-    [
-        ([spec("other", 3), *PARAMS[1:]], f"it has 'p0' ({3 * MIB},) uint8 where the model has 'other' (3,) float32"),
-        (PARAMS[:4], "it has 5 parameters, the model 4"),
-        ([*PARAMS, spec("more", 1)], "it has 5 parameters, the model 6"),
-    ],
-    ids=["another", "fewer", "more"],
-)
-def test_a_plan_of_another_model_is_refused(params: list[ParamSpec], difference: str) -> None:
-    config = SyncConfig(plan=PINNED.to_json())
-    assert text_of(ConfigError, lambda: first_plan(params, config, num_ranks=2)) == (
-        f"the saved plan is for another model.\n  {difference}\n"
-        "  Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out."
-    )
+def test_sparse_parameters_take_no_room_under_the_caps() -> None:
+    plan = first([spec("rows", 9 * MIB, is_sparse=True), *PARAMS], order="reverse", bucket_cap_mb=100)
+    assert [(bucket.is_sparse, bucket.params) for bucket in plan.buckets] == [(False, (5,)), (False, (4, 3, 2, 1)), (True, (0,))]
+
+
+REFUSALS: dict[str, tuple[Callable[[], Plan], str]] = {
+    **{
+        name: (
+            lambda params=params: first(params, plan=PINNED.to_json()),
+            f"the saved plan is for another model.\n  {difference}\n"
+            "  Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+        )
+        for name, params, difference in (
+            ("another", [spec("other", 3), *PARAMS[1:]], f"it has 'p0' ({3 * MIB},) uint8 where the model has 'other' (3,) float32"),
+            ("fewer", PARAMS[:4], "it has 5 parameters, the model 4"),
+            ("more", [*PARAMS, spec("more", 1)], "it has 5 parameters, the model 6"),
+        )
+    },
+    "in pieces": (
+        lambda: first(plan=IN_PIECES.to_json()),
+        "the saved plan cuts parameter 'p0' into pieces.\n"
+        "  a gradient that is not sharded lies in one bucket as a whole\n"
+        "  Use this plan with a sharded optimizer, or leave SyncConfig(plan=...) out.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_a_pinned_plan_that_does_not_fit_is_refused(call: Callable[[], Plan], text: str) -> None:
+    assert text_of(ConfigError, call) == text
 
 
 def transformer() -> list[ParamSpec]:
@@ -118,46 +124,19 @@ def test_plans_of_whole_parameters_stay_what_they_were(
     params: list[ParamSpec], settings: dict[str, Any], num_ranks: int, fingerprint: str
 ) -> None:
     """Plans that were saved, and ranks of another version, must still be met."""
-    assert first_plan(params, SyncConfig(**settings), num_ranks=num_ranks).fingerprint == fingerprint
+    assert first(params, num_ranks=num_ranks, **settings).fingerprint == fingerprint
 
 
 def test_with_splits_a_parameter_above_the_cap_lies_in_several_buckets() -> None:
     plan = plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(bucket_cap_mb=2), num_ranks=2, splits=True)
     half = MIB // 2
     assert [[member if isinstance(member, int) else astuple(member) for member in group] for group in plan.groups] == [
-        [1],
-        [4],
-        [3],
-        [(0, 0, 3 * half)],
-        [(0, 3 * half, 6 * half)],
-        [(2, 0, 3 * half)],
-        [(2, 3 * half, 6 * half)],
-        [(2, 6 * half, 8 * half)],
+        *([1], [4], [3]),
+        *([(0, 0, 3 * half)], [(0, 3 * half, 6 * half)]),
+        *([(2, 0, 3 * half)], [(2, 3 * half, 6 * half)], [(2, 6 * half, 8 * half)]),
     ]
 
 
-def test_a_first_plan_is_split_where_that_is_asked_for() -> None:
-    config = SyncConfig(bucket_cap_mb=2, order="largest_first")
-    assert first_plan(PARAMS, config, num_ranks=2).split_params == frozenset()
-    assert first_plan(PARAMS, config, num_ranks=2, splits=True).split_params == {0, 2}
-
-
-def test_a_pinned_plan_in_pieces_keeps_them_on_any_number_of_ranks() -> None:
-    pinned = first_plan(PARAMS, SyncConfig(bucket_cap_mb=2), num_ranks=2, splits=True)
-    for num_ranks in (2, 3):
-        plan = first_plan(PARAMS, SyncConfig(plan=pinned.to_json()), num_ranks=num_ranks, splits=True)
-        assert (plan.groups, plan.num_ranks) == (pinned.groups, num_ranks)
-
-
-def test_a_pinned_plan_of_whole_parameters_is_not_split() -> None:
-    plan = first_plan(PARAMS, SyncConfig(plan=PINNED.to_json(), bucket_cap_mb=1), num_ranks=2, splits=True)
-    assert plan == PINNED
-
-
-def test_a_pinned_plan_in_pieces_is_refused_where_gradients_are_whole() -> None:
-    pinned = first_plan(PARAMS, SyncConfig(bucket_cap_mb=2), num_ranks=2, splits=True)
-    assert text_of(ConfigError, lambda: first_plan(PARAMS, SyncConfig(plan=pinned.to_json()), num_ranks=2)) == (
-        "the saved plan cuts parameter 'p0' into pieces.\n"
-        "  a gradient that is not sharded lies in one bucket as a whole\n"
-        "  Use this plan with a sharded optimizer, or leave SyncConfig(plan=...) out."
-    )
+@pytest.mark.parametrize(("splits", "split_params"), [(False, set()), (True, {0, 2})])
+def test_a_first_plan_is_split_where_that_is_asked_for(splits: bool, split_params: set[int]) -> None:
+    assert first(bucket_cap_mb=2, order="largest_first", splits=splits).split_params == split_params
