@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ LINK = Link(name="plain", hop_s=10e-6, bytes_per_s=1e6)
 SLOW = Link(name="slow", hop_s=100e-6, bytes_per_s=1e6)
 REDUCTION = 0.5e-6
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+OF_KINDS = ", ".join(KINDS)
 NODES = HierarchicalCosts(inside=RingCosts(LINK, num_ranks=4), across=RingCosts(SLOW, num_ranks=3), per_node=4)
 CURVES = {
     "all_reduce": CostCurve(points=((1000, 100), (2000, 150))),
@@ -52,10 +54,12 @@ def us(costs: Costs, kind: str, num_bytes: float = 1200) -> float:
         (HalvingDoublingCosts(LINK, num_ranks=4), (40 + 1800, 20 + 900, 20 + 900)),
         (HalvingDoublingCosts(LINK, num_ranks=4, reduction_s_per_byte=REDUCTION), (40 + 1800 + 450, 20 + 900 + 450, 20 + 900)),
         (HalvingDoublingCosts(LINK, num_ranks=8), (60 + 2100, 30 + 1050, 30 + 1050)),
+        (RingCosts(LINK, num_ranks=1), (0, 0, 0)),
+        (HalvingDoublingCosts(LINK, num_ranks=1), (0, 0, 0)),
         # A quarter of the payload, 300 bytes, crosses between three nodes: two thirds of it 400 or 200 us, two hops 200 us.
         (NODES, (930 + 400 + 400 + 930, 930 + 200 + 200, 930 + 200 + 200)),
     ],
-    ids=["ring", "ring that adds", "halving", "halving that adds", "halving of eight", "nodes"],
+    ids=["ring", "ring that adds", "halving", "halving that adds", "halving of eight", "one rank", "halving of one", "nodes"],
 )
 def test_cost_of_1200_bytes(costs: Costs, expected: tuple[float, ...]) -> None:
     # Floats of a dozen operations: 1e-12 is a thousand units in the last place.
@@ -68,17 +72,11 @@ def test_a_ring_costs_what_the_emulated_link_charges(kind: str) -> None:
     assert us(RingCosts(LINK, num_ranks=5), kind) == pytest.approx(1e6 * seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("costs", [RingCosts(LINK, num_ranks=1), HalvingDoublingCosts(LINK, num_ranks=1)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_communicates_for_nothing(costs: Costs, kind: str) -> None:
-    assert us(costs, kind) == 0
-
-
 @pytest.mark.parametrize("costs", [RingCosts(LINK, num_ranks=4), NODES, MeasuredCosts(CURVES)])
 def test_costs_have_the_shape_of_the_sizes(costs: Costs) -> None:
-    table = costs.collective_us("all_reduce", [[1, 2, 3], [4, 5, 6]])
-    assert table.shape == (2, 3)
-    assert table[1, 0] == us(costs, "all_reduce", 4)
+    assert costs.collective_us("all_reduce", [[1, 2], [4, 5]]).tolist() == [
+        [us(costs, "all_reduce", size) for size in row] for row in ((1, 2), (4, 5))
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,45 +85,62 @@ def test_halving_and_doubling_is_never_slower_than_a_ring(kind: str) -> None:
         assert us(HalvingDoublingCosts(LINK, num_ranks=num_ranks), kind) <= us(RingCosts(LINK, num_ranks=num_ranks), kind)
 
 
-@pytest.mark.parametrize("num_ranks", [3, 6, 100])
-def test_halving_and_doubling_needs_a_power_of_two(num_ranks: int) -> None:
-    assert text_of(ConfigError, lambda: HalvingDoublingCosts(LINK, num_ranks=num_ranks)) == (
-        f"halving and doubling needs a power of two of ranks, got num_ranks={num_ranks}.\n  Use RingCosts."
-    )
+POSITIVE = "Give a positive number of ranks."
+MEASURE = "Measure it, or name a link."
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    **{
+        f"halving and doubling of {num_ranks}": (
+            lambda num_ranks=num_ranks: HalvingDoublingCosts(LINK, num_ranks=num_ranks),
+            f"halving and doubling needs a power of two of ranks, got num_ranks={num_ranks}.\n  Use RingCosts.",
+        )
+        for num_ranks in (3, 6, 100)
+    },
+    **{
+        f"{name} of {num_ranks}": (
+            lambda make=make, num_ranks=num_ranks: make(num_ranks),
+            f"a collective is one of one rank or more, got {num_ranks}.\n  {POSITIVE}",
+        )
+        for num_ranks in (0, -2)
+        for name, make in {
+            "a ring": lambda num: RingCosts(LINK, num_ranks=num),
+            "halving": lambda num: HalvingDoublingCosts(LINK, num_ranks=num),
+            "nodes": lambda num: HierarchicalCosts(inside=NODES, across=NODES, per_node=num),
+            "a mesh": lambda num: MeshCosts(inside=NODES, across=NODES, per_node=num),
+        }.items()
+    },
+    **{
+        f"a byte added in {s_per_byte}": (
+            lambda s_per_byte=s_per_byte: RingCosts(LINK, num_ranks=2, reduction_s_per_byte=s_per_byte),
+            f"to add a byte cannot take {s_per_byte} s.\n  Give seconds per byte, zero or more.",
+        )
+        for s_per_byte in (-1e-9, math.nan, math.inf)
+    },
+    **{
+        f"gossip: {text}": (lambda costs=costs: costs.collective_us("gossip", 1), text)
+        for costs, text in (
+            (RingCosts(LINK, num_ranks=2), f"there is no gossip over a ring.\n  Choose one of: {', '.join(COLLECTIVES)}."),
+            (HalvingDoublingCosts(LINK, num_ranks=2), f"there is no gossip over halving and doubling.\n  Choose one of: {OF_KINDS}."),
+            (NODES, f"there is no gossip over nodes.\n  Choose one of: {OF_KINDS}."),
+            (
+                MeasuredCosts(CURVES),
+                f"what gossip costs was not measured.\n  measured: all_gather, all_reduce, reduce_scatter\n  {MEASURE}",
+            ),
+        )
+    },
+    "nothing measured": (
+        lambda: MeasuredCosts({}).collective_us("all_reduce", 1),
+        f"what all_reduce costs was not measured.\n  measured: nothing\n  {MEASURE}",
+    ),
+    "what stands for nothing else": (
+        lambda: MeasuredCosts({"broadcast": CURVES["all_reduce"]}).collective_us("all_reduce", 1),
+        f"what all_reduce costs was not measured.\n  measured: broadcast\n  {MEASURE}",
+    ),
+}
 
 
-@pytest.mark.parametrize("num_ranks", [0, -2])
-def test_no_ranks_are_refused(num_ranks: int) -> None:
-    expected = f"a collective is one of one rank or more, got {num_ranks}.\n  Give a positive number of ranks."
-    assert text_of(ConfigError, lambda: RingCosts(LINK, num_ranks=num_ranks)) == expected
-    assert text_of(ConfigError, lambda: HalvingDoublingCosts(LINK, num_ranks=num_ranks)) == expected
-    assert text_of(ConfigError, lambda: HierarchicalCosts(inside=NODES, across=NODES, per_node=num_ranks)) == expected
-
-
-@pytest.mark.parametrize("s_per_byte", [-1e-9, math.nan, math.inf])
-def test_an_impossible_reduction_is_refused(s_per_byte: float) -> None:
-    expected = f"to add a byte cannot take {s_per_byte} s.\n  Give seconds per byte, zero or more."
-    assert text_of(ConfigError, lambda: RingCosts(LINK, num_ranks=2, reduction_s_per_byte=s_per_byte)) == expected
-
-
-@pytest.mark.parametrize(
-    ("costs", "text"),
-    [
-        (RingCosts(LINK, num_ranks=2), f"there is no gossip over a ring.\n  Choose one of: {', '.join(COLLECTIVES)}."),
-        (
-            HalvingDoublingCosts(LINK, num_ranks=2),
-            "there is no gossip over halving and doubling.\n  Choose one of: all_reduce, reduce_scatter, all_gather.",
-        ),
-        (NODES, "there is no gossip over nodes.\n  Choose one of: all_reduce, reduce_scatter, all_gather."),
-        (
-            MeasuredCosts(CURVES),
-            "what gossip costs was not measured.\n  measured: all_gather, all_reduce, reduce_scatter\n"
-            "  Measure it, or name a link.",
-        ),
-    ],
-)
-def test_an_unknown_kind_is_refused(costs: Costs, text: str) -> None:
-    assert text_of(ConfigError, lambda: costs.collective_us("gossip", 1)) == text
+@pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_costs_that_there_are_not_are_refused(call: Callable[[], object], text: str) -> None:
+    assert text_of(ConfigError, call) == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,57 +165,37 @@ def test_a_kind_that_was_not_measured_costs_what_its_parts_do(measured: tuple[st
     assert us(MeasuredCosts({known: CURVES[known] for known in measured}), kind, 2000) == expected_us
 
 
-def test_nothing_measured_says_so() -> None:
-    assert text_of(ConfigError, lambda: MeasuredCosts({}).collective_us("all_reduce", 1)) == (
-        "what all_reduce costs was not measured.\n  measured: nothing\n  Measure it, or name a link."
-    )
-
-
-def test_what_stands_for_nothing_else_is_not_used_for_it() -> None:
-    costs = MeasuredCosts({"broadcast": CURVES["all_reduce"]})
-    assert "measured: broadcast\n" in text_of(ConfigError, lambda: costs.collective_us("all_reduce", 1))
-
-
-def above(costs: Costs, overhead_us: float) -> MeasuredCosts:
-    """A network that takes a fixed time longer than another, where it was measured."""
-    sizes = (1e3, 1e5, 1e7)
-    times = {kind: costs.collective_us(kind, sizes) + overhead_us for kind in KINDS}
-    return MeasuredCosts({kind: CostCurve(points=tuple(zip(sizes, of_kind, strict=True))) for kind, of_kind in times.items()})
-
-
 ONE, TEN = (RingCosts(link_from_text(text), num_ranks=4) for text in ("1gbit", "10gbit"))
+FAR = [0.0, 1e3, 1e5, 1e6, 2e6, 4e6, 1e7, 1e8, 1e9]
+
+
+def transferred(*above: tuple[float, float]) -> TransferredCosts:
+    """To another network, from one of which at these sizes such times were measured above its formula."""
+    curves = {kind: CostCurve(points=tuple((size, us(ONE, kind, size) + more_us) for size, more_us in above)) for kind in KINDS}
+    return TransferredCosts(measured=MeasuredCosts(curves), was=ONE, wanted=TEN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_software_stays_when_the_network_changes(kind: str) -> None:
-    transferred = TransferredCosts(measured=above(ONE, 70.0), was=ONE, wanted=TEN)
-    sizes = np.array([0.0, 5.0, 1e6, 123456789.0])
+@pytest.mark.parametrize(
+    ("costs", "above_us"),
+    [
+        (transferred((1e3, 70.0), (1e5, 70.0), (1e7, 70.0)), 70.0),
+        (transferred((1e3, -50.0), (1e5, -50.0), (1e7, -50.0)), 0.0),
+        # A line through them says 2 ms of no bytes, which the larger one did not take.
+        (transferred((1e6, 2000.0), (2e6, -1000.0)), 0.0),
+    ],
+    ids=["software stays", "what was faster than its formula", "what two noisy sizes say of none is no software"],
+)
+def test_costs_on_another_network(kind: str, costs: Costs, above_us: float) -> None:
     # Floats of a dozen operations on times below 1e7 us: a thousand units in the last place.
-    assert transferred.collective_us(kind, sizes) == pytest.approx(TEN.collective_us(kind, sizes) + 70, abs=1e-6)
+    expected = TEN.collective_us(kind, FAR) + above_us
+    assert costs.collective_us(kind, FAR) == pytest.approx(expected, rel=0, abs=1e-6 if above_us else 0)
 
 
 def test_the_same_network_costs_what_was_measured() -> None:
     measured = MeasuredCosts({"all_reduce": CostCurve(points=((1e3, 700), (1e6, 20_000), (1e8, 2e6)))})
-    transferred = TransferredCosts(measured=measured, was=ONE, wanted=ONE)
-    sizes = np.array([1e3, 1e5, 1e6, 1e7, 1e8, 1e9])
-    assert transferred.collective_us("all_reduce", sizes) == pytest.approx(measured.collective_us("all_reduce", sizes), rel=1e-12)
-
-
-def test_what_two_noisy_sizes_say_of_none_is_not_taken_for_software() -> None:
-    """A line through them says 2 ms of no bytes, which the larger one did not take."""
-    sizes = (1e6, 2e6)
-    times = ONE.collective_us("all_reduce", sizes) + np.array([2000.0, -1000.0])
-    curve = CostCurve(points=tuple(zip(sizes, times, strict=True)))
-    transferred = TransferredCosts(measured=MeasuredCosts({"all_reduce": curve}), was=ONE, wanted=TEN)
-    assert (
-        transferred.collective_us("all_reduce", [0, *sizes, 4e6]).tolist()
-        == TEN.collective_us("all_reduce", [0, *sizes, 4e6]).tolist()
-    )
-
-
-def test_what_was_faster_than_its_formula_costs_what_the_new_formula_says() -> None:
-    transferred = TransferredCosts(measured=above(ONE, -50.0), was=ONE, wanted=TEN)
-    assert us(transferred, "all_reduce", 1e6) == us(TEN, "all_reduce", 1e6)
+    same, was = (costs.collective_us("all_reduce", FAR[1:]) for costs in (TransferredCosts(measured=measured, was=ONE, wanted=ONE), measured))
+    assert same == pytest.approx(was, rel=1e-12)
 
 
 @given(
@@ -209,9 +204,9 @@ def test_what_was_faster_than_its_formula_costs_what_the_new_formula_says() -> N
 )
 def test_a_larger_payload_never_costs_less_on_another_network(times: dict[int, float], sizes: list[float]) -> None:
     measured = MeasuredCosts({"all_reduce": CostCurve(points=tuple(sorted(times.items())))})
-    transferred = TransferredCosts(measured=measured, was=ONE, wanted=TEN).collective_us("all_reduce", sorted(sizes))
+    found = TransferredCosts(measured=measured, was=ONE, wanted=TEN).collective_us("all_reduce", sorted(sizes))
     # A unit in the last place of sums and products of such times: 1e-15 of them, a hundredfold.
-    assert (np.diff(transferred) >= -1e-13 * transferred[1:]).all()
+    assert (np.diff(found) >= -1e-13 * found[1:]).all()
 
 
 def test_on_a_mesh_only_reductions_cross_and_only_with_shards() -> None:
@@ -221,5 +216,3 @@ def test_on_a_mesh_only_reductions_cross_and_only_with_shards() -> None:
     assert us(mesh, "reduce_scatter") == us(inside, "reduce_scatter") + crossing
     assert us(mesh, "all_gather") == us(inside, "all_gather")
     assert us(mesh, "all_reduce") == us(inside, "reduce_scatter") + crossing + us(inside, "all_gather")
-    expected = "a collective is one of one rank or more, got 0.\n  Give a positive number of ranks."
-    assert text_of(ConfigError, lambda: MeshCosts(inside=inside, across=across, per_node=0)) == expected

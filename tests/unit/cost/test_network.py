@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -27,39 +28,42 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 SIZES = [0.0, 1.0, 1e4, 1e8]
 MIB = 1024 * 1024
 FAST = link_from_text("100gbit,5us")
+INSIDE = HalvingDoublingCosts(link_from_text("900gbit,2us"), num_ranks=8)
+NODES = {"per_node": 8, "inside": "900gbit,2us"}
+
+NETWORKS: dict[str, tuple[Costs, Costs]] = {
+    **{f"a ring of {num}": (costs_for("100gbit,5us", num_ranks=num), RingCosts(FAST, num_ranks=num)) for num in (3, 6, 12)},
+    **{
+        f"halving and doubling of {num}": (costs_for("100gbit,5us", num_ranks=num), HalvingDoublingCosts(FAST, num_ranks=num))
+        for num in (1, 2, 8, 64)
+    },
+    "ranks per node mean two levels": (
+        costs_for("100gbit,5us", num_ranks=24, **NODES),
+        HierarchicalCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=3), per_node=8),
+    ),
+    "nodes may be replicas of each other": (
+        costs_for("100gbit,5us", num_ranks=32, is_mesh=True, **NODES),
+        MeshCosts(inside=INSIDE, across=costs_for("100gbit,5us", num_ranks=4), per_node=8),
+    ),
+    "ranks of a node have NVLink if nothing else is said": (
+        costs_for("100gbit", num_ranks=16, per_node=8),
+        costs_for("100gbit", num_ranks=16, per_node=8, inside="2400gbit,3us"),
+    ),
+    "one rank per node means the network alone": (
+        costs_for("100gbit,5us", num_ranks=6, per_node=1),
+        RingCosts(FAST, num_ranks=6),
+    ),
+}
 
 
-def same(one: Costs, other: Costs) -> bool:
-    return all(np.array_equal(one.collective_us(kind, SIZES), other.collective_us(kind, SIZES)) for kind in KINDS)
-
-
-@pytest.mark.parametrize("num_ranks", [3, 6, 12])
-def test_a_link_means_a_ring(num_ranks: int) -> None:
-    assert same(costs_for("100gbit,5us", num_ranks=num_ranks), RingCosts(FAST, num_ranks=num_ranks))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
-def test_a_link_between_a_power_of_two_of_ranks_means_halving_and_doubling(num_ranks: int) -> None:
-    assert same(costs_for("100gbit,5us", num_ranks=num_ranks), HalvingDoublingCosts(FAST, num_ranks=num_ranks))
+@pytest.mark.parametrize(("one", "other"), NETWORKS.values(), ids=NETWORKS)
+def test_a_name_means_these_costs(one: Costs, other: Costs) -> None:
+    for kind in KINDS:
+        assert one.collective_us(kind, SIZES).tolist() == other.collective_us(kind, SIZES).tolist()
 
 
 def test_no_link_costs_nothing() -> None:
     assert costs_for("none", num_ranks=6).collective_us("all_reduce", SIZES).tolist() == [0, 0, 0, 0]
-
-
-def test_ranks_per_node_mean_two_levels() -> None:
-    inside = HalvingDoublingCosts(link_from_text("900gbit,2us"), num_ranks=8)
-    expected = HierarchicalCosts(inside=inside, across=RingCosts(FAST, num_ranks=3), per_node=8)
-    assert same(costs_for("100gbit,5us", num_ranks=24, per_node=8, inside="900gbit,2us"), expected)
-
-
-def test_ranks_of_a_node_have_nvlink_if_nothing_else_is_said() -> None:
-    said = costs_for("100gbit", num_ranks=16, per_node=8, inside="2400gbit,3us")
-    assert same(costs_for("100gbit", num_ranks=16, per_node=8), said)
-
-
-def test_one_rank_per_node_means_the_network_alone() -> None:
-    assert same(costs_for("100gbit,5us", num_ranks=6, per_node=1), RingCosts(FAST, num_ranks=6))
 
 
 def test_a_node_may_be_a_published_one() -> None:
@@ -67,41 +71,6 @@ def test_a_node_may_be_a_published_one() -> None:
     across = HalvingDoublingCosts(link_from_text("400gbit,5us"), num_ranks=8).collective_us("all_reduce", 32 * MIB)
     # 256 MiB took 1077 us inside the node; an eighth of it goes across.
     assert float(costs.collective_us("all_reduce", 256 * MIB)) == pytest.approx(1077 + float(across), rel=1e-12)
-
-
-@pytest.mark.parametrize("num_ranks", [0, -1])
-def test_a_network_without_ranks_is_refused(num_ranks: int) -> None:
-    assert text_of(ConfigError, lambda: costs_for("1gbit", num_ranks=num_ranks)) == (
-        f"a network has one rank or more, got {num_ranks}.\n  Give a positive number of ranks."
-    )
-
-
-@pytest.mark.parametrize("per_node", [0, -8, 5, 16])
-def test_ranks_that_do_not_fill_their_nodes_are_refused(per_node: int) -> None:
-    assert text_of(ConfigError, lambda: costs_for("1gbit", num_ranks=8, per_node=per_node)) == (
-        f"8 ranks cannot be on nodes of {per_node} ranks each.\n  Give a number of ranks per node that divides 8."
-    )
-
-
-@pytest.mark.parametrize("text", ["0gbit", "fast", "0gbit,5us"])
-def test_a_text_that_names_no_network_is_refused_as_a_link(text: str) -> None:
-    expected = text_of(ConfigError, lambda: link_from_text(text))
-    assert text_of(ConfigError, lambda: costs_for(text, num_ranks=8)) == expected
-    assert text_of(ConfigError, lambda: costs_for("1gbit", num_ranks=8, per_node=4, inside=text)) == expected
-
-
-@pytest.mark.parametrize("text", ["8xH200-nvlink", "8xh200-nvlink4", "8xH200"])
-def test_a_name_that_is_almost_one_is_recognised(text: str) -> None:
-    assert text_of(ConfigError, lambda: costs_for(text, num_ranks=8)) == (
-        f"there is no published network {text!r}.\n  Did you mean '8xH200-nvlink4'?"
-    )
-
-
-def test_a_published_network_is_of_its_own_number_of_ranks() -> None:
-    assert text_of(ConfigError, lambda: costs_for("8xH200-nvlink4", num_ranks=16)) == (
-        "8xH200-nvlink4 was measured over 8 ranks and says nothing about 16.\n"
-        '  Name a link such as "100gbit,5us" for other numbers of ranks.'
-    )
 
 
 @pytest.mark.parametrize(
@@ -120,25 +89,14 @@ def test_published_times(name: str, num_ranks: int, quarter_mib_us: int, sixteen
 
 
 @pytest.mark.parametrize("name", catalogue_names())
-def test_a_published_curve_is_enough_to_plan_from(name: str) -> None:
+def test_a_published_curve_is_enough_to_plan_from_and_its_largest_sizes_are_foreseen_from_the_smaller_ones(name: str) -> None:
     network = published_network(name)
     assert (network.name, network.all_reduce.is_enough) == (name, True)
-
-
-@pytest.mark.parametrize("name", catalogue_names())
-@pytest.mark.parametrize("num_known", [6, 7, 8])
-def test_the_largest_published_sizes_are_foreseen_from_the_smaller_ones(name: str, num_known: int) -> None:
-    points = published_network(name).all_reduce.points
-    sizes, times = np.array(points[num_known:]).T
-    # Real curves bend: 1.34 was found, and 1.60 for the line through the last two known points.
-    assert CostCurve(points=points[:num_known]).us(sizes) == pytest.approx(times, rel=0.35)
-
-
-def test_a_name_unlike_any_lists_them_all() -> None:
-    assert text_of(ConfigError, lambda: published_network("token ring")) == (
-        "there is no published network 'token ring'.\n"
-        "  Known networks: 8xA100-nvlink3, 8xH200-nvlink4, 8xB200-nvlink5, 4x8xB200-efa."
-    )
+    points = network.all_reduce.points
+    for num_known in (6, 7, 8):
+        sizes, times = np.array(points[num_known:]).T
+        # Real curves bend: 1.34 was found, and 1.60 for the line through the last two known points.
+        assert CostCurve(points=points[:num_known]).us(sizes) == pytest.approx(times, rel=0.35)
 
 
 def curve_of(costs: Costs, kind: str, *, slow: int | None = None) -> CostCurve:
@@ -167,23 +125,62 @@ def test_a_curve_that_does_not_grow_is_a_latency_alone() -> None:
     assert (link.hop_s, link.bytes_per_s) == (pytest.approx(10e-6), math.inf)
 
 
-@pytest.mark.parametrize(
-    ("points", "num_ranks", "reason"),
-    [
-        (((1000, 60), (2000, 70)), 1, "num_ranks=1"),
-        (((1000, 60),), 2, "its sizes lie too close together"),
-        (((1000, 60), (1100, 70)), 2, "its sizes lie too close together"),
-    ],
-)
-def test_a_curve_that_cannot_tell_a_link_is_refused(points: tuple[tuple[int, int], ...], num_ranks: int, reason: str) -> None:
-    curve = CostCurve(points=points)
-    assert text_of(ConfigError, lambda: link_from_curve(curve, "all_gather", num_ranks=num_ranks, name="x")) == (
-        f"no link can be made of the curve of all_gather: {reason}.\n"
-        "  Measure between two ranks or more, and sizes of which one is half as large again as another."
-    )
+CLOSE = "its sizes lie too close together"
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    **{
+        f"{num} ranks": (
+            lambda num=num: costs_for("1gbit", num_ranks=num),
+            f"a network has one rank or more, got {num}.\n  Give a positive number of ranks.",
+        )
+        for num in (0, -1)
+    },
+    **{
+        f"{per_node} of 8 ranks on a node": (
+            lambda per_node=per_node: costs_for("1gbit", num_ranks=8, per_node=per_node),
+            f"8 ranks cannot be on nodes of {per_node} ranks each.\n  Give a number of ranks per node that divides 8.",
+        )
+        for per_node in (0, -8, 5, 16)
+    },
+    **{
+        f"almost a name: {name}": (
+            lambda name=name: costs_for(name, num_ranks=8),
+            f"there is no published network {name!r}.\n  Did you mean '8xH200-nvlink4'?",
+        )
+        for name in ("8xH200-nvlink", "8xh200-nvlink4", "8xH200")
+    },
+    "another number of ranks": (
+        lambda: costs_for("8xH200-nvlink4", num_ranks=16),
+        "8xH200-nvlink4 was measured over 8 ranks and says nothing about 16.\n"
+        '  Name a link such as "100gbit,5us" for other numbers of ranks.',
+    ),
+    "a name unlike any": (
+        lambda: published_network("token ring"),
+        "there is no published network 'token ring'.\n"
+        "  Known networks: 8xA100-nvlink3, 8xH200-nvlink4, 8xB200-nvlink5, 4x8xB200-efa.",
+    ),
+    **{
+        f"a curve of {points} over {num}": (
+            lambda points=points, num=num: link_from_curve(CostCurve(points=points), "all_gather", num_ranks=num, name="x"),
+            f"no link can be made of the curve of all_gather: {reason}.\n"
+            "  Measure between two ranks or more, and sizes of which one is half as large again as another.",
+        )
+        for points, num, reason in (
+            (((1000, 60), (2000, 70)), 1, "num_ranks=1"),
+            (((1000, 60),), 2, CLOSE),
+            (((1000, 60), (1100, 70)), 2, CLOSE),
+        )
+    },
+}
 
 
-def test_nodes_may_be_replicas_of_each_other() -> None:
-    across, inside = costs_for("100gbit,5us", num_ranks=4), costs_for("400gbit,1us", num_ranks=8)
-    found = costs_for("100gbit,5us", num_ranks=32, per_node=8, inside="400gbit,1us", is_mesh=True)
-    assert same(found, MeshCosts(inside=inside, across=across, per_node=8))
+@pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_what_is_no_network_is_refused(call: Callable[[], object], text: str) -> None:
+    assert text_of(ConfigError, call) == text
+
+
+@pytest.mark.parametrize("text", ["0gbit", "fast", "0gbit,5us"])
+@pytest.mark.parametrize("options", [lambda text: {"name": text}, lambda text: {"name": "1gbit", "per_node": 4, "inside": text}])
+def test_a_text_that_names_no_network_is_refused_as_a_link(text: str, options: Callable[[str], dict[str, object]]) -> None:
+    given = options(text)
+    refusal = text_of(ConfigError, lambda: costs_for(given.pop("name"), num_ranks=8, **given))
+    assert refusal == text_of(ConfigError, lambda: link_from_text(text))
