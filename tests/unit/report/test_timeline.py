@@ -1,3 +1,5 @@
+"""Steps as pictures."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -12,7 +14,6 @@ from undertow.report.timeline import save_timeline
 from undertow.trace import Event, Trace
 
 PNG = b"\x89PNG\r\n\x1a\n"
-EMPTY = Trace(rank=0, step=0, events=())
 OVERLAPPED = Trace(
     rank=0,
     step=0,
@@ -45,22 +46,19 @@ def width_and_height(picture: bytes) -> tuple[int, int]:
     return int.from_bytes(picture[16:20]), int.from_bytes(picture[20:24])
 
 
-def test_one_trace_makes_a_picture(tmp_path: Path) -> None:
-    save_timeline({"one way": OVERLAPPED}, tmp_path / "one.png")
-    assert width_and_height((tmp_path / "one.png").read_bytes())[0] > 1000
-
-
-def test_more_traces_make_a_higher_picture(tmp_path: Path) -> None:
+def test_traces_make_a_picture_that_is_higher_the_more_there_are(tmp_path: Path) -> None:
+    sizes = []
     for num_ways in (1, 3):
         save_timeline({f"way {i}": OVERLAPPED for i in range(num_ways)}, tmp_path / f"{num_ways}.png")
-    (width, low), (same_width, high) = (width_and_height((tmp_path / f"{n}.png").read_bytes()) for n in (1, 3))
-    assert width == same_width
+        sizes.append(width_and_height((tmp_path / f"{num_ways}.png").read_bytes()))
+    (width, low), (same_width, high) = sizes
+    assert width == same_width > 1000
     assert high > low
 
 
 def test_steps_without_communication_or_without_anything_can_be_drawn(tmp_path: Path) -> None:
     silent = Trace(rank=0, step=0, events=tuple(OVERLAPPED.on_lane("compute")))
-    save_timeline({"silent": silent, "empty": EMPTY}, tmp_path / "silent.png")
+    save_timeline({"silent": silent, "empty": Trace(rank=0, step=0, events=())}, tmp_path / "silent.png")
     assert (tmp_path / "silent.png").read_bytes().startswith(PNG)
 
 
@@ -89,16 +87,14 @@ def test_gathers_have_a_colour_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_waits_too_short_to_be_seen_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     blink = Event(lane="compute", kind="wait", start_us=20_000, stop_us=20_010)
-    numbers = [
-        len(drawn({"way": Trace(rank=0, step=0, events=events)}, monkeypatch).axes[0].collections)
-        for events in (SHARDED.events, (*SHARDED.events, blink))
-    ]
-    assert numbers == [8, 8]
+    more = Trace(rank=0, step=0, events=(*SHARDED.events, blink))
+    assert [len(drawn({"way": trace}, monkeypatch).axes[0].collections) for trace in (SHARDED, more)] == [8, 8]
 
 
 def test_no_traces_are_refused(tmp_path: Path) -> None:
-    text = text_of(ConfigError, lambda: save_timeline({}, tmp_path / "none.png"))
-    assert text == "a timeline needs at least one trace.\n  save_timeline"
+    assert text_of(ConfigError, lambda: save_timeline({}, tmp_path / "none.png")) == (
+        "a timeline needs at least one trace.\n  save_timeline"
+    )
 
 
 def test_a_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

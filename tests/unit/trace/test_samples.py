@@ -59,32 +59,49 @@ def shared(launches: Sequence[tuple[int, float]], *, most: int) -> list[Transfer
     return [transfer(size, start, done[at]) for at, (size, start) in enumerate(launches)]
 
 
-def test_collectives_with_pauses_between_them_are_samples_as_they_are() -> None:
-    assert cost_samples([alone(SIZES)]) == exact(SIZES)
+TOGETHER = shared([(SIZES[1], 0.0), (SIZES[3], 0.0)], most=2)
+LENGTHS, STALLS = (1, 2, 3, 5), [queued(SIZES[: 1 + at % 5]) for at in range(19)]
+# The steps, and the sizes of the first samples, which are exact.
+STEPS: dict[str, tuple[list[list[Transfer]], Sequence[int]]] = {
+    "with pauses between them": ([alone(SIZES)], SIZES),
+    "queues of several lengths": (
+        [queued(SIZES[:length]) for length in LENGTHS],
+        [size for length in LENGTHS for size in SIZES[:length]],
+    ),
+    # How long the link was busy says nothing of latency there: when each was through does.
+    "the same queue in every step": ([queued(SIZES)] * 5, SIZES * 5),
+    "two that share the link, which makes each longer": ([TOGETHER, *([row] for row in alone(SIZES))], (SIZES[1], SIZES[3])),
+    "one stalled step in ten moves nothing else": (
+        [*STALLS, [transfer(it.num_bytes, 0.0, it.stop_us + 1e6) for it in queued(SIZES[:2])]],
+        [size for at in range(19) for size in SIZES[: 1 + at % 5]],
+    ),
+    "without bytes the latency": ([queued([0, 0]), queued([0, 1000, 0]), queued([0])], (0, 0, 0, 1000, 0, 0)),
+    "nothing sent": ([[], []], ()),
+    "no steps": ([], ()),
+}
 
 
-def test_nothing_sent_gives_no_samples() -> None:
-    assert cost_samples([]) == cost_samples([[], []]) == ()
+@pytest.mark.parametrize(("steps", "sizes"), STEPS.values(), ids=STEPS)
+def test_what_each_costs_is_found(steps: list[list[Transfer]], sizes: Sequence[int]) -> None:
+    samples = cost_samples(steps)
+    assert samples[: len(sizes)] == exact(sizes)
+    assert len(samples) == sum(map(len, steps))
 
 
-def test_one_collective_is_a_sample_by_itself() -> None:
-    assert cost_samples([[transfer(1000, 5.0, 45.0)]]) == ((1000.0, pytest.approx(40.0)),)
+@pytest.mark.parametrize(
+    ("steps", "samples"),
+    [
+        ([transfer(1000, 5.0, 45.0)], ((1000.0, 40.0),)),
+        ([transfer(10, 0.0, 30.0), transfer(1000, 30.0, 31.0)], ((10.0, 30.0), (1000.0, 1.0))),
+    ],
+    ids=["one is a sample by itself", "one that begins where another ends is not with it"],
+)
+def test_samples_of_one_step(steps: list[Transfer], samples: tuple[tuple[float, float], ...]) -> None:
+    assert cost_samples([steps]) == tuple((size, pytest.approx(time)) for size, time in samples)
 
 
-def test_one_that_begins_where_another_ends_is_not_with_it() -> None:
-    samples = cost_samples([[transfer(10, 0.0, 30.0), transfer(1000, 30.0, 31.0)]])
-    assert samples == ((10.0, pytest.approx(30.0)), (1000.0, pytest.approx(1.0)))
-
-
-def test_queues_of_several_lengths_give_what_each_costs() -> None:
-    steps = [queued(SIZES[:length]) for length in (1, 2, 3, 5)]
-    assert cost_samples(steps) == exact([size for length in (1, 2, 3, 5) for size in SIZES[:length]])
-
-
-def test_a_queue_that_is_the_same_in_every_step_gives_what_each_costs() -> None:
-    """How long the link was busy says nothing of latency there: when each was through does."""
-    samples = cost_samples([queued(SIZES)] * 5)
-    assert samples == exact(SIZES * 5)
+def test_two_that_share_the_link_are_longer() -> None:
+    assert TOGETHER[0].stop_us == pytest.approx(2 * cost_us(SIZES[1]))  # half of the link
 
 
 def test_queues_that_are_almost_the_same_in_every_step_give_what_each_costs() -> None:
@@ -114,25 +131,6 @@ def test_the_bandwidth_is_nearly_found_where_several_share_the_link_and_every_st
     assert whole_us == pytest.approx(cost_us(sum(SIZES)), rel=0.2 * (most - 1))
 
 
-def test_sharing_makes_each_collective_longer_but_no_sample() -> None:
-    together = shared([(SIZES[1], 0.0), (SIZES[3], 0.0)], most=2)
-    assert together[0].stop_us == pytest.approx(2 * cost_us(SIZES[1]))  # half of the link
-    samples = cost_samples([together, *([row] for row in alone(SIZES))])
-    assert samples[:2] == exact((SIZES[1], SIZES[3]))
-
-
-def test_one_stalled_step_in_ten_moves_nothing_else() -> None:
-    steps = [queued(SIZES[: 1 + at % 5]) for at in range(19)]
-    stalled = [transfer(it.num_bytes, 0.0, it.stop_us + 1e6) for it in queued(SIZES[:2])]
-    samples = cost_samples([*steps, stalled])
-    assert samples[:-2] == exact([size for at in range(19) for size in SIZES[: 1 + at % 5]])
-
-
-def test_collectives_without_bytes_cost_the_latency() -> None:
-    samples = cost_samples([queued([0, 0]), queued([0, 1000, 0]), queued([0])])
-    assert samples == exact((0, 0, 0, 1000, 0, 0))
-
-
 def test_costs_without_a_latency_leave_something_to_one_without_bytes() -> None:
     """A curve takes no time of zero, and training must not end over one."""
     samples = cost_samples([[transfer(1000, 0.0, 10.0), transfer(0, 0.0, 10.0)], [transfer(3000, 0.0, 30.0)]])
@@ -154,16 +152,14 @@ transfers = st.builds(
 )
 
 
-@given(steps=st.lists(st.lists(transfers, max_size=6), max_size=6))
-def test_each_collective_has_a_sample_that_a_curve_takes(steps: list[list[Transfer]]) -> None:
+@given(together=st.lists(transfers, max_size=6), others=st.lists(st.lists(transfers, max_size=6), max_size=6))
+def test_each_collective_has_a_sample_that_a_curve_takes_and_without_pauses_they_add_up(
+    together: list[Transfer], others: list[list[Transfer]]
+) -> None:
+    steps = [[transfer(0, 0.0, 3e6), *together], *others]  # the first one lasts as long as anything drawn
     samples = cost_samples(steps)
     assert sorted(size for size, _ in samples) == sorted(float(it.num_bytes) for step in steps for it in step)
     assert all(0 < time < np.inf for _, time in samples)
-
-
-@given(together=st.lists(transfers, min_size=1, max_size=6), others=st.lists(transfers, max_size=4))
-def test_the_samples_of_a_time_without_pauses_add_up_to_it(together: list[Transfer], others: list[Transfer]) -> None:
-    whole = transfer(0, 0.0, 3e6)  # it lasts as long as anything drawn
-    samples = cost_samples([[whole, *together], others])
+    assert all(0 < time < np.inf for _, time in cost_samples(others))
     # Each is a nanosecond at least, so that the sum may be more by one for each.
     assert sum(time for _, time in samples[: 1 + len(together)]) == pytest.approx(3e6, rel=1e-9, abs=0.01)
