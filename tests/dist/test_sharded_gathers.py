@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from support.inside import gathers_of, late_ops, sharding_of, slow_gathers
 from support.models import CASES, Branches, Case, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import (
     SMALL,
     Parameters,
-    SlowGathers,
-    delay,
-    gathers_of,
     parameters,
     require_equal,
     step_of,
@@ -26,55 +24,49 @@ from support.sharded import (
 )
 from undertow import DistributedDataParallel
 from undertow.runtime import private
-from undertow.runtime.gathers import Gathers
 from undertow.schedule import OpKind
 
 MLP = CASES["mlp"]
 TIED = CASES["tied transformer"]
 
 
-def each_place_waits_for_its_own() -> None:
+@in_ranks(2, 3)
+def test_a_module_waits_for_its_own_parameters_only() -> None:
     with training(MLP.model(), **SMALL) as (ddp, opt):
         for number in range(3):
             step_of(ddp, opt, MLP, number)
-        slow = SlowGathers(ddp)
+        waited = slow_gathers(ddp)
         step_of(ddp, opt, MLP, 3)
-        slow.waited.clear()
+        waited.clear()
         assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets)
         hidden = ddp.module[0](noise(5, 6))
         own = {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
-        assert set(slow.waited) == own
+        assert set(waited) == own
         assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets) - len(own)
         ddp.module[2](hidden.relu())
         assert gathers_of(ddp).in_flight == {}
 
 
-def test_a_module_waits_for_its_own_parameters_only(ranks: Ranks) -> None:
-    ranks.run(each_place_waits_for_its_own)
-
-
-def a_forward_begins_with_gathers_in_flight() -> None:
+@in_ranks(2, 3)
+def test_the_whole_model_waits_for_nothing_that_its_first_layer_does_not_need() -> None:
     with training(MLP.model(), **SMALL) as (ddp, opt):
         for number in range(4):
             step_of(ddp, opt, MLP, number)
-        slow = SlowGathers(ddp)
+        waited = slow_gathers(ddp)
         seen: list[int] = []
-        watch = ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(len(slow.waited)))
+        watch = ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(len(waited)))
         step_of(ddp, opt, MLP, 4)  # whose gathers are the next forward's
-        slow.waited.clear()
+        waited.clear()
         seen.clear()
         MLP.loss(ddp, 5)
         watch.remove()
         own = {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
         assert seen == [len(own)]  # by the first layer's forward nobody has waited for more than its parameters
-        assert sorted(slow.waited) == [bucket.index for bucket in ddp.plan.buckets]
+        assert sorted(waited) == [bucket.index for bucket in ddp.plan.buckets]
 
 
-def test_the_whole_model_waits_for_nothing_that_its_first_layer_does_not_need(ranks: Ranks) -> None:
-    ranks.run(a_forward_begins_with_gathers_in_flight)
-
-
-def gathers_leave_in_forward_order() -> list[list[int]]:
+@in_ranks(2, 3)
+def test_gathers_leave_in_the_order_of_the_forward() -> None:
     orders = []
     with training(TIED.model(), **SMALL) as (ddp, opt):
         for number in range(4):
@@ -88,10 +80,6 @@ def gathers_leave_in_forward_order() -> list[list[int]]:
         at for at, name in enumerate(names) if "linear2" in name
     )
     return orders
-
-
-def test_gathers_leave_in_the_order_of_the_forward(ranks: Ranks) -> None:
-    ranks.run(gathers_leave_in_forward_order)
 
 
 class Elsewhere(nn.Module):
@@ -128,7 +116,7 @@ def read_in_another_module(delay_s: float) -> None:
             for number in range(6):
                 step_of(ddp, opt, MLP, number)
                 if strategy != "ddp" and number == 2:
-                    SlowGathers(ddp, delay_s=delay_s)
+                    slow_gathers(ddp, seconds=delay_s)
             return parameters(ddp)
 
     require_equal(run("ddp"), run("zero1"))
@@ -138,7 +126,9 @@ def test_a_parameter_read_in_another_module_has_come(ranks: Ranks) -> None:
     ranks.run(read_in_another_module, 0.01)
 
 
-def trained_through_a_method(eager: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_method_of_the_module_reads_parameters_that_have_come(eager: bool) -> None:
     """Of whose forward the wrapper hears nothing, and which reads parameters outside of every module."""
 
     def run(strategy: str) -> Parameters:
@@ -152,18 +142,14 @@ def trained_through_a_method(eager: bool) -> None:
                 ddp.module.loss(noise(5, 6, step=number)).backward()
                 opt.step()
                 if strategy != "ddp" and number == 2:
-                    SlowGathers(ddp)
+                    slow_gathers(ddp)
             return parameters(ddp)
 
     require_equal(run("ddp"), run("zero1"))
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_method_of_the_module_reads_parameters_that_have_come(two_ranks: Ranks, eager: bool) -> None:
-    two_ranks.run(trained_through_a_method, eager)
-
-
-def order_changes() -> None:
+@in_ranks(2, 3)
+def test_another_order_of_layers_is_right() -> None:
     """A path through the model that was never taken before is slower, and right."""
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -171,8 +157,8 @@ def order_changes() -> None:
         order = [(0, 1, 2), (2, 1, 0), (1,), (0, 2), (2, 0, 1, 2)][step % 5]
         ddp(noise(3, 4, step=step), order).square().sum().backward()
         opt.step()
-        if step == 2 and gathers_of_or_none(ddp) is not None:
-            SlowGathers(ddp, delay_s=0.005)
+        if step == 2 and sharding_of(ddp) is not None:
+            slow_gathers(ddp, seconds=0.005)
 
     case = Case(Branches, lambda model, step: model(noise(3, 4, step=step)).sum())
     expected = trained(case, "ddp", "SGD", num_steps=10, each=each, reduction="ordered")
@@ -180,16 +166,8 @@ def order_changes() -> None:
         require_equal(expected, trained(case, strategy, "SGD", num_steps=10, each=each, reduction="ordered", **SMALL))
 
 
-def gathers_of_or_none(ddp: DistributedDataParallel) -> Gathers | None:
-    sharding = ddp.sync._engine.formation.assembly.reducer.sharding
-    return None if sharding is None else sharding.gathers
-
-
-def test_another_order_of_layers_is_right(ranks: Ranks) -> None:
-    ranks.run(order_changes)
-
-
-def ema_in_a_post_hook() -> None:
+@in_ranks(2, 3)
+def test_a_hook_after_the_step_reads_new_parameters() -> None:
     def run(strategy: str) -> list[Tensor]:
         with training(MLP.model(), strategy, "SGD", reduction="ordered", **SMALL) as (ddp, opt):
             averaged = [param.detach().clone() for param in ddp.module.parameters()]
@@ -207,11 +185,10 @@ def ema_in_a_post_hook() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_hook_after_the_step_reads_new_parameters(ranks: Ranks) -> None:
-    ranks.run(ema_in_a_post_hook)
-
-
-def interrupted_behind_the_update(num_interrupted: int, overlap: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_interrupted", [1, 2])
+def test_an_interrupted_step_leaves_no_torn_parameters(num_interrupted: int, overlap: bool) -> None:
     """What is read behind a step that is interrupted on the first ranks, and trained from there, is as without."""
 
     def interrupted(optimizer: torch.optim.Optimizer) -> None:
@@ -235,13 +212,8 @@ def interrupted_behind_the_update(num_interrupted: int, overlap: bool) -> None:
         require_equal(found, expected)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("num_interrupted", [1, 2])
-def test_an_interrupted_step_leaves_no_torn_parameters(two_ranks: Ranks, num_interrupted: int, overlap: bool) -> None:
-    two_ranks.run(interrupted_behind_the_update, num_interrupted, overlap)
-
-
-def stale_reads_raise() -> None:
+@in_ranks(2)
+def test_a_stale_parameter_is_found_by_autograd() -> None:
     """A graph from before a step does not go through backward."""
     with training(MLP.model(), **SMALL) as (ddp, opt):
         step_of(ddp, opt, MLP, 0)
@@ -253,27 +225,20 @@ def stale_reads_raise() -> None:
             before.backward()
 
 
-def test_a_stale_parameter_is_found_by_autograd(two_ranks: Ranks) -> None:
-    two_ranks.run(stale_reads_raise)
-
-
-def delayed(kind: OpKind, late_rank: int, strategy: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize(("strategy", "late_rank"), [("zero1", 0), ("zero2", 1)])
+@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.REDUCE_SCATTER, OpKind.BIND, OpKind.ALL_GATHER])
+def test_a_delay_at_any_op_changes_nothing(kind: OpKind, late_rank: int, strategy: str) -> None:
     expected, late = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered"), []
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         nonlocal late
         if step == 1:
-            late = delay(ddp, kind, late_rank, seconds=0.004)
+            late = late_ops(ddp, kind, late_rank, seconds=0.004)
         step_of(ddp, opt, TIED, step)
 
     require_equal(expected, trained(TIED, strategy, "SGD", num_steps=5, each=each, reduction="ordered", **SMALL))
     assert (dist.get_rank() == late_rank) == (late != [])
-
-
-@pytest.mark.parametrize(("strategy", "late_rank"), [("zero1", 0), ("zero2", 1)])
-@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.REDUCE_SCATTER, OpKind.BIND, OpKind.ALL_GATHER])
-def test_a_delay_at_any_op_changes_nothing(ranks: Ranks, kind: OpKind, late_rank: int, strategy: str) -> None:
-    ranks.run(delayed, kind, late_rank, strategy)
 
 
 def traced() -> list[tuple[str, int]]:
@@ -297,7 +262,8 @@ def test_the_trace_has_both_ways_of_every_bucket(two_ranks: Ranks) -> None:
         assert counts == [("reduce_scatter", 0), ("all_gather", 0)]
 
 
-def without_overlap() -> None:
+@in_ranks(2)
+def test_without_overlap_nothing_is_in_flight_after_a_step() -> None:
     expected = trained(TIED, "zero1", reduction="ordered", num_steps=4)
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -307,11 +273,8 @@ def without_overlap() -> None:
     require_equal(expected, trained(TIED, "zero1", each=each, num_steps=4, reduction="ordered", overlap=False, **SMALL))
 
 
-def test_without_overlap_nothing_is_in_flight_after_a_step(two_ranks: Ranks) -> None:
-    two_ranks.run(without_overlap)
-
-
-def batch_norm_in_between() -> None:
+@in_ranks(2, 3)
+def test_buffers_travel_beside_gathers() -> None:
     case = CASES["convolutions"]
 
     def run(strategy: str) -> dict[str, Tensor]:
@@ -319,17 +282,14 @@ def batch_norm_in_between() -> None:
             for number in range(5):
                 step_of(ddp, opt, case, number)
                 if number == 1 and strategy != "ddp":
-                    SlowGathers(ddp, delay_s=0.003)
+                    slow_gathers(ddp, seconds=0.003)
             return {name: value.clone() for name, value in ddp.state_dict().items()}
 
     require_equal(run("ddp"), run("zero1"))
 
 
-def test_buffers_travel_beside_gathers(ranks: Ranks) -> None:
-    ranks.run(batch_norm_in_between)
-
-
-def compiled() -> None:
+@in_ranks(2)
+def test_a_compiled_model_waits_as_a_whole() -> None:
     expected = trained(MLP, "zero1", "SGD", num_steps=4, reduction="ordered")
     with training(MLP.model(), "zero1", "SGD", reduction="ordered", **SMALL) as (ddp, opt):
         fast = torch.compile(ddp, backend="eager")
@@ -338,7 +298,3 @@ def compiled() -> None:
             MLP.loss(fast, number).backward()
             opt.step()
         require_equal(expected, parameters(ddp))
-
-
-def test_a_compiled_model_waits_as_a_whole(two_ranks: Ranks) -> None:
-    two_ranks.run(compiled)
