@@ -13,11 +13,11 @@ from undertow.cli import main
 
 @pytest.fixture
 def undertow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Undertow:
-    """Calls the command with a line of arguments, in a terminal that is wide enough for all it prints."""
+    """Calls the command with a line of arguments and more of them, in a terminal that is wide enough for all it prints."""
 
-    def call(line: str, *, columns: int = 200) -> Ended:
+    def call(line: str, *more: object, columns: int = 200) -> Ended:
         monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr(sys, "argv", ["undertow", *shlex.split(line)])
+        monkeypatch.setattr(sys, "argv", ["undertow", *shlex.split(line), *map(str, more)])
         with pytest.raises(SystemExit) as ended:
             main()
         return Ended(ended.value.code, *capsys.readouterr())  # type: ignore[arg-type]
