@@ -19,8 +19,19 @@ from undertow.runtime.comm_hook import CommHook, HookedBucket
 BUFFER = torch.arange(6.0)
 
 
-def bucket() -> HookedBucket:
-    return HookedBucket(4, BUFFER.clone(), [torch.zeros(2, 2), torch.zeros(2)], is_last=True)
+class Hooks:
+    """Those of a chain, and the buffers that some of them saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.on_its_way: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def look(self, _state, bucket):
+        self.seen.append(bucket.buffer().clone())
+        return completed(bucket.buffer())
+
+    def send(self, _state, _bucket):
+        return self.on_its_way
 
 
 def completed(value: Any) -> torch.futures.Future[Any]:
@@ -44,50 +55,46 @@ def halves(_state, bucket):
     return completed([bucket.buffer() + 0.5])
 
 
-def result_of(hook: Callable[..., Any]) -> Tensor:
-    given = bucket()
-    target = given.buffer()
-    CommHook(None, hook).start(given, ALONE).wait()
-    return target
+def wrong(_state, bucket):
+    return bucket.buffer()
 
 
-def test_every_hook_sees_what_the_one_before_has_made() -> None:
-    assert torch.equal(result_of(undertow.chain((1.0, add), (None, double_in_place), (3.0, add))), 2 * (BUFFER + 1) + 3)
+def started(hook: Callable[..., Any]) -> tuple[Tensor, Any]:
+    """The buffer of two gradients, and the handle of the hook on it."""
+    buffer = BUFFER.clone()
+    bucket = HookedBucket(4, buffer, [torch.zeros(2, 2), torch.zeros(2)], is_last=True)
+    return buffer, CommHook(None, hook).start(bucket, ALONE)
 
 
-def test_a_chain_is_a_hook_of_a_chain() -> None:
-    inner = undertow.chain((1.0, add), (None, double_in_place))
-    assert torch.equal(result_of(undertow.chain((None, inner), (3.0, add))), 2 * (BUFFER + 1) + 3)
+@pytest.mark.parametrize(
+    "chained",
+    [
+        undertow.chain((1.0, add), (None, double_in_place), (3.0, add)),
+        undertow.chain((None, undertow.chain((1.0, add), (None, double_in_place))), (3.0, add)),
+    ],
+    ids=["each sees what the one before has made", "of a chain"],
+)
+def test_hooks_one_behind_the_other(chained: Any) -> None:
+    buffer, handle = started(chained)
+    handle.wait()
+    assert torch.equal(buffer, 2 * (BUFFER + 1) + 3)
 
 
 def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> None:
-    dtypes = []
-
-    def look(_state, bucket):
-        dtypes.append(bucket.buffer().dtype)
-        return completed(bucket.buffer())
-
-    assert torch.equal(result_of(undertow.chain((None, halves), (None, look))), BUFFER + 0.5)
-    assert dtypes == [torch.float32]
+    hooks = Hooks()
+    buffer, handle = started(undertow.chain((None, halves), (None, hooks.look)))
+    handle.wait()
+    assert torch.equal(buffer, BUFFER + 0.5)
+    assert [seen.dtype for seen in hooks.seen] == [torch.float32]
 
 
 def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
-    on_its_way: torch.futures.Future[Tensor] = torch.futures.Future()
-    seen: list[Tensor] = []
-
-    def look(_state, bucket):
-        seen.append(bucket.buffer().clone())
-        return completed(bucket.buffer())
-
-    given = bucket()
-    target = given.buffer()
-    chained = undertow.chain((1.0, add), (None, lambda state, bucket: on_its_way), (None, look), (None, double_in_place))
-    handle = CommHook(None, chained).start(given, ALONE)
-    assert (seen, handle.is_completed()) == ([], False)
-    on_its_way.set_result(torch.full((6,), 7.0))
+    hooks = Hooks()
+    buffer, handle = started(undertow.chain((1.0, add), (None, hooks.send), (None, hooks.look), (None, double_in_place)))
+    assert (hooks.seen, handle.is_completed()) == ([], False)
+    hooks.on_its_way.set_result(torch.full((6,), 7.0))
     handle.wait()
-    assert torch.equal(target, torch.full((6,), 14.0))
-    assert [values.tolist() for values in seen] == [[7.0] * 6]
+    assert (buffer.tolist(), [seen.tolist() for seen in hooks.seen]) == ([14.0] * 6, [[7.0] * 6])
 
 
 def test_a_chain_is_named_after_its_hooks() -> None:
@@ -95,26 +102,27 @@ def test_a_chain_is_named_after_its_hooks() -> None:
     assert CommHook(None, hook).name == "chain(fp16_compress_hook, add)"
 
 
-def test_what_is_no_chain_is_refused() -> None:
-    assert text_of(ConfigError, undertow.chain) == (
-        "there is no hook to run.\n  chain()\n  Give pairs: chain((state, hook), ...)."
-    )
-    assert text_of(WrongType, lambda: undertow.chain((None, add), add)) == (  # type: ignore[arg-type]
+FUTURE = (
+    "expected the communication hook to return a torch.futures.Future, got Tensor.\n  wrong, in a chain\n"
+    "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result()."
+)
+REFUSALS: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
+    "no hook": (
+        ConfigError,
+        undertow.chain,
+        "there is no hook to run.\n  chain()\n  Give pairs: chain((state, hook), ...).",
+    ),
+    "no pair": (
+        WrongType,
+        lambda: undertow.chain((None, add), add),  # type: ignore[arg-type]
         "stage 1 must be a pair of a state and a hook, got function.\n"
-        "  chain()\n"
-        "  Write chain((state, hook), ...); the state may be None."
-    )
+        "  chain()\n  Write chain((state, hook), ...); the state may be None.",
+    ),
+    "no future, first": (WrongType, lambda: started(undertow.chain((None, wrong), (2.0, add)))[1].wait(), FUTURE),
+    "no future, last": (WrongType, lambda: started(undertow.chain((1.0, add), (None, wrong)))[1].wait(), FUTURE),
+}
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_hook_of_a_chain_that_returns_no_future_is_told_so(place: int) -> None:
-    def wrong(_state, bucket):
-        return bucket.buffer()
-
-    stages = [(1.0, add), (2.0, add)]
-    stages[place] = (None, wrong)  # type: ignore[assignment]
-    assert text_of(WrongType, lambda: result_of(undertow.chain(*stages))) == (
-        "expected the communication hook to return a torch.futures.Future, got Tensor.\n"
-        f"  {wrong.__qualname__}, in a chain\n"
-        "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result()."
-    )
+@pytest.mark.parametrize(("error", "call", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_what_is_no_chain_of_hooks_is_refused(error: type[Exception], call: Callable[[], object], text: str) -> None:
+    assert text_of(error, call) == text
