@@ -23,7 +23,7 @@ from support.checkpoints import rewrite
 from support.errors import text_of
 from undertow import CheckpointError, load_checkpoint, save_checkpoint
 
-DATA = "__0_0.distcp"
+DATA, NAME = "__0_0.distcp", "model.0.weight"
 
 
 def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -57,32 +57,20 @@ def refusal(path: Path) -> str:
     return text
 
 
-def of(metadata: Any, name: str = "model.0.weight") -> Any:
+def of(metadata: Any, name: str = NAME) -> Any:
+    """Where the bytes of a tensor are."""
     return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
 
 
-NAMES = {
-    "another checkpoint": "../other/__0_0.distcp",
-    "an absolute path": "{parent}/other/__0_0.distcp",
-    "by way of itself": "../saved/__0_0.distcp",
-    "the folder itself": ".",
-    "the header": "undertow.json",
-    "digits of another script": "__\u0660_0.distcp",
-    "a number": 7,
-}
+def rename_all(name: Any) -> Callable[[Path], None]:
+    """Another name for the file of all tensors, `{parent}` being the folder that has the checkpoint and another one."""
 
+    def change(saved: Path) -> None:
+        shutil.copytree(saved, saved.parent / "other")
+        path = name.format(parent=saved.parent) if isinstance(name, str) else name
+        rewrite(saved, lambda metadata: [vars(info).update(relative_path=path) for info in metadata.storage_data.values()])
 
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-def test_a_file_of_another_name_is_not_read(saved: Path, name: Any) -> None:
-    shutil.copytree(saved, saved.parent / "other")
-    name = name.format(parent=saved.parent) if isinstance(name, str) else name
-
-    def change(metadata: Any) -> None:
-        for info in metadata.storage_data.values():
-            info.relative_path = name
-
-    rewrite(saved, change)
-    assert "is not a file of this checkpoint" in refusal(saved)
+    return change
 
 
 def link(path: Path) -> None:
@@ -91,27 +79,29 @@ def link(path: Path) -> None:
     path.symlink_to(there)
 
 
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+def special(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
 
 
-def fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)  # whoever opened it would wait for ever
-
-
-@pytest.mark.parametrize("name", ["undertow.json", ".metadata", DATA])
-@pytest.mark.parametrize("change", [link, folder, fifo])
-def test_a_file_that_is_none_is_not_read(saved: Path, name: str, change: Callable[[Path], None]) -> None:
-    change(saved / name)
-    assert f"{name} is not a regular file" in refusal(saved)
+OTHER_NAMES = {
+    "another checkpoint": "../other/__0_0.distcp",
+    "an absolute path": "{parent}/other/__0_0.distcp",
+    "by way of itself": "../saved/__0_0.distcp",
+    "the folder itself": ".",
+    "the header": "undertow.json",
+    "digits of another script": "__\u0660_0.distcp",
+    "a number": 7,
+}
+SPECIAL = {"a link": link, "a folder": special(Path.mkdir), "a fifo": special(os.mkfifo)}  # who opened that would wait for ever
 
 
 def test_the_folder_may_be_reached_through_a_link(saved: Path) -> None:
-    latest = saved.with_name("latest")
-    latest.symlink_to(saved)
-    assert load_checkpoint(latest, *made(seed=2)) == {"step": 2}
+    saved.with_name("latest").symlink_to(saved)
+    assert load_checkpoint(saved.with_name("latest"), *made(seed=2)) == {"step": 2}
 
 
 def test_loading_changes_no_class_of_torchs(saved: Path) -> None:
@@ -133,55 +123,26 @@ def test_loading_changes_no_class_of_torchs(saved: Path) -> None:
     assert ".metadata" in text
 
 
+def tensor(metadata: Any, name: str = NAME) -> Any:
+    return metadata.state_dict_metadata[name]
+
+
+def set_fields(find: Callable[[Any], Any], **fields: Any) -> Callable[[Any], object]:
+    return lambda metadata: vars(find(metadata)).update(fields)
+
+
 def change_shape(*shape: int, chunk: tuple[int, ...] | None = None) -> Callable[[Any], None]:
     def change(metadata: Any) -> None:
-        found = metadata.state_dict_metadata["optimizer.state.0.weight.exp_avg"]
+        found = tensor(metadata, "optimizer.state.0.weight.exp_avg")
         found.size = torch.Size(shape)
-        if chunk is not None:
-            found.chunks[0].sizes = torch.Size(chunk)
+        found.chunks[0].sizes = found.chunks[0].sizes if chunk is None else torch.Size(chunk)
 
     return change
 
 
-def without(field: str, key: Any) -> Callable[[Any], None]:
-    return lambda metadata: getattr(metadata, field).pop(key)
-
-
-def no_chunks(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.0.weight"].chunks = []
-
-
-def chunk_twice(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.0.weight"].chunks *= 2
-
-
-def half_a_chunk(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.0.weight"].chunks[0].sizes = torch.Size((2, 2))
-
-
 def same_bytes_twice(metadata: Any) -> None:
-    one, other = of(metadata), of(metadata, "model.1.weight")
-    other.offset, other.length = one.offset, one.length
-
-
-def set_info(**fields: Any) -> Callable[[Any], None]:
-    return lambda metadata: vars(of(metadata)).update(fields)
-
-
-def set_properties(**fields: Any) -> Callable[[Any], None]:
-    return lambda metadata: vars(metadata.state_dict_metadata["model.0.weight"].properties).update(fields)
-
-
-def other_path(*path: Any) -> Callable[[Any], None]:
-    return lambda metadata: metadata.planner_data.update({"model.0.weight": path})
-
-
-def one_more(metadata: Any) -> None:
-    metadata.storage_data[torchs.MetadataIndex("model.none")] = _StorageInfo(DATA, 0, 1)
-
-
-def no_bytes(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.0.weight"] = torchs.BytesStorageMetadata()
+    one = of(metadata)
+    vars(of(metadata, "model.1.weight")).update(offset=one.offset, length=one.length)
 
 
 METADATA: dict[str, Callable[[Any], object]] = {
@@ -189,40 +150,34 @@ METADATA: dict[str, Callable[[Any], object]] = {
     "shape beyond 64 bits": change_shape(2**62, 2**62, chunk=(2**62, 2**62)),
     "negative shape": change_shape(-3, -2, chunk=(-3, -2)),
     "shape larger than its pieces": change_shape(30000, 20000),
-    "no pieces": no_chunks,
-    "a piece twice": chunk_twice,
-    "pieces that leave something out": half_a_chunk,
+    "no pieces": set_fields(tensor, chunks=[]),
+    "a piece twice": lambda metadata: vars(tensor(metadata)).update(chunks=tensor(metadata).chunks * 2),
+    "pieces that leave something out": set_fields(lambda metadata: tensor(metadata).chunks[0], sizes=torch.Size((2, 2))),
     "bytes that two tensors claim": same_bytes_twice,
-    "negative offset": set_info(offset=-1),
-    "negative length": set_info(length=-1),
-    "offset beyond all files": set_info(offset=2**70),
-    "length that is no number": set_info(length=float("nan")),
-    "length that is true": set_info(length=True),
-    "bytes that are to be transformed": set_info(transform_descriptors=["zstd"]),
-    "another layout": set_properties(layout=torch.sparse_coo),
-    "quantized values": set_properties(dtype=torch.quint8),
-    "a shape for a dtype": set_properties(dtype=torch.Size((1,))),
-    "another name": other_path("model", "1.weight"),
-    "path of numbers": other_path(0, 1),
-    "empty path": other_path(),
-    "no path": without("planner_data", "model.0.weight"),
-    "no description": without("state_dict_metadata", "model.0.weight"),
-    "no place": without("storage_data", torchs.MetadataIndex("model.0.weight", [0, 0])),
-    "a place too many": one_more,
-    "a tensor that is said to be none": no_bytes,
-    "no places": lambda metadata: setattr(metadata, "storage_data", None),
-    "lists for dicts": lambda metadata: setattr(metadata, "state_dict_metadata", []),
+    "negative offset": set_fields(of, offset=-1),
+    "negative length": set_fields(of, length=-1),
+    "offset beyond all files": set_fields(of, offset=2**70),
+    "length that is no number": set_fields(of, length=float("nan")),
+    "length that is true": set_fields(of, length=True),
+    "bytes that are to be transformed": set_fields(of, transform_descriptors=["zstd"]),
+    "another layout": set_fields(lambda metadata: tensor(metadata).properties, layout=torch.sparse_coo),
+    "quantized values": set_fields(lambda metadata: tensor(metadata).properties, dtype=torch.quint8),
+    "a shape for a dtype": set_fields(lambda metadata: tensor(metadata).properties, dtype=torch.Size((1,))),
+    "another name": lambda metadata: metadata.planner_data.update({NAME: ("model", "1.weight")}),
+    "path of numbers": lambda metadata: metadata.planner_data.update({NAME: (0, 1)}),
+    "empty path": lambda metadata: metadata.planner_data.update({NAME: ()}),
+    "no path": lambda metadata: metadata.planner_data.pop(NAME),
+    "no description": lambda metadata: metadata.state_dict_metadata.pop(NAME),
+    "no place": lambda metadata: metadata.storage_data.pop(torchs.MetadataIndex(NAME, [0, 0])),
+    "a place too many": lambda metadata: metadata.storage_data.update(
+        {torchs.MetadataIndex("model.none"): _StorageInfo(DATA, 0, 1)}
+    ),
+    "a tensor that is said to be none": lambda metadata: metadata.state_dict_metadata.update(
+        {NAME: torchs.BytesStorageMetadata()}
+    ),
+    "no places": set_fields(lambda metadata: metadata, storage_data=None),
+    "lists for dicts": set_fields(lambda metadata: metadata, state_dict_metadata=[]),
 }
-
-
-@pytest.mark.parametrize("change", METADATA.values(), ids=METADATA)
-def test_metadata_that_our_writer_does_not_write_is_refused_by_the_name_of_its_file(
-    saved: Path, change: Callable[[Any], object]
-) -> None:
-    rewrite(saved, change)
-    what, where, _ = refusal(saved).splitlines()
-    assert re.match(r"the checkpoint cannot be loaded: (\.metadata|__0_0\.distcp) ", what), what
-    assert where.startswith(f"  {saved}")
 
 
 PICKLES = {
@@ -236,17 +191,6 @@ PICKLES = {
     "the call of what it has": b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)R)R.",
     "an attribute of torch": b"\x80\x04\x8c\x05torch\x8c\x06onnx.x\x93.",
 }
-
-
-@pytest.mark.parametrize("data", PICKLES.values(), ids=PICKLES)
-def test_a_pickle_that_our_writer_does_not_write_is_refused(saved: Path, data: bytes) -> None:
-    (saved / ".metadata").write_bytes(data)
-    assert "the checkpoint cannot be loaded: .metadata " in refusal(saved)
-
-
-def test_a_file_of_metadata_that_is_huge_is_not_read(saved: Path) -> None:
-    os.truncate(saved / ".metadata", 1 << 40)  # it takes no space on the disk
-    assert ".metadata has 1,099,511,627,776 bytes" in refusal(saved)
 
 
 def replaced(path: Path, name: str, data: bytes) -> None:
@@ -295,12 +239,6 @@ TENSORS: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("data", TENSORS.values(), ids=TENSORS)
-def test_a_tensor_that_is_not_what_the_metadata_says_is_refused(saved: Path, data: Callable[[], bytes]) -> None:
-    replaced(saved, "model.0.weight", data())
-    assert re.search(r"the checkpoint cannot be loaded: (__0_0\.distcp|\.metadata) ", refusal(saved))
-
-
 HEADERS = {
     "nested deeply": '{"format": 1, "optimizer": null, "extra": ' + "[" * 100_000 + "]" * 100_000 + "}",
     "a number of too many digits": '{"format": 1, "optimizer": null, "extra": ' + "1" * 5000 + "}",
@@ -312,16 +250,57 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("text", HEADERS.values(), ids=HEADERS)
-def test_a_header_that_our_writer_does_not_write_is_refused(saved: Path, text: str) -> None:
-    (saved / "undertow.json").write_text(text, encoding="utf-8")
-    assert "the checkpoint cannot be loaded: undertow.json is " in refusal(saved)
+CANNOT = "the checkpoint cannot be loaded: "
+# What is done to the checkpoint, and what its error says.
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    **{
+        f"tensors in a file of another name: {name}": (rename_all(value), "is not a file of this checkpoint")
+        for name, value in OTHER_NAMES.items()
+    },
+    **{
+        f"{name} is {kind}": (lambda saved, name=name, change=change: change(saved / name), f"{re.escape(name)} is not a regular file")
+        for name in ("undertow.json", ".metadata", DATA)
+        for kind, change in SPECIAL.items()
+    },
+    **{
+        name: (lambda saved, change=change: rewrite(saved, change), rf"^{CANNOT}(\.metadata|__0_0\.distcp) .*\n  {{saved}}")
+        for name, change in METADATA.items()
+    },
+    **{
+        f"a pickle: {name}": (lambda saved, data=data: (saved / ".metadata").write_bytes(data), rf"{CANNOT}\.metadata ")
+        for name, data in PICKLES.items()
+    },
+    # It takes no space on the disk.
+    "huge metadata": (lambda saved: os.truncate(saved / ".metadata", 1 << 40), r"\.metadata has 1,099,511,627,776 bytes"),
+    **{
+        f"in place of a tensor {name}": (
+            lambda saved, data=data: replaced(saved, NAME, data()),
+            rf"{CANNOT}(__0_0\.distcp|\.metadata) ",
+        )
+        for name, data in TENSORS.items()
+    },
+    **{
+        f"a header: {name}": (
+            lambda saved, text=text: (saved / "undertow.json").write_text(text, encoding="utf-8"),
+            rf"{CANNOT}undertow\.json is ",
+        )
+        for name, text in HEADERS.items()
+    },
+    # Nor does it steer a terminal.
+    "an optimizer of another name": (
+        lambda saved: (saved / "undertow.json").write_text(
+            json.dumps({"format": 1, "optimizer": "\x1b[2J\ud800", "extra": 1})
+        ),
+        r"the state of \\x1b\[2J\\ud800,",
+    ),
+}
 
 
-def test_a_text_of_a_checkpoint_does_not_steer_a_terminal(saved: Path) -> None:
-    header = {"format": 1, "optimizer": "\x1b[2J\ud800", "extra": 1}
-    (saved / "undertow.json").write_text(json.dumps(header))
-    assert "the state of \\x1b[2J\\ud800," in refusal(saved)
+@pytest.mark.parametrize(("change", "text"), CHANGES.values(), ids=CHANGES)
+def test_what_our_writer_does_not_write_is_refused_by_its_file(saved: Path, change: Callable[[Path], object], text: str) -> None:
+    change(saved)
+    found = refusal(saved)
+    assert re.search(text.replace("{saved}", re.escape(str(saved))), found), found
 
 
 def test_what_is_too_deep_to_be_loaded_is_not_saved(tmp_path: Path) -> None:
