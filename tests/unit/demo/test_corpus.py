@@ -1,7 +1,12 @@
+"""The text that the demo trains on."""
+
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from support.errors import text_of
 from undertow.demo.corpus import load_corpus
@@ -22,34 +27,23 @@ def test_the_standard_librarys_source_is_at_hand_and_bounded() -> None:
 
 
 def test_a_file_is_taken_as_bytes_up_to_the_bound(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(256)) * 20_000)
-    assert load_corpus(path) == bytes(range(256)) * (4 * MEGABYTE // 256)
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20_000)
+    assert load_corpus(tmp_path / "text") == bytes(range(256)) * (4 * MEGABYTE // 256)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "nowhere"
-    assert text_of(ConfigError, lambda: load_corpus(path)) == (
-        f"'{path}' cannot be read: No such file or directory.\n  {UNREADABLE}"
-    )
-
-
-def test_a_directory_is_refused(tmp_path: Path) -> None:
-    assert text_of(ConfigError, lambda: load_corpus(tmp_path)) == (
-        f"'{tmp_path}' cannot be read: it is no regular file.\n  {UNREADABLE}"
-    )
-
-
-def test_a_pipe_without_a_writer_does_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    assert "it is no regular file" in text_of(ConfigError, lambda: load_corpus(tmp_path / "pipe"))
-
-
-def test_a_short_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "short"
-    path.write_bytes(b"abc")
-    assert text_of(ConfigError, lambda: load_corpus(path)) == (
-        f"'{path}' is too short to train on: 3 bytes.\n"
-        "  the text of undertow demo\n"
-        "  Give a file of 4096 bytes or more: --text FILE."
-    )
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda path: None, f"cannot be read: No such file or directory.\n  {UNREADABLE}"),
+        (Path.mkdir, f"cannot be read: it is no regular file.\n  {UNREADABLE}"),
+        (os.mkfifo, f"cannot be read: it is no regular file.\n  {UNREADABLE}"),  # and without a writer it does not block
+        (
+            lambda path: path.write_bytes(b"abc"),
+            "is too short to train on: 3 bytes.\n  the text of undertow demo\n  Give a file of 4096 bytes or more: --text FILE.",
+        ),
+    ],
+    ids=["missing", "a directory", "a pipe", "short"],
+)
+def test_what_is_no_text_is_named(make: Callable[[Path], object], text: str, tmp_path: Path) -> None:
+    make(tmp_path / "it")
+    assert text_of(ConfigError, lambda: load_corpus(tmp_path / "it")) == f"'{tmp_path / 'it'}' {text}"

@@ -1,9 +1,12 @@
+"""Ranks as processes: started, listened to, and always ended."""
+
 from __future__ import annotations
 
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,7 +20,7 @@ SILENCE_S = 60.0
 
 
 def report_in(rank: int, connection: Connection) -> None:
-    connection.send(f"rank {rank} was here")
+    connection.send((rank, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])))
 
 
 def fail_on_rank_1(rank: int, connection: Connection) -> None:
@@ -45,10 +48,10 @@ def ignore_every_request(rank: int, connection: Connection) -> None:
     threading.Event().wait()
 
 
-def error_of(ranks: LocalRanks) -> str:
-    with pytest.raises(RanksLost) as caught, ranks:
-        list(ranks.messages())
-    return str(caught.value)
+def interrupt_the_parent(rank: int, connection: Connection) -> None:
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    threading.Event().wait()
 
 
 def our_children() -> list[psutil.Process]:
@@ -57,53 +60,48 @@ def our_children() -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left() -> object:
+def others() -> Iterator[list[psutil.Process]]:
+    """Processes of other tests: no other one is left."""
     before = our_children()
-    yield
+    yield before
     assert [child for child in our_children() if child not in before] == []
 
 
+@pytest.mark.slow  # interpreters of their own
 def test_messages_of_all_ranks_come_in_until_the_last_has_ended() -> None:
     with LocalRanks(report_in, (), num_ranks=3, silence_s=SILENCE_S) as ranks:
-        assert sorted(map(str, ranks.messages())) == ["rank 0 was here", "rank 1 was here", "rank 2 was here"]
+        # Ranks do not hear interrupts themselves.
+        assert sorted(ranks.messages()) == [(0, True), (1, True), (2, True)]  # type: ignore[type-var]
 
 
-def test_a_failure_names_the_rank_and_ends_the_others() -> None:
-    text = error_of(LocalRanks(fail_on_rank_1, (), num_ranks=2, silence_s=SILENCE_S))
-    assert text == "rank 1 has failed.\n  ValueError: as planned"
+FAILURES = {
+    "one fails": (fail_on_rank_1, SILENCE_S, "rank 1 has failed.\n  ValueError: as planned"),
+    # It is blamed rather than those who noticed it.
+    "one is killed": (
+        rank_1_dies_and_rank_0_complains,
+        SILENCE_S,
+        "rank 1 has failed.\n  It was killed.\n  Often the machine has run out of memory: try fewer ranks.",
+    ),
+    "all are silent": (
+        say_nothing,
+        1.0,
+        "no rank has reported for 1 s.\n  ranks that still ran: 0, 1\n"
+        "  They wait for each other, or the machine is far too busy; try again with fewer ranks.",
+    ),
+}
 
 
-def test_a_death_is_blamed_rather_than_those_who_noticed_it(tmp_path: Path) -> None:
-    meeting = tmp_path / "rank-1-dies"
-    text = error_of(LocalRanks(rank_1_dies_and_rank_0_complains, (meeting,), num_ranks=2, silence_s=SILENCE_S))
-    assert text == ("rank 1 has failed.\n  It was killed.\n  Often the machine has run out of memory: try fewer ranks.")
+@pytest.mark.slow  # interpreters of their own
+@pytest.mark.parametrize("name", FAILURES)
+def test_ranks_that_fail_are_named_and_the_others_ended(name: str, tmp_path: Path) -> None:
+    target, silence_s, text = FAILURES[name]
+    given = (tmp_path / "rank-1-dies",) if target is rank_1_dies_and_rank_0_complains else ()
+    with pytest.raises(RanksLost) as caught, LocalRanks(target, given, num_ranks=2, silence_s=silence_s) as ranks:
+        list(ranks.messages())
+    assert str(caught.value) == text
 
 
-def test_silence_ends_the_run() -> None:
-    text = error_of(LocalRanks(say_nothing, (), num_ranks=2, silence_s=1.0))
-    assert text == (
-        "no rank has reported for 1 s.\n"
-        "  ranks that still ran: 0, 1\n"
-        "  They wait for each other, or the machine is far too busy; try again with fewer ranks."
-    )
-
-
-def interrupt_the_parent(rank: int, connection: Connection) -> None:
-    if rank == 0:
-        os.kill(os.getppid(), signal.SIGINT)
-    threading.Event().wait()
-
-
-def tell_whether_interrupts_are_blocked(rank: int, connection: Connection) -> None:
-    connection.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
-
-
-def test_ranks_do_not_hear_interrupts_themselves() -> None:
-    ranks = LocalRanks(tell_whether_interrupts_are_blocked, (), num_ranks=2, silence_s=SILENCE_S)
-    with ranks:
-        assert list(ranks.messages()) == [True, True]
-
-
+@pytest.mark.slow  # interpreters of their own
 def test_an_interrupt_ends_the_ranks() -> None:
     with pytest.raises(KeyboardInterrupt), LocalRanks(interrupt_the_parent, (), num_ranks=2, silence_s=SILENCE_S) as ranks:
         list(ranks.messages())
@@ -122,10 +120,9 @@ def test_an_interrupt_while_ranks_start_comes_afterwards() -> None:
     assert done == ["all of it"]
 
 
-def test_leaving_early_ends_even_ranks_that_refuse() -> None:
-    others = our_children()  # of other tests
+@pytest.mark.slow  # interpreters of their own
+def test_leaving_early_ends_even_ranks_that_refuse(others: list[psutil.Process]) -> None:
     with LocalRanks(ignore_every_request, (), num_ranks=1, silence_s=SILENCE_S) as ranks:
         assert next(iter(ranks.messages())) == "ready"
-        children = [child for child in our_children() if child not in others]
-    assert children
-    assert [child for child in children if child.is_running()] == []
+        (child,) = [child for child in our_children() if child not in others]
+    assert not child.is_running()
