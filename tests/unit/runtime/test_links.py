@@ -19,36 +19,37 @@ def connection(**changed: Any) -> Connection:
     return Connection(**{**like, "sent_bytes": 0, "busy_s": 0.0, **changed})
 
 
-def test_silence_counts_from_the_last_acknowledgement_since_it_was_asked() -> None:
+ALIVE = connection(socket=(4, 8), is_unacknowledged=False, silent_s=1.0)
+# What is found at a time, and for how long there is silence.
+SILENCES: dict[str, list[tuple[float, list[Connection], float]]] = {
+    "counts from the last acknowledgement since it was asked": [
+        (100.0, [connection(silent_s=60.0)], 0.0),  # nothing may have been sent for a minute
+        (104.0, [connection(silent_s=64.0)], 4.0),
+        (106.0, [connection(silent_s=0.5)], 0.5),
+        (112.0, [connection(silent_s=5.5)], 5.5),
+    ],
+    "any connection to a machine shows that it is there": [
+        (100.0, [connection(silent_s=60.0), ALIVE], 0.0),
+        (110.0, [connection(silent_s=60.0), ALIVE], 1.0),
+    ],
+    "there is none if nothing is to be acknowledged": [
+        (100.0, [connection(silent_s=60.0)], 0.0),
+        (130.0, [connection(is_unacknowledged=False, silent_s=90.0)], 0.0),
+    ],
+}
+
+
+@pytest.mark.parametrize("looks", SILENCES.values(), ids=SILENCES)
+def test_silence(looks: list[tuple[float, list[Connection], float]]) -> None:
     silence = Silence()
-    assert silence.silent_s(THERE, [connection(silent_s=60.0)], 100.0) == 0.0  # nothing may have been sent for a minute
-    assert silence.silent_s(THERE, [connection(silent_s=64.0)], 104.0) == 4.0
-    assert silence.silent_s(THERE, [connection(silent_s=0.5)], 106.0) == 0.5
-    assert silence.silent_s(THERE, [connection(silent_s=5.5)], 112.0) == 5.5 > SILENT_S
-
-
-def test_any_connection_to_a_machine_shows_that_it_is_there() -> None:
-    silence = Silence()
-    found = [connection(silent_s=60.0), connection(socket=(4, 8), is_unacknowledged=False, silent_s=1.0)]
-    assert silence.silent_s(THERE, found, 100.0) == 0.0
-    assert silence.silent_s(THERE, found, 110.0) == 1.0
-
-
-def test_where_nothing_is_to_be_acknowledged_there_is_no_silence() -> None:
-    silence = Silence()
-    silence.silent_s(THERE, [connection(silent_s=60.0)], 100.0)
-    assert silence.silent_s(THERE, [connection(is_unacknowledged=False, silent_s=90.0)], 130.0) == 0.0
+    assert [silence.silent_s(THERE, found, now_s) for now_s, found, _ in looks] == [silent_s for _, _, silent_s in looks]
+    assert 5.0 <= SILENT_S < 5.5
 
 
 def test_a_ping_is_due_every_three_seconds_of_waiting() -> None:
     silence = Silence()
-    assert [silence.is_ping_due(waited_s, 100.0 + waited_s) for waited_s in (0.5, 1.5, 2.5, 4.5, 5.0)] == [
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
+    due = [waited_s for waited_s in (0.5, 1.5, 2.5, 4.5, 5.0) if silence.is_ping_due(waited_s, 100.0 + waited_s)]
+    assert due == [1.5, 4.5]
 
 
 def test_a_speed_is_told_when_it_is_known_and_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,13 +59,16 @@ def test_a_speed_is_told_when_it_is_known_and_when_it_has_changed(monkeypatch: p
         monkeypatch.setattr(links, "connections", lambda: [connection(sent_bytes=sent_bytes, busy_s=busy_s)])
         return speeds.news(now_s)
 
-    assert look(100.0, 0, 0.0) is None
-    assert look(102.0, 9_000_000, 0.1) is None  # too early
-    assert look(105.0, 10_000_000, 0.1) == {"at": ["10.0.0.1"], "to": {THERE: [100.0, 0.0, False]}}
-    assert look(110.0, 20_000_000, 0.3) is None  # half as fast
-    assert look(115.0, 20_500_000, 4.3) is None  # too little to be told
-    later = look(120.0, 24_500_000, 8.3)
-    assert later == {"at": ["10.0.0.1"], "to": {THERE: [pytest.approx(1.0), 100.0, True]}}  # a division by a difference
+    told = [
+        look(100.0, 0, 0.0),
+        look(102.0, 9_000_000, 0.1),  # too early
+        look(105.0, 10_000_000, 0.1),
+        look(110.0, 20_000_000, 0.3),  # half as fast
+        look(115.0, 20_500_000, 4.3),  # too little to be told
+        look(120.0, 24_500_000, 8.3),
+    ]
+    first, last = [100.0, 0.0, False], [pytest.approx(1.0), 100.0, True]  # a division by a difference
+    assert told == [None, None, {"at": ["10.0.0.1"], "to": {THERE: first}}, None, None, {"at": ["10.0.0.1"], "to": {THERE: last}}]
 
 
 def heard(*told: tuple[int, dict[str, list[Any]]]) -> Table:

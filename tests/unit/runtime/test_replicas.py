@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -21,19 +22,14 @@ def num_different(tensors: Sequence[Tensor]) -> int:
     return len(set(fingerprints(tensors, device=torch.device("cpu")).tolist()))
 
 
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 8, 1000])
 def test_every_single_bit_counts(dtype: torch.dtype, numel: int) -> None:
     tensors = [torch.zeros(numel, dtype=dtype)]
-    for byte in range(min(64, bits(tensors[0]).numel())):
-        for bit in range(1 if dtype == torch.bool else 8):
-            changed = tensors[0].clone()
-            bits(changed)[byte] ^= 1 << bit
-            tensors.append(changed)
+    num_bytes, num_bits = min(64, tensors[0].nbytes), 1 if dtype == torch.bool else 8
+    for byte, bit in product(range(num_bytes), range(num_bits)):
+        tensors.append(tensors[0].clone())
+        tensors[-1].view(torch.uint8)[byte] ^= 1 << bit
     assert num_different(tensors) == len(tensors)
 
 
@@ -45,8 +41,7 @@ def test_minus_zero_and_every_nan_are_values_of_their_own() -> None:
 
 @given(st.permutations(list(range(8))))
 def test_the_same_elements_in_another_order_differ(order: list[int]) -> None:
-    tensor = torch.arange(8.0)
-    assert num_different([tensor, tensor[order]]) == (1 if order == sorted(order) else 2)
+    assert num_different([torch.arange(8.0), torch.arange(8.0)[order]]) == (1 if order == sorted(order) else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -54,9 +49,8 @@ def test_signs_of_several_elements_do_not_make_up_for_each_other(dtype: torch.dt
     tensors = [torch.ones(1000, dtype=dtype)]
     for first in range(0, 100, 7):
         for second in range(first + 1, 1000, 31):
-            changed = tensors[0].clone()
-            changed[[first, second]] *= -1
-            tensors.append(changed)
+            tensors.append(tensors[0].clone())
+            tensors[-1][[first, second]] *= -1
     assert num_different(tensors) == len(tensors)
 
 
@@ -65,18 +59,22 @@ def test_chunks_in_another_order_differ(monkeypatch: pytest.MonkeyPatch) -> None
     tensor = torch.randn(83, generator=torch.Generator().manual_seed(1))
     tensors = [tensor, torch.cat([tensor[16:32], tensor[:16], tensor[32:]]), tensor[:-1], tensor * 2]
     for index in range(83):
-        changed = tensor.clone()
-        changed[index] += 1
-        tensors.append(changed)
+        tensors.append(tensor.clone())
+        tensors[-1][index] += 1
     assert num_different(tensors) == len(tensors)
 
 
-def test_how_a_tensor_lies_in_memory_does_not_count() -> None:
-    tensor = torch.randn(2, 3, 4, 5)
-    others = [tensor.to(memory_format=torch.channels_last), torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(2, 3, 4, 5)]
-    assert num_different([tensor, *others]) == 1
+CUBE = torch.randn(2, 3, 4, 5)
 
 
-def test_tensors_without_elements_or_dimensions() -> None:
-    assert num_different([torch.zeros(0, 3), torch.zeros(0)]) == 1
-    assert num_different([torch.tensor(1.5), torch.tensor([1.5])]) == 1
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [CUBE, CUBE.to(memory_format=torch.channels_last), torch.cat([torch.zeros(1), CUBE.flatten()])[1:].view(2, 3, 4, 5)],
+        [torch.zeros(0, 3), torch.zeros(0)],
+        [torch.tensor(1.5), torch.tensor([1.5])],
+    ],
+    ids=["another layout in memory", "no elements", "no dimensions"],
+)
+def test_tensors_that_are_the_same(tensors: list[Tensor]) -> None:
+    assert num_different(tensors) == 1
