@@ -1,5 +1,8 @@
+"""Parameters and buffers that a wrapper leaves alone."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,69 +30,40 @@ class Model(nn.Module):
 
 
 NORM = tuple(f"encoder.2.{name}" for name in ("bias", "num_batches_tracked", "running_mean", "running_var", "weight"))
+TIED = ("embedding.weight", "head.weight")
 LINEAR = ("again.bias", "again.weight", "encoder.0.bias", "encoder.0.weight")
 
 
-def refusal(error: type[Exception], ignore: Any) -> str:
-    return text_of(error, lambda: names_to_ignore(Model(), ignore))
+# Entries, made of a model, and the names that they mean.
+MEANT: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "a parameter": (lambda _: ["encoder.2.weight"], ("encoder.2.weight",)),
+    "a buffer": (lambda _: ["encoder.2.running_mean"], ("encoder.2.running_mean",)),
+    "a submodule": (lambda _: ["encoder.2"], NORM),
+    "submodules of submodules": (lambda _: ["encoder"], (*LINEAR, *NORM)),
+    "a submodule without tensors": (lambda _: ["encoder.1"], ()),
+    "a parameter itself": (lambda model: [model.embedding.weight], TIED),
+    "a buffer itself": (lambda model: [model.table], ("head.table", "table")),
+    "a module itself": (lambda model: [model.encoder[2]], NORM),
+    "a module with two names": (lambda model: [model.again], LINEAR),
+    # What is shared is ignored under all its names.
+    "a tied weight": (lambda _: ["embedding.weight"], TIED),
+    "its other name": (lambda _: ["head.weight"], TIED),
+    "the module that has it": (lambda _: ["embedding"], TIED),
+    "a buffer in two places": (lambda _: ["head.table"], ("head.table", "table")),
+    "a parameter of a module with two names": (lambda _: ["again.bias"], ("again.bias", "encoder.0.bias")),
+    "entries of all kinds, mixed and repeated": (
+        lambda model: (entry for entry in ("table", model.encoder[2], model.table, "encoder.2.bias")),
+        (*NORM, "head.table", "table"),
+    ),
+    "nothing": (lambda _: (), ()),
+    "places that are still empty": (lambda _: ["nothing", "head.bias"], ("head.bias", "nothing")),
+}
 
 
-@pytest.mark.parametrize(
-    ("entry", "names"),
-    [
-        ("encoder.2.weight", ("encoder.2.weight",)),
-        ("encoder.2.running_mean", ("encoder.2.running_mean",)),
-        ("encoder.2", NORM),
-        ("encoder", (*LINEAR, *NORM)),
-        ("encoder.1", ()),
-    ],
-    ids=["a parameter", "a buffer", "a submodule", "submodules of submodules", "a submodule without tensors"],
-)
-def test_a_name_is_a_parameter_a_buffer_or_all_of_a_submodule(entry: str, names: tuple[str, ...]) -> None:
-    assert names_to_ignore(Model(), [entry]) == names
-
-
-@pytest.mark.parametrize(
-    ("entry", "name"),
-    [
-        (lambda model: model.embedding.weight, "embedding.weight"),
-        (lambda model: model.table, "table"),
-        (lambda model: model.encoder[2], "encoder.2"),
-        (lambda model: model.again, "again"),
-    ],
-    ids=["a parameter", "a buffer", "a module", "a module with two names"],
-)
-def test_a_thing_itself_means_what_its_name_does(entry: Any, name: str) -> None:
+@pytest.mark.parametrize(("entries", "names"), MEANT.values(), ids=MEANT)
+def test_what_is_ignored(entries: Callable[[Any], Any], names: tuple[str, ...]) -> None:
     model = Model()
-    assert names_to_ignore(model, [entry(model)]) == names_to_ignore(model, [name]) != ()
-
-
-@pytest.mark.parametrize(
-    ("entry", "names"),
-    [
-        ("embedding.weight", ("embedding.weight", "head.weight")),
-        ("head.weight", ("embedding.weight", "head.weight")),
-        ("embedding", ("embedding.weight", "head.weight")),
-        ("head.table", ("head.table", "table")),
-        ("again.bias", ("again.bias", "encoder.0.bias")),
-    ],
-)
-def test_what_is_shared_is_ignored_under_all_its_names(entry: str, names: tuple[str, ...]) -> None:
-    assert names_to_ignore(Model(), [entry]) == names
-
-
-def test_entries_of_all_kinds_can_be_mixed_and_repeated() -> None:
-    model = Model()
-    ignore = (entry for entry in ("table", model.encoder[2], model.table, "encoder.2.bias"))
-    assert names_to_ignore(model, ignore) == (*NORM, "head.table", "table")
-
-
-def test_nothing_is_ignored_by_nothing() -> None:
-    assert names_to_ignore(Model(), ()) == ()
-
-
-def test_a_place_that_is_still_empty_can_be_ignored() -> None:
-    assert names_to_ignore(Model(), ["nothing", "head.bias"]) == ("head.bias", "nothing")
+    assert names_to_ignore(model, entries(model)) == names
 
 
 def test_values_that_are_alike_are_not_mistaken_for_each_other() -> None:
@@ -98,56 +72,59 @@ def test_values_that_are_alike_are_not_mistaken_for_each_other() -> None:
     assert names_to_ignore(model, [model[1].bias]) == ("1.bias",)
 
 
-@pytest.mark.parametrize(
-    ("ignore", "got", "remedy"),
-    [
-        ("head.weight", "'head.weight'", "Write ignore=('head.weight',)."),
-        (nn.Sequential(nn.ReLU()), "Sequential", "Write ignore=(it,)."),
-        (torch.zeros(2), "Tensor", "Write ignore=(it,)."),
-        (None, "None", "Write ignore=(it,)."),
-    ],
-)
-def test_one_thing_in_place_of_a_sequence_is_told_to_be_put_into_one(ignore: Any, got: str, remedy: str) -> None:
-    assert refusal(WrongType, ignore) == (
-        f"ignore must be a sequence of names, modules and tensors, got {got}.\n  ignore, for a model of type Model\n  {remedy}"
-    )
+TYPE = "ignore, for a model of type Model\n  "
+KNOWN = "Use names of named_parameters(), named_buffers() or named_modules()."
+REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
+    # One thing instead of a sequence is told to be put into one.
+    **{
+        f"one {got}": (
+            ignore,
+            WrongType,
+            f"ignore must be a sequence of names, modules and tensors, got {got}.\n  {TYPE}Write ignore={remedy}.",
+        )
+        for ignore, got, remedy in (
+            ("head.weight", "'head.weight'", "('head.weight',)"),
+            (nn.Sequential(nn.ReLU()), "Sequential", "(it,)"),
+            (torch.zeros(2), "Tensor", "(it,)"),
+            (None, "None", "(it,)"),
+        )
+    },
+    "an entry of another type": (
+        ["table", 3],
+        WrongType,
+        f'ignore takes names, modules, parameters and buffers, got 3.\n  {TYPE}Write ignore=("embedding.weight", model.head).',
+    ),
+    **{
+        f"an unknown name: {name}": ([name], ConfigError, f"there is no {name!r} to ignore.\n  {TYPE}{remedy}")
+        for name, remedy in (
+            ("embeding.weight", "Did you mean 'embedding.weight'?"),
+            ("module.encoder", "Did you mean 'encoder'?"),
+            ("head.tables", "Did you mean 'head.table'?"),
+            ("xyzzy", KNOWN),
+            ("", KNOWN),
+        )
+    },
+    **{
+        f"not in the model: {what}": (
+            [entry],
+            ConfigError,
+            f"{what} that is to be ignored is not inside the model.\n  {TYPE}"
+            "Give modules, parameters and buffers of this very model, no copies, and not the whole of it.",
+        )
+        for entry, what in (
+            (nn.Linear(3, 4), "a module of type Linear"),
+            (nn.Parameter(torch.zeros(4, 3)), "a tensor of shape (4, 3)"),
+        )
+    },
+}
 
 
-def test_an_entry_of_another_type_is_refused() -> None:
-    assert refusal(WrongType, ["table", 3]) == (
-        "ignore takes names, modules, parameters and buffers, got 3.\n  ignore, for a model of type Model\n"
-        '  Write ignore=("embedding.weight", model.head).'
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("embeding.weight", "Did you mean 'embedding.weight'?"),
-        ("module.encoder", "Did you mean 'encoder'?"),
-        ("head.tables", "Did you mean 'head.table'?"),
-        ("xyzzy", "Use names of named_parameters(), named_buffers() or named_modules()."),
-        ("", "Use names of named_parameters(), named_buffers() or named_modules()."),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_one_that_may_be_meant(name: str, remedy: str) -> None:
-    assert refusal(ConfigError, [name]) == f"there is no {name!r} to ignore.\n  ignore, for a model of type Model\n  {remedy}"
-
-
-@pytest.mark.parametrize(
-    ("entry", "what"),
-    [
-        (nn.Linear(3, 4), "a module of type Linear"),
-        (nn.Parameter(torch.zeros(4, 3)), "a tensor of shape (4, 3)"),
-    ],
-)
-def test_what_is_not_in_the_model_is_refused(entry: Any, what: str) -> None:
-    assert refusal(ConfigError, [entry]) == (
-        f"{what} that is to be ignored is not inside the model.\n  ignore, for a model of type Model\n"
-        "  Give modules, parameters and buffers of this very model, no copies, and not the whole of it."
-    )
+@pytest.mark.parametrize(("ignore", "error", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_be_ignored_is_refused(ignore: Any, error: type[Exception], text: str) -> None:
+    assert text_of(error, lambda: names_to_ignore(Model(), ignore)) == text
 
 
 def test_the_whole_model_cannot_be_ignored() -> None:
     model = Model()
-    assert "is not inside the model" in text_of(ConfigError, lambda: names_to_ignore(model, [model]))
+    with pytest.raises(ConfigError, match="is not inside the model"):
+        names_to_ignore(model, [model])

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from support.checkpoints import require_equal
 from support.errors import text_of
 from support.strategies import spec
 from undertow.errors import NonFiniteGradient
@@ -66,45 +67,23 @@ def stepped(optimizer: torch.optim.Optimizer, judge: NonFinite) -> None:
     handle.remove()
 
 
-def optimizer_named(name: str, param: Tensor) -> torch.optim.Optimizer:
-    cls: Any = getattr(torch.optim, name)
-    return cls([param], lr=0.1, **({"momentum": 0.9, "weight_decay": 0.1} if name in ("SGD", "RMSprop") else {}))
-
-
-def with_gradient(param: Tensor, name: str) -> None:
-    param.grad = torch.ones_like(param).to_sparse(1) if name == "SparseAdam" else torch.ones_like(param)
-
-
-def require_same(first: Any, second: Any) -> None:
-    if isinstance(first, Tensor):
-        assert torch.equal(first, second)
-    elif isinstance(first, dict):
-        assert first.keys() == second.keys()
-        for key in first:
-            require_same(first[key], second[key])
-    elif isinstance(first, list):
-        assert len(first) == len(second)
-        for one, other in zip(first, second, strict=True):
-            require_same(one, other)
-    else:
-        assert first == second
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.randn(3))], lr=0.1)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_every_optimizer_of_torchs_is_left_as_it_was(name: str, num_steps: int) -> None:
-    param = nn.Parameter(torch.randn(3, 2))
-    optimizer = optimizer_named(name, param)
+    param, more = nn.Parameter(torch.randn(3, 2)), {"momentum": 0.9, "weight_decay": 0.1} if name in ("SGD", "RMSprop") else {}
+    optimizer = getattr(torch.optim, name)([param], lr=0.1, **more)
+    param.grad = torch.ones_like(param).to_sparse(1) if name == "SparseAdam" else torch.ones_like(param)
     for _ in range(num_steps):
-        with_gradient(param, name)
         optimizer.step()
-    with_gradient(param, name)
-    before, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy({"param": param.detach(), "optimizer": optimizer.state_dict()})
     stepped(optimizer, numbers(is_found=True))
-    assert torch.equal(param, before)
-    require_same(optimizer.state_dict(), state)
+    require_equal({"param": param.detach(), "optimizer": optimizer.state_dict()}, before)
     stepped(optimizer, numbers(is_found=False))
-    assert not torch.equal(param, before)
+    assert not torch.equal(param, before["param"])
 
 
 def test_steps_that_an_optimizer_counts_elsewhere_are_not_counted() -> None:
@@ -119,8 +98,7 @@ def test_steps_that_an_optimizer_counts_elsewhere_are_not_counted() -> None:
 
 
 def test_a_scheduler_does_not_take_a_skipped_step_for_none() -> None:
-    param = nn.Parameter(torch.randn(3))
-    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer = sgd()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     stepped(optimizer, numbers(is_found=True))
     scheduler.step()  # would warn, and warnings are errors here
@@ -128,29 +106,23 @@ def test_a_scheduler_does_not_take_a_skipped_step_for_none() -> None:
 
 
 def test_a_step_with_found_inf_is_the_scalers() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.randn(3))], lr=0.1)
+    optimizer = sgd()
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # as torch's GradScaler does
-    for policy in ("raise", "skip", "warn"):
-        assert not numbers(policy, is_found=True).skips(optimizer)
+    assert not any(numbers(policy, is_found=True).skips(optimizer) for policy in ("raise", "skip", "warn"))
 
 
 def test_what_was_found_counts_until_a_round_that_does_not_add_to_it() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.randn(3))], lr=0.1)
-    judge = numbers(is_found=True)
+    optimizer, judge = sgd(), numbers(is_found=True)
     assert [judge.skips(optimizer), judge.skips(optimizer)] == [True, True]
-    judge.round_ends(a_round(False, keeps_earlier=True), PLAN)
-    assert judge.skips(optimizer)
-    assert judge.num_skipped == 1  # it is one step
-    judge.round_ends(a_round(False), PLAN)
-    assert not judge.skips(optimizer)
-    judge.round_ends(a_round(True), PLAN)
-    assert judge.skips(optimizer)
-    assert judge.num_skipped == 2
+    skips = []
+    for this in (a_round(False, keeps_earlier=True), a_round(False), a_round(True)):
+        judge.round_ends(this, PLAN)
+        skips.append((judge.skips(optimizer), judge.num_skipped))
+    assert skips == [(True, 1), (False, 1), (True, 2)]  # the first round belongs to the step that was counted
 
 
 def test_the_first_of_several_rounds_of_a_step_is_named() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.randn(3))], lr=0.1)
-    judge = numbers("raise", is_found=True)
+    optimizer, judge = sgd(), numbers("raise", is_found=True)
     judge.round_ends(a_round(True, number=5, ranks=(0, 1)), PLAN)  # the mean of the one before, and what is new
     text = "the gradient of 'weight' is infinite or no number on rank 1.\n  synchronisation 4, bucket 0\n"
     assert text_of(NonFiniteGradient, lambda: judge.skips(optimizer)).startswith(text)

@@ -1,10 +1,13 @@
+"""The gradient of a parameter of which a rank has a shard."""
+
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from support.errors import text_of
 from undertow.errors import ShardedGradientError
@@ -22,9 +25,10 @@ def linear() -> nn.Linear:
 
 
 def test_it_looks_like_the_gradient() -> None:
-    layer = linear()
-    assert (layer.weight.grad.shape, layer.weight.grad.dtype, layer.weight.grad.device.type) == ((2, 3), torch.float32, "cpu")
-    assert repr(layer.weight.grad) == ("GradientPlaceholder('weight', shape=(2, 3), dtype=torch.float32): a shard of it is here")
+    grad = linear().weight.grad
+    assert (grad.shape, grad.dtype, grad.device.type) == ((2, 3), torch.float32, "cpu")
+    assert repr(grad) == ("GradientPlaceholder('weight', shape=(2, 3), dtype=torch.float32): a shard of it is here")
+    assert grad.detach() is grad
 
 
 USES: dict[str, Callable[[nn.Linear], object]] = {
@@ -40,14 +44,12 @@ USES: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-def test_every_use_raises_with_the_way_out(use: str) -> None:
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_every_use_raises_with_the_way_out(use: Callable[[nn.Linear], object]) -> None:
     layer = linear()
     before = layer.weight.detach().clone()
-    with pytest.raises(ShardedGradientError) as caught:
-        USES[use](layer)
-    assert "is sharded: no rank has all of it." in str(caught.value)
-    assert str(caught.value).endswith(REMEDY)
+    with pytest.raises(ShardedGradientError, match=rf"is sharded: no rank has all of it\.\n.*\n  {re.escape(REMEDY)}$"):
+        use(layer)
     assert torch.equal(layer.weight, before)
 
 
@@ -61,10 +63,9 @@ def test_a_later_backward_adds_to_it() -> None:
     layer, bare = linear(), nn.Linear(3, 2)
     bare.load_state_dict(layer.state_dict())
     held = layer.weight.grad
-    for step in range(2):
-        x = torch.full((1, 3), step + 1.0)
-        layer(x).sum().backward()
-        bare(x).sum().backward()
+    for model in (layer, bare):
+        for scale in (1.0, 2.0):
+            model(torch.full((1, 3), scale)).sum().backward()
     assert layer.weight.grad is held
     assert torch.equal(held.added, bare.weight.grad)
 
@@ -74,19 +75,11 @@ def test_zeroing_clears_it(foreach: bool) -> None:
     layer = linear()
     layer(torch.ones(1, 3)).sum().backward()
     torch.optim.SGD(layer.parameters(), foreach=foreach).zero_grad(set_to_none=False)
-    assert layer.weight.grad.is_cleared
-    assert layer.weight.grad.added is None
-
-
-def test_detaching_keeps_it() -> None:
-    layer = linear()
-    grad: Tensor = layer.weight.grad
-    assert grad.detach() is grad
+    assert (layer.weight.grad.is_cleared, layer.weight.grad.added) == (True, None)
 
 
 def test_a_scaler_unscales_the_parts() -> None:
-    layer = linear()
-    part = torch.tensor([4.0, 8.0])
+    layer, part = linear(), torch.tensor([4.0, 8.0])
     layer.weight.grad.parts[0] = part
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(1))

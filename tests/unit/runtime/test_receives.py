@@ -34,7 +34,7 @@ class Message(dist.Work):
     def come(self, error: Exception | None = None) -> Message:
         self.error = error
         self._has_come.set()
-        return self
+        return self  # for a message that is there from the beginning
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._has_come.wait()
@@ -58,16 +58,14 @@ def receives(wire: Wire) -> Iterator[Receives]:
     receives.close(10.0)
 
 
-def post(receives: Receives, message: Message, *, numel: int = NUMEL) -> LinkWork:
-    return receives.post(lambda: message, [torch.zeros(numel)], source=message.source)
+def post(receives: Receives, message: Message) -> LinkWork:
+    return receives.post(lambda: message, [torch.zeros(NUMEL)], source=message.source)
 
 
 def test_messages_follow_one_another_and_pay_their_latency_side_by_side(wire: Wire, receives: Receives) -> None:
-    works = [post(receives, Message(source).come()) for source in (1, 2, 1, 2, 1)]
-    for work in works:
+    for work in [post(receives, Message(source).come()) for source in (1, 2, 1, 2, 1)]:
         work.wait()
-    log = wire.take_log()
-    cost_s = 4 * NUMEL / 1e6
+    log, cost_s = wire.take_log(), 4 * NUMEL / 1e6
     assert [(it.kind, it.num_bytes) for it in log] == [("send", 4 * NUMEL)] * 5
     # 1e-9: times of day are large doubles.
     assert all(later.started_s >= it.started_s + cost_s - 1e-9 for it, later in pairwise(log))
@@ -114,9 +112,7 @@ def test_a_handle_tells_its_result_and_its_sender(receives: Receives) -> None:
 def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(receives: Receives) -> None:
     works = [post(receives, Message(1).come(RuntimeError("connection lost"))), post(receives, Message(1).come())]
     assert text_of(RuntimeError, works[0].wait) == "connection lost"
-    assert isinstance(works[0].exception(), RuntimeError)
-    assert not works[0].is_success()
-    assert works[1].wait()
+    assert (type(works[0].exception()), works[0].is_success(), works[1].wait()) == (RuntimeError, False, True)
 
 
 def test_closing_before_a_message_has_come_is_said(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:

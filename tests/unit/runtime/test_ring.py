@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -40,12 +41,10 @@ def pair(over_loopback: None) -> Iterator[tuple[Neighbour, Neighbour]]:
 
 def made(num_ranks: int, *, ranks: Sequence[int] | None = None, **changed: Any) -> list[list[Neighbour] | int | None]:
     """What every rank gets that comes, or each of `ranks`."""
-    path = Path(tempfile.mkdtemp()) / "store"
+    path, how = Path(tempfile.mkdtemp()) / "store", {"is_gone": lambda _: False, "each": lambda _: None, **changed}
 
     def rank(number: int) -> list[Neighbour] | int | None:
-        store = dist.FileStore(str(path), num_ranks)
-        how = {"is_gone": lambda _: False, "each": lambda _: None, **changed}
-        return make_ring(store, "ring", rank=number, num_ranks=num_ranks, **how)
+        return make_ring(dist.FileStore(str(path), num_ranks), "ring", rank=number, num_ranks=num_ranks, **how)
 
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(rank, range(num_ranks) if ranks is None else ranks))
@@ -81,56 +80,47 @@ def test_a_torch_without_gloo_leaves_all_without_a_ring(monkeypatch: pytest.Monk
     assert made(2) == [None, None]
 
 
-def test_a_rank_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def give_up(late: Sequence[int]) -> None:
+    raise TimeoutError(str(list(late)))
+
+
+def test_ranks_that_are_gone_or_have_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "_PROBE_S", 0.0)
-    store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 3)
-    found = make_ring(store, "ring", rank=0, num_ranks=3, is_gone=lambda rank: rank == 2, each=lambda _: None)
-    assert found == 2
-
-
-def test_ranks_that_have_not_come_are_named_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_PROBE_S", 0.0)
-    store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 3)
-
-    def each(late: Sequence[int]) -> None:
-        raise TimeoutError(str(list(late)))
-
-    with pytest.raises(TimeoutError, match=r"\[1, 2\]"):
-        make_ring(store, "ring", rank=0, num_ranks=3, is_gone=lambda _: False, each=each)
+    assert made(3, ranks=[0], is_gone=lambda rank: rank == 2) == [2]
+    with pytest.raises(TimeoutError, match=r"\[1, 2\]"):  # now and then
+        made(3, ranks=[0], each=give_up)
 
 
 def test_messages_come_whole_and_in_order(pair: tuple[Neighbour, Neighbour]) -> None:
-    first, second = pair
     sent = [{"number": number, "text": "ü" * 1000} for number in range(10)]
-    for message in sent:
-        first.send(message)
+    for message in ({"text": "x" * (1 << 17)}, *sent):  # one that is too long is not sent
+        pair[0].send(message)
     received = []
     while len(received) < len(sent):
-        received += second.read()[0]
+        received += pair[1].read()[0]
     assert received == sent
 
 
-def test_what_is_no_message_is_dropped(pair: tuple[Neighbour, Neighbour]) -> None:
-    first, second = pair
-    first._send(b'no json\n[1]\n{"a": 1}\n')
-    assert second.read() == ([{"a": 1}], True)
+LINES = ["no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"]
 
 
-def test_a_message_that_is_too_long_is_not_sent(pair: tuple[Neighbour, Neighbour]) -> None:
-    first, second = pair
-    first.send({"text": "x" * (1 << 17)})
-    first.send({"text": "short"})
-    assert second.read() == ([{"text": "short"}], True)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: ascii(line)[:9])
+def test_a_message_that_cannot_be_read_is_dropped_with_a_word(
+    line: str, pair: tuple[Neighbour, Neighbour], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = line.encode("utf-8", "surrogateescape") + b'\n{"a": 1}\n'
+    for start in range(0, len(data), 4000):
+        pair[0]._send(data[start : start + 4000])
+    messages: list[Any] = []
+    with caplog.at_level(logging.WARNING, "undertow"):
+        while not messages:
+            messages += pair[1].read()[0]
+    assert messages == [{"a": 1}]
+    (word,) = caplog.messages
+    assert word.startswith("a message of rank 0 cannot be read and is dropped: ")
 
 
-def test_the_end_of_a_connection_is_read(pair: tuple[Neighbour, Neighbour]) -> None:
-    first, second = pair
-    first.close()
-    assert second.read() == ([], False)
-    second.send({"a": 1})  # is dropped
-
-
-def test_last_words_are_read_before_the_end(pair: tuple[Neighbour, Neighbour]) -> None:
+def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Neighbour, Neighbour]) -> None:
     first, second = pair
     first.send({"text": "x" * 3 * ring._FRAME})
     first.flush(30.0)
@@ -139,6 +129,8 @@ def test_last_words_are_read_before_the_end(pair: tuple[Neighbour, Neighbour]) -
     while (said := second.read())[1]:
         heard += said[0]
     assert heard == [{"text": "x" * 3 * ring._FRAME}]
+    assert second.read() == ([], False)
+    second.send({"a": 1})  # is dropped
 
 
 def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbour, Neighbour]) -> None:
@@ -151,6 +143,14 @@ def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbour, N
     second._thread.join(30.0)
     assert heard == [(second, [], False)]
     assert not any(thread.name.startswith("undertow-hears") for thread in threading.enumerate())
+
+
+def test_a_connection_whose_thread_cannot_start_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    neighbour = Neighbour(None, 0, rank=1)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        neighbour.listen(lambda *_: None)
+    neighbour.close()
 
 
 def test_a_neighbour_that_reads_is_told_any_number_of_messages(pair: tuple[Neighbour, Neighbour]) -> None:
@@ -167,19 +167,19 @@ def test_a_neighbour_that_is_stopped_misses_messages_and_no_more(pair: tuple[Nei
     first, second = pair
     for number in range(ring._MAX_SENT + 5):
         first.send({"number": number})
-    heard = [second.read()[0][0]["number"] for _ in range(ring._MAX_SENT)]
-    assert heard == list(range(ring._MAX_SENT))
-    for _ in range(ring._MAX_SENT // ring._NUM_UNTOLD):
-        assert first.read() == ([], True)
+    assert [second.read()[0] for _ in range(ring._MAX_SENT)] == [[{"number": number}] for number in range(ring._MAX_SENT)]
+    told = [first.read() for _ in range(ring._MAX_SENT // ring._NUM_UNTOLD)]
+    assert told == [([], True)] * len(told)
     assert not first._sent
     first.send({"number": -1})
     assert second.read() == ([{"number": -1}], True)
 
 
 def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Neighbour, Neighbour]) -> None:
-    sleeping = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+    sleeping = subprocess.Popen(["sleep", "600"])
     first, second = pair
     try:
+        sleeping.send_signal(signal.SIGSTOP)
         os.waitpid(sleeping.pid, os.WUNTRACED)
         first._process = sleeping.pid
         assert first.is_stopped()
@@ -207,15 +207,11 @@ def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch
     """A rank that waits inside of the store cannot be woken when another one is gone."""
     asked: set[str] = set()
     file_store = dist.FileStore
-
-    def each(late: Sequence[int]) -> None:
-        raise TimeoutError(str(list(late)))
-
     monkeypatch.setattr(ring, "_PROBE_S", 0.0)
     monkeypatch.setattr(dist, "FileStore", lambda *given: AskedStore(file_store(*given), asked))
     # A pair, which is torch's, would ask as well.
     monkeypatch.setattr(private, "pair", Mock(side_effect=RuntimeError("Gloo connectFullMesh failed")))
     with pytest.raises(TimeoutError):  # all may come at once below, and nobody look who is missing
-        made(2, ranks=[0], each=each)
+        made(2, ranks=[0], each=give_up)
     assert made(3) == [None, None, None]
     assert asked == {"set", "add", "check", "get"}

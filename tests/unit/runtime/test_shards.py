@@ -8,7 +8,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from undertow.plan import ParamSpec, Piece, plan_from_groups
+from support.strategies import spec
+from undertow.plan import Piece, plan_from_groups
 from undertow.runtime import shards
 from undertow.runtime.shards import FlatParams, shard_parts
 
@@ -16,10 +17,7 @@ from undertow.runtime.shards import FlatParams, shard_parts
 def in_pieces() -> FlatParams:
     """What the first of two ranks has of a parameter that lies in two buckets."""
     groups = ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),))
-    plan = plan_from_groups(
-        [ParamSpec(name="weight", shape=(8,), dtype="float32", itemsize=4, device="cpu")], groups, num_ranks=2
-    )
-    bucket = plan.buckets[0]
+    bucket = plan_from_groups([spec("weight", 8)], groups, num_ranks=2).buckets[0]
     return FlatParams(bucket, [nn.Parameter(torch.ones(8))], shard_parts(bucket, rank=0), num_ranks=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,8 @@ from undertow.runtime.weights import Sums, Weighing
 HAS, NO_DATA, NONE = 1.0, 2.0, 0.0
 
 
-class TwoRanks:
-    """As much of a group as is asked for."""
-
-    num_ranks = 2
-    device = torch.device("cpu")
-
-
 def weighing(said: tuple[float, ...], before: Sums | None) -> Weighing:
-    group: Any = TwoRanks()
+    group: Any = SimpleNamespace(num_ranks=2, device=torch.device("cpu"))  # as much of one as is asked for
     made = Weighing(group, 1.0, before=before, is_without_data=False, can_wait=True, is_last=True)
     made._tensor = torch.tensor(said, dtype=torch.float64)
     return made
