@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,13 +12,6 @@ from benchmarks.matrix.cell import Cell, Effort, kind_of, measure_cell
 from benchmarks.matrix.finished import title_of
 from benchmarks.matrix.job import Job
 from benchmarks.matrix.links import Network
-
-
-class Done:
-    """A collective that is."""
-
-    def wait(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -38,10 +32,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Network]]:
 def measure(*systems: str, num_ranks: int) -> dict[str, str]:
     """The errors by system."""
     kind = kind_of("none", num_ranks, "cuda", has_namespaces=False)
-    effort = Effort(num_turns=1, has_start_up=False)
     place = {"workload": catalog.WORKLOADS["gpt"], "num_ranks": num_ranks, "link": "none", "kind": kind, "device": "cuda"}
-    specs = tuple(catalog.SYSTEMS[name] for name in systems)
-    return measure_cell(Cell(**place, systems=specs, effort=effort), lambda _line: None).errors
+    what = {"systems": tuple(catalog.SYSTEMS[name] for name in systems), "effort": Effort(num_turns=1, has_start_up=False)}
+    return measure_cell(Cell(**place, **what), lambda _line: None).errors
 
 
 @pytest.mark.usefixtures("ran")
@@ -88,22 +81,17 @@ def test_a_train_of_calibration_has_as_many_bytes_as_the_gradients_on_a_device_a
 
 
 def test_calibration_sends_whole_pieces_and_says_how_many_bytes_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-
-    def all_reduce(piece: torch.Tensor, **_: Any) -> Done:
-        sent.append(piece.nbytes)
-        return Done()
-
+    all_reduce, beat = Mock(), Mock()
     monkeypatch.setattr(calibrate, "train_bytes", lambda _device, gradient_bytes: gradient_bytes)
     monkeypatch.setattr(calibrate.dist, "barrier", lambda group: None)
     monkeypatch.setattr(calibrate.dist, "all_reduce", all_reduce)
-    beats: list[None] = []
-    told = calibrate.calibrate(None, torch.device("cpu"), gradient_bytes=38 << 20, beat=lambda: beats.append(None))  # type: ignore[arg-type]
+    told = calibrate.calibrate(None, torch.device("cpu"), gradient_bytes=38 << 20, beat=beat)  # type: ignore[arg-type]
     sizes = [(train["piece_bytes"], train["bytes"]) for train in told["trains"]]
     assert sizes == [(1 << 20, 38 << 20), (4 << 20, 36 << 20), (16 << 20, 32 << 20)]
     # The first one of each size, and those that count.
-    assert sum(sent) == 20 * 256 + (1 + calibrate.NUM_TRAINS) * sum(num_bytes for _, num_bytes in sizes)
-    assert len(beats) == 3 * calibrate.NUM_TRAINS
+    sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list)
+    assert sent == 20 * 256 + (1 + calibrate.NUM_TRAINS) * sum(num_bytes for _, num_bytes in sizes)
+    assert beat.call_count == 3 * calibrate.NUM_TRAINS
 
 
 def test_the_link_of_such_a_cell_is_called_the_machine_s_own() -> None:

@@ -29,11 +29,6 @@ def test_the_emulated_link_has_the_bucket_of_the_shaped_one_in_payload() -> None
     assert links.emulated_network("5gbit").burst_bytes == 626_524  # 95.6 %
 
 
-def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-    why = f'Cannot remove namespace file "{command[-1]}": Operation not permitted\n'
-    return subprocess.CompletedProcess(command, 1, "", why)
-
-
 def test_what_is_gone_is_named(namespaces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def delete(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         (namespaces / command[-1]).unlink()
@@ -45,23 +40,25 @@ def test_what_is_gone_is_named(namespaces: Path, monkeypatch: pytest.MonkeyPatch
     assert links.remove_abandoned() == ([], None)
 
 
-@pytest.mark.usefixtures("namespaces")
-def test_what_could_not_be_removed_is_said_once_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links.subprocess, "run", refuse)
-    removed, not_removed = links.remove_abandoned()
-    assert removed == []
-    assert not_removed == (
-        f"a runner that was killed has left {', '.join(LEFT)}, not to be removed now: "
-        f'ip netns del {LEFT[-1]}: Cannot remove namespace file "{LEFT[-1]}": Operation not permitted'
-    )
+def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    why = f'Cannot remove namespace file "{command[-1]}": Operation not permitted\n'
+    return subprocess.CompletedProcess(command, 1, "", why)
+
+
+def absent(*_: Any, **__: Any) -> None:
+    raise FileNotFoundError(2, "No such file or directory", "ip")
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_without_iproute2_nothing_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_: Any, **__: Any) -> None:
-        raise FileNotFoundError(2, "No such file or directory", "ip")
-
-    monkeypatch.setattr(links.subprocess, "run", absent)
-    removed, not_removed = links.remove_abandoned()
-    assert removed == []
-    assert (not_removed or "").endswith("not to be removed now: [Errno 2] No such file or directory: 'ip'")
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (refuse, f'ip netns del {LEFT[-1]}: Cannot remove namespace file "{LEFT[-1]}": Operation not permitted'),
+        (absent, "[Errno 2] No such file or directory: 'ip'"),
+    ],
+    ids=["refused", "without iproute2"],
+)
+def test_what_could_not_be_removed_is_said_once_and_why(run: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.subprocess, "run", run)
+    told = f"a runner that was killed has left {', '.join(LEFT)}, not to be removed now: {why}"
+    assert links.remove_abandoned() == ([], told)

@@ -1,47 +1,45 @@
+"""Names that the command of the matrix knows, and the systems that run together."""
+
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.matrix import catalog
-from benchmarks.matrix.cell import Run, max_systems, runs_of
-from benchmarks.matrix.errors import UnknownName, require_known
+from benchmarks.matrix.cell import max_systems, runs_of
 from benchmarks.matrix.profile import PROFILES, Layer, scaled
 from benchmarks.matrix.run import main
 
-
-def test_an_unknown_name_is_answered_with_the_list_and_a_guess() -> None:
-    with pytest.raises(UnknownName) as caught:
-        require_known("link", "1gbt", catalog.LINKS)
-    assert str(caught.value) == "there is no link '1gbt'. Did you mean '1gbit'?\n  links: 1gbit, 5gbit, none"
+from support.project import ROOT
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--system", "torch-dpd"], "there is no system 'torch-dpd'. Did you mean 'torch-ddp'?"),
-        (["--workload", "replya"], "there is no workload 'replya'. Did you mean 'replay'?"),
-        (["--workload", "xyz"], "there is no workload 'xyz'.\n  workloads: replay, gpt,"),
-        (["--workload", "gpt@2"], "workload 'gpt@2': gpt computes for real and has one size."),
-        (["--workload", "gpt2@x"], "workload 'gpt2@x': a scale is a positive number, as in 'gpt2@0.5'."),
-        (["--device", "tpu"], "there is no device 'tpu'. Did you mean 'cpu'?\n  devices: cpu, cuda"),
-        (["--link", "infiniband"], "there is no link 'infiniband'.\n  links: 1gbit, 5gbit, none"),
-    ],
-)
-def test_the_command_names_what_exists(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert f"benchmarks matrix: {expected}" in capsys.readouterr().err
+LINKS = "links: 1gbit, 5gbit, none"
+ANSWERS = {
+    "--system torch-dpd": "there is no system 'torch-dpd'. Did you mean 'torch-ddp'?",
+    "--workload replya": "there is no workload 'replya'. Did you mean 'replay'?",
+    "--workload xyz": "there is no workload 'xyz'.\n  workloads: replay, gpt,",
+    "--workload gpt@2": "workload 'gpt@2': gpt computes for real and has one size.",
+    "--workload gpt2@x": "workload 'gpt2@x': a scale is a positive number, as in 'gpt2@0.5'.",
+    "--device tpu": "there is no device 'tpu'. Did you mean 'cpu'?\n  devices: cpu, cuda",
+    "--link infiniband": f"there is no link 'infiniband'.\n  {LINKS}",
+    "--link 1gbt": f"there is no link '1gbt'. Did you mean '1gbit'?\n  {LINKS}",
+    **({} if torch.cuda.is_available() else {"--device cuda": "there is no CUDA device here"}),
+}
 
 
-@pytest.mark.parametrize("arguments", [["--ranks", "1"], ["--ranks", "x"], ["--steps", "0"]])
-def test_impossible_numbers_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+@pytest.mark.parametrize("line", ANSWERS)
+def test_the_command_names_what_exists(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert f"benchmarks matrix: {ANSWERS[line]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["--ranks 1", "--ranks x", "--steps 0"])
+def test_impossible_numbers_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    assert line.split()[0] in capsys.readouterr().err
 
 
 def test_a_workload_may_be_asked_for_at_another_scale() -> None:
@@ -73,8 +71,7 @@ def test_the_profile_of_resnet50_is_that_of_its_source() -> None:
 
 def test_scaling_keeps_the_relation_of_wire_and_compute() -> None:
     full, half = PROFILES["bert_large"](), scaled(PROFILES["bert_large"](), 0.5)
-    assert half.numel / full.numel == pytest.approx(0.5)
-    assert half.compute_ms / full.compute_ms == pytest.approx(0.5)
+    assert (half.numel / full.numel, half.compute_ms / full.compute_ms) == pytest.approx((0.5, 0.5))
     assert half.num_params == full.num_params
 
 
@@ -83,42 +80,41 @@ def test_a_layer_without_parameters_is_refused() -> None:
         Layer(numels=(), forward_us=1, backward_us=1)
 
 
-def test_systems_of_one_environment_share_processes_with_the_bare_model() -> None:
-    specs = [catalog.SYSTEMS[name] for name in ("bare", "ours", "torch-ddp")]
-    peer = catalog.SystemSpec(name="peer", title="a peer", module="peer", environment="elsewhere")
-    runs = runs_of([*specs, peer], max_systems=10)
-    assert [_names(run) for run in runs] == [("main", ["bare", "ours", "torch-ddp"]), ("elsewhere", ["bare", "peer"])]
-
-
 def test_a_sweep_is_all_of_its_variants() -> None:
     (run,) = runs_of([catalog.SYSTEMS["torch-ddp-best"]], max_systems=10)
     assert [job.options for job in run.systems] == [{}, *({"bucket_cap_mb": size} for size in catalog.SWEEP_MB)]
 
 
-def test_systems_that_do_not_fit_into_memory_together_run_after_one_another() -> None:
-    specs = [catalog.SYSTEMS[name] for name in ("bare", "ours", "torch-ddp", "fsdp2")]
-    runs = runs_of(specs, max_systems=3)
-    assert [_names(run)[1] for run in runs] == [["bare", "ours", "torch-ddp"], ["bare", "fsdp2"]]
+PEER = catalog.SystemSpec(name="peer", title="a peer", module="peer", environment="elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("names", "others", "most", "expected"),
+    [
+        (("bare", "ours", "torch-ddp"), [PEER], 10, {"main": ["bare ours torch-ddp"], "elsewhere": ["bare peer"]}),
+        (("bare", "ours", "torch-ddp", "fsdp2"), [], 3, {"main": ["bare ours torch-ddp", "bare fsdp2"]}),
+    ],
+    ids=["of one environment", "that do not fit into memory together"],
+)
+def test_systems_share_processes_with_the_bare_model(
+    names: tuple[str, ...], others: list[catalog.SystemSpec], most: int, expected: dict[str, list[str]]
+) -> None:
+    runs = runs_of([*(catalog.SYSTEMS[name] for name in names), *others], max_systems=most)
+    found = [(run.environment, " ".join(job.name for job in run.systems)) for run in runs]
+    assert found == [(environment, systems) for environment, each in expected.items() for systems in each]
+
+
+def test_as_many_systems_run_together_as_fit_into_memory() -> None:
     assert max_systems(num_bytes=10**9, num_ranks=4, available_bytes=10**9) == 2
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_what_a_worker_imports_before_its_system_is_there_in_every_environment() -> None:
     modules = ("worker", "turns", "truth", "calibrate", "workloads", "systems.bare")
     imports = ", ".join(f"benchmarks.matrix.{name}" for name in modules)
     check = f"import sys, {imports}; sys.exit(bool({{'undertow', 'rich', 'psutil', 'matplotlib'}} & set(sys.modules)))"
-    root = Path(catalog.__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", check], check=False, cwd=root).returncode == 0
-
-
-def _names(run: Run) -> tuple[str, list[str]]:
-    return run.environment, [job.name for job in run.systems]
+    assert subprocess.run([sys.executable, "-c", check], check=False, cwd=ROOT).returncode == 0
 
 
 def test_a_full_run_leaves_out_what_is_a_study_of_its_own() -> None:
     assert set(catalog.SYSTEMS) - set(catalog.FULL) == {"ours-fixed-best"}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cuda"]) == 2
-    assert "benchmarks matrix: there is no CUDA device here" in capsys.readouterr().err

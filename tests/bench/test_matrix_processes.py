@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -52,44 +55,33 @@ def wait(job: Job, *ranks: Rank) -> None:
     processes._wait(job, [cast("subprocess.Popen[bytes]", rank) for rank in ranks], silence_s=60.0)
 
 
-def test_a_rank_that_ends_because_the_first_was_gone_is_not_blamed(job: Job) -> None:
-    with pytest.raises(RankFailed) as caught:
-        wait(job, Rank(None, None, 1), Rank(None, None, None, None, -6))
-    assert str(caught.value) == "rank 0 ended with exit code 1. The end of rank 0's log:\nthe last line of rank 0"
+# How two ranks end, those that have results, and what the error says; None for none.
+ENDS: dict[str, tuple[tuple[Rank, Rank], tuple[int, ...], str | None]] = {
+    "one because the first was gone": (
+        (Rank(None, None, 1), Rank(None, None, None, None, -6)),
+        (),
+        "rank 0 ended with exit code 1. The end of rank 0's log:\nthe last line of rank 0",
+    ),
+    "at once: the one that was killed is blamed": ((Rank(1), Rank(-9)), (), "rank 1 was killed by SIGKILL"),
+    "at once: the one that aborts is not blamed": ((Rank(-6), Rank(1)), (), "rank 1 ended with exit code 1"),
+    "one fails after all others have ended": ((Rank(None, None, None, 3), Rank(0)), (1,), "rank 0 ended with exit code 3"),
+    "as if all were well, without a result": ((Rank(None), Rank(None, 0)), (), "rank 1 ended with exit code 0"),
+    "one aborts behind its results": ((Rank(None, None, -6), Rank(0)), (0, 1), None),
+}
+
+
+@pytest.mark.parametrize(("ranks", "with_results", "text"), ENDS.values(), ids=ENDS)
+def test_the_rank_that_is_blamed(ranks: tuple[Rank, Rank], with_results: tuple[int, ...], text: str | None, job: Job) -> None:
+    for rank in with_results:
+        job.result_path(rank).touch()
+    with nullcontext() if text is None else pytest.raises(RankFailed, match=rf"^{re.escape(text)}"):
+        wait(job, *copy.deepcopy(ranks))
 
 
 def test_last_words_have_no_path_of_this_machine(job: Job) -> None:
     job.log_path(0).write_text(f'  File "{processes.ROOT}/benchmarks/matrix/worker.py", line 1\nRuntimeError: gone\n')
-    with pytest.raises(RankFailed) as caught:
+    with pytest.raises(RankFailed, match=r'log:\n  File "benchmarks/matrix/worker\.py", line 1\nRuntimeError: gone$'):
         wait(job, Rank(1), Rank(0))
-    assert str(caught.value).endswith('log:\n  File "benchmarks/matrix/worker.py", line 1\nRuntimeError: gone')
-
-
-def test_of_ranks_that_have_ended_at_once_the_one_that_was_killed_is_blamed(job: Job) -> None:
-    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
-        wait(job, Rank(1), Rank(-9))
-
-
-def test_a_rank_that_fails_after_all_others_have_ended_is_seen(job: Job) -> None:
-    job.result_path(1).touch()
-    with pytest.raises(RankFailed, match="rank 0 ended with exit code 3"):
-        wait(job, Rank(None, None, None, 3), Rank(0))
-
-
-def test_a_rank_that_ends_as_if_all_were_well_without_a_result_has_failed(job: Job) -> None:
-    with pytest.raises(RankFailed, match="rank 1 ended with exit code 0"):
-        wait(job, Rank(None), Rank(None, 0))
-
-
-def test_of_ranks_that_have_ended_at_once_one_that_aborts_is_not_blamed(job: Job) -> None:
-    with pytest.raises(RankFailed, match="rank 1 ended with exit code 1"):
-        wait(job, Rank(-6), Rank(1))
-
-
-def test_a_rank_that_aborts_behind_its_results_has_done_its_work(job: Job) -> None:
-    for rank in range(2):
-        job.result_path(rank).touch()
-    wait(job, Rank(None, None, -6), Rank(0))
 
 
 @pytest.mark.parametrize(
