@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.matrix import cell as cell_module
 from benchmarks.matrix import environments, guard, run
 from benchmarks.matrix.catalog import SYSTEMS, WORKLOADS
 from benchmarks.matrix.cell import Cell, CellResult
 from benchmarks.matrix.errors import NoNamespaces, RankFailed
 from benchmarks.matrix.finished import START_UP, in_order, lines_of, read_cells
+from benchmarks.matrix.run import _measured
 from benchmarks.matrix.table import markdown
 from benchmarks.matrix.turns import STEPS_PER_TURN
 
@@ -51,8 +51,7 @@ def written(out: Path, name: str = "matrix.jsonl") -> list[dict[str, Any]]:
 
 
 def start(out: Path, *arguments: str, systems: tuple[str, ...] = ("ours",)) -> int:
-    names = [word for system in systems for word in ("--system", system)]
-    return run.main([*GPT, "--out", str(out), *names, *arguments])
+    return run.main([*GPT, "--out", str(out), *[word for system in systems for word in ("--system", system)], *arguments])
 
 
 @pytest.fixture
@@ -198,9 +197,9 @@ def test_what_shared_a_run_that_failed_is_measured_one_by_one_and_the_cell_says_
             raise RankFailed("rank 1 ended with exit code 3.\nits last words")
         return [rank_result({jobs[-1].name: played([99.0, 99.0])})] * 2
 
-    monkeypatch.setattr(cell_module, "_run", fail)
+    monkeypatch.setattr("benchmarks.matrix.cell._run", fail)
     systems = tuple(SYSTEMS[name] for name in ("bare", "ours", "torch-ddp"))
-    one = run._measured(Cell(workload=WORKLOADS["gpt"], num_ranks=2, link="1gbit", kind="emulated", systems=systems, effort=run.QUICK))
+    one = _measured(Cell(workload=WORKLOADS["gpt"], num_ranks=2, link="1gbit", kind="emulated", systems=systems, effort=run.QUICK))
     assert ran == [["bare", "ours", "torch-ddp"], ["bare", "ours"], ["bare", "torch-ddp"]]
     why = "bare, ours, torch-ddp: rank 1 ended with exit code 3. its last words"
     assert f"Measured one by one, for a run that they shared failed: {why}" in markdown({}, [one], pictures={})

@@ -24,8 +24,7 @@ def namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_emulated_link_has_the_bucket_of_the_shaped_one_in_payload() -> None:
-    shape = links.SHAPES["5gbit"]
-    assert shape.burst_bytes == 655_360
+    assert links.SHAPES["5gbit"].burst_bytes == 655_360
     assert links.emulated_network("5gbit").burst_bytes == 626_524  # 95.6 %
 
 

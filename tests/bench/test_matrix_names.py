@@ -49,8 +49,7 @@ def test_a_workload_may_be_asked_for_at_another_scale() -> None:
 
 
 def test_every_profile_has_the_size_that_its_model_has() -> None:
-    sizes = {name: (make().numel, make().num_params) for name, make in PROFILES.items()}
-    assert sizes == {
+    assert {name: (make().numel, make().num_params) for name, make in PROFILES.items()} == {
         "replay": (12_000_000, 48),
         "gpt2": (124_438_272, 146),
         "resnet50": (25_557_032, 161),

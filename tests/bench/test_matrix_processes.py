@@ -17,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.matrix import processes, worker
 from benchmarks.matrix.errors import RankFailed
 from benchmarks.matrix.job import Job
+from benchmarks.matrix.processes import _wait
 
 
 class Rank:
@@ -52,7 +53,7 @@ def test_what_ranks_have_agreed_on_stays(job: Job) -> None:
 
 
 def wait(job: Job, *ranks: Rank) -> None:
-    processes._wait(job, [cast("subprocess.Popen[bytes]", rank) for rank in ranks], silence_s=60.0)
+    _wait(job, [cast("subprocess.Popen[bytes]", rank) for rank in ranks], silence_s=60.0)
 
 
 # How two ranks end, those that have results, and what the error says; None for none.

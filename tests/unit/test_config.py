@@ -162,8 +162,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "text"), REFUSED)
 def test_a_value_of_a_setting_is_refused(name: str, value: Any, text: str) -> None:
-    error = text_of(ConfigError, lambda: SyncConfig(**{name: value}))
-    assert error == text
+    assert text_of(ConfigError, lambda: SyncConfig(**{name: value})) == text
 
 
 @pytest.mark.parametrize(

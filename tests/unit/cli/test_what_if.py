@@ -67,8 +67,7 @@ def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
     ],
 )
 def test_ranks_are_swept_over_full_nodes(num_ranks: int, per_node: int | None, expected: list[int]) -> None:
-    sweep = sweep_named("ranks")(question(per_node=per_node), num_ranks)
-    assert [point.value for point in sweep.points] == expected
+    assert [point.value for point in sweep_named("ranks")(question(per_node=per_node), num_ranks).points] == expected
 
 
 def test_rates_are_swept_around_that_of_the_link() -> None:

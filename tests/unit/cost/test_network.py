@@ -83,8 +83,7 @@ def test_a_node_may_be_a_published_one() -> None:
     ],
 )
 def test_published_times(name: str, num_ranks: int, quarter_mib_us: int, sixteen_mib_us: int, largest_us: int) -> None:
-    costs = costs_for(name, num_ranks=num_ranks)
-    times = costs.collective_us("all_reduce", [MIB / 4, 16 * MIB, 256 * MIB])
+    times = costs_for(name, num_ranks=num_ranks).collective_us("all_reduce", [MIB / 4, 16 * MIB, 256 * MIB])
     assert times.tolist() == [quarter_mib_us, sixteen_mib_us, largest_us]
 
 
@@ -120,8 +119,7 @@ def test_what_two_ranks_measured_says_what_64_take() -> None:
 
 
 def test_a_curve_that_does_not_grow_is_a_latency_alone() -> None:
-    curve = CostCurve(points=((1000, 60), (2000, 60), (4000, 60)))
-    link = link_from_curve(curve, "all_reduce", num_ranks=4, name="flat")
+    link = link_from_curve(CostCurve(points=((1000, 60), (2000, 60), (4000, 60))), "all_reduce", num_ranks=4, name="flat")
     assert (link.hop_s, link.bytes_per_s) == (pytest.approx(10e-6), math.inf)
 
 

@@ -77,8 +77,7 @@ def test_padding_is_aligned_and_less_than_one_unit(numel: int, itemsize: int, nu
 @given(plans() | plans(splits=True))
 def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> None:
     for bucket in plan.buckets:
-        ends = [0, *(slot.stop for slot in bucket.slots)]
-        assert [*(slot.start for slot in bucket.slots), bucket.numel] == ends
+        assert [*(slot.start for slot in bucket.slots), bucket.numel] == [0, *(slot.stop for slot in bucket.slots)]
         ranges = [part for part in ranges_of(bucket.trailer) if bucket.trailer.has_verdict or len(part)]
         sharded_numel = bucket.shard_numel * plan.num_ranks
         assert bucket.numel <= sharded_numel <= bucket.trailer.start == bucket.trailer.used.start

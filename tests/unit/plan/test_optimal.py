@@ -395,8 +395,7 @@ def test_resnet50_as_others_have_measured_it_tensor_by_tensor(network: str, num_
     assert optimum.finish_us - optimum.best_us <= 0.01 * resnet50.ITERATION_MS * 1e3
     # No other grouping would be through two hundredths earlier: above the limit are launches, and cells of sizes.
     assert optimum.limit_us <= optimum.best_us <= 1.02 * optimum.limit_us
-    caps = SizeCaps(cap_bytes=25.0 * 2**20, first_bytes=(1.0 * 2**20,))
-    groups = group_by_size(profile.params, profile.order, caps)
+    groups = group_by_size(profile.params, profile.order, SizeCaps(cap_bytes=25.0 * 2**20, first_bytes=(1.0 * 2**20,)))
     fixed_us = finish_us(profile.params, groups, when, costs) - profile.backward_us
     assert len(optimum.groups) == num_buckets < len(groups)
     assert fixed_us / (optimum.finish_us - profile.backward_us) == pytest.approx(ratio, rel=0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from support.pages import snippets
+from support.project import ROOT
 from undertow import PeerFailed, RankLost, StallTimeout
 from undertow.runtime import faults
 from undertow.runtime.faults import State
+from undertow.runtime.nonfinite import Finding
+from undertow.runtime.replicas import mismatch
 
 ASKING = State(rank=0, step=7, doing="", waits_for="bucket 2 ('a', 'b')", waited_s=31.4, stack=[])
 LATE = State(rank=1, step=7, doing="loading data", waits_for="", waited_s=0.0, stack=["train.py, line 4, in rows"])
@@ -39,6 +44,31 @@ def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
 def test_a_report_says_where_all_wait_for_different_things() -> None:
     text = faults.stall_text(ASKING, {0: ASKING, 1: OTHER}, {}, ranks=range(2))
     assert text.split("\n")[0] == "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things."
+
+
+PAGE = ROOT / "docs" / "reliability.md"
+ASKED: State = {**ASKING, "step": 3, "waits_for": "bucket 0 ('last.bias')", "waited_s": 30.0}
+TOLD = faults.stall_text(
+    ASKED,
+    {0: ASKED, 1: {**LATE, "step": 3, "doing": "in the forward of 'norm'", "stack": re.findall(r"^    (\S+, line \d+, in \w+)$", PAGE.read_text(), re.M)[:1]}},
+    {},
+    ranks=range(2),
+)
+# What docs/reliability.md quotes.
+QUOTES = [
+    TOLD,
+    f"PeerFailed: {faults.failed(1, 'ValueError: row 7 has no label').error('synchronisation 118, rank 0')}",
+    f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronisation 3, rank 0')}",
+    f"RankLost: {faults.unreachable([2], by=0, silent_s=5.2).error('synchronisation 118, rank 0')}",
+    f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronisation 118, bucket 0').error()}",
+    "ReplicaMismatch: "
+    f"{mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronisation 199; 1 of 6 parameters differ')}",
+]
+
+
+@pytest.mark.parametrize("text", QUOTES, ids=lambda text: text.partition(":")[0])
+def test_what_the_page_quotes_is_ours(text: str) -> None:
+    assert text in [snippet.code.rstrip("\n") for snippet in snippets(PAGE)]
 
 
 def test_an_error_of_a_fault_has_three_parts() -> None:

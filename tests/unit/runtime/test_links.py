@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from support.pages import snippets
+from support.project import ROOT
 from undertow.runtime import links
 from undertow.runtime.connections import Connection, connections, open_sockets
 from undertow.runtime.links import SILENT_S, Silence, Speeds, Table
@@ -71,10 +73,11 @@ def test_a_speed_is_told_when_it_is_known_and_when_it_has_changed(monkeypatch: p
     assert told == [None, None, {"at": ["10.0.0.1"], "to": {THERE: first}}, None, None, {"at": ["10.0.0.1"], "to": {THERE: last}}]
 
 
-def heard(*told: tuple[int, dict[str, list[Any]]]) -> Table:
+def heard(*told: tuple[int, dict[str, list[Any]]], network: str = "10.0.0", first: int = 0) -> Table:
+    """What ranks have told, whose addresses in the network count from `first`."""
     table = Table()
     for rank, to in told:
-        table.hear(rank, {"at": [f"10.0.0.{rank}"], "to": to})
+        table.hear(rank, {"at": [f"{network}.{rank + first}"], "to": to})
     table._due_s = min(table._due_s, 0.0) if table._slow else table._due_s
     return table
 
@@ -86,6 +89,12 @@ def test_a_slow_link_is_told_once_with_its_rank_and_figures() -> None:
         "  rank 1 sends 1.2 MB/s to rank 0 (10.0.0.0); 117.0 MB/s before, 110.0 MB/s on links of other ranks"
     )
     assert table.warning() is None
+
+
+def test_the_warning_of_docs_reliability_md_is_ours() -> None:
+    there = {"10.77.0.1": [0.7, 57.9, True], "10.77.0.2": [0.7, 59.0, True]}
+    table = heard((0, {"10.77.0.2": [28.6, 0.0, True]}), (1, {}), (2, there), network="10.77.0", first=1)
+    assert table.warning() in [snippet.code.rstrip("\n") for snippet in snippets(ROOT / "docs" / "reliability.md")]
 
 
 def test_the_rank_that_all_slow_links_have_in_common_is_named() -> None:

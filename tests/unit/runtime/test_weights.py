@@ -40,8 +40,7 @@ def on_device(sums: Sums | None) -> Sums:
 def test_the_result_is_the_sum_over_the_total(
     said: tuple[float, ...], totals: tuple[float, ...], divisor: float, keep: float
 ) -> None:
-    before = next((Sums(1.0, 1.0, total) for total in totals), None)
-    sums = weighing(said, before)._on_host()
+    sums = weighing(said, next((Sums(1.0, 1.0, total) for total in totals), None))._on_host()
     assert sums is not None
     assert (sums.divisor, sums.keep, sums.total) == (divisor, keep, said[0] + sum(totals))
 

@@ -26,14 +26,12 @@ def test_text_round_trip(lower: Callable[[int], Schedule], num_buckets: int) -> 
 
 def test_blank_lines_and_indentation_do_not_matter() -> None:
     schedule = lower_data_parallel(2)
-    indented = "".join(f"\n    {line}   \n" for line in schedule.to_text().splitlines())
-    assert schedule_from_text(indented) == schedule
+    assert schedule_from_text("".join(f"\n    {line}   \n" for line in schedule.to_text().splitlines())) == schedule
 
 
 @given(st.integers(1, 150), st.booleans())
 def test_collectives_leave_in_the_order_of_buckets(num_buckets: int, overlap: bool) -> None:
-    schedule = lower_data_parallel(num_buckets, overlap=overlap)
-    assert [op.bucket for op in schedule.collectives] == list(range(num_buckets))
+    assert [op.bucket for op in lower_data_parallel(num_buckets, overlap=overlap).collectives] == list(range(num_buckets))
 
 
 @pytest.mark.parametrize(("bucket", "label"), [(3, "all_reduce b3"), (None, "all_reduce *")])

@@ -8,8 +8,7 @@ from undertow.schedule import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, OpKind, str
 
 
 def test_strategies_are_rows_of_a_table() -> None:
-    rows = [(it.name, it.reduction, it.crossing, it.gather, it.reduces_micro_batches) for it in STRATEGIES.values()]
-    assert rows == [
+    assert [(it.name, it.reduction, it.crossing, it.gather, it.reduces_micro_batches) for it in STRATEGIES.values()] == [
         ("ddp", OpKind.ALL_REDUCE, None, None, False),
         ("zero1", OpKind.REDUCE_SCATTER, None, OpKind.ALL_GATHER, False),
         ("zero2", OpKind.REDUCE_SCATTER, None, OpKind.ALL_GATHER, True),

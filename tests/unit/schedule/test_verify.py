@@ -67,8 +67,7 @@ APART = STEP.replace("grad[b1]  05", "grad[b1]  04 05")
 
 def read(*lines: str, of: str = STEP) -> Any:
     """The schedule of a text with `lines` in place of those of the same ids, or behind the last."""
-    by_id = {line.split()[0]: line for line in (*of.splitlines(), *lines)}
-    return schedule_from_text("\n".join(by_id.values()))
+    return schedule_from_text("\n".join({line.split()[0]: line for line in (*of.splitlines(), *lines)}.values()))
 
 
 def crossing(buffer: str, counts: str, num_buckets: int = 2) -> str:

@@ -125,10 +125,8 @@ def test_latency_and_bandwidth_are_found_where_several_share_the_link(most: int)
 @pytest.mark.parametrize("most", [2, 3])
 def test_the_bandwidth_is_nearly_found_where_several_share_the_link_and_every_step_is_the_same(most: int) -> None:
     """At an end as many as `most` - 1 others are under way: on average half of each, of ten that were sent."""
-    launches = [(size, 40.0 * at) for at, size in enumerate(SIZES * 2)]
-    samples = cost_samples([shared(launches, most=most)] * 5)
-    whole_us = float(curve_from_samples(samples).us(sum(SIZES)))
-    assert whole_us == pytest.approx(cost_us(sum(SIZES)), rel=0.2 * (most - 1))
+    samples = cost_samples([shared([(size, 40.0 * at) for at, size in enumerate(SIZES * 2)], most=most)] * 5)
+    assert float(curve_from_samples(samples).us(sum(SIZES))) == pytest.approx(cost_us(sum(SIZES)), rel=0.2 * (most - 1))
 
 
 def test_costs_without_a_latency_leave_something_to_one_without_bytes() -> None:

@@ -104,8 +104,7 @@ def test_two_buckets_of_a_kind_next_to_each_other_may_be_one() -> None:
 
 
 def test_one_size_tells_what_the_network_took_and_nothing_of_other_plans() -> None:
-    one_size = CostCurve(points=((2e6, 2100.0),))
-    it = explained(plan_of((3, 2), (1, 0)), profile(all_reduce=one_size), achieved_us=8000.0)
+    it = explained(plan_of((3, 2), (1, 0)), profile(all_reduce=CostCurve(points=((2e6, 2100.0),))), achieved_us=8000.0)
     assert it.network == ("all_reduce: 2 MB in 2.10 ms",)
     assert (it.predicted_ms, it.best_ms, it.limit_ms, it.alternatives) == (None, None, None, ())
 

@@ -120,8 +120,7 @@ def test_what_is_learned(ranks: tuple[list[StepRecord], ...], expected: dict[str
 
 
 def test_gathers_and_reductions_are_samples_of_two_kinds() -> None:
-    some = replace(GATHERED, gathers=GATHERED.gathers[1:])
-    found = [measured([GATHERED], [other])[0] for other in (GATHERED, some)]
+    found = [measured([GATHERED], [other])[0] for other in (GATHERED, replace(GATHERED, gathers=GATHERED.gathers[1:]))]
     assert found[0] is not None
     samples = found[0].samples
     assert samples.keys() == {"reduce_scatter", "all_gather"}

@@ -159,8 +159,7 @@ def test_fewer_buckets_that_are_slower_say_nothing_of_the_promise_of_a_move_befo
     look = replace(SLOW.measure(moved), synchronised_us=us, spread_us=0.0)
     best = moved.groups[: len(moved.groups) // 2]
     assert tuner._choose(moved.groups, best, look, gain_us=0.0, move_us=0.0)[0] is Outcome.FEWER
-    late = replace(look, synchronised_us=1.1 * us)
-    assert tuner._choose(best, best, late, gain_us=0.0, move_us=0.0)[0] is Outcome.BACK
+    assert tuner._choose(best, best, replace(look, synchronised_us=1.1 * us), gain_us=0.0, move_us=0.0)[0] is Outcome.BACK
     assert tuner._overrated_us == pytest.approx(0.1 * us)
 
 
