@@ -199,7 +199,9 @@ def test_what_shared_a_run_that_failed_is_measured_one_by_one_and_the_cell_says_
 
     monkeypatch.setattr("benchmarks.matrix.cell._run", fail)
     systems = tuple(SYSTEMS[name] for name in ("bare", "ours", "torch-ddp"))
-    one = _measured(Cell(workload=WORKLOADS["gpt"], num_ranks=2, link="1gbit", kind="emulated", systems=systems, effort=run.QUICK))
+    one = _measured(
+        Cell(workload=WORKLOADS["gpt"], num_ranks=2, link="1gbit", kind="emulated", systems=systems, effort=run.QUICK)
+    )
     assert ran == [["bare", "ours", "torch-ddp"], ["bare", "ours"], ["bare", "torch-ddp"]]
     why = "bare, ours, torch-ddp: rank 1 ended with exit code 3. its last words"
     assert f"Measured one by one, for a run that they shared failed: {why}" in markdown({}, [one], pictures={})

@@ -14,7 +14,6 @@ from benchmarks.matrix.run import main
 
 from support.project import ROOT
 
-
 LINKS = "links: 1gbit, 5gbit, none"
 ANSWERS = {
     "--system torch-dpd": "there is no system 'torch-dpd'. Did you mean 'torch-ddp'?",

@@ -66,7 +66,11 @@ def test_torch_is_installed_before_anything_else_and_nothing_is_resolved_after_i
 def test_a_peer_that_cannot_be_made_does_not_stop_the_others(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert install.main([]) == 1
     told = capsys.readouterr().err
-    expected = ("bad: could not be made: ", "no wheel for this machine", "Not made: bad. The matrix goes on without, its rows say so.")
+    expected = (
+        "bad: could not be made: ",
+        "no wheel for this machine",
+        "Not made: bad. The matrix goes on without, its rows say so.",
+    )
     assert [text for text in expected if text not in told] == []
     assert environments.python_of("bad") is None
     why = "the virtual environment .venv-peers/bad could not be made; .venv-peers/bad.log says why"
@@ -75,7 +79,9 @@ def test_a_peer_that_cannot_be_made_does_not_stop_the_others(elsewhere: Path, ca
     assert not environments.log_of("good").exists()
 
 
-def test_an_environment_is_made_once(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_environment_is_made_once(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert install.main(["good"]) == 0
     monkeypatch.setattr(install, "commands_for", None)  # nothing is asked for
     assert install.main(["good"]) == 0
@@ -99,7 +105,11 @@ def of_other_pins() -> None:
 
 
 STALE = ".venv-peers/good is not whole, or not of the versions in peers/good.txt; make bench-peers makes it anew"
-ABSENT = {half_made: "no virtual environment .venv-peers/good; make bench-peers makes it", without_its_interpreter: None, of_other_pins: STALE}
+ABSENT = {
+    half_made: "no virtual environment .venv-peers/good; make bench-peers makes it",
+    without_its_interpreter: None,
+    of_other_pins: STALE,
+}
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -43,7 +43,7 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_what_ranks_have_agreed_on_stays(job: Job) -> None:
-    """Or a rank that is early for the next system might have spoken into a file that the last one to leave then deletes."""
+    # Or a rank that is early for the next system might have spoken into a file that the last one to leave then deletes.
     for system in ("ours", "torch-ddp"):
         with ThreadPoolExecutor() as pool:
             reports: list[dict[str, Any]] = [{}, {"error": "trains wrongly"}]

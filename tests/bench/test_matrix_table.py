@@ -42,7 +42,11 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "beside the limit of its own run": (
         cell("ours", ours=ms(121))["rows"][0],
         {
-            **{"limit_ms": 110.0, "over_limit": 1.1, "exposed_ms": 101.0, "sent_mb": 4.0, "collectives": 2},
+            "limit_ms": 110.0,
+            "over_limit": 1.1,
+            "exposed_ms": 101.0,
+            "sent_mb": 4.0,
+            "collectives": 2,
             "step_ms": {"median": 122.0, "min": 122.0, "max": 122.0},
         },
     ),
@@ -211,7 +215,9 @@ REPORTS: dict[str, tuple[dict[str, float], dict[str, float], list[str], list[str
     "no figure any more": (
         guard.ratios_of([cell("bare", "ours", "torch-ddp", "fsdp2", errors={"ours": "trains wrongly"}, torch_ddp=ms(242))]),
         {
-            **{**LOST, f"{PLACE}: ours / fsdp2": 0.6, f"{PLACE}: ours-zero1 / limit": 1.0},
+            **LOST,
+            f"{PLACE}: ours / fsdp2": 0.6,
+            f"{PLACE}: ours-zero1 / limit": 1.0,
             "replay, 4 ranks, 1gbit (shaped): ours / limit": 1.0,
         },
         ["bare", "ours", "torch-ddp"],

@@ -135,5 +135,7 @@ def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_sha
         costs=table_costs(rng, sum(each.num_bytes for each in params), rng.choice(shapes)),
         max_bucket_bytes=cap,
         has_shards=has_shards,
-        pieces=small_pieces(params, order, num_ranks=NUM_RANKS, max_bucket_bytes=cap) if has_shards else whole_pieces(params, order),
+        pieces=small_pieces(params, order, num_ranks=NUM_RANKS, max_bucket_bytes=cap)
+        if has_shards
+        else whole_pieces(params, order),
     )

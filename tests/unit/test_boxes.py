@@ -52,7 +52,14 @@ CHANNELS_LAST = torch.empty(2, 3, 2, 2).to(memory_format=torch.channels_last).st
         ((0, 3), (3, 1), 0, 0, []),
         ((1, 1), (1, 1), 0, 1, [((0, 0), (1, 1), 0)]),
     ],
-    ids=["the end of a row, whole rows, the begin of one", "channels are cut first", "a scalar", "none of it", "empty", "one element"],
+    ids=[
+        "the end of a row, whole rows, the begin of one",
+        "channels are cut first",
+        "a scalar",
+        "none of it",
+        "empty",
+        "one element",
+    ],
 )
 def test_boxes_of_a_range(
     shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int, boxes: list[tuple[Any, ...]]

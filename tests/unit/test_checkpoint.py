@@ -105,7 +105,7 @@ def test_the_folder_may_be_reached_through_a_link(saved: Path) -> None:
 
 
 def test_loading_changes_no_class_of_torchs(saved: Path) -> None:
-    """BUILD with a pair sets attributes on whatever lies on the stack, also on a class."""
+    # BUILD with a pair sets attributes on whatever lies on the stack, also on a class.
     there = b"ctorch.distributed.checkpoint.metadata\n"
     set_version = there + b"Metadata\n(N}\x8c\x07versionK\x01stb0"
     set_method = there + b"ChunkStorageMetadata\n(N}\x8c\x08__eq__Nstb0"
@@ -258,7 +258,10 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         for name, value in OTHER_NAMES.items()
     },
     **{
-        f"{name} is {kind}": (lambda saved, name=name, change=change: change(saved / name), f"{re.escape(name)} is not a regular file")
+        f"{name} is {kind}": (
+            lambda saved, name=name, change=change: change(saved / name),
+            f"{re.escape(name)} is not a regular file",
+        )
         for name in ("undertow.json", ".metadata", DATA)
         for kind, change in SPECIAL.items()
     },
@@ -288,9 +291,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     },
     # Nor does it steer a terminal.
     "an optimizer of another name": (
-        lambda saved: (saved / "undertow.json").write_text(
-            json.dumps({"format": 1, "optimizer": "\x1b[2J\ud800", "extra": 1})
-        ),
+        lambda saved: (saved / "undertow.json").write_text(json.dumps({"format": 1, "optimizer": "\x1b[2J\ud800", "extra": 1})),
         r"the state of \\x1b\[2J\\ud800,",
     ),
 }

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.errors import text_of
+from support.errors import Call, refusal
 from support.strategies import spec
 from undertow.config import ExpertGroup, SyncConfig, bytes_from_mib
-from undertow.errors import ConfigError
 from undertow.plan import Plan, plan_from_groups
 
 DEFAULTS = {
@@ -140,7 +138,15 @@ REFUSED: list[tuple[str, Any, str]] = [
         ("bucket_cap_mb", sizes, f"bucket_cap_mb must be a positive number of MiB, got {bad!r}.\n  {SIZE}")
         for sizes, bad in (
             *((value, value) for value in (0, -1, -0.5, math.nan, "25", True)),
-            *(((0,), 0), ((1, -1), -1), ([1, math.nan, 2], math.nan), ((1, "2"), "2"), ((True,), True), ((1, None), None), ((), None)),
+            *(
+                ((0,), 0),
+                ((1, -1), -1),
+                ([1, math.nan, 2], math.nan),
+                ((1, "2"), "2"),
+                ((True,), True),
+                ((1, None), None),
+                ((), None),
+            ),
         )
     ),
     *(
@@ -162,23 +168,23 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "text"), REFUSED)
 def test_a_value_of_a_setting_is_refused(name: str, value: Any, text: str) -> None:
-    assert text_of(ConfigError, lambda: SyncConfig(**{name: value})) == text
+    assert refusal(lambda: SyncConfig(**{name: value})) == text
 
 
 @pytest.mark.parametrize(
     ("plan", "reason"), [("", "Is a directory"), ("plan\0", "embedded null byte"), ("x" * 5000, "File name too long")]
 )
 def test_a_plan_that_no_file_holds_is_told_why(plan: str, reason: str) -> None:
-    assert f": {reason}.\n" in text_of(ConfigError, lambda: SyncConfig(plan=plan))
+    assert f": {reason}.\n" in refusal(lambda: SyncConfig(plan=plan))
 
 
-def read(text: Any) -> Callable[[], object]:
+def read(text: Any) -> Call:
     return lambda: SyncConfig.from_json(text)
 
 
 WITH_EXPERTS = SyncConfig(experts=(ExpertGroup(match="a.*", process_group=object(), divisor=4),)).to_json()
 READ = "\n  SyncConfig.from_json\n  "
-REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+REFUSALS: dict[str, tuple[Call, str]] = {
     **{
         f"a group of experts of {match!r}": (
             lambda match=match: experts(match=match),
@@ -232,8 +238,8 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
-def test_what_cannot_be_set_is_refused(call: Callable[[], object], text: str) -> None:
-    assert text_of(ConfigError, call) == text
+def test_what_cannot_be_set_is_refused(call: Call, text: str) -> None:
+    assert refusal(call) == text
 
 
 def test_the_text_of_settings_names_experts() -> None:

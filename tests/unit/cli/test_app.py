@@ -63,9 +63,7 @@ def test_options_become_settings(undertow: Undertow, monkeypatch: pytest.MonkeyP
     seen: list[DemoSettings] = []
     monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 1)
     assert undertow("demo --nproc 3 --link 5gbit --text a --steps 4 --out b --seed 5 --strategy zero1").code == 1
-    assert seen == [
-        DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5, strategy="zero1")
-    ]
+    assert seen == [DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5, strategy="zero1")]
 
 
 def test_a_missing_typer_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import text_of
+from support.errors import Call, refusal
 from undertow.cost import CostCurve, curve_from_samples
 from undertow.cost.curve import Line, line_through
-from undertow.errors import ConfigError
 
 Points = tuple[tuple[float, float], ...]
 SIZES = [64 * 1024 * 2**k for k in range(10)]
@@ -105,14 +103,14 @@ def test_a_larger_payload_never_costs_less(measured: CostCurve, sizes: list[floa
 
 
 IMPOSSIBLE = "A point is a size of zero bytes or more and a time of more than zero microseconds."
-REFUSALS: dict[str, Callable[[], object]] = {
+REFUSALS: dict[str, Call] = {
     "a cost curve needs one point at least.\n  Measure one size or more.": lambda: CostCurve(points=()),
     f"point 1 of a cost curve is impossible: (2, 0).\n  {IMPOSSIBLE}": lambda: CostCurve(points=((1, 1), (2, 0))),
     "point 1 of a cost curve has 10 bytes and follows one of 10.\n  Sort the points by size, each size once.": lambda: CostCurve(
         points=((10, 1), (10, 2))
     ),
-    "point 2 of a cost curve has 10 bytes and follows one of 20.5.\n  Sort the points by size, each size once.": lambda: CostCurve(
-        points=((1, 1), (20.5, 1), (10, 2))
+    "point 2 of a cost curve has 10 bytes and follows one of 20.5.\n  Sort the points by size, each size once.": lambda: (
+        CostCurve(points=((1, 1), (20.5, 1), (10, 2)))
     ),
     "there are no samples to make a cost curve of.\n  Measure one size or more.": lambda: curve_from_samples([]),
     f"point 1 of samples is impossible: (1, nan).\n  {IMPOSSIBLE}": lambda: curve_from_samples([(5, 1), (1, math.nan)]),
@@ -121,7 +119,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("text", REFUSALS)
 def test_what_is_no_curve_is_refused(text: str) -> None:
-    assert text_of(ConfigError, REFUSALS[text]) == text
+    assert refusal(REFUSALS[text]) == text
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_what_is_no_curve_is_refused(text: str) -> None:
     [(-1, 1), (math.nan, 1), (math.inf, 1), (1, -1), (1, math.nan), (1, math.inf), (1,), (1, 2, 3), 5, ("a", 1), (1, 10**400)],
 )
 def test_a_point_that_is_no_size_and_time_is_refused(point: Any) -> None:
-    assert text_of(ConfigError, lambda: CostCurve(points=(point,))).startswith("point 0 of a cost curve is impossible: ")
+    assert refusal(lambda: CostCurve(points=(point,))).startswith("point 0 of a cost curve is impossible: ")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from support.errors import text_of
+from support.errors import refusal
 from undertow.cost import COLLECTIVES, Link, collective_seconds, link_from_text
-from undertow.errors import ConfigError
 
 # One second per byte and a thousand per hop, so that a cost shows both parts.
 PLAIN = Link(name="plain", hop_s=1000.0, bytes_per_s=1.0)
@@ -62,7 +61,11 @@ def test_all_reduce_of_8_4_megabytes_between_two_ranks_at_1_gigabit() -> None:
 def test_a_rate_names_an_ethernet_link_and_may_have_a_latency(text: str, hop_s: float, line_rate: float) -> None:
     link = link_from_text(text)
     # Powers of ten are a rounding off.
-    assert (link.name, link.hop_s, link.bytes_per_s) == (text, pytest.approx(hop_s, rel=1e-15), pytest.approx(line_rate * 0.956, rel=1e-15))
+    assert (link.name, link.hop_s, link.bytes_per_s) == (
+        text,
+        pytest.approx(hop_s, rel=1e-15),
+        pytest.approx(line_rate * 0.956, rel=1e-15),
+    )
     assert not link.is_free
 
 
@@ -79,7 +82,7 @@ NO_LATENCIES = ["1gbit,", "1gbit,5", "1gbit,5s", "1gbit, 5us", "1gbit,-5us", "1g
 
 @pytest.mark.parametrize("text", [*NO_LINKS, *NO_LATENCIES])
 def test_a_text_that_names_no_link_is_refused(text: str) -> None:
-    assert text_of(ConfigError, lambda: link_from_text(text)) == (
+    assert refusal(lambda: link_from_text(text)) == (
         f'there is no link {text!r}.\n  Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as '
         '"100gbit,5us", or "none" for the bare loopback.'
     )
@@ -89,7 +92,7 @@ def test_a_text_that_names_no_link_is_refused(text: str) -> None:
     ("hop_s", "bytes_per_s"), [(0.0, 0.0), (0.0, -1.0), (0.0, math.nan), (-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0)]
 )
 def test_an_impossible_link_is_refused(hop_s: float, bytes_per_s: float) -> None:
-    assert text_of(ConfigError, lambda: Link(name="odd", hop_s=hop_s, bytes_per_s=bytes_per_s)) == (
+    assert refusal(lambda: Link(name="odd", hop_s=hop_s, bytes_per_s=bytes_per_s)) == (
         f"link 'odd' is impossible: {bytes_per_s} bytes/s, {hop_s} s per hop.\n"
         "  Give a positive bandwidth and a latency of zero or more."
     )

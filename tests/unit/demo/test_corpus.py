@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.errors import text_of
+from support.errors import refusal
 from undertow.demo.corpus import load_corpus
-from undertow.errors import ConfigError
 
 MEGABYTE = 1024 * 1024
 UNREADABLE = (
@@ -46,4 +45,4 @@ def test_a_file_is_taken_as_bytes_up_to_the_bound(tmp_path: Path) -> None:
 )
 def test_what_is_no_text_is_named(make: Callable[[Path], object], text: str, tmp_path: Path) -> None:
     make(tmp_path / "it")
-    assert text_of(ConfigError, lambda: load_corpus(tmp_path / "it")) == f"'{tmp_path / 'it'}' {text}"
+    assert refusal(lambda: load_corpus(tmp_path / "it")) == f"'{tmp_path / 'it'}' {text}"

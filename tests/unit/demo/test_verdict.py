@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from support.errors import text_of
+from support.errors import Call, refusal
 from undertow.demo import DemoSettings, Way
 from undertow.demo.results import WayDone
 from undertow.demo.show import comparison_table
 from undertow.demo.verdict import Verdict
-from undertow.errors import ConfigError
 from undertow.trace import Event, Trace
 
 TRACE = Trace(
@@ -75,8 +74,10 @@ def test_the_table_fits_a_narrow_terminal() -> None:
     assert "Undertow, defaults         1234.6  1.00x     25.0    80%     1  2.5000    yes" in lines
 
 
-REFUSALS: dict[str, Callable[[], object]] = {
-    "--nproc must be 1 to 16, got 0.\n  undertow demo\n  Two show the most on a small machine.": lambda: DemoSettings(num_ranks=0),
+REFUSALS: dict[str, Call] = {
+    "--nproc must be 1 to 16, got 0.\n  undertow demo\n  Two show the most on a small machine.": lambda: DemoSettings(
+        num_ranks=0
+    ),
     "--nproc must be 1 to 16, got 17.\n  undertow demo\n  Two show the most on a small machine.": lambda: DemoSettings(
         num_ranks=17
     ),
@@ -84,8 +85,8 @@ REFUSALS: dict[str, Callable[[], object]] = {
         num_steps=0
     ),
     "--seed must be 0 to 2147483647, got -1.\n  undertow demo\n  Any such number will do.": lambda: DemoSettings(seed=-1),
-    "there is no strategy 'zero3'.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.": lambda: DemoSettings(
-        strategy="zero3"
+    "there is no strategy 'zero3'.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.": lambda: (
+        DemoSettings(strategy="zero3")
     ),
     'strategy \'hybrid\' is for several nodes, and the demo runs on one.\n  undertow demo\n  Take "zero1" or "zero2".': (
         lambda: DemoSettings(strategy="hybrid")
@@ -99,7 +100,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("text", REFUSALS)
 def test_impossible_settings_are_refused(text: str) -> None:
-    assert text_of(ConfigError, REFUSALS[text]).startswith(text)
+    assert refusal(REFUSALS[text]).startswith(text)
 
 
 def test_a_strategy_with_shards_adds_a_way() -> None:

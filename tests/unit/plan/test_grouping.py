@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import text_of
+from support.errors import refusal
 from support.strategies import ITEMSIZE, param_lists, size_caps, spec, specs_of_sizes
-from undertow.errors import ConfigError
 from undertow.plan import Member, ParamSpec, Piece, SizeCaps, default_caps, group_by_size, group_in_pieces, largest_first
 from undertow.plan.layout import piece_of, unit_numel
 
@@ -200,7 +199,7 @@ def test_what_keeps_to_every_cap_is_grouped_as_without_pieces(
     ids=["cap_bytes", "first_bytes", "second of first_bytes", "last_bytes"],
 )
 def test_a_cap_must_be_positive(name: str, caps: Callable[[float], dict[str, Any]], value: float) -> None:
-    assert text_of(ConfigError, lambda: SizeCaps(**caps(value))) == (
+    assert refusal(lambda: SizeCaps(**caps(value))) == (
         f"a bucket size must be positive, got {name}={value}.\n"
         "  the largest sizes of buckets\n"
         "  Give a size above zero; math.inf puts everything into one bucket."

@@ -65,7 +65,11 @@ def random_times(seed: int, num: int) -> LaneTimes:
         (times_of(3, ready_us=1), ((), (), (2, 1, 0))),
         (LATE, ((), (1, 0))),
     ],
-    ids=["gathers fill the gaps", "without gaps first what is needed first", "near the end of backward half a percent is too little"],
+    ids=[
+        "gathers fill the gaps",
+        "without gaps first what is needed first",
+        "near the end of backward half a percent is too little",
+    ],
 )
 def test_orders_by_hand(times: LaneTimes, order: GathersBehind) -> None:
     assert eager_order(times) == order

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import text_of
+from support.errors import Call, refusal
 from support.strategies import plans
-from undertow.errors import ConfigError
 from undertow.plan import Piece, Plan, Slot, Trailer, ranks_differ, signature_bits
 from undertow.plan.layout import padded_numel, weights_in, with_weights, without_weights
 
@@ -43,7 +42,7 @@ def test_a_slot_knows_what_of_its_parameter_it_holds() -> None:
 
 SLOT_REMEDY = "A slot starts at zero or later and does not end before it starts."
 PIECE_REMEDY = "A piece begins at zero or later and does not end before it begins."
-REFUSALS: dict[str, Callable[[], object]] = {
+REFUSALS: dict[str, Call] = {
     f"the slot of parameter 5 is impossible: [-1, 0), first element 0.\n  {SLOT_REMEDY}": lambda: Slot(param=5, start=-1, stop=0),
     f"the slot of parameter 5 is impossible: [3, 2), first element 0.\n  {SLOT_REMEDY}": lambda: Slot(param=5, start=3, stop=2),
     f"the slot of parameter 5 is impossible: [3, 4), first element -1.\n  {SLOT_REMEDY}": lambda: Slot(
@@ -56,7 +55,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("text", REFUSALS)
 def test_an_impossible_range_is_refused(text: str) -> None:
-    assert text_of(ConfigError, REFUSALS[text]) == text
+    assert refusal(REFUSALS[text]) == text
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import text_of
+from support.errors import Call, text_of
 from support.strategies import plans, spec
 from undertow.errors import ConfigError
 from undertow.plan import Bucket, ParamSpec, Piece, Plan, SizeCaps, Slot, group_by_size, plan_from_groups
@@ -171,7 +170,7 @@ OVERLAPS = "\n  Slots do not overlap, and are of one dtype and device."
 SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
 
 
-def misplaced(**change: Any) -> tuple[Callable[[], object], str]:
+def misplaced(**change: Any) -> tuple[Call, str]:
     changed: Bucket = dataclasses.replace(PLAN.buckets[1], **change)
     return lambda: with_bucket(1, **change), (
         "the trailer [11, 72) of bucket 1 is misplaced.\n"
@@ -226,7 +225,7 @@ def test_a_text_that_is_no_plan_is_refused(text: Any, error: str) -> None:
     assert text_of(ConfigError, lambda: Plan.from_json(text)) == error
 
 
-REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+REFUSALS: dict[str, tuple[Call, str]] = {
     "a slot too large": (
         lambda: with_bucket(1, slots=(Slot(param=2, start=0, stop=4),)),
         f"{EACH_ONCE}parameter 2 ('half') has elements [0, 3), its slots hold [0, 4) in bucket 1{IN_PIECES}",
@@ -275,7 +274,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize(("call", "error"), REFUSALS.values(), ids=REFUSALS)
-def test_what_is_no_plan_is_refused(call: Callable[[], object], error: str) -> None:
+def test_what_is_no_plan_is_refused(call: Call, error: str) -> None:
     assert text_of(ConfigError, call) == error
 
 

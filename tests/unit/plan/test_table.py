@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.errors import text_of
+from support.errors import refusal
 from support.strategies import spec, specs_of_sizes
-from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Plan, plan_from_groups
 from undertow.plan.table import plan_from_source, source_from_file
 
@@ -88,10 +87,8 @@ NEITHER = "is neither a saved plan nor a table of parameters"
         ),
     ],
 )
-def test_a_file_that_is_neither_is_refused_with_the_reason(
-    tmp_path: Path, content: bytes | None, what: str, reason: str
-) -> None:
+def test_a_file_that_is_neither_is_refused_with_the_reason(tmp_path: Path, content: bytes | None, what: str, reason: str) -> None:
     path = tmp_path / "wrong.json"
     if content is not None:
         path.write_bytes(content)
-    assert text_of(ConfigError, lambda: source_from_file(path)) == f"{path} {what}.\n  {reason}\n  {REMEDY}"
+    assert refusal(lambda: source_from_file(path)) == f"{path} {what}.\n  {reason}\n  {REMEDY}"

@@ -85,7 +85,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         )
     },
     # Needed, unlike that of the step.
-    **{f"{field} of None": ({field: None}, f"{field} {GIVEN} None.\n  {TIMES}") for field in ("forward_us", "backward_us", "update_us")},
+    **{
+        f"{field} of None": ({field: None}, f"{field} {GIVEN} None.\n  {TIMES}")
+        for field in ("forward_us", "backward_us", "update_us")
+    },
     **{
         f"a ready time of {value}": ({"ready_us": (40.0, value, 10.0)}, f"ready_us[1] ('b') {GIVEN} {value!r}.\n  {TIMES}")
         for value in (-0.5, math.nan, math.inf, None)

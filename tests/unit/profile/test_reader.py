@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import text_of
+from support.errors import refusal
 from undertow.cost import COLLECTIVES, CostCurve
-from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Piece
 from undertow.plan.table import ITEMSIZES
 from undertow.profile import Profile, profile_from_file, profile_from_json
@@ -296,7 +295,7 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
     ],
 )
 def test_a_wrong_field_is_refused_by_its_name(data: Any, reason: str) -> None:
-    assert text_of(ConfigError, lambda: read(data)) == f"run.json is no profile.\n  {reason}"
+    assert refusal(lambda: read(data)) == f"run.json is no profile.\n  {reason}"
 
 
 @pytest.mark.parametrize(
@@ -309,7 +308,7 @@ def test_a_wrong_field_is_refused_by_its_name(data: Any, reason: str) -> None:
 )
 def test_a_field_that_is_given_twice_is_refused(one: str, twice: str, field: str) -> None:
     text = json.dumps(small()).replace(one, twice)
-    assert text_of(ConfigError, lambda: profile_from_json(text, "run.json")) == (
+    assert refusal(lambda: profile_from_json(text, "run.json")) == (
         f"run.json is no profile.\n  {field} is given twice.\n  Leave one of the two out."
     )
 
@@ -319,7 +318,10 @@ def test_a_field_that_is_given_twice_is_refused(one: str, twice: str, field: str
     [
         (json.dumps(small(link="fast")), "profile.\n  there is no link 'fast'.\n"),
         *(
-            (json.dumps(small()).replace('"forward_us": 1', f'"forward_us": {literal}'), "profile.\n  forward_us must be a number of ")
+            (
+                json.dumps(small()).replace('"forward_us": 1', f'"forward_us": {literal}'),
+                "profile.\n  forward_us must be a number of ",
+            )
             for literal in ("NaN", "Infinity", "-Infinity", "1e999")
         ),
         *((text, "JSON.\n") for text in ("[" * 200_000, '{"undertow_profile": ' + "1" * 5000 + "}")),  # that no reader can take
@@ -328,7 +330,7 @@ def test_a_field_that_is_given_twice_is_refused(one: str, twice: str, field: str
     ids=lambda text: text[-24:],
 )
 def test_a_text_that_is_no_profile_is_refused(text: str, start: str) -> None:
-    assert text_of(ConfigError, lambda: profile_from_json(text, "run.json")).startswith(f"run.json is no {start}")
+    assert refusal(lambda: profile_from_json(text, "run.json")).startswith(f"run.json is no {start}")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,7 @@ def test_a_text_that_is_no_profile_is_refused(text: str, start: str) -> None:
 )
 def test_a_text_that_is_no_json_is_refused_by_its_line(text: str, reason: str) -> None:
     expected = f"run.json is no JSON.\n  {reason}\n  {FORMAT}"
-    assert text_of(ConfigError, lambda: profile_from_json(text, "run.json")) == expected
+    assert refusal(lambda: profile_from_json(text, "run.json")) == expected
 
 
 @pytest.mark.parametrize(
@@ -357,4 +359,4 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, c
     path = tmp_path / "run.json"
     if content is not None:
         path.write_bytes(content)
-    assert text_of(ConfigError, lambda: profile_from_file(path)) == f"{path} {text}\n  {FORMAT}"
+    assert refusal(lambda: profile_from_file(path)) == f"{path} {text}\n  {FORMAT}"

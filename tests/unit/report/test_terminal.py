@@ -28,7 +28,11 @@ def sent(*num_bytes: int) -> StepReport:
 SKIPPED = "Optimizer steps skipped so far, for gradients were not finite: 3\n"
 ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
 SHOWN = {
-    "every bucket with its parameters": (report(record()), ("head, body", "stem", "50% hidden", "slowest is rank"), (SKIPPED, ONE_GRAPH)),
+    "every bucket with its parameters": (
+        report(record()),
+        ("head, body", "stem", "50% hidden", "slowest is rank"),
+        (SKIPPED, ONE_GRAPH),
+    ),
     "no steps": (report(), ("no step recorded yet",), ()),
     "as much as was sent, with trailers": (sent(8100, 4200), (), ("sent",)),
     "less than that": (sent(4050, 2100), ("sent",), ()),

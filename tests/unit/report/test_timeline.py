@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from support.errors import text_of
-from undertow.errors import ConfigError
+from support.errors import refusal
 from undertow.report.timeline import save_timeline
 from undertow.trace import Event, Trace
 
@@ -92,14 +91,12 @@ def test_waits_too_short_to_be_seen_are_not_drawn(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_traces_are_refused(tmp_path: Path) -> None:
-    assert text_of(ConfigError, lambda: save_timeline({}, tmp_path / "none.png")) == (
-        "a timeline needs at least one trace.\n  save_timeline"
-    )
+    assert refusal(lambda: save_timeline({}, tmp_path / "none.png")) == ("a timeline needs at least one trace.\n  save_timeline")
 
 
 def test_a_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    assert text_of(ConfigError, lambda: save_timeline({"one way": OVERLAPPED}, tmp_path / "one.png")) == (
+    assert refusal(lambda: save_timeline({"one way": OVERLAPPED}, tmp_path / "one.png")) == (
         "pictures need matplotlib, which is not installed.\n"
         "  undertow.report.timeline\n"
         '  Install it with: pip install "undertow[cli]"'

@@ -50,7 +50,15 @@ PAGE = ROOT / "docs" / "reliability.md"
 ASKED: State = {**ASKING, "step": 3, "waits_for": "bucket 0 ('last.bias')", "waited_s": 30.0}
 TOLD = faults.stall_text(
     ASKED,
-    {0: ASKED, 1: {**LATE, "step": 3, "doing": "in the forward of 'norm'", "stack": re.findall(r"^    (\S+, line \d+, in \w+)$", PAGE.read_text(), re.M)[:1]}},
+    {
+        0: ASKED,
+        1: {
+            **LATE,
+            "step": 3,
+            "doing": "in the forward of 'norm'",
+            "stack": re.findall(r"^    (\S+, line \d+, in \w+)$", PAGE.read_text(), re.M)[:1],
+        },
+    },
     {},
     ranks=range(2),
 )
@@ -61,8 +69,7 @@ QUOTES = [
     f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronisation 3, rank 0')}",
     f"RankLost: {faults.unreachable([2], by=0, silent_s=5.2).error('synchronisation 118, rank 0')}",
     f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronisation 118, bucket 0').error()}",
-    "ReplicaMismatch: "
-    f"{mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronisation 199; 1 of 6 parameters differ')}",
+    f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronisation 199; 1 of 6 parameters differ')}",
 ]
 
 

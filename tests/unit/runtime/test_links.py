@@ -98,7 +98,7 @@ def test_the_warning_of_docs_reliability_md_is_ours() -> None:
 
 
 def test_the_rank_that_all_slow_links_have_in_common_is_named() -> None:
-    """Acknowledgements go the slow way too."""
+    # Acknowledgements go the slow way too.
     fast, slow = [110.0, 110.0, True], [2.0, 110.0, True]
     table = heard(
         (0, {"10.0.0.1": fast, "10.0.0.2": slow}),

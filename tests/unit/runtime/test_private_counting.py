@@ -22,7 +22,7 @@ class Looking(TorchDispatchMode):
 
 
 def test_counting_in_another_thread_leaves_no_mode_behind() -> None:
-    """torch notes for the whole process that there are modes: one would be left of what ends while another thread counts."""
+    # torch notes for the whole process that there are modes: one would be left of what ends while another thread counts.
     has_begun, may_end = threading.Event(), threading.Event()
 
     def count() -> None:

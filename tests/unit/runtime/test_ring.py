@@ -204,7 +204,7 @@ class AskedStore:
 
 
 def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that waits inside of the store cannot be woken when another one is gone."""
+    # A rank that waits inside of the store cannot be woken when another one is gone.
     asked: set[str] = set()
     file_store = dist.FileStore
     monkeypatch.setattr(ring, "_PROBE_S", 0.0)

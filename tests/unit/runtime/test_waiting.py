@@ -57,7 +57,7 @@ def test_any_other_thread_may_be_the_one_that_trains(member: Any) -> None:
 
 
 def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(member: Any) -> None:
-    """Others would count it as late."""
+    # Others would count it as late.
     waits_for = []
     member.reason = lambda _error: waits_for.append(member.waits_for)
     with pytest.raises(RuntimeError, match="Connection closed"), Waiting(member, "bucket 3"):

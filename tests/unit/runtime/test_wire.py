@@ -50,9 +50,7 @@ STRETCHES: dict[str, tuple[Link, int, list[tuple[float, float, float, tuple[floa
 
 
 @pytest.mark.parametrize(("link", "burst_bytes", "sent"), STRETCHES.values(), ids=STRETCHES)
-def test_stretches_on_a_link(
-    link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]
-) -> None:
+def test_stretches_on_a_link(link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]) -> None:
     wire = Wire(link, burst_bytes=burst_bytes)
     found = [wire.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent]
     assert found == [stretch for *_, stretch in sent]

@@ -13,7 +13,7 @@ from undertow.runtime.worker import Worker
 
 
 def test_a_process_may_end_while_a_worker_starts(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker has another one start, and the script is over."""
+    # One worker has another one start, and the script is over.
     start = threading.Thread.start
 
     def start_at_exit(thread: threading.Thread) -> None:

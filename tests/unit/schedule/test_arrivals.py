@@ -91,7 +91,7 @@ def test_arrivals(buckets: list[tuple[int, ...]], script: list[str]) -> None:
 
 
 def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
-    """What was reset counts the gradient that is just being told."""
+    # What was reset counts the gradient that is just being told.
     arrivals = Arrivals([(0, 1)], num_params=2, on_full=int, on_traversal=lambda *_: arrivals.reset())
     arrivals.note(1)
     arrivals.arrive(0)
@@ -113,7 +113,7 @@ def test_arrivals_know_who_listens() -> None:
 
 
 def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
-    """As those of another device do: counted before the round has begun, they would count for none."""
+    # As those of another device do: counted before the round has begun, they would count for none.
     full: list[int] = []
     begins, has_counted = threading.Event(), threading.Event()
 

@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import text_of
+from support.errors import refusal
 from support.strategies import lowerings
-from undertow.errors import ConfigError
 from undertow.schedule import Buffer, Op, OpKind, Schedule, lower_data_parallel, schedule_from_text
 
 HEADER = "id lane kind bucket reads writes after"
 
 
 def parsing_error(text: str) -> str:
-    return text_of(ConfigError, lambda: schedule_from_text(text))
+    return refusal(lambda: schedule_from_text(text))
 
 
 @given(lowerings, st.integers(1, 150))

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.errors import text_of
-from undertow.errors import ConfigError
+from support.errors import refusal
 from undertow.schedule import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, OpKind, strategy_named
 
 
@@ -28,4 +27,4 @@ def test_a_strategy_is_found_by_its_name() -> None:
     ],
 )
 def test_another_strategy_is_refused_with_the_way_out(name: str, remedy: str) -> None:
-    assert text_of(ConfigError, lambda: strategy_named(name)) == f"there is no strategy {name!r}.\n  strategy\n  {remedy}"
+    assert refusal(lambda: strategy_named(name)) == f"there is no strategy {name!r}.\n  strategy\n  {remedy}"

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import text_of
+from support.errors import refusal
 from support.strategies import lowerings, plans
-from undertow.errors import ConfigError
 from undertow.plan import Plan
 from undertow.schedule import Op, OpKind, Schedule, Tracker, lower_accumulation, lower_data_parallel, schedule_from_text
 from undertow.schedule.op import EXTERNAL
@@ -56,7 +55,12 @@ SCRIPTS = {
     "joining early and often binds nothing that has not left": (
         BY_BUCKET,
         WHOLE,
-        ["join:", "join:", "2: pack b1", "end: pack b0, all_reduce b0, all_reduce b1, bind b0, bind b1, pack b2, all_reduce b2, bind b2"],
+        [
+            "join:",
+            "join:",
+            "2: pack b1",
+            "end: pack b0, all_reduce b0, all_reduce b1, bind b0, bind b1, pack b2, all_reduce b2, bind b2",
+        ],
     ),
     "a schedule may name the fills in any order": (schedule_from_text(FILLS_BACKWARDS), [(0,), (1,)], ["1: pack b1"]),
     "after learning a bucket waits for the repeats of its parameters": (
@@ -202,6 +206,6 @@ def test_repeats_release_nothing_what_is_missing_is_known_and_a_reset_forgets_al
 
 
 def test_a_parameter_in_no_bucket_is_an_error() -> None:
-    assert text_of(ConfigError, lambda: Tracker(lower_data_parallel(2), [(0,), (2,)], num_params=3)) == (
+    assert refusal(lambda: Tracker(lower_data_parallel(2), [(0,), (2,)], num_params=3)) == (
         "parameter 1 belongs to no bucket.\n  Put every parameter into one bucket."
     )

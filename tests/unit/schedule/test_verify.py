@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import text_of
+from support.errors import refusal
 from support.strategies import LOWERINGS
-from undertow.errors import ConfigError
 from undertow.schedule import (
     DDP,
     HYBRID,
@@ -280,7 +279,7 @@ FAULTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 def test_a_fault_is_found(lines: list[str], how: dict[str, Any], fault: str) -> None:
     given = {"of": STEP, "strategy": DDP, "num_buckets": 2, **how}
     schedule = read(*lines, of=given["of"])
-    assert text_of(ConfigError, lambda: verify(schedule, given["strategy"], num_buckets=given["num_buckets"])) == fault
+    assert refusal(lambda: verify(schedule, given["strategy"], num_buckets=given["num_buckets"])) == fault
 
 
 @pytest.mark.parametrize(
@@ -313,7 +312,7 @@ def test_three_thousand_buckets_are_no_problem(lower: Any) -> None:
 
 def test_an_eager_step_is_lowered_so() -> None:
     assert lower_eager(2, ZERO1).to_text() == EAGER
-    assert text_of(ConfigError, lambda: lower_eager(2, ZERO1, ((1,), (0,)))) == (
+    assert refusal(lambda: lower_eager(2, ZERO1, ((1,), (0,)))) == (
         "bucket 1 cannot be gathered before it is reduced.\n"
         "  the lane behind the reduction of bucket 0\n"
         "  Put its gather behind its own reduction, or a later one."

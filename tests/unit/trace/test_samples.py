@@ -105,7 +105,7 @@ def test_two_that_share_the_link_are_longer() -> None:
 
 
 def test_queues_that_are_almost_the_same_in_every_step_give_what_each_costs() -> None:
-    """One step of five had a pause, and all were 2 % longer or shorter: the latency must not drown in that."""
+    # One step of five had a pause, and all were 2 % longer or shorter: the latency must not drown in that.
     times = np.random.default_rng(7).uniform(0.98, 1.02, size=5)
     steps = [[transfer(it.num_bytes, 0.0, it.stop_us * time) for it in queued(SIZES)] for time in times]
     steps[2] = [transfer(SIZES[0], -1e4, -1e4 + cost_us(SIZES[0])), *queued(SIZES[1:])]
@@ -116,7 +116,7 @@ def test_queues_that_are_almost_the_same_in_every_step_give_what_each_costs() ->
 
 @pytest.mark.parametrize("most", [2, 3])
 def test_latency_and_bandwidth_are_found_where_several_share_the_link(most: int) -> None:
-    """However they share it, it is busy for the sum of what they cost: the fit is exact, to rounding."""
+    # However they share it, it is busy for the sum of what they cost: the fit is exact, to rounding.
     launches = [[(size, 40.0 * at) for at, size in enumerate(SIZES[:length])] for length in (1, 2, 3, 4, 5)]
     samples = cost_samples([shared(step, most=most) for step in launches])
     assert curve_from_samples(samples).us([0, 500_000]) == pytest.approx([LATENCY_US, cost_us(500_000)], rel=1e-6)
@@ -124,13 +124,13 @@ def test_latency_and_bandwidth_are_found_where_several_share_the_link(most: int)
 
 @pytest.mark.parametrize("most", [2, 3])
 def test_the_bandwidth_is_nearly_found_where_several_share_the_link_and_every_step_is_the_same(most: int) -> None:
-    """At an end as many as `most` - 1 others are under way: on average half of each, of ten that were sent."""
+    # At an end as many as `most` - 1 others are under way: on average half of each, of ten that were sent.
     samples = cost_samples([shared([(size, 40.0 * at) for at, size in enumerate(SIZES * 2)], most=most)] * 5)
     assert float(curve_from_samples(samples).us(sum(SIZES))) == pytest.approx(cost_us(sum(SIZES)), rel=0.2 * (most - 1))
 
 
 def test_costs_without_a_latency_leave_something_to_one_without_bytes() -> None:
-    """A curve takes no time of zero, and training must not end over one."""
+    # A curve takes no time of zero, and training must not end over one.
     samples = cost_samples([[transfer(1000, 0.0, 10.0), transfer(0, 0.0, 10.0)], [transfer(3000, 0.0, 30.0)]])
     assert all(time > 0 for _, time in samples)
     assert curve_from_samples(samples).us(1000) == pytest.approx(10.0, rel=1e-3)

@@ -18,16 +18,25 @@ REPORTS: dict[str, tuple[StepReport, dict[str, Any]]] = {
     "a step is split into forward, backward, hidden and exposed": (
         PLAIN,
         {
-            **{"step_ms": 100.0, "forward_ms": 20.0, "backward_ms": 40.0},
-            **{"communication_ms": 40.0, "exposed_ms": 20.0, "hidden_ms": 20.0, "overlap": 0.5},
-            **{"synchronised_ms": 80.0, "limit_ms": 80.0},
+            "step_ms": 100.0,
+            "forward_ms": 20.0,
+            "backward_ms": 40.0,
+            "communication_ms": 40.0,
+            "exposed_ms": 20.0,
+            "hidden_ms": 20.0,
+            "overlap": 0.5,
+            "synchronised_ms": 80.0,
+            "limit_ms": 80.0,
         },
     ),
     "gathers are communication and have figures of their own": (
         SHARDED,
         {
-            **{"communication_ms": 60.0, "exposed_ms": 25.0},
-            **{"gather_ms": 20.0, "gather_exposed_ms": 5.0, "gather_overlap": 0.75},
+            "communication_ms": 60.0,
+            "exposed_ms": 25.0,
+            "gather_ms": 20.0,
+            "gather_exposed_ms": 5.0,
+            "gather_overlap": 0.75,
             "limit_ms": 80.0,  # of the gradients
             # Computing takes 100 - 20 - 5 ms. The link carries b1 (20 both ways: 20 + 15 to gather), behind its gradient at
             # 60 - 5; the forward reads b1 at 0: 55 + 35 = 90. With b0 (20 + 5), ready at 30 - 5 and read at 12 - 5: 25 + 60 - 7 = 78.

@@ -29,7 +29,11 @@ MOVE = Decision(outcome=Outcome.MOVE, next_look=1, present_us=9200.0, predicted_
 
 
 def profile(params: Sequence[ParamSpec] = PARAMS, **curves: CostCurve) -> Profile:
-    times = {"ready_us": tuple(max(0.0, 4000.0 - 1000.0 * i) for i in range(len(params))), "forward_us": 2000.0, "backward_us": 4000.0}
+    times = {
+        "ready_us": tuple(max(0.0, 4000.0 - 1000.0 * i) for i in range(len(params))),
+        "forward_us": 2000.0,
+        "backward_us": 4000.0,
+    }
     return Profile(params=tuple(params), **times, num_ranks=2, curves=curves or {"all_reduce": CURVE})
 
 

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import text_of
+from support.errors import refusal
 from support.strategies import plans, spec
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError
 from undertow.plan import Piece, Plan, first_plan, plan_from_groups
 from undertow.trace import BucketRecord, StepRecord
 from undertow.tune import (
@@ -40,7 +39,9 @@ def sent(bucket: int, launched_us: float, done_us: float, *, kind: str = "all_re
     return BucketRecord(bucket=bucket, num_bytes=PLAN.buckets[bucket].num_bytes, kind=kind, **times)
 
 
-def step(*, arrivals: Mapping[int, float] | None = None, ends: tuple[float, float] = (400.0, 560.0), **changes: Any) -> StepRecord:
+def step(
+    *, arrivals: Mapping[int, float] | None = None, ends: tuple[float, float] = (400.0, 560.0), **changes: Any
+) -> StepRecord:
     """Forward to 200, backward to 500; b0 is on the link from 310 to 400, b1 from 500 to 560; 40 more until the next step."""
     whole = StepRecord(
         step=0,
@@ -226,7 +227,7 @@ def test_the_first_plan_of_a_model_of_any_size_can_be_gone_back_to(num_ranks: in
 def test_a_plan_of_more_pieces_than_any_planner_makes_is_refused() -> None:
     groups = tuple((Piece(param=0, first=at, stop=at + 1),) for at in range(1026))
     decision = Decision(outcome=Outcome.MOVE, next_look=1, groups=groups)
-    assert text_of(ConfigError, lambda: decision.to_array((spec("whole", 1026, dtype="uint8"),))) == (
+    assert refusal(lambda: decision.to_array((spec("whole", 1026, dtype="uint8"),))) == (
         "a plan of 1026 slots is too long to tell the other ranks of.\n"
         "  1 parameters, at most 1025 slots\n  Cut parameters into fewer pieces."
     )

@@ -65,7 +65,14 @@ WALKS: dict[str, tuple[World, Any, int, str, float, bool]] = {
     },
     # The least gain doubles with every move from 0.5 %: by the eighth it is above half of the step.
     **{
-        f"steps differ much, {seed}": (World(cost=NETWORKS["stairs"], noise=0.1, seed=seed), MANY, 20, "([^M]*M){0,7}[^M]*", ANY, False)
+        f"steps differ much, {seed}": (
+            World(cost=NETWORKS["stairs"], noise=0.1, seed=seed),
+            MANY,
+            20,
+            "([^M]*M){0,7}[^M]*",
+            ANY,
+            False,
+        )
         for seed in (1, 2)
     },
     "fewer buckets that are as good are kept": (FAST, MANY, 4, "FKKK", 1.002, False),
@@ -139,7 +146,7 @@ def test_it_follows(
 
 
 def test_a_large_bucket_is_not_planned() -> None:
-    """Everything in one bucket would be through first, and would hold all gradients twice."""
+    # Everything in one bucket would be through first, and would hold all gradients twice.
     world = replace(HIGH, params=LARGE)
     path = walk(Tuner(), world, world.plan_of_size(30e6), num_looks=6)
     assert max(bucket.num_bytes for bucket in path.last.buckets) <= 300_000_000 / 8
@@ -153,7 +160,7 @@ def test_of_plans_that_are_as_good_one_of_fewer_buckets_is_taken_and_stays() -> 
 
 
 def test_fewer_buckets_that_are_slower_say_nothing_of_the_promise_of_a_move_before() -> None:
-    """Of which a later move would be asked for the whole gain once more."""
+    # Of which a later move would be asked for the whole gain once more.
     moved = walk(tuner := Tuner(), SLOW, SLOW.plan_of_size(FEW), num_looks=1).last
     us = SLOW.finish_us(moved)
     look = replace(SLOW.measure(moved), synchronised_us=us, spread_us=0.0)
@@ -179,9 +186,7 @@ def with_gathers(look: Measurement, *gathers: tuple[float, float]) -> Measuremen
     ],
     ids=["fewer buckets pay", "fewer buckets do not pay", "a faster plan pays", "a faster plan does not pay"],
 )
-def test_shards_move_if_a_thousand_steps_pay_for_it(
-    cost: Cost, gather_us: float, everything_us: float, outcome: Outcome
-) -> None:
+def test_shards_move_if_a_thousand_steps_pay_for_it(cost: Cost, gather_us: float, everything_us: float, outcome: Outcome) -> None:
     world, tuner = World(cost=cost, has_shards=True), Tuner()
     first = in_layers(world, range(8, 24, 2))
     tuner.learn(with_gathers(world.measure(first), (12e6, gather_us), (24e6, everything_us)))
@@ -217,7 +222,7 @@ def test_nothing_measured_decides_nothing() -> None:
 def test_shards_move_up_to_so_many_bytes(
     monkeypatch: pytest.MonkeyPatch, layer_bytes: int, cap_bytes: float, moves: Outcome, stays: Outcome, has_shards: bool
 ) -> None:
-    """Without shards each rank has everything anyway."""
+    # Without shards each rank has everything anyway.
     world = replace(FAR, params=model(layer_bytes=layer_bytes), has_shards=has_shards)
     plan = world.plan_of_size(cap_bytes)
     num_bytes = sum(bucket.num_bytes for bucket in plan.buckets)
@@ -227,7 +232,7 @@ def test_shards_move_up_to_so_many_bytes(
 
 
 def test_a_look_that_measured_nothing_decides_nothing() -> None:
-    """Else what the plan before took would count as what the present one takes."""
+    # Else what the plan before took would count as what the present one takes.
     path = walk(tuner := Tuner(), SLOW, SLOW.plan_of_size(FEW), num_looks=1)
     assert path.outcomes == "M"
     assert tuner.decide(path.last, has_shards=False).outcome is Outcome.UNKNOWN
