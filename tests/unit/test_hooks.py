@@ -19,21 +19,6 @@ from undertow.runtime.comm_hook import CommHook, HookedBucket
 BUFFER = torch.arange(6.0)
 
 
-class Hooks:
-    """Those of a chain, and the buffers that some of them saw."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-        self.on_its_way: torch.futures.Future[Tensor] = torch.futures.Future()
-
-    def look(self, _state, bucket):
-        self.seen.append(bucket.buffer().clone())
-        return completed(bucket.buffer())
-
-    def send(self, _state, _bucket):
-        return self.on_its_way
-
-
 def completed(value: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
@@ -53,6 +38,11 @@ def double_in_place(_state, bucket):
 def halves(_state, bucket):
     bucket.set_buffer(bucket.buffer().half())
     return completed([bucket.buffer() + 0.5])
+
+
+def look(seen, bucket):
+    seen.append(bucket.buffer().clone())
+    return completed(bucket.buffer())
 
 
 def wrong(_state, bucket):
@@ -81,20 +71,21 @@ def test_hooks_one_behind_the_other(chained: Any) -> None:
 
 
 def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> None:
-    hooks = Hooks()
-    buffer, handle = started(undertow.chain((None, halves), (None, hooks.look)))
+    seen: list[Tensor] = []
+    buffer, handle = started(undertow.chain((None, halves), (seen, look)))
     handle.wait()
     assert torch.equal(buffer, BUFFER + 0.5)
-    assert [seen.dtype for seen in hooks.seen] == [torch.float32]
+    assert [it.dtype for it in seen] == [torch.float32]
 
 
 def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
-    hooks = Hooks()
-    buffer, handle = started(undertow.chain((1.0, add), (None, hooks.send), (None, hooks.look), (None, double_in_place)))
-    assert (hooks.seen, handle.is_completed()) == ([], False)
-    hooks.on_its_way.set_result(torch.full((6,), 7.0))
+    seen, on_its_way = list[Tensor](), torch.futures.Future[Tensor]()
+    send = (None, lambda state, bucket: on_its_way)
+    buffer, handle = started(undertow.chain((1.0, add), send, (seen, look), (None, double_in_place)))
+    assert (seen, handle.is_completed()) == ([], False)
+    on_its_way.set_result(torch.full((6,), 7.0))
     handle.wait()
-    assert (buffer.tolist(), [seen.tolist() for seen in hooks.seen]) == ([14.0] * 6, [[7.0] * 6])
+    assert (buffer.tolist(), [it.tolist() for it in seen]) == ([14.0] * 6, [[7.0] * 6])
 
 
 def test_a_chain_is_named_after_its_hooks() -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -22,8 +22,8 @@ def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any],
     monkeypatch.setattr(guards, "tell_before_end", lambda *_, **_calls: None)
     # As much of a ring as a guard looks at when it begins.
     guard, ring = Guard(), SimpleNamespace(neighbours=(), members={}, look=lambda: None)
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
-        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    no_more = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with no_more, pytest.raises(RuntimeError, match="can't start new thread"):
         guard.adopt((0, 1), ring)  # type: ignore[arg-type]
     assert at_exit == []
     guard.adopt((0, 1), ring)  # type: ignore[arg-type]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,11 @@ class Looking(TorchDispatchMode):
 
 def test_counting_in_another_thread_leaves_no_mode_behind() -> None:
     # torch notes for the whole process that there are modes: one would be left of what ends while another thread counts.
-    has_begun, may_end = threading.Event(), threading.Event()
-
-    def count() -> None:
-        with CollectiveBytes():
-            has_begun.set()
-            may_end.wait()
-
-    thread = threading.Thread(target=count)
-    with Looking():
-        thread.start()
-        has_begun.wait()
-    may_end.set()
-    thread.join()
+    counting = CollectiveBytes()
+    with ThreadPoolExecutor(1) as threads:
+        with Looking():
+            threads.submit(counting.__enter__).result()
+        threads.submit(counting.__exit__, None, None, None).result()
     assert not is_in_torch_dispatch_mode()
 
 
@@ -62,9 +54,8 @@ def test_a_callback_put_on_a_future_while_collectives_are_counted_counts_whereve
     with counting:
         done.then(lambda _: dist.all_reduce(torch.ones(17)))  # runs at once, and counts once
     assert counting.num_bytes == 4 * (3 + 5 + 17)
-    thread = threading.Thread(target=future.set_result, args=(1,))
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(future.set_result, 1)
     torch.futures.wait_all([after, untouched])
     assert counting.num_bytes == 4 * (3 + 5 + 17 + 7)
     with counting:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -145,10 +145,9 @@ def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbour, N
     assert not any(thread.name.startswith("undertow-hears") for thread in threading.enumerate())
 
 
-def test_a_connection_whose_thread_cannot_start_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    neighbour = Neighbour(None, 0, rank=1)
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
-        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+def test_a_connection_whose_thread_cannot_start_may_be_closed() -> None:
+    neighbour, no_more = Neighbour(None, 0, rank=1), RuntimeError("can't start new thread")
+    with patch.object(threading.Thread, "start", side_effect=no_more), pytest.raises(RuntimeError, match="start new thread"):
         neighbour.listen(lambda *_: None)
     neighbour.close()
 
@@ -191,27 +190,14 @@ def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Neighbour, Neighbou
         sleeping.wait()
 
 
-class AskedStore:
-    """A store that notes what it is asked for."""
-
-    def __init__(self, store: dist.Store, asked: set[str]) -> None:
-        self._store = store
-        self._asked = asked
-
-    def __getattr__(self, name: str) -> Any:
-        self._asked.add(name)
-        return getattr(self._store, name)
-
-
 def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     # A rank that waits inside of the store cannot be woken when another one is gone.
-    asked: set[str] = set()
-    file_store = dist.FileStore
+    stores, file_store = list[Mock](), dist.FileStore
     monkeypatch.setattr(ring, "_PROBE_S", 0.0)
-    monkeypatch.setattr(dist, "FileStore", lambda *given: AskedStore(file_store(*given), asked))
+    monkeypatch.setattr(dist, "FileStore", lambda *given: stores.append(Mock(wraps=file_store(*given))) or stores[-1])
     # A pair, which is torch's, would ask as well.
     monkeypatch.setattr(private, "pair", Mock(side_effect=RuntimeError("Gloo connectFullMesh failed")))
     with pytest.raises(TimeoutError):  # all may come at once below, and nobody look who is missing
         made(2, ranks=[0], each=give_up)
     assert made(3) == [None, None, None]
-    assert asked == {"set", "add", "check", "get"}
+    assert {name for store in stores for name, *_ in store.method_calls} == {"set", "add", "check", "get"}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from support.strategies import spec
 from undertow.plan import Piece, plan_from_groups
@@ -25,18 +26,17 @@ def test_copying_out_does_not_count_as_a_reference() -> None:
     flat, is_copying, is_asked = in_pieces(), threading.Event(), threading.Event()
     in_memory = shards._Slot.in_memory
 
-    def slow(slot: shards._Slot) -> Tensor:
+    def slow(slot: shards._Slot) -> torch.Tensor:
         memory = in_memory(slot)
         is_copying.set()
         is_asked.wait(0.2)
         return memory
 
-    with mock.patch.object(shards._Slot, "in_memory", slow):
-        copies = threading.Thread(target=flat.copy_out)
-        copies.start()
+    with mock.patch.object(shards._Slot, "in_memory", slow), ThreadPoolExecutor(1) as threads:
+        copies = threads.submit(flat.copy_out)
         is_copying.wait()
         assert not flat.is_referred_to
-        copies.join()
+        copies.result()
     kept = flat.params[0].data
     assert flat.is_referred_to
     del kept

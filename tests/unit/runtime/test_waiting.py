@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,12 +47,11 @@ def test_a_thread_of_ours_takes_no_name(which_ends_first: str, member: Any) -> N
 
 def test_any_other_thread_may_be_the_one_that_trains(member: Any) -> None:
     begins, ends = threading.Event(), threading.Event()
-    trainer = threading.Thread(target=wait_here, args=(member, "bucket 3", begins, ends))
-    trainer.start()
-    assert begins.wait(10.0)
-    assert member.waits_for == "bucket 3"
-    ends.set()
-    trainer.join()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(wait_here, member, "bucket 3", begins, ends)
+        assert begins.wait(10.0)
+        assert member.waits_for == "bucket 3"
+        ends.set()
     assert member.waits_for == ""
 
 

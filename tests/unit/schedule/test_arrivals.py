@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -128,8 +129,7 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
         has_counted.set()
 
     arrivals = SerialArrivals([(0, 1)], num_params=2, on_full=full.append, traversal=lambda: 7, on_traversal=begin)
-    other = threading.Thread(target=arrive_elsewhere)
-    other.start()
-    arrivals.arrive(0)
-    other.join()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(arrive_elsewhere)
+        arrivals.arrive(0)
     assert full == [0]

@@ -33,17 +33,17 @@ def test_collectives_leave_in_the_order_of_buckets(num_buckets: int, overlap: bo
     assert [op.bucket for op in lower_data_parallel(num_buckets, overlap=overlap).collectives] == list(range(num_buckets))
 
 
-@pytest.mark.parametrize(("bucket", "label"), [(3, "all_reduce b3"), (None, "all_reduce *")])
-def test_label_is_kind_and_bucket(bucket: int | None, label: str) -> None:
-    assert Op(id=0, lane="comm.dp", kind=OpKind.ALL_REDUCE, bucket=bucket).label == label
-
-
 @pytest.mark.parametrize(
     ("other", "overlaps"),
     [(Buffer("grad", 1), True), (Buffer("grad", None), True), (Buffer("grad", 2), False), (Buffer("param", 1), False)],
 )
 def test_buffers_overlap_in_one_bucket_or_in_all(other: Buffer, overlaps: bool) -> None:
     assert Buffer("grad", 1).overlaps(other) == other.overlaps(Buffer("grad", 1)) == overlaps
+
+
+def test_label_is_kind_and_bucket() -> None:
+    ops = [Op(id=0, lane="comm.dp", kind=OpKind.ALL_REDUCE, bucket=bucket) for bucket in (3, None)]
+    assert [op.label for op in ops] == ["all_reduce b3", "all_reduce *"]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "00  compute  fill  b0  -  grad[b0]  -", "id lane kind"])
