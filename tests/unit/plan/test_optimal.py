@@ -80,8 +80,11 @@ def solve(case: Case) -> Optimum:
     return optimal_groups(case.params, case.order, case.timing, case.costs, num_ranks=NUM_RANKS, **more)
 
 
-@each_form
-@pytest.mark.parametrize("shapes", [NOT_DECREASING, ("wild",)], ids=["costs that do not decrease", "any costs"])
+@pytest.mark.parametrize(
+    ("has_shards", "shapes"),
+    [(False, NOT_DECREASING), (False, ("wild",)), (True, NOT_DECREASING), (True, ("wild",))],
+    ids=["whole", "whole, any costs", "in shards", "in shards, any costs"],
+)
 def test_no_grouping_is_through_earlier_and_of_the_fewest_windows_within_the_slack_none_is(
     has_shards: bool, shapes: tuple[str, ...]
 ) -> None:
