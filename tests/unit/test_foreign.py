@@ -1,4 +1,4 @@
-"""What comes from elsewhere: JSON that nobody's program writes is refused by our own errors, and names are shown without effect."""
+"""What comes from elsewhere: JSON that no program writes is refused by our own errors, names are shown without effect."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def simulated(
 
 def text_of_trace(trace: Trace) -> str:
     return "".join(
-        f"{event.lane} {event.kind}{'' if event.bucket is None else f' b{event.bucket}'}: {event.start_us:g} to {event.stop_us:g}\n"
+        f"{event.lane} {event.kind}{'' if event.bucket is None else f' b{event.bucket}'}: "
+        f"{event.start_us:g} to {event.stop_us:g}\n"
         for event in sorted(trace.events, key=lambda event: (event.lane != "compute", event.start_us, event.stop_us))
     )
 

@@ -124,7 +124,8 @@ REFUSALS = {
         "--node-link says nothing without --per-node.\n  the network\n  Give --per-node too.\n"
     ),
     "small.json --link 1gbit --skew 2": (
-        "skew must be 0 to 0.2, got 2.0.\n  conditions of a simulated step\n  0.05 is a standard deviation of 5 % between ranks.\n"
+        "skew must be 0 to 0.2, got 2.0.\n  conditions of a simulated step\n"
+        "  0.05 is a standard deviation of 5 % between ranks.\n"
     ),
     "measured.json --strategy hybrid --link 1gbit": (
         f"nothing says what strategy 'hybrid' costs over 4 ranks.\n  1gbit has no nodes\n{NODES}"
@@ -164,7 +165,14 @@ def test_what_cannot_be_simulated_is_refused(line: str, undertow: Undertow) -> N
 
 @pytest.mark.slow  # an interpreter of its own
 def test_simulating_does_not_import_torch() -> None:
-    check = "import sys\nfrom undertow.cli import main\ntry: main()\nexcept SystemExit as ended: sys.exit(ended.code or 'torch' in sys.modules)"
+    check = """
+import sys
+from undertow.cli import main
+try:
+    main()
+except SystemExit as ended:
+    sys.exit(ended.code or "torch" in sys.modules)
+"""
     command = [sys.executable, "-c", check, "simulate", "small.json", "--link", "1gbit"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

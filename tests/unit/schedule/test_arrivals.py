@@ -28,27 +28,24 @@ class Heard:
     def after(self, event: str) -> str:
         """What is called at an event: an arrival, if it is a number."""
         self.calls.clear()
-        match event.split():
-            case ["each"]:
-                self.arrivals.call_at_each(lambda param: self.calls.append(f"p{param}"))
-            case ["none"]:
-                self.arrivals.call_at_each(None)
-            case ["learn"]:
-                self.arrivals.learn_repeats()
-            case ["reset"]:
-                self.arrivals.reset()
-            case ["note", param]:
-                self.arrivals.note(int(param))
-            case ["enter", traversal]:
-                self.traversal = int(traversal)
-            case ["forget"]:
-                self.arrivals.forget_traversal()
-            case ["regroup", *buckets]:
-                self.arrivals.regroup([tuple(map(int, bucket)) for bucket in buckets])
-            case ["state"]:
-                return f"arrived {sorted(self.arrivals.arrived)}, repeats {self.arrivals.has_repeats}"
-            case [param]:
-                self.arrivals.arrive(int(param))
+        arrivals, (name, *given) = self.arrivals, event.split()
+        match name:
+            case "each":
+                arrivals.call_at_each(lambda param: self.calls.append(f"p{param}"))
+            case "none":
+                arrivals.call_at_each(None)
+            case "note":
+                arrivals.note(int(given[0]))
+            case "enter":
+                self.traversal = int(given[0])
+            case "regroup":
+                arrivals.regroup([tuple(map(int, bucket)) for bucket in given])
+            case "state":
+                return f"arrived {sorted(arrivals.arrived)}, repeats {arrivals.has_repeats}"
+            case "learn_repeats" | "reset" | "forget_traversal":
+                getattr(arrivals, name)()
+            case param:
+                arrivals.arrive(int(param))
         return ", ".join(self.calls)
 
 
@@ -69,7 +66,7 @@ SCRIPTS = {
     ),
     "each expected repeat is noted": (
         [(0,)],
-        ["each:", "reset:", "0: p0 in 7, p0, b0", "0:", "learn:", "reset:", "0: p0", "0: p0, b0"],
+        ["each:", "reset:", "0: p0 in 7, p0, b0", "0:", "learn_repeats:", "reset:", "0: p0", "0: p0, b0"],
     ),
     "noted in other buckets": ([(0, 1)], ["each:", "reset:", "regroup 0 1:", "1: p1 in 7, p1, b1"]),
     "other buckets, in pieces or whole": (
@@ -81,7 +78,7 @@ SCRIPTS = {
         [(1, 0), (2,)],
         ["2: p2 in 7, b1", "enter 8:", "1: p1 in 8", "0: b0", "2:", "0:", "enter 7:", "0: p0 in 7", "1:"],
     ),
-    "a forgotten traversal is told again": ([(0, 1)], ["0: p0 in 7", "1: b0", "forget:", "0: p0 in 7", "1:"]),
+    "a forgotten traversal is told again": ([(0, 1)], ["0: p0 in 7", "1: b0", "forget_traversal:", "0: p0 in 7", "1:"]),
 }
 
 

@@ -85,7 +85,8 @@ def outside(op: str, fill: str, step: str = "10") -> str:
 
 def at_once(first: str, second: str, buffer: str) -> str:
     return (
-        f"ops {first} and {second} may touch {buffer} at once.\n  one writes it, and nothing orders {second[:2]} after {first[:2]}\n"
+        f"ops {first} and {second} may touch {buffer} at once.\n"
+        f"  one writes it, and nothing orders {second[:2]} after {first[:2]}\n"
         "  Let the later op come after the earlier one."
     )
 

@@ -39,7 +39,7 @@ REPORTS: dict[str, tuple[StepReport, dict[str, Any]]] = {
             "gather_overlap": 0.75,
             "limit_ms": 80.0,  # of the gradients
             # Computing takes 100 - 20 - 5 ms. The link carries b1 (20 both ways: 20 + 15 to gather), behind its gradient at
-            # 60 - 5; the forward reads b1 at 0: 55 + 35 = 90. With b0 (20 + 5), ready at 30 - 5 and read at 12 - 5: 25 + 60 - 7 = 78.
+            # 60 - 5; the forward reads b1 at 0: 55 + 35 = 90. With b0 (20 + 5), ready at 30 - 5, read at 12 - 5: 78.
             "step_limit_ms": 90.0,
         },
     ),
