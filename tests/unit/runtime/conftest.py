@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,15 +14,8 @@ import pytest
 def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     """What has been registered to be called when the process ends, by either way of ending."""
     calls: list[Callable[[], object]] = []
-
-    class Finalize:
-        def __init__(self, _owner: object, call: Callable[[], object], exitpriority: int) -> None:
-            calls.append(call)
-
-        def cancel(self) -> None:
-            """As of one that has been called."""
-
     monkeypatch.setattr(atexit, "register", calls.append)
     monkeypatch.setattr(atexit, "unregister", lambda _call: None)
-    monkeypatch.setattr(multiprocessing.util, "Finalize", Finalize)
+    # What it returns may be cancelled, as if it had been called.
+    monkeypatch.setattr(multiprocessing.util, "Finalize", lambda _owner, call, exitpriority: calls.append(call) or Mock())
     return calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from undertow.plan import ParamSpec, Plan, plan_from_groups
 from undertow.plan.finish import finish_us
 from undertow.profile import Profile
 from undertow.report.explain import print_explanation
-from undertow.tune import Decided, Decision, Explanation, Measurement, Outcome, Tuner, explanation
+from undertow.tune import Decided, Decision, Explanation, Outcome, Tuner, explanation
 
 # Gradients of 1 MB come at 1, 2, 3 and 4 ms of backward, the last registered first; forward takes 2 ms.
 PARAMS = tuple(spec(f"p{i}", 250_000) for i in range(4))
@@ -41,23 +42,12 @@ def plan_of(*groups: Sequence[int], params: Sequence[ParamSpec] = PARAMS) -> Pla
     return plan_from_groups(params, groups, num_ranks=2)
 
 
-class Learned(Tuner):
-    """One that has learned this."""
-
-    def __init__(self, measured: Profile, achieved_us: float | None) -> None:
-        super().__init__()
-        self._measured = measured
-        if achieved_us is not None:
-            nothing = dict.fromkeys(("forward_us", "backward_us", "rest_us", "spread_us"), 0.0)
-            self.measurement = Measurement(synchronised_us=achieved_us, ready_us=(), samples={}, **nothing)
-
-    def profile(self, plan: Plan, *, strategy: str) -> Profile:
-        return self._measured
-
-
 def explained(plan: Plan, measured: Profile | None, *, achieved_us: float | None = None, **changes: Any) -> Explanation:
     known: dict[str, Any] = {"why": WHY, "strategy": "ddp", "history": (), **changes}
-    return explanation(plan, None if measured is None else Learned(measured, achieved_us), **known)
+    measurement = None if achieved_us is None else SimpleNamespace(synchronised_us=achieved_us)
+    tuner = Tuner()
+    vars(tuner).update(profile=lambda _plan, strategy: measured, measurement=measurement)  # as if it had learned this
+    return explanation(plan, None if measured is None else tuner, **known)
 
 
 def test_before_anything_is_measured_only_the_plan_is_known() -> None:
