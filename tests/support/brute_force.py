@@ -1,4 +1,4 @@
-"""Every grouping of a few parameters, timed one event after another: what the planner is compared with."""
+"""Every grouping of a few random parameters, timed one event after another: what the planner is compared with."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from undertow.plan import ParamSpec, Piece, StepTiming
+from undertow.plan.atoms import small_pieces, whole_pieces
 
 Group = list[Piece]
 Times = list[float]
@@ -112,3 +113,29 @@ def _table(rng: random.Random, sizes: range, shape: str) -> list[float]:
 
 SHAPES = ("affine", "concave", "steps", "monotone", "wild")
 NOT_DECREASING = SHAPES[:-1]
+NUM_RANKS = 2
+
+
+def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> Case:
+    """Up to six parameters of one dtype or two, some of them sparse; with shards up to five, none of them sparse."""
+    num, sizes = (rng.randrange(1, 6), [0, 8, 16, 40, 64]) if has_shards else (rng.randrange(1, 7), [0, 1, 2, 5, 9])
+    dtypes = rng.choice([["uint8"], ["uint8"], ["uint8", "bool"]])
+    are_sparse = rng.choices([False, True], [1, 0] if has_shards else [9, 1], k=num)
+    params = [
+        ParamSpec(name=f"p{i}", shape=(rng.choice(sizes),), dtype=rng.choice(dtypes), itemsize=1, is_sparse=is_sparse)
+        for i, is_sparse in enumerate(are_sparse)
+    ]
+    ready = times_us(rng, num)
+    order = rng.sample(range(num), num) if rng.random() < 0.3 else sorted(range(num), key=lambda param: ready[param])
+    cap = rng.choice([math.inf, math.inf, 20, 40] if has_shards else [math.inf, math.inf, 4, 10])
+    return Case(
+        params=params,
+        order=order,
+        timing=StepTiming(ready_us=ready, backward_end_us=max(ready) + rng.choice([0.0, 3.0]), used_us=times_us(rng, num)),
+        costs=table_costs(rng, sum(each.num_bytes for each in params), rng.choice(shapes)),
+        max_bucket_bytes=cap,
+        has_shards=has_shards,
+        pieces=small_pieces(params, order, num_ranks=NUM_RANKS, max_bucket_bytes=cap)
+        if has_shards
+        else whole_pieces(params, order),
+    )

@@ -130,6 +130,7 @@ class World:
 class Walk:
     """What a tuner did: the plan that was measured, and the decision on it, look by look."""
 
+    world: World
     plans: list[Plan]
     decisions: list[Decision]
 
@@ -143,6 +144,11 @@ class Walk:
         """The first letters of what was decided."""
         return "".join(decision.outcome.name[0] for decision in self.decisions)
 
+    @property
+    def ratio(self) -> float:
+        """How much longer the last plan takes than the best one of buckets of one size."""
+        return self.world.finish_us(self.last) / self.world.best_us()
+
 
 def walk(tuner: Tuner, world: World, plan: Plan, *, num_looks: int) -> Walk:
     """Lets the tuner look so many times."""
@@ -152,4 +158,4 @@ def walk(tuner: Tuner, world: World, plan: Plan, *, num_looks: int) -> Walk:
         decision = tuner.decide(plans[-1], has_shards=world.has_shards)
         decisions.append(decision)
         plans.append(plans[-1] if decision.groups is None else world.plan(decision.groups))
-    return Walk(plans=plans, decisions=decisions)
+    return Walk(world=world, plans=plans, decisions=decisions)

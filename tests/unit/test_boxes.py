@@ -1,6 +1,9 @@
+"""The boxes of a tensor that a range of its memory makes up."""
+
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -36,22 +39,29 @@ def test_boxes_hold_the_elements_of_the_range_once_and_in_order(case: tuple[torc
     assert len(boxes) <= max(1, 2 * tensor.dim() - 1)
 
 
-def test_a_middle_of_a_matrix_is_the_end_of_a_row_whole_rows_and_the_begin_of_one() -> None:
-    assert boxes_of_range((5, 4), (4, 1), 3, 14) == [
-        Box(offsets=(0, 3), sizes=(1, 1), start=3),
-        Box(offsets=(1, 0), sizes=(2, 4), start=4),
-        Box(offsets=(3, 0), sizes=(1, 2), start=12),
-    ]
+CHANNELS_LAST = torch.empty(2, 3, 2, 2).to(memory_format=torch.channels_last).stride()
 
 
-def test_of_a_channels_last_tensor_the_channels_are_cut_first() -> None:
-    strides = torch.empty(2, 3, 2, 2).to(memory_format=torch.channels_last).stride()
-    assert boxes_of_range((2, 3, 2, 2), strides, 1, 6) == [
-        Box(offsets=(0, 1, 0, 0), sizes=(1, 2, 1, 1), start=1),
-        Box(offsets=(0, 0, 0, 1), sizes=(1, 3, 1, 1), start=3),
-    ]
-
-
-@pytest.mark.parametrize(("shape", "stop", "num_boxes"), [((), 1, 1), ((), 0, 0), ((0, 3), 0, 0), ((1, 1), 1, 1)])
-def test_tensors_with_hardly_any_elements(shape: tuple[int, ...], stop: int, num_boxes: int) -> None:
-    assert len(boxes_of_range(shape, torch.empty(shape).stride(), 0, stop)) == num_boxes
+@pytest.mark.parametrize(
+    ("shape", "strides", "start", "stop", "boxes"),
+    [
+        ((5, 4), (4, 1), 3, 14, [((0, 3), (1, 1), 3), ((1, 0), (2, 4), 4), ((3, 0), (1, 2), 12)]),
+        ((2, 3, 2, 2), CHANNELS_LAST, 1, 6, [((0, 1, 0, 0), (1, 2, 1, 1), 1), ((0, 0, 0, 1), (1, 3, 1, 1), 3)]),
+        ((), (), 0, 1, [((), (), 0)]),
+        ((), (), 0, 0, []),
+        ((0, 3), (3, 1), 0, 0, []),
+        ((1, 1), (1, 1), 0, 1, [((0, 0), (1, 1), 0)]),
+    ],
+    ids=[
+        "the end of a row, whole rows, the begin of one",
+        "channels are cut first",
+        "a scalar",
+        "none of it",
+        "empty",
+        "one element",
+    ],
+)
+def test_boxes_of_a_range(
+    shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int, boxes: list[tuple[Any, ...]]
+) -> None:
+    assert [(box.offsets, box.sizes, box.start) for box in boxes_of_range(shape, strides, start, stop)] == boxes

@@ -1,4 +1,4 @@
-"""Private calls into torch, in one place; tests/unit/test_private_torch.py holds what we rely on."""
+"""Private calls into torch, in one place; tests/unit/runtime/test_private.py holds what we rely on."""
 
 from __future__ import annotations
 

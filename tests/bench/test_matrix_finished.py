@@ -1,0 +1,233 @@
+"""What an earlier run of the matrix has written, and what a later one makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.matrix import environments, guard, run
+from benchmarks.matrix.catalog import SYSTEMS, WORKLOADS
+from benchmarks.matrix.cell import Cell, CellResult
+from benchmarks.matrix.errors import NoNamespaces, RankFailed
+from benchmarks.matrix.finished import START_UP, in_order, lines_of, read_cells
+from benchmarks.matrix.run import _measured
+from benchmarks.matrix.table import markdown
+from benchmarks.matrix.turns import STEPS_PER_TURN
+
+from support.matrix import cell, played, rank_result
+
+Measure = Callable[[Cell, Any], CellResult]
+GPT = ("--workload", "gpt", "--link", "1gbit")
+
+
+def at(workload: str = "gpt", ranks: int = 2, link: str = "1gbit", *, start_up: Any = 100, **conditions: Any) -> dict[str, Any]:
+    """A cell of the bare model and of ours; `start_up` in ms, if it was measured."""
+    made = cell("bare", "ours", ours=played([121.0, 121.0]))
+    known = {} if start_up is None else {"first_step_ms": start_up, "peak_rss_mb": 300}
+    rows = [{**{name: row[name] for name in row if name not in START_UP}, **known} for row in made["rows"]]
+    conditions = {**made["conditions"], "num_turns": run.FULL.num_turns, "steps_per_turn": STEPS_PER_TURN, **conditions}
+    return {**made, "workload": workload, "ranks": ranks, "link": link, "rows": rows, "conditions": conditions}
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a run writes, as root, without the environments of peers."""
+    monkeypatch.setattr(run, "what_is_missing", lambda: None)
+    monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
+    monkeypatch.setattr(environments, "FOLDER", tmp_path / ".venv-peers")
+    return tmp_path
+
+
+def write(out: Path, *cells: dict[str, Any]) -> None:
+    lines = "".join(json.dumps(line) + "\n" for line in lines_of({"cpu": "one"}, cells))
+    (out / "matrix.jsonl").write_text(lines, encoding="utf-8")
+
+
+def written(out: Path, name: str = "matrix.jsonl") -> list[dict[str, Any]]:
+    return read_cells(out / name)
+
+
+def start(out: Path, *arguments: str, systems: tuple[str, ...] = ("ours",)) -> int:
+    return run.main([*GPT, "--out", str(out), *[word for system in systems for word in ("--system", system)], *arguments])
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The systems of every cell that would be measured; the second one asked for has a figure, the others fail."""
+    found: list[list[str]] = []
+
+    def measure(one: Cell, _tell: Any) -> CellResult:
+        names = [spec.name for spec in one.systems]
+        found.append(names)
+        result = rank_result({names[1]: played([99.0, 99.0])})
+        alone = {"torch_import_s": 1.0, "peak_rss_mb": 300.0, "peak_device_mb": None}
+        reports = [{**alone, "systems": {names[1]: {"import_s": 0.1, "wrap_s": 0.1, "first_step_s": 0.1}}}]
+        start_up = {names[1]: reports} if one.effort.has_start_up else {}
+        return CellResult(timed=[[result, result]], start_up=start_up, errors={})
+
+    monkeypatch.setattr(run, "measure_cell", measure)
+    return found
+
+
+def test_what_was_written_is_read_again(out: Path) -> None:
+    assert written(out) == []
+    write(out, at(ranks=2), at(ranks=4))
+    assert written(out) == [at(ranks=2), at(ranks=4)]
+    # A cell without a figure is measured again.
+    write(out, {**at(ranks=2), "rows": [{**row, "error": "no memory"} for row in at()["rows"]]}, at(ranks=4))
+    assert [found["ranks"] for found in written(out)] == [4]
+
+
+GONE = {**at(), "rows": [*at()["rows"], {**at()["rows"][1], "system": "ours-as-it-was"}]}  # a name that the catalog has no longer
+# Cells of an earlier run, what is asked for, and what is measured of the cell of two ranks.
+RESUMED: dict[str, tuple[list[dict[str, Any]], tuple[str, ...], list[list[str]]]] = {
+    "nothing lacks": ([GONE], ("ours",), []),
+    "a system lacks: with those it had": ([GONE], ("fsdp2",), [["bare", "ours", "fsdp2"]]),
+    "systems that cannot be measured here": ([at()], ("ours", "megatron-ddp", "deepspeed-zero1"), []),
+    "one that can": ([at()], ("ours", "megatron-ddp", "torch-ddp"), [["bare", "ours", "torch-ddp", "megatron-ddp"]]),
+    "other turns": ([at(num_turns=run.QUICK.num_turns)], ("ours",), [["bare", "ours"]]),
+    "other steps": ([at(steps_per_turn=1)], ("ours",), [["bare", "ours"]]),
+    "an older version": ([at(steps_per_turn=None)], ("ours",), [["bare", "ours"]]),
+    "start-up is known of the workload": ([at(start_up=None), at(link="none")], ("ours",), []),
+    "a first cell without start-up": ([at(start_up=None)], ("ours",), [["bare", "ours"]]),
+}
+
+
+@pytest.mark.parametrize(("cells", "systems", "expected"), RESUMED.values(), ids=RESUMED)
+def test_a_run_is_resumed(
+    cells: list[dict[str, Any]], systems: tuple[str, ...], expected: list[list[str]], out: Path, measured: list[list[str]]
+) -> None:
+    write(out, *cells)
+    for _ in range(2 if systems == ("ours",) else 1):  # what was measured now is finished
+        assert start(out, "--resume", "--ranks", "2", systems=systems) == 0
+    assert measured == expected
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_cell_that_is_measured_again_has_the_systems_it_had_and_its_start_up(out: Path) -> None:
+    write(out, GONE, at(ranks=4))
+    start(out, "--resume", "--ranks", "2", "--ranks", "4", systems=("ours", "fsdp2"))
+    two, four = written(out)
+    assert {row["system"]: row["error"] for row in two["rows"]} == {"bare": None, "ours": None, "fsdp2": "not measured"}
+    assert [one["rows"][1]["backward_ms"]["median"] for one in (two, four)] == [99.0, 99.0]
+    assert [row.get("peak_rss_mb") for row in four["rows"]] == [300, 300, None]  # where it is not measured
+
+
+@pytest.mark.usefixtures("measured")
+def test_start_up_that_was_measured_in_another_way_is_not_kept(out: Path) -> None:
+    older = at(start_up=999)
+    del older["conditions"]["steps_per_turn"]
+    write(out, older)
+    start(out, "--resume", "--ranks", "2")
+    assert [row.get("first_step_ms") for row in written(out)[0]["rows"]] == [None, 100]  # the second one measured anew
+
+
+@pytest.mark.usefixtures("measured")
+def test_an_earlier_cell_is_kept_where_nothing_could_be_measured(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "measure_cell", raises(NoNamespaces("ip netns add: no")))
+    write(out, at())
+    assert start(out, "--resume", "--ranks", "2", systems=("fsdp2",)) == 1
+    assert written(out) == [at()]
+    told = "gpt, 2 ranks, 1gbit (shaped): nothing could be measured; the figures of an earlier run are kept"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_run_tells_which_recorded_ratios_it_has_lost(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = "gpt, 2 ranks, 1gbit (shaped)"
+    others = ("limit", "per-parameter", "torch-ddp", "megatron-ddp")
+    monkeypatch.setattr(guard, "read_recorded", lambda: {f"{place}: ours / {other}": 1.018 for other in others})
+    # torch DDP is not asked for, and Megatron-core cannot be measured here.
+    start(out, "--ranks", "2", systems=("per-parameter", "ours", "megatron-ddp"))
+    told = capsys.readouterr().out.splitlines()
+    assert "0 of 0 ratios have a recorded one; worse by more than 10%: 0; lost: 2" in told
+    lost = [f"  LOST  {place}: ours / {other}, recorded 1.018" for other in ("limit", "per-parameter")]
+    assert [line for line in told if line.startswith("  LOST")] == lost
+
+
+def raises(error: Exception) -> Measure:
+    def measure(_cell: Cell, _tell: Any) -> CellResult:
+        raise error
+
+    return measure
+
+
+def test_what_raises_anything_loses_its_cell_and_not_the_others(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "measure_cell", raises(OSError("no space left on device")))
+    assert start(out) == 1
+    parts = (out / "matrix.md").read_text().split("## gpt, ")[1:]
+    assert [(part[0], "no space left on device" in part) for part in parts] == [("2", True), ("4", True)]
+
+
+@pytest.mark.parametrize(("system", "code"), [("ours", 1), ("bare", 0)], ids=["", "but if nothing else was asked for"])
+def test_that_the_bare_model_has_a_figure_is_not_enough(
+    system: str, code: int, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = CellResult(timed=[[rank_result({})] * 2], start_up={}, errors={"ours": "not in a test"})
+    monkeypatch.setattr(run, "measure_cell", lambda _cell, _tell: found)
+    assert start(out, "--ranks", "2", systems=(system,)) == code
+
+
+def test_a_new_run_sets_aside_what_an_earlier_one_has_written(
+    out: Path, measured: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(out, at(link="5gbit"))
+    assert start(out, "--ranks", "2") == 0
+    assert written(out, "matrix.previous.jsonl") == [at(link="5gbit")]
+    assert [one["link"] for one in written(out)] == ["1gbit"]
+    assert f"the matrix that was in {out} is matrix.previous.jsonl and .md now" in capsys.readouterr().err
+    assert len(measured) == 1
+    assert start(out, "--ranks", "2") == 0
+    assert [one["link"] for one in written(out, "matrix.previous-2.jsonl")] == ["1gbit"]
+
+
+def test_what_shared_a_run_that_failed_is_measured_one_by_one_and_the_cell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def fail(_cell: Cell, _environment: str, jobs: Any, *_: Any) -> list[dict[str, Any]]:
+        ran.append([job.name for job in jobs])
+        if len(jobs) > 2:
+            raise RankFailed("rank 1 ended with exit code 3.\nits last words")
+        return [rank_result({jobs[-1].name: played([99.0, 99.0])})] * 2
+
+    monkeypatch.setattr("benchmarks.matrix.cell._run", fail)
+    systems = tuple(SYSTEMS[name] for name in ("bare", "ours", "torch-ddp"))
+    one = _measured(
+        Cell(workload=WORKLOADS["gpt"], num_ranks=2, link="1gbit", kind="emulated", systems=systems, effort=run.QUICK)
+    )
+    assert ran == [["bare", "ours", "torch-ddp"], ["bare", "ours"], ["bare", "torch-ddp"]]
+    why = "bare, ours, torch-ddp: rank 1 ended with exit code 3. its last words"
+    assert f"Measured one by one, for a run that they shared failed: {why}" in markdown({}, [one], pictures={})
+    assert lines_of({}, [one])[1]["divided"] == [why.replace(". its", ".\nits")]
+
+
+def test_cells_stand_in_one_order_whenever_they_were_measured() -> None:
+    right = [at("replay"), at("replay", ranks=4), at("replay", link="none"), at("gpt"), at("gpt2@0.125"), at("gpt2@1")]
+    assert in_order(right[::-1]) == right
+
+
+def test_a_run_that_is_resumed_measures_what_is_missing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[Any, bool]] = []
+
+    def measure(one: Cell, _tell: Any) -> CellResult:
+        measured.append((one.place, one.effort.has_start_up))
+        return CellResult(timed=[], start_up={}, errors={"ours": "not in a test"})
+
+    monkeypatch.setattr(run, "measure_cell", measure)
+    kept = [at("gpt", 2), at("moe", 2, "none")]
+    write(out, *kept)
+    assert start(out, "--link", "none", "--resume") == 1  # for nothing was measured
+    missing = [(("gpt", ranks, link, "shaped", "cpu"), False) for ranks, link in ((4, "1gbit"), (2, "none"), (4, "none"))]
+    # The workload's first cell, where start-up is measured, is there already.
+    assert measured == missing
+    assert written(out) == kept
+    measured.clear()
+    start(out, "--link", "none")
+    assert measured == [(("gpt", 2, "1gbit", "shaped", "cpu"), True), *missing]

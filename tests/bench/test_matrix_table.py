@@ -1,0 +1,249 @@
+"""The rows, the document and the guard of the matrix, of times that were played."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.matrix import guard
+from benchmarks.matrix.catalog import SYSTEMS
+from benchmarks.matrix.picture import save_pictures
+from benchmarks.matrix.rows import rows_of_cell
+from benchmarks.matrix.table import markdown, validation_rows
+
+from support.matrix import cell, played, rank_result
+
+PLACE = "replay, 2 ranks, 1gbit (shaped)"
+FACTS = {"collectives": 2, "version": "1", "state_mb": 24.0}
+NO_IMPORT = {"error": "ModuleNotFoundError: No module named 'x'"}
+KILLED = {"fsdp2": "rank 1 was killed by SIGKILL."}
+
+
+def rows(name: str, *ranks: dict[str, Any], start_up: Any = ()) -> list[dict[str, Any]]:
+    """The rows of one system that ranks have played."""
+    return rows_of_cell([SYSTEMS[name]], [[rank_result(played_by_rank) for played_by_rank in ranks]], dict(start_up), {})
+
+
+def ms(*times: float, **more: Any) -> dict[str, Any]:
+    """Two turns, if one time is given."""
+    return played(list(times) if len(times) > 1 else [times[0]] * 2, **more)
+
+
+def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
+    """The start of one process."""
+    stamps = dict.fromkeys(("import_s", "wrap_s", "first_step_s"), seconds)
+    return {"torch_import_s": 1.0, "peak_rss_mb": 300.4, "peak_device_mb": None, "systems": {system: stamps}, **changes}
+
+
+# A row, and some of its fields.
+ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # The limit: the first gradient at 10 ms, then 2 MB.
+    "beside the limit of its own run": (
+        cell("ours", ours=ms(121))["rows"][0],
+        {
+            "limit_ms": 110.0,
+            "over_limit": 1.1,
+            "exposed_ms": 101.0,
+            "sent_mb": 4.0,
+            "collectives": 2,
+            "step_ms": {"median": 122.0, "min": 122.0, "max": 122.0},
+        },
+    ),
+    # 50 ms for 2 MB, less the 5 ms of forward before the last layer is read; 10 ms, and 50 again; half of the update. And without
+    # a barrier 10 ms, an all-reduce of 2 MB, less those 5 ms.
+    "a sharded system is held to the limit with a barrier": (
+        cell("fsdp2", fsdp2=ms(199))["rows"][0],
+        {"barrier_limit_ms": 105.5, "over_limit": pytest.approx(200 / 105.5, abs=1e-4), "step_limit_ms": 105.0},
+    ),
+    "what the optimizer keeps": (cell("ours-zero1", ours_zero1=ms(199, facts=FACTS))["rows"][0], {"state_mb": 24.0}),
+    "as long as on its slowest rank": (
+        rows("ours", {"ours": ms(100, 130)}, {"ours": ms(120, 110)})[0],
+        {"backward_ms": {"median": 125.0, "min": 120.0, "max": 130.0}},
+    ),
+    "a system that cannot be imported": (cell("ours", ours=NO_IMPORT)["rows"][0], NO_IMPORT),
+    "what could not be measured": (cell("ours", "fsdp2", errors=KILLED, ours=ms(121))["rows"][1], {"error": KILLED["fsdp2"]}),
+    "start-up is that of the slowest rank": (
+        rows("ours", {"ours": ms(121)}, start_up={"ours": [reported("ours", 0.1), reported("ours", 0.2)]})[0],
+        {"import_ms": 1200, "wrap_ms": 200, "first_step_ms": 200, "peak_rss_mb": 300, "peak_device_mb": None},
+    ),
+    "start-up of a sweep is called by the variant that was started": (
+        rows(
+            "torch-ddp-best",
+            {"torch-ddp-best@4MB": ms(121)},
+            start_up={"torch-ddp-best": [reported("torch-ddp-best@1MB", 0.1)]},
+        )[0],
+        {"variant": "torch-ddp-best@4MB", "start_up_of": "torch-ddp-best@1MB"},
+    ),
+    # What is exposed of a sharded step is above the bare model's whole step: that has 20 and 21 ms.
+    "exposed": (cell("ours", ours=ms(50))["rows"][0], {"exposed_ms": 30.0}),
+    "exposed of shards": (cell("ours-zero1", ours_zero1=ms(50, step_s=[0.090] * 2))["rows"][0], {"exposed_ms": 69.0}),
+}
+
+
+@pytest.mark.parametrize(("row", "fields"), ROWS.values(), ids=ROWS)
+def test_a_row(row: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert {name: row[name] for name in fields} == fields
+
+
+def test_the_best_of_a_sweep_is_one_row() -> None:
+    (row,) = rows("torch-ddp-best", {"torch-ddp-best@1MB": ms(140), "torch-ddp-best@4MB": ms(130)})
+    assert (row["variant"], row["backward_ms"]["median"]) == ("torch-ddp-best@4MB", 130.0)
+    medians = {name: spread["median"] for name, spread in row["variants_ms"].items()}
+    assert medians == {"torch-ddp-best@1MB": 140.0, "torch-ddp-best@4MB": 130.0}
+
+
+OURS = cell("ours", ours=ms(121))
+BY_SIZE = cell("bare", "per-parameter", "ours", per_parameter=ms(241), ours=ms(120))
+SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "kind": "emulated"}
+# Cells, and what their document has.
+DOCUMENTS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "what could not be measured says why": (
+        [cell("ours", "fsdp2", errors=KILLED, ours=ms(121))],
+        ["| FSDP2 per layer, no reshard | could not be measured |", KILLED["fsdp2"]],
+    ),
+    **{
+        f"the peak of memory with {on_device} on a device": (
+            [{**OURS, "rows": rows("ours", {"ours": ms(121)}, start_up={"ours": [reported("ours", 0.1, **peaks)]})}],
+            [f"| {shown} | 1100, 100, 100 |"],
+        )
+        for on_device, shown in ((None, "3001"), (771.6, "772"))
+        for peaks in [{"peak_rss_mb": 3001.0, "peak_device_mb": on_device}]
+    },
+    "a reduction per parameter by size": (
+        [BY_SIZE],
+        ["| below 10 M | replay | 2 | 1gbit (shaped) | 2.00 |  |", "an all-reduce carries 20.0 MB/s, a small one takes 1.0 ms"],
+    ),
+    "the emulated link beside the shaped one": ([SHAPED, EMULATED], ["| replay | 2 | 1gbit | ours | 100 | 106 | +6.0% | NO |"]),
+}
+
+
+@pytest.mark.parametrize(("cells", "lines"), DOCUMENTS.values(), ids=DOCUMENTS)
+def test_a_document(cells: list[dict[str, Any]], lines: list[str]) -> None:
+    text = markdown({"cpu": "one"}, cells, pictures={})
+    assert [line for line in lines if line not in text] == []
+
+
+def test_the_emulated_link_is_compared_with_the_shaped_one() -> None:
+    assert [row["difference"] for row in validation_rows([SHAPED, EMULATED])] == [0.06]
+    assert validation_rows([SHAPED]) == []
+
+
+def test_a_line_for_each_cell_says_how_far_ours_are_from_the_fastest_peer() -> None:
+    systems = {"ours": ms(121), "ours_zero1": ms(90), "torch_ddp": ms(151), "fsdp2": ms(99)}
+    one = cell("bare", "ours", "ours-zero1", "torch-ddp", "fsdp2", **systems)
+    told = markdown({}, [one, {**cell("bare", "ours", ours=ms(121)), "ranks": 4}], pictures={})
+    table = told.partition("## At a glance (but for the first figure, whole steps)")[2].partition("##")[0].strip().splitlines()
+    assert table[2:] == [f"| {PLACE} | 1.100 | 0.80 |  | 122 | ours-zero1 91 | fsdp2 100 | 1.22 | **0.91** |"]
+
+
+def test_cells_with_all_peers_are_counted_by_who_is_faster() -> None:
+    def one(ranks: int, link: str, ours: float, eager: float, **changes: Any) -> dict[str, Any]:
+        systems = {"ours": ms(ours), "ours_eager": ms(eager), "torch-ddp-best@1MB": ms(100)}
+        return {**cell("bare", "ours", "ours-eager", "torch-ddp-best", **systems), "ranks": ranks, "link": link, **changes}
+
+    cells = [
+        *(one(2, "1gbit", 90, 110), one(4, "1gbit", 102, 80), one(2, "none", 110, 109)),
+        one(2, "1gbit", 50, 50, kind="emulated"),
+        cell("bare", "ours", "torch-ddp", ours=ms(50), torch_ddp=ms(100)),
+    ]
+    lines = markdown({}, cells, pictures={}).splitlines()
+    assert "| whole steps, 3 cells | 3% faster than the fastest peer | alike | 3% slower |" in lines
+    assert "| our defaults | 1 | 1 | 1 |" in lines
+    assert "| the fastest of our modes | 2 | 0 | 1 |" in lines
+
+
+def test_every_note_and_version_is_told_once() -> None:
+    notes = ("In one run it failed.", "Slow.", "Slow.")
+    cells = [{**OURS, "rows": [{**row, "note": note} for row in OURS["rows"]]} for note in notes]
+    told = markdown({}, cells, pictures={}).partition("## Notes")[2].strip().splitlines()
+    assert told == [f"- Undertow, defaults: {note}" for note in ("version 1.", "In one run it failed.", "Slow.")]
+
+
+def test_each_workload_has_a_picture_with_a_panel_for_each_cell_that_has_figures(tmp_path: Path) -> None:
+    one = cell("ours", "fsdp2", ours=ms(121), fsdp2=ms(199))
+    four, other = {**one, "ranks": 4}, {**one, "workload": "gpt2@0.125"}
+    none = {**one, "workload": "moe", "rows": cell("ours", errors={"ours": KILLED["fsdp2"]})["rows"]}
+    pictures = save_pictures([one, four, none, other], tmp_path)
+    assert {name: path.name for name, path in pictures.items()} == {
+        "replay": "matrix-replay.png",
+        "gpt2@0.125": "matrix-gpt2@0.125.png",
+    }
+    svg = (tmp_path / "matrix-replay.svg").read_text(encoding="utf-8")
+    assert [svg.count(f"<!-- replay, {ranks} ranks, 1gbit (shaped) -->") for ranks in (2, 4)] == [1, 1]
+    text = markdown({}, [one, four, other], pictures=pictures)
+    assert text.count("![replay: milliseconds per step of every system, a panel per cell](matrix-replay.png)") == 1
+
+
+TRIO = cell("bare", "ours", "ours-zero1", "torch-ddp", ours=ms(121), ours_zero1=ms(99), torch_ddp=ms(249))
+
+
+def test_ratios_of_a_cell() -> None:
+    # A sharded system of ours is compared by whole steps and not with ours.
+    ratios = guard.ratios_of([TRIO])
+    assert ratios == {
+        f"{PLACE}: ours / limit": 1.1,
+        f"{PLACE}: ours / torch-ddp": pytest.approx(121 / 249, abs=1e-4),
+        f"{PLACE}: ours-zero1 / limit": pytest.approx(100 / 105.5, abs=1e-4),
+        f"{PLACE}: ours-zero1 / torch-ddp": 0.4,
+    }
+    assert guard.names_of(PLACE, ["bare", "ours", "ours-zero1", "torch-ddp"]) == ratios.keys()  # those that are expected
+
+
+def test_what_defaults_are_held_to_is_met_or_missed() -> None:
+    gpt = "gpt, 2 ranks, 1gbit (shaped): ours"
+    others = {f"{gpt} / limit": 1.05, f"{gpt} / torch-ddp-best": 1.02, "gpt, 4 ranks, 1gbit (shaped): ours / limit": 2.0}
+    assert guard.held_to(others) == [
+        f"  met     {gpt} / limit: 1.050, wanted at most 1.15",
+        f"  MISSED  {gpt} / torch-ddp-best: 1.020, wanted at most 1.00",
+    ]
+
+
+LOST = {f"{PLACE}: ours / limit": 1.018, f"{PLACE}: ours / torch-ddp": 0.5}
+# Measured ratios, recorded ones, the systems that were asked for, and the report.
+REPORTS: dict[str, tuple[dict[str, float], dict[str, float], list[str], list[str]]] = {
+    "worse by more than a tenth": (
+        {f"{PLACE}: ours / limit": 1.1, f"{PLACE}: ours / torch-ddp": 0.5},
+        {f"{PLACE}: ours / limit": 1.05, f"{PLACE}: ours / torch-ddp": 0.44},
+        [],
+        [
+            "2 of 2 ratios have a recorded one; worse by more than 10%: 1; lost: 0",
+            f"  WORSE  {PLACE}: ours / torch-ddp: 0.500, recorded 0.440 (+14%)",
+        ],
+    ),
+    # Without what the run did not ask for, and without other cells.
+    "no figure any more": (
+        guard.ratios_of([cell("bare", "ours", "torch-ddp", "fsdp2", errors={"ours": "trains wrongly"}, torch_ddp=ms(242))]),
+        {
+            **LOST,
+            f"{PLACE}: ours / fsdp2": 0.6,
+            f"{PLACE}: ours-zero1 / limit": 1.0,
+            "replay, 4 ranks, 1gbit (shaped): ours / limit": 1.0,
+        },
+        ["bare", "ours", "torch-ddp"],
+        [
+            "0 of 0 ratios have a recorded one; worse by more than 10%: 0; lost: 2",
+            *(f"  LOST  {name}, recorded {ratio:.3f}" for name, ratio in LOST.items()),
+        ],
+    ),
+    "nothing to compare with": (
+        {"gpt, 2 ranks, 1gbit (emulated): ours / limit": 1.02},
+        {},
+        [],
+        ["nothing to compare with: of these cells no ratio is recorded (see benchmarks/matrix/recorded.json)"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("measured", "recorded", "asked", "lines"), REPORTS.values(), ids=REPORTS)
+def test_ratios_are_compared_with_recorded_ones(
+    measured: dict[str, float], recorded: dict[str, float], asked: list[str], lines: list[str]
+) -> None:
+    assert guard.report(guard.compare(measured, recorded, expected=guard.names_of(PLACE, asked))).splitlines() == lines
+
+
+def test_recording_keeps_what_was_not_measured_now(tmp_path: Path) -> None:
+    guard.record({"a": 1.0, "b": 2.0}, {"cpu": "one"}, tmp_path / "recorded.json")
+    guard.record({"b": 3.0}, {"cpu": "two"}, tmp_path / "recorded.json")
+    assert guard.read_recorded(tmp_path / "recorded.json") == {"a": 1.0, "b": 3.0}
+    assert guard.read_recorded(tmp_path / "absent.json") == {}

@@ -1,0 +1,53 @@
+"""The commands `undertow plan` and `undertow simulate`: models for them, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from support.strategies import spec
+from undertow.cli.network import NetworkOptions
+from undertow.cli.what_if import Question
+from undertow.cost import CostCurve
+from undertow.profile import Profile
+from undertow.schedule import STRATEGIES
+from undertow.simulate import Conditions
+
+MIB = 1024 * 1024
+TABLE = """{"params": [
+  {"name": "stem.weight", "shape": [1000, 500], "dtype": "bfloat16"},
+  {"name": "head.weight", "shape": [500, 400], "dtype": "float32"},
+  {"name": "head.bias", "shape": [400], "dtype": "float32"}
+]}"""
+SMALL = Profile(
+    name="small",
+    params=(spec("stem", MIB), spec("body", 4 * MIB), spec("head.weight", 4 * MIB), spec("head.bias", 1000)),
+    ready_us=(30_000, 20_000, 10_000, 10_000),
+    forward_us=15_000,
+    backward_us=30_000,
+    update_us=1_000,
+    num_ranks=4,
+)
+# 1 ms and 1 ns per byte; a ring of 4 ranks takes 6 hops and 1.5 times the bytes: 166.7 us a message and 12 Gb/s.
+MEASURED = replace(SMALL, curves={"all_reduce": CostCurve(points=((1e6, 2e3), (1e7, 1.1e4), (1e8, 1.01e5)))})
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Undertow = Callable[..., Ended]  # the fixture of that name
+
+
+def question(profile: Profile = SMALL, strategy: str = "ddp", **options: Any) -> Question:
+    nodes = {"per_node": 2, "node_link": "100gbit,1us"} if strategy == "hybrid" else {}
+    network = NetworkOptions(**{"link": "10gbit,20us", **nodes, **options})
+    return Question(profile=profile, strategy=STRATEGIES[strategy], options=network, conditions=Conditions())
+
+
+def rows_of(printed: str) -> list[list[str]]:
+    """The cells of the tables of a terminal."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines() if line.startswith("│")]

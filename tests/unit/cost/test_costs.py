@@ -1,0 +1,222 @@
+"""What collectives cost by formula, by measurement, and by both."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.errors import Call, refusal
+from undertow.cost import (
+    COLLECTIVES,
+    CostCurve,
+    Costs,
+    HalvingDoublingCosts,
+    HierarchicalCosts,
+    Link,
+    MeasuredCosts,
+    MeshCosts,
+    RingCosts,
+    TransferredCosts,
+    collective_seconds,
+    link_from_text,
+)
+
+# A byte per microsecond and 10 or 100 us per hop, so that a cost shows its parts; a byte is added in half the time it travels.
+LINK = Link(name="plain", hop_s=10e-6, bytes_per_s=1e6)
+SLOW = Link(name="slow", hop_s=100e-6, bytes_per_s=1e6)
+REDUCTION = 0.5e-6
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+OF_KINDS = ", ".join(KINDS)
+NODES = HierarchicalCosts(inside=RingCosts(LINK, num_ranks=4), across=RingCosts(SLOW, num_ranks=3), per_node=4)
+CURVES = {
+    "all_reduce": CostCurve(points=((1000, 100), (2000, 150))),
+    "reduce_scatter": CostCurve(points=((1000, 60), (2000, 90))),
+    "all_gather": CostCurve(points=((1000, 50), (2000, 80))),
+}
+
+
+def us(costs: Costs, kind: str, num_bytes: float = 1200) -> float:
+    return float(costs.collective_us(kind, num_bytes))
+
+
+# Four ranks: three quarters of 1200 bytes are 900 us on the link and, where they are added, 450 us more.
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        (RingCosts(LINK, num_ranks=4), (60 + 1800, 30 + 900, 30 + 900)),
+        (RingCosts(LINK, num_ranks=4, reduction_s_per_byte=REDUCTION), (60 + 1800 + 450, 30 + 900 + 450, 30 + 900)),
+        (HalvingDoublingCosts(LINK, num_ranks=4), (40 + 1800, 20 + 900, 20 + 900)),
+        (HalvingDoublingCosts(LINK, num_ranks=4, reduction_s_per_byte=REDUCTION), (40 + 1800 + 450, 20 + 900 + 450, 20 + 900)),
+        (HalvingDoublingCosts(LINK, num_ranks=8), (60 + 2100, 30 + 1050, 30 + 1050)),
+        (RingCosts(LINK, num_ranks=1), (0, 0, 0)),
+        (HalvingDoublingCosts(LINK, num_ranks=1), (0, 0, 0)),
+        # A quarter of the payload, 300 bytes, crosses between three nodes: two thirds of it 400 or 200 us, two hops 200 us.
+        (NODES, (930 + 400 + 400 + 930, 930 + 200 + 200, 930 + 200 + 200)),
+    ],
+    ids=["ring", "ring that adds", "halving", "halving that adds", "halving of eight", "one rank", "halving of one", "nodes"],
+)
+def test_cost_of_1200_bytes(costs: Costs, expected: tuple[float, ...]) -> None:
+    # Floats of a dozen operations: 1e-12 is a thousand units in the last place.
+    assert tuple(us(costs, kind) for kind in KINDS) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", sorted(COLLECTIVES))
+def test_a_ring_costs_what_the_emulated_link_charges(kind: str) -> None:
+    seconds = collective_seconds(LINK, kind, num_bytes=1200, num_ranks=5)
+    assert us(RingCosts(LINK, num_ranks=5), kind) == pytest.approx(1e6 * seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("costs", [RingCosts(LINK, num_ranks=4), NODES, MeasuredCosts(CURVES)])
+def test_costs_have_the_shape_of_the_sizes(costs: Costs) -> None:
+    assert costs.collective_us("all_reduce", [[1, 2], [4, 5]]).tolist() == [
+        [us(costs, "all_reduce", size) for size in row] for row in ((1, 2), (4, 5))
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_halving_and_doubling_is_never_slower_than_a_ring(kind: str) -> None:
+    for num_ranks in (2, 4, 8, 64):
+        assert us(HalvingDoublingCosts(LINK, num_ranks=num_ranks), kind) <= us(RingCosts(LINK, num_ranks=num_ranks), kind)
+
+
+POSITIVE = "Give a positive number of ranks."
+MEASURE = "Measure it, or name a link."
+REFUSALS: dict[str, tuple[Call, str]] = {
+    **{
+        f"halving and doubling of {num_ranks}": (
+            lambda num_ranks=num_ranks: HalvingDoublingCosts(LINK, num_ranks=num_ranks),
+            f"halving and doubling needs a power of two of ranks, got num_ranks={num_ranks}.\n  Use RingCosts.",
+        )
+        for num_ranks in (3, 6, 100)
+    },
+    **{
+        f"{name} of {num_ranks}": (
+            lambda make=make, num_ranks=num_ranks: make(num_ranks),
+            f"a collective is one of one rank or more, got {num_ranks}.\n  {POSITIVE}",
+        )
+        for num_ranks in (0, -2)
+        for name, make in {
+            "a ring": lambda num: RingCosts(LINK, num_ranks=num),
+            "halving": lambda num: HalvingDoublingCosts(LINK, num_ranks=num),
+            "nodes": lambda num: HierarchicalCosts(inside=NODES, across=NODES, per_node=num),
+            "a mesh": lambda num: MeshCosts(inside=NODES, across=NODES, per_node=num),
+        }.items()
+    },
+    **{
+        f"a byte added in {s_per_byte}": (
+            lambda s_per_byte=s_per_byte: RingCosts(LINK, num_ranks=2, reduction_s_per_byte=s_per_byte),
+            f"to add a byte cannot take {s_per_byte} s.\n  Give seconds per byte, zero or more.",
+        )
+        for s_per_byte in (-1e-9, math.nan, math.inf)
+    },
+    **{
+        f"gossip: {text}": (lambda costs=costs: costs.collective_us("gossip", 1), text)
+        for costs, text in (
+            (RingCosts(LINK, num_ranks=2), f"there is no gossip over a ring.\n  Choose one of: {', '.join(COLLECTIVES)}."),
+            (
+                HalvingDoublingCosts(LINK, num_ranks=2),
+                f"there is no gossip over halving and doubling.\n  Choose one of: {OF_KINDS}.",
+            ),
+            (NODES, f"there is no gossip over nodes.\n  Choose one of: {OF_KINDS}."),
+            (
+                MeasuredCosts(CURVES),
+                f"what gossip costs was not measured.\n  measured: all_gather, all_reduce, reduce_scatter\n  {MEASURE}",
+            ),
+        )
+    },
+    "nothing measured": (
+        lambda: MeasuredCosts({}).collective_us("all_reduce", 1),
+        f"what all_reduce costs was not measured.\n  measured: nothing\n  {MEASURE}",
+    ),
+    "what stands for nothing else": (
+        lambda: MeasuredCosts({"broadcast": CURVES["all_reduce"]}).collective_us("all_reduce", 1),
+        f"what all_reduce costs was not measured.\n  measured: broadcast\n  {MEASURE}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_costs_that_there_are_not_are_refused(call: Call, text: str) -> None:
+    assert refusal(call) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_that_was_measured_costs_what_it_did(kind: str) -> None:
+    sizes = [0, 1000, 1500, 2000, 10**6]
+    assert MeasuredCosts(CURVES).collective_us(kind, sizes).tolist() == CURVES[kind].us(sizes).tolist()
+
+
+@pytest.mark.parametrize(
+    ("measured", "kind", "expected_us"),
+    [
+        (("all_reduce",), "reduce_scatter", 75),
+        (("all_reduce",), "all_gather", 75),
+        (("all_reduce", "reduce_scatter"), "all_gather", 90),
+        (("all_reduce", "all_gather"), "reduce_scatter", 80),
+        (("reduce_scatter", "all_gather"), "all_reduce", 170),
+        (("reduce_scatter",), "all_reduce", 180),
+        (("all_gather",), "all_reduce", 160),
+    ],
+)
+def test_a_kind_that_was_not_measured_costs_what_its_parts_do(measured: tuple[str, ...], kind: str, expected_us: float) -> None:
+    assert us(MeasuredCosts({known: CURVES[known] for known in measured}), kind, 2000) == expected_us
+
+
+ONE, TEN = (RingCosts(link_from_text(text), num_ranks=4) for text in ("1gbit", "10gbit"))
+FAR = [0.0, 1e3, 1e5, 1e6, 2e6, 4e6, 1e7, 1e8, 1e9]
+
+
+def transferred(*above: tuple[float, float]) -> TransferredCosts:
+    """To another network, from one of which at these sizes such times were measured above its formula."""
+    curves = {kind: CostCurve(points=tuple((size, us(ONE, kind, size) + more_us) for size, more_us in above)) for kind in KINDS}
+    return TransferredCosts(measured=MeasuredCosts(curves), was=ONE, wanted=TEN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("costs", "above_us"),
+    [
+        (transferred((1e3, 70.0), (1e5, 70.0), (1e7, 70.0)), 70.0),
+        (transferred((1e3, -50.0), (1e5, -50.0), (1e7, -50.0)), 0.0),
+        # A line through them says 2 ms of no bytes, which the larger one did not take.
+        (transferred((1e6, 2000.0), (2e6, -1000.0)), 0.0),
+    ],
+    ids=["software stays", "what was faster than its formula", "what two noisy sizes say of none is no software"],
+)
+def test_costs_on_another_network(kind: str, costs: Costs, above_us: float) -> None:
+    # Floats of a dozen operations on times below 1e7 us: a thousand units in the last place.
+    expected = TEN.collective_us(kind, FAR) + above_us
+    assert costs.collective_us(kind, FAR) == pytest.approx(expected, rel=0, abs=1e-6 if above_us else 0)
+
+
+def test_the_same_network_costs_what_was_measured() -> None:
+    measured = MeasuredCosts({"all_reduce": CostCurve(points=((1e3, 700), (1e6, 20_000), (1e8, 2e6)))})
+    same, was = (
+        costs.collective_us("all_reduce", FAR[1:])
+        for costs in (TransferredCosts(measured=measured, was=ONE, wanted=ONE), measured)
+    )
+    assert same == pytest.approx(was, rel=1e-12)
+
+
+@given(
+    st.dictionaries(st.integers(0, 2**34), st.floats(0.1, 1e8), min_size=1, max_size=6),
+    st.lists(st.floats(0, 1e13), min_size=2, max_size=30),
+)
+def test_a_larger_payload_never_costs_less_on_another_network(times: dict[int, float], sizes: list[float]) -> None:
+    measured = MeasuredCosts({"all_reduce": CostCurve(points=tuple(sorted(times.items())))})
+    found = TransferredCosts(measured=measured, was=ONE, wanted=TEN).collective_us("all_reduce", sorted(sizes))
+    # A unit in the last place of sums and products of such times: 1e-15 of them, a hundredfold.
+    assert (np.diff(found) >= -1e-13 * found[1:]).all()
+
+
+def test_on_a_mesh_only_reductions_cross_and_only_with_shards() -> None:
+    inside, across = RingCosts(LINK, num_ranks=4), RingCosts(SLOW, num_ranks=3)
+    mesh = MeshCosts(inside=inside, across=across, per_node=4)
+    crossing = us(across, "all_reduce", 300)
+    assert us(mesh, "reduce_scatter") == us(inside, "reduce_scatter") + crossing
+    assert us(mesh, "all_gather") == us(inside, "all_gather")
+    assert us(mesh, "all_reduce") == us(inside, "reduce_scatter") + crossing + us(inside, "all_gather")

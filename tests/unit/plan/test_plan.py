@@ -1,0 +1,293 @@
+"""Plans as values: their buckets, as JSON, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.errors import Call, text_of
+from support.strategies import plans, spec
+from undertow.errors import ConfigError
+from undertow.plan import Bucket, ParamSpec, Piece, Plan, SizeCaps, Slot, group_by_size, plan_from_groups
+
+PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
+SPARSE = (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))
+NARROW = (spec("wide", 6), dataclasses.replace(spec("narrow", 6), own_dtype="bfloat16"))
+any_plans = plans() | plans(splits=True)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def planned(groups: Any = ((1, 0), (2,)), params: tuple[ParamSpec, ...] = PARAMS, num_ranks: int = 2) -> Plan:
+    return plan_from_groups(params, groups, num_ranks=num_ranks)
+
+
+def piece(param: int, first: int, stop: int) -> Piece:
+    return Piece(param=param, first=first, stop=stop)
+
+
+PLAN = planned()
+SPLIT = planned([(1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)])
+
+
+def saved(**changes: Any) -> str:
+    """PLAN as JSON, with other values for some of its keys."""
+    return json.dumps({**json.loads(PLAN.to_json()), **changes})
+
+
+def with_bucket(at: int, **changes: Any) -> Plan:
+    buckets = list(PLAN.buckets)
+    buckets[at] = dataclasses.replace(buckets[at], **changes)
+    return dataclasses.replace(PLAN, buckets=tuple(buckets))
+
+
+def test_a_plan_lays_groups_out_in_their_order() -> None:
+    assert [(bucket.index, bucket.dtype, bucket.device, bucket.params) for bucket in PLAN.buckets] == [
+        (0, "float32", "cpu", (1, 0)),
+        (1, "bfloat16", "cpu", (2,)),
+    ]
+    assert planned([(), (1, 0), (), (2,), ()]) == PLAN  # an empty group makes no bucket
+    # 8 elements, 2 used flags and 48 signature bits are 58 elements, padded to 60 for 16 bytes.
+    bucket = PLAN.buckets[0]
+    assert (bucket.numel, bucket.num_bytes, bucket.storage_numel, bucket.wire_bytes) == (8, 32, 60, 240)
+
+
+@pytest.mark.parametrize(
+    ("plan", "slots"),
+    [
+        (PLAN, [[(1, 0, 2, 0), (0, 2, 8, 0)], [(2, 0, 3, 0)]]),
+        (SPLIT, [[(1, 0, 2, 0), (0, 2, 6, 0)], [(2, 0, 3, 0)], [(0, 0, 2, 4)]]),
+        (planned([(0, 1)], SPARSE), [[(0, 0, 0, 0), (1, 0, 0, 0)]]),
+        (planned([(0, 1, 2)], (spec("a", 2), spec("none", 0), spec("b", 1))), [[(0, 0, 2, 0), (1, 2, 2, 0), (2, 2, 3, 0)]]),
+        (planned([], ()), [[]]),
+        (planned([()], ()), [[]]),
+    ],
+    ids=["whole", "in pieces", "sparse, which takes no room", "without elements", "no parameters", "an empty group alone"],
+)
+def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> None:
+    found = [[(slot.param, slot.start, slot.stop, slot.first) for slot in bucket.slots] for bucket in plan.buckets]
+    assert found == slots
+    assert [len(bucket.trailer.used) for bucket in plan.buckets] == [len(of_bucket) for of_bucket in slots]
+    assert [bucket.numel for bucket in plan.buckets] == [of_bucket[-1][2] if of_bucket else 0 for of_bucket in slots]
+    assert plan.buckets[-1].trailer.has_verdict
+
+
+def test_without_parameters_one_bucket_of_a_trailer_only_remains() -> None:
+    (bucket,) = planned([], ()).buckets
+    assert (bucket.slots, bucket.dtype, bucket.itemsize, bucket.device) == ((), "float32", 4, "cpu")
+
+
+@pytest.mark.parametrize(("is_sparse", "room"), [(False, 24), (True, 0)])
+def test_a_sparse_parameter_takes_no_room_and_a_saved_plan_knows(is_sparse: bool, room: int) -> None:
+    param = spec("rows", 6, is_sparse=is_sparse)
+    assert (param.numel, param.slot_numel * param.itemsize, param.num_bytes) == (6, room, room)
+    assert param.kind == ("float32", "cpu", is_sparse, None)
+    plan = planned([(0,)], (param,))
+    read = Plan.from_json(plan.to_json())
+    assert (read, read.params[0].is_sparse, read.buckets[0].is_sparse) == (plan, is_sparse, is_sparse)
+
+
+def test_a_scalar_has_one_element() -> None:
+    scalar = ParamSpec(name="scale", shape=(), dtype="float64", itemsize=8)
+    assert (scalar.numel, scalar.num_bytes) == (1, 8)
+
+
+def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_have_one() -> None:
+    assert len(group_by_size(NARROW, (0, 1), SizeCaps(cap_bytes=1e6))) == 2
+    assert "narrow" in text_of(ConfigError, lambda: planned([(0, 1)], NARROW))
+    plan = planned([(0,), (1,)], NARROW)
+    assert [bucket.own_dtype for bucket in plan.buckets] == [None, "bfloat16"]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "own_dtype" not in planned([(0,)], NARROW[:1]).to_json()  # as plans were saved before
+
+
+def test_a_plan_that_was_saved_without_a_word_on_sparse_parameters_is_of_dense_ones() -> None:
+    params = [{key: value for key, value in param.to_dict().items() if key != "is_sparse"} for param in PARAMS]
+    assert Plan.from_json(saved(params=params)) == PLAN
+
+
+def test_a_plan_knows_its_groups_and_what_is_in_pieces() -> None:
+    assert (PLAN.groups, PLAN.split_params) == (((1, 0), (2,)), frozenset())
+    assert (SPLIT.groups, SPLIT.split_params) == (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0})
+    assert json.loads(SPLIT.to_json())["buckets"] == [[1, [0, 0, 4]], [2], [[0, 4, 6]]]
+    # A piece that is all of its parameter is the parameter.
+    assert planned([(1, piece(0, 0, 6)), (2,)]) == PLAN
+    assert Plan.from_json(saved(buckets=[[1, [0, 0, 6]], [2]])).to_json() == PLAN.to_json()
+
+
+@given(any_plans)
+def test_any_plan(plan: Plan) -> None:
+    read = Plan.from_json(plan.to_json())
+    assert read == plan == planned(plan.groups, plan.params, plan.num_ranks)
+    assert re.fullmatch(r"[0-9a-f]{8}", plan.fingerprint)
+    assert read.fingerprint == plan.fingerprint
+    for bucket in plan.buckets:
+        assert {plan.params[i].kind for i in bucket.params} <= {bucket.kind}  # kinds do not share a bucket
+        assert len({*bucket.params}) == len(bucket.params)
+    for param, param_spec in enumerate(plan.params):
+        pieces = [slot.piece for bucket in plan.buckets for slot in bucket.slots if slot.param == param]
+        assert [element for held in pieces for element in range(held.first, held.stop)] == list(range(param_spec.slot_numel))
+        assert len(pieces) == 1 or (param in plan.split_params and all(held.numel for held in pieces))
+
+
+OTHERS = {
+    "slots": planned([(0, 1), (2,)]),
+    "buckets": planned([(2,), (1, 0)]),
+    "grouping": planned([(1,), (0,), (2,)]),
+    "ranks": planned(num_ranks=3),
+    "name": planned(params=(spec("other", 6), *PARAMS[1:])),
+    "shape": planned(params=(spec("weight", 7), *PARAMS[1:])),
+    "dtype": planned(params=(*PARAMS[:2], spec("half", 3, dtype="float16"))),
+    "device": planned(params=(*PARAMS[:2], spec("half", 3, dtype="bfloat16", device="cuda"))),
+    "sparse": planned(params=(*PARAMS[:2], spec("half", 3, dtype="bfloat16", is_sparse=True))),
+    "pieces": SPLIT,
+    "other pieces": planned([(1, piece(0, 0, 2)), (2,), (piece(0, 2, 6),)]),
+}
+
+
+def test_fingerprints_of_plans_that_differ_are_different() -> None:
+    assert len({PLAN.fingerprint, *(plan.fingerprint for plan in OTHERS.values())}) == 1 + len(OTHERS)
+
+
+EACH_ONCE = "a plan must hold each of its 3 parameters exactly once.\n  first difference: "
+FOREIGN = "\n  Make the plan from the parameters of this model."
+IN_PIECES = "\n  The pieces of a parameter follow each other without gaps, each in a later bucket."
+WEIGHT = f"{EACH_ONCE}parameter 0 ('weight') has elements [0, 6), its slots hold "
+NO_PLAN = "this is no saved plan: "
+SAVE = ".\n  Use a file that save_plan() has written."
+OVERLAPS = "\n  Slots do not overlap, and are of one dtype and device."
+SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
+
+
+def misplaced(**change: Any) -> tuple[Call, str]:
+    changed: Bucket = dataclasses.replace(PLAN.buckets[1], **change)
+    return lambda: with_bucket(1, **change), (
+        "the trailer [11, 72) of bucket 1 is misplaced.\n"
+        f"  the gradients end at {changed.numel}, the storage at {changed.storage_numel}\n"
+        "  The trailer lies behind the gradients and ends the storage."
+    )
+
+
+READING = {
+    "": f"{NO_PLAN}Expecting value: line 1 column 1 (char 0){SAVE}",
+    None: f"{NO_PLAN}the JSON object must be str, bytes or bytearray, not NoneType{SAVE}",
+    "{}": f"{NO_PLAN}it has no 'format'{SAVE}",
+    '{"format": 2}': f"{NO_PLAN}format 2, expected 1{SAVE}",
+    '{"format": 1}': f"{NO_PLAN}it has no 'params'{SAVE}",
+    saved(num_ranks=float("inf")): f"{NO_PLAN}inf is not a whole number of 64 bits{SAVE}",
+    # Not for more ranks than can be simulated.
+    saved(num_ranks=2**31): "a plan is for 1,048,576 ranks at most, got num_ranks=2147483648.\n  Give fewer ranks.",
+    **{
+        saved(buckets=buckets): text
+        for buckets, text in (
+            ([[0, 1], ["two"]], f"{NO_PLAN}'two' is not a whole number of 64 bits{SAVE}"),
+            ([[0, 1], [2, 3]], f"{NO_PLAN}tuple index out of range{SAVE}"),
+            ([[[0, 4]], [1], [2]], f"{NO_PLAN}not enough values to unpack (expected 3, got 2){SAVE}"),
+            ([[[0, "x", 6]], [1], [2]], f"{NO_PLAN}'x' is not a whole number of 64 bits{SAVE}"),
+            ([[[9, 0, 6]], [1], [2]], f"{NO_PLAN}tuple index out of range{SAVE}"),
+            ([[0, 1]], f"{EACH_ONCE}parameter 2 ('half') is in 0 slots{FOREIGN}"),
+            ([[0], [2]], f"{EACH_ONCE}parameter 1 ('bias') is in 0 slots{FOREIGN}"),
+            ([[1, 0, 0], [2]], f"{EACH_ONCE}parameter 0 ('weight') is in 2 slots{FOREIGN}"),
+            ([[0, 1], [2], [1]], f"{EACH_ONCE}parameter 1 ('bias') is in 2 slots{FOREIGN}"),
+            ([[0, 1], [2], [-1]], f"{EACH_ONCE}parameter -1 is in 1 slots{FOREIGN}"),
+            ([[0, 1], [2, [3, 0, 2]]], f"{EACH_ONCE}parameter 3 is in 1 slots{FOREIGN}"),
+            ([[1, [0, 0, 4]], [2]], f"{WEIGHT}[0, 4) in bucket 0{IN_PIECES}"),
+            ([[1, [0, 0, 7]], [2]], f"{WEIGHT}[0, 7) in bucket 0{IN_PIECES}"),
+            ([[[0, 0, 3]], [1, [0, 4, 6]], [2]], f"{WEIGHT}[0, 3) in bucket 0, [4, 6) in bucket 1{IN_PIECES}"),
+            ([[[0, 0, 4]], [1, [0, 3, 6]], [2]], f"{WEIGHT}[0, 4) in bucket 0, [3, 6) in bucket 1{IN_PIECES}"),
+            ([[[0, 3, 6]], [1, [0, 0, 3]], [2]], f"{WEIGHT}[3, 6) in bucket 0, [0, 3) in bucket 1{IN_PIECES}"),
+            ([[[0, 0, 3], [0, 3, 6]], [1], [2]], f"{WEIGHT}[0, 3) in bucket 0, [3, 6) in bucket 0{IN_PIECES}"),
+            ([[[0, 0, 6]], [1, [0, 6, 6]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [6, 6) in bucket 1{IN_PIECES}"),
+            ([[0], [1, [0, 0, 2]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [0, 2) in bucket 1{IN_PIECES}"),
+            (
+                [[[0, 4, 2]], [1], [2]],
+                "the piece of parameter 0 is impossible: [4, 2).\n"
+                "  A piece begins at zero or later and does not end before it begins.",
+            ),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize(("text", "error"), READING.items())
+def test_a_text_that_is_no_plan_is_refused(text: Any, error: str) -> None:
+    assert text_of(ConfigError, lambda: Plan.from_json(text)) == error
+
+
+REFUSALS: dict[str, tuple[Call, str]] = {
+    "a slot too large": (
+        lambda: with_bucket(1, slots=(Slot(param=2, start=0, stop=4),)),
+        f"{EACH_ONCE}parameter 2 ('half') has elements [0, 3), its slots hold [0, 4) in bucket 1{IN_PIECES}",
+    ),
+    "a slot too small": (
+        lambda: with_bucket(1, slots=(Slot(param=2, start=5, stop=7),)),
+        f"{EACH_ONCE}parameter 2 ('half') has elements [0, 3), its slots hold [0, 2) in bucket 1{IN_PIECES}",
+    ),
+    "slots that overlap": (
+        lambda: with_bucket(0, slots=(Slot(param=1, start=0, stop=2), Slot(param=0, start=1, stop=7))),
+        "parameter 'weight' does not fit its slot [1, 7) of bucket 0.\n"
+        f"  it has 6 elements of float32 on cpu; the bucket holds float32 on cpu and is free from 2{OVERLAPS}",
+    ),
+    "a trailer that does not end the storage": misplaced(storage_numel=80),
+    "a trailer that lies on gradients": misplaced(slots=(Slot(param=2, start=60, stop=63),)),
+    "sparse and dense in one group": (
+        lambda: planned([(0, 1)], (spec("weight", 6), spec("rows", 6, is_sparse=True))),
+        "parameter 'rows' does not fit its slot [6, 6) of bucket 0.\n"
+        f"  it has 0 elements of float32 on cpu; the bucket holds float32 on cpu and is free from 6{OVERLAPS}",
+    ),
+    "two dtypes in one group": (
+        lambda: planned([(0, 1, 2)]),
+        "parameter 'half' does not fit its slot [8, 11) of bucket 0.\n"
+        f"  it has 3 elements of bfloat16 on cpu; the bucket holds float32 on cpu and is free from 8{OVERLAPS}",
+    ),
+    "a sparse parameter in pieces": (
+        lambda: planned([(piece(0, 0, 3),), (piece(0, 3, 6),)], (spec("rows", 6, is_sparse=True),)),
+        f"{EACH_ONCE.replace('3', '1')}parameter 0 ('rows') has elements [0, 0), its slots hold [0, 3) in bucket 0, "
+        f"[3, 6) in bucket 1{IN_PIECES}",
+    ),
+    **{
+        f"{num_ranks} ranks": (
+            lambda num_ranks=num_ranks: planned(num_ranks=num_ranks),
+            f"a plan is for one rank or more, got num_ranks={num_ranks}.\n  Give the size of the process group.",
+        )
+        for num_ranks in (0, -2)
+    },
+    **{
+        f"shape {shape}, {itemsize} bytes": (
+            lambda shape=shape, itemsize=itemsize: ParamSpec(name="w", shape=shape, dtype="float32", itemsize=itemsize),
+            f"parameter 'w' has an impossible size: shape {shape}, {itemsize} bytes per element.\n  {SIZES}",
+        )
+        for shape, itemsize in (((-1,), 4), ((2, -3), 4), ((2.5,), 4), (("2",), 4), ((2,), 0), ((2,), -4))
+    },
+}
+
+
+@pytest.mark.parametrize(("call", "error"), REFUSALS.values(), ids=REFUSALS)
+def test_what_is_no_plan_is_refused(call: Call, error: str) -> None:
+    assert text_of(ConfigError, call) == error
+
+
+fields = st.sampled_from(["name", "shape", "dtype", "itemsize", "device", "is_sparse", "new"])
+
+
+@given(
+    st.dictionaries(st.sampled_from(["format", "num_ranks", "params", "buckets"]), json_values, min_size=1, max_size=1)
+    | json_values.map(lambda value: {"buckets": [[value], [1], [2], [[0, 4, 6]]]})
+    | st.tuples(fields, json_values).map(
+        lambda changed: {"params": [{**PARAMS[0].to_dict(), changed[0]: changed[1]}, *(it.to_dict() for it in PARAMS[1:])]}
+    )
+)
+def test_any_other_value_in_a_saved_plan_makes_a_plan_or_a_config_error(changes: dict[str, Any]) -> None:
+    with contextlib.suppress(ConfigError):
+        assert all(isinstance(bucket.storage_numel, int) for bucket in Plan.from_json(saved(**changes)).buckets)

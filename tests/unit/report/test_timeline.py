@@ -1,0 +1,98 @@
+"""Steps as pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from support.errors import refusal
+from undertow.report.timeline import save_timeline
+from undertow.trace import Event, Trace
+
+PNG = b"\x89PNG\r\n\x1a\n"
+OVERLAPPED = Trace(
+    rank=0,
+    step=0,
+    events=(
+        Event(lane="compute", kind="forward", start_us=0, stop_us=40_000),
+        Event(lane="compute", kind="backward", start_us=40_000, stop_us=120_000),
+        Event(lane="compute", kind="wait", start_us=120_000, stop_us=130_000),
+        Event(lane="compute", kind="optimizer", start_us=130_000, stop_us=133_000),
+        Event(lane="comm.dp", kind="all_reduce", start_us=60_000, stop_us=130_000, bucket=0, num_bytes=8),
+    ),
+)
+
+SHARDED = Trace(
+    rank=0,
+    step=0,
+    events=(
+        *OVERLAPPED.events[:3],
+        Event(lane="compute", kind="wait", start_us=1_000, stop_us=9_000),
+        Event(lane="compute", kind="optimizer", start_us=-6_000, stop_us=-1_000),
+        Event(lane="comm.dp", kind="all_gather", start_us=-2_000, stop_us=9_000, bucket=1, num_bytes=8),
+        Event(lane="comm.dp", kind="all_gather", start_us=9_000, stop_us=30_000, bucket=0, num_bytes=8),
+        Event(lane="comm.dp", kind="reduce_scatter", start_us=60_000, stop_us=130_000, bucket=0, num_bytes=8),
+    ),
+)
+
+
+def test_traces_make_a_picture_that_is_higher_the_more_there_are(tmp_path: Path) -> None:
+    pictures = []
+    for num_ways in (1, 3):
+        save_timeline({f"way {i}": OVERLAPPED for i in range(num_ways)}, tmp_path / "it.png")
+        pictures.append((tmp_path / "it.png").read_bytes())
+    # Width and height, from the header of a PNG (RFC 2083, 11.2.1).
+    (width, low), (same_width, high) = ((it[16:20], it[20:24]) for it in pictures if it.startswith(PNG))
+    assert int.from_bytes(width) > 1000
+    assert (width, low < high) == (same_width, True)
+
+
+def test_steps_without_communication_or_without_anything_can_be_drawn(tmp_path: Path) -> None:
+    silent = Trace(rank=0, step=0, events=tuple(OVERLAPPED.on_lane("compute")))
+    save_timeline({"silent": silent, "empty": Trace(rank=0, step=0, events=())}, tmp_path / "silent.png")
+    assert (tmp_path / "silent.png").read_bytes().startswith(PNG)
+
+
+def drawn(traces: dict[str, Trace], monkeypatch: pytest.MonkeyPatch) -> Figure:
+    """The figure that would be written."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _path: figures.append(figure))
+    save_timeline(traces, "unused.png")
+    return figures[0]
+
+
+def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    (axes,) = drawn({"plain": OVERLAPPED, "sharded": SHARDED}, monkeypatch).axes
+    left, right = axes.get_xlim()
+    assert left == -6
+    assert right > 133
+    assert [text.get_text() for text in axes.texts] == ["133 ms", "86% hidden", "136 ms", "82% hidden"]
+
+
+def test_gathers_have_a_colour_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    legends = [drawn({"way": trace}, monkeypatch).axes[0].get_legend() for trace in (OVERLAPPED, SHARDED)]
+    of_plain, of_sharded = ([text.get_text() for text in legend.get_texts()] for legend in legends if legend is not None)
+    assert of_plain == ["forward", "backward", "waiting for the network", "optimizer", "gradients sent"]
+    assert of_sharded == [*of_plain, "parameters gathered"]
+
+
+def test_waits_too_short_to_be_seen_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    blink = Event(lane="compute", kind="wait", start_us=20_000, stop_us=20_010)
+    more = Trace(rank=0, step=0, events=(*SHARDED.events, blink))
+    assert [len(drawn({"way": trace}, monkeypatch).axes[0].collections) for trace in (SHARDED, more)] == [8, 8]
+
+
+def test_no_traces_are_refused(tmp_path: Path) -> None:
+    assert refusal(lambda: save_timeline({}, tmp_path / "none.png")) == ("a timeline needs at least one trace.\n  save_timeline")
+
+
+def test_a_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert refusal(lambda: save_timeline({"one way": OVERLAPPED}, tmp_path / "one.png")) == (
+        "pictures need matplotlib, which is not installed.\n"
+        "  undertow.report.timeline\n"
+        '  Install it with: pip install "undertow[cli]"'
+    )

@@ -1,0 +1,130 @@
+"""Receives over an emulated link, with messages that come when the test says so."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.errors import text_of
+from undertow.cost import Link
+from undertow.runtime.receives import Receives
+from undertow.runtime.wire import LinkWork, Wire
+
+HOP_S = 0.3
+NUMEL = 10_000
+
+
+class Message(dist.Work):
+    """A receive of gloo's: `wait` returns when the message has come, or raises what happened instead."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__()
+        self.source = source
+        self.error: Exception | None = None
+        self._has_come = threading.Event()
+
+    def come(self, error: Exception | None = None) -> Message:
+        self.error = error
+        self._has_come.set()
+        return self  # for a message that is there from the beginning
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._has_come.wait()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def _source_rank(self) -> int:
+        return self.source
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire(Link(name="slow", hop_s=HOP_S, bytes_per_s=1e6))
+
+
+@pytest.fixture
+def receives(wire: Wire) -> Iterator[Receives]:
+    receives = Receives(wire, rank=0)
+    yield receives
+    receives.close(10.0)
+
+
+def post(receives: Receives, message: Message) -> LinkWork:
+    return receives.post(lambda: message, [torch.zeros(NUMEL)], source=message.source)
+
+
+def test_messages_follow_one_another_and_pay_their_latency_side_by_side(wire: Wire, receives: Receives) -> None:
+    for work in [post(receives, Message(source).come()) for source in (1, 2, 1, 2, 1)]:
+        work.wait()
+    log, cost_s = wire.take_log(), 4 * NUMEL / 1e6
+    assert [(it.kind, it.num_bytes) for it in log] == [("send", 4 * NUMEL)] * 5
+    # 1e-9: times of day are large doubles.
+    assert all(later.started_s >= it.started_s + cost_s - 1e-9 for it, later in pairwise(log))
+    assert all(it.done_s >= it.started_s + cost_s + HOP_S - 1e-9 for it in log)
+    # Latencies in series would be 5 * 0.3 s; half of what lies between is left to a busy machine.
+    assert log[-1].done_s - log[0].launched_s < 5 * cost_s + HOP_S + 2 * HOP_S
+
+
+def test_a_late_sender_does_not_keep_the_others(receives: Receives) -> None:
+    late = Message(1)
+    waits, comes = post(receives, late), post(receives, Message(2).come())
+    comes.wait()
+    assert not waits.is_completed()
+    late.come()
+    waits.wait()
+
+
+def test_messages_of_one_sender_are_done_as_they_were_posted(receives: Receives) -> None:
+    first = Message(1)
+    works = [post(receives, first), post(receives, Message(1).come())]
+    assert "timed out" in text_of(RuntimeError, lambda: works[1].wait(timedelta(milliseconds=20)))
+    first.come()
+    works[1].wait()
+    assert works[0].is_completed()
+
+
+def test_a_receive_waits_for_what_else_is_on_the_link(wire: Wire, receives: Receives) -> None:
+    _, free_s = wire.reserve(ready_s=time.perf_counter(), bytes_s=0.2)
+    post(receives, Message(1).come()).wait()
+    (transfer,) = wire.take_log()
+    assert transfer.started_s >= free_s
+
+
+def test_a_handle_tells_its_result_and_its_sender(receives: Receives) -> None:
+    message = Message(3)
+    work = receives.post(lambda: message, [torch.ones(2)], source=None)
+    assert (work.is_completed(), work.get_future().done()) == (False, False)
+    message.come()
+    assert work.wait()
+    assert (work.is_completed(), work.is_success(), work._source_rank()) == (True, True, 3)
+    assert work.get_future().value()[0].tolist() == work.result()[0].tolist() == [1, 1]
+
+
+def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(receives: Receives) -> None:
+    works = [post(receives, Message(1).come(RuntimeError("connection lost"))), post(receives, Message(1).come())]
+    assert text_of(RuntimeError, works[0].wait) == "connection lost"
+    assert (type(works[0].exception()), works[0].is_success(), works[1].wait()) == (RuntimeError, False, True)
+
+
+def test_closing_before_a_message_has_come_is_said(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    receives, message = Receives(wire, rank=4), Message(1)
+    post(receives, message)
+    with caplog.at_level(logging.WARNING, logger="undertow"):
+        receives.close(0.01)
+    assert caplog.messages == ["an emulated group of rank 4 was closed with a receive in flight."]
+    message.come()  # or its thread would wait on
+
+
+def test_receives_can_be_posted_again_after_closing(receives: Receives) -> None:
+    post(receives, Message(1).come()).wait()
+    receives.close(10.0)
+    assert post(receives, Message(1).come()).wait()

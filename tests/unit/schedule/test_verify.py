@@ -1,0 +1,320 @@
+"""Schedules that are right, and each fault that one line of a schedule can have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.errors import refusal
+from support.strategies import LOWERINGS
+from undertow.schedule import (
+    DDP,
+    HYBRID,
+    ZERO1,
+    ZERO2,
+    Strategy,
+    lower_accumulation,
+    lower_data_parallel,
+    lower_eager,
+    schedule_from_text,
+    verify,
+)
+
+STEP = """\
+id  lane     kind        bucket  reads     writes    after
+00  compute  fill        b0      -         grad[b0]  -
+01  compute  pack        b0      grad[b0]  grad[b0]  00
+02  comm.dp  all_reduce  b0      grad[b0]  grad[b0]  01
+03  compute  fill        b1      -         grad[b1]  -
+04  compute  end         *       -         -         00 03
+05  compute  pack        b1      grad[b1]  grad[b1]  04
+06  comm.dp  all_reduce  b1      grad[b1]  grad[b1]  05
+07  compute  join        *       -         -         04
+08  compute  bind        b0      grad[b0]  -         02 07
+09  compute  bind        b1      grad[b1]  -         06 07
+10  compute  step        *       grad[*]   param[*]  08 09
+11  compute  use         *       param[*]  -         10
+"""
+EAGER = """\
+id  lane     kind            bucket  reads      writes     after
+00  compute  fill            b0      param[b0]  grad[b0]   -
+01  compute  pack            b0      grad[b0]   grad[b0]   00
+02  comm.dp  reduce_scatter  b0      grad[b0]   shard[b0]  01
+03  update   step            b0      shard[b0]  own[b0]    02
+04  compute  fill            b1      param[b1]  grad[b1]   -
+05  compute  end             *       -          -          00 04
+06  compute  pack            b1      grad[b1]   grad[b1]   05
+07  comm.dp  reduce_scatter  b1      grad[b1]   shard[b1]  06
+08  update   step            b1      shard[b1]  own[b1]    07
+09  comm.dp  all_gather      b1      own[b1]    param[b1]  08
+10  comm.dp  all_gather      b0      own[b0]    param[b0]  03
+11  compute  join            *       -          -          05
+12  compute  bind            b0      shard[b0]  -          03 11
+13  compute  bind            b1      shard[b1]  -          08 11
+14  compute  use             b1      param[b1]  -          09
+15  compute  use             b0      param[b0]  -          10
+"""
+SHARDED = {"of": lower_data_parallel(2, ZERO1).to_text(), "strategy": ZERO1}  # 10 steps, 11 and 12 gather, 13 and 14 use
+STEPPED_EARLY = {"of": EAGER, "strategy": ZERO1}
+MESH = {"of": lower_data_parallel(2, HYBRID).to_text(), "strategy": HYBRID}
+# The last collective has its own edge to the end of backward, so that a fault of its pack is only that.
+APART = STEP.replace("grad[b1]  05", "grad[b1]  04 05")
+
+
+def read(*lines: str, of: str = STEP) -> Any:
+    """The schedule of a text with `lines` in place of those of the same ids, or behind the last."""
+    return schedule_from_text("\n".join({line.split()[0]: line for line in (*of.splitlines(), *lines)}.values()))
+
+
+def crossing(buffer: str, counts: str, num_buckets: int = 2) -> str:
+    return (
+        f"the ops on {buffer} do not carry each gradient across once.\n  {counts}; the plan has {num_buckets} buckets\n"
+        "  A step fills every bucket once and sends it once; an accumulation sends nothing, or shards."
+    )
+
+
+def outside(op: str, fill: str, step: str = "10") -> str:
+    return (
+        f"op {op} may run before its gradients are there or after the step.\n  {fill}, step is op {step}\n"
+        "  Order the collective after the fill and before the step."
+    )
+
+
+def at_once(first: str, second: str, buffer: str) -> str:
+    return (
+        f"ops {first} and {second} may touch {buffer} at once.\n"
+        f"  one writes it, and nothing orders {second[:2]} after {first[:2]}\n"
+        "  Let the later op come after the earlier one."
+    )
+
+
+def ends(kind: str, count: int, num_ops: int = 12) -> str:
+    return (
+        f"the schedule has {count} ops of kind {kind}, expected 1.\n  schedule of {num_ops} ops\n"
+        "  Backward ends once in a step, and its engines join once."
+    )
+
+
+def leaves_early(op: str, end: str, reduction: str = "it is the last reduction") -> str:
+    return (
+        f"op {op} may leave before backward is over.\n  {reduction}; backward ends with op {end}\n"
+        "  The last bucket leaves after backward: its trailer carries what a rank knows only then."
+    )
+
+
+def gathered_early(op: str, step: str) -> str:
+    return f"op {op} may run before the step.\n  step is op {step}\n  Order the gather after the step."
+
+
+FAULTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "not sent": (
+        ["02  compute  pack  b0  grad[b0]  grad[b0]  01"],
+        {},
+        crossing("grad[b0]", "fills: expected 1, got 1; all_reduces: expected 1, got 0"),
+    ),
+    "sent twice": (
+        ["05  comm.dp  all_reduce  b1  grad[b1]  grad[b1]  04"],
+        {},
+        crossing("grad[b1]", "fills: expected 1, got 1; all_reduces: expected 1, got 2"),
+    ),
+    "filled twice": (
+        ["01  compute  fill  b0  -  grad[b0]  00"],
+        {},
+        crossing("grad[b0]", "fills: expected 1, got 2; all_reduces: expected 1, got 1"),
+    ),
+    "a foreign bucket": (
+        [],
+        {"num_buckets": 1},
+        crossing("grad[b1]", "fills: expected 0, got 1; all_reduces: expected 0, got 1", 1),
+    ),
+    "no such bucket": (
+        [],
+        {"num_buckets": 3},
+        crossing("grad[b2]", "fills: expected 1, got 0; all_reduces: expected 1, got 0", 3),
+    ),
+    "all buckets at once": (
+        ["12  comm.dp  all_reduce  *  grad[*]  grad[*]  11"],
+        {},
+        crossing("grad[*]", "fills: expected 0, got 0; all_reduces: expected 0, got 1"),
+    ),
+    "sent by an accumulation": (
+        ["05  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  04"],
+        {"of": lower_accumulation(1).to_text(), "num_buckets": 1},
+        crossing("grad[b0]", "fills: expected 1, got 1; all_reduces: expected 0, got 1", 1),
+    ),
+    "summed for a sharded optimizer": (
+        [],
+        {"of": lower_data_parallel(1).to_text(), "strategy": ZERO1, "num_buckets": 1},
+        crossing("grad[b0]", "fills: expected 1, got 1; reduce_scatters: expected 1, got 0", 1),
+    ),
+    "sharded for a plain optimizer": (
+        [],
+        {"of": lower_data_parallel(1, ZERO1).to_text(), "num_buckets": 1},
+        crossing("grad[b0]", "fills: expected 1, got 1; all_reduces: expected 1, got 0", 1),
+    ),
+    "sharded by an accumulation": (
+        [],
+        {"of": lower_accumulation(1, ZERO2).to_text(), "strategy": ZERO1, "num_buckets": 1},
+        crossing("grad[b0]", "fills: expected 1, got 1; reduce_scatters: expected 0, got 1", 1),
+    ),
+    "not sent over the outer axis": (
+        ["03  compute  pack  b0  shard[b0]  shard[b0]  02"],
+        MESH,
+        crossing("grad[b0]", "reduce_scatters: expected 1, got 1; all_reduces: expected 1, got 0"),
+    ),
+    "sent before it is filled": (
+        ["02  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  -"],
+        {},
+        outside("02 (all_reduce b0)", "fill is op 00"),
+    ),
+    "sent after the step": (["09  compute  bind  b1  grad[b1]  -  07"], {}, outside("06 (all_reduce b1)", "fill is op 03")),
+    "over the outer axis before the inner one": (
+        ["03  comm.across  all_reduce  b0  shard[b0]  shard[b0]  01"],
+        MESH,
+        outside("03 (all_reduce b0)", "reduce_scatter is op 02", "12"),
+    ),
+    "over the outer axis after the step": (
+        ["10  compute  bind  b0  shard[b0]  -  02 09", "11  compute  bind  b1  shard[b1]  -  07 09"],
+        MESH,
+        outside("03 (all_reduce b0)", "reduce_scatter is op 02", "12"),
+    ),
+    "sent before it is full, and stepped": (
+        ["01  compute  pack  b0  -  -  00", "02  comm.dp  reduce_scatter  b0  grad[b0]  shard[b0]  -"],
+        STEPPED_EARLY,
+        outside("02 (reduce_scatter b0)", "fill is op 00", "03"),
+    ),
+    "stepped before it is reduced": (
+        ["03  update  step  b0  shard[b0]  own[b0]  01"],
+        STEPPED_EARLY,
+        outside("02 (reduce_scatter b0)", "fill is op 00", "03"),
+    ),
+    "bound in flight": (
+        ["08  compute  bind  b0  grad[b0]  -  01 07"],
+        {"of": APART},
+        at_once("02 (all_reduce b0)", "08 (bind b0)", "grad[b0]"),
+    ),
+    "packed in flight": (
+        ["02  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  00"],
+        {"of": APART},
+        at_once("01 (pack b0)", "02 (all_reduce b0)", "grad[b0]"),
+    ),
+    "packed while it is filled": (
+        ["05  compute  pack  b1  grad[b1]  grad[b1]  -"],
+        {"of": APART},
+        at_once("03 (fill b1)", "05 (pack b1)", "grad[b1]"),
+    ),
+    "used in the step": (
+        ["11  compute  use  *  param[*]  -  -"],
+        {"of": APART},
+        at_once("10 (step *)", "11 (use *)", "param[*]"),
+    ),
+    "packed when it is bound": (
+        ["12  compute  pack  b1  grad[b1]  grad[b1]  06"],
+        {"of": APART},
+        at_once("09 (bind b1)", "12 (pack b1)", "grad[b1]"),
+    ),
+    "one bucket used in the step": (
+        ["12  compute  use  b0  param[b0]  -  09"],
+        {"of": APART},
+        at_once("10 (step *)", "12 (use b0)", "param[b0]"),
+    ),
+    "used while it is gathered": (
+        ["13  compute  use  b1  param[b1]  -  10"],
+        SHARDED,
+        at_once("11 (all_gather b1)", "13 (use b1)", "param[b1]"),
+    ),
+    "the next step comes too early": (
+        [],
+        {"of": STEP[: STEP.index("11  ")]},
+        at_once("10 (step *)", "12 (fill b0)", "grad[b0]"),
+    ),
+    "stepped while backward may read it": (
+        ["04  compute  fill  b1  param[b0] param[b1]  grad[b1]  -"],
+        STEPPED_EARLY,
+        at_once("03 (step b0)", "04 (fill b1)", "own[b0]"),
+    ),
+    "backward never ends": (["04  compute  join  *  -  -  00 03"], {}, ends("end", 0)),
+    "backward ends twice": (["07  compute  end  *  -  -  04"], {}, ends("end", 2)),
+    "never joined": (["07  compute  use  *  -  -  04"], {}, ends("join", 0)),
+    "joined twice": (["12  compute  join  *  -  -  04"], {}, ends("join", 2, 13)),
+    "the last one leaves in backward": (
+        ["05  compute  pack  b1  grad[b1]  grad[b1]  03"],
+        {},
+        leaves_early("06 (all_reduce b1)", "04"),
+    ),
+    "the last one leaves in backward on the inner axis": (
+        ["06  compute  pack  b1  grad[b1]  grad[b1]  04", "08  comm.across  all_reduce  b1  shard[b1]  shard[b1]  05 07"],
+        MESH,
+        leaves_early("07 (reduce_scatter b1)", "05"),
+    ),
+    "not gathered": (
+        ["12  compute  use  b0  param[b0]  -  10"],
+        SHARDED,
+        "the ops on param[b0] do not bring each parameter to every rank once.\n"
+        "  all_gathers: expected 1, got 0; the plan has 2 buckets\n"
+        "  Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+    ),
+    "gathered before the step": (
+        ["11  comm.dp  all_gather  b1  own[b1]  param[b1]  07"],
+        SHARDED,
+        gathered_early("11 (all_gather b1)", "10"),
+    ),
+    "gathered before its own step": (
+        ["09  comm.dp  all_gather  b1  own[b1]  param[b1]  07"],
+        STEPPED_EARLY,
+        gathered_early("09 (all_gather b1)", "08"),
+    ),
+    "stepped twice": (
+        ["08  update  step  b0  shard[b0]  own[b0]  07"],
+        STEPPED_EARLY,
+        "the steps do not update each parameter once.\n  buckets that are stepped: b0, b0; the plan has 2 buckets\n"
+        "  One step updates all buckets, or each bucket has one of its own.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "how", "fault"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_found(lines: list[str], how: dict[str, Any], fault: str) -> None:
+    given = {"of": STEP, "strategy": DDP, "num_buckets": 2, **how}
+    schedule = read(*lines, of=given["of"])
+    assert refusal(lambda: verify(schedule, given["strategy"], num_buckets=given["num_buckets"])) == fault
+
+
+@pytest.mark.parametrize(
+    ("lines", "text", "strategy"),
+    [
+        ([], STEP, DDP),
+        ([], EAGER, ZERO1),
+        (["08  compute  bind  b0  grad[b0]  -  06 07"], STEP, DDP),  # a collective is after all earlier ones of its lane
+    ],
+    ids=["the step above", "the eager one", "bound after a later collective"],
+)
+def test_schedules_without_a_fault(lines: list[str], text: str, strategy: Strategy) -> None:
+    assert verify(schedule := read(*lines, of=text), strategy, num_buckets=2) is schedule
+
+
+@given(st.integers(1, 40))
+def test_lowered_schedules_are_right(num_buckets: int) -> None:
+    for strategy, schedules in {
+        DDP: [lower(num_buckets) for lower in LOWERINGS],
+        HYBRID: [lower_data_parallel(num_buckets, HYBRID, overlap=overlap) for overlap in (False, True)]
+        + [lower_eager(num_buckets, HYBRID), lower_accumulation(num_buckets, HYBRID)],
+    }.items():
+        assert [verify(schedule, strategy, num_buckets=num_buckets) for schedule in schedules] == schedules
+
+
+@pytest.mark.parametrize("lower", LOWERINGS)
+def test_three_thousand_buckets_are_no_problem(lower: Any) -> None:
+    verify(lower(3000), num_buckets=3000)
+
+
+def test_an_eager_step_is_lowered_so() -> None:
+    assert lower_eager(2, ZERO1).to_text() == EAGER
+    assert refusal(lambda: lower_eager(2, ZERO1, ((1,), (0,)))) == (
+        "bucket 1 cannot be gathered before it is reduced.\n"
+        "  the lane behind the reduction of bucket 0\n"
+        "  Put its gather behind its own reduction, or a later one."
+    )

@@ -1,0 +1,264 @@
+"""What comes from elsewhere: JSON that no program writes is refused by our own errors, names are shown without effect."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from support.cli import Undertow
+from support.records import record
+from support.strategies import spec
+from undertow import SyncConfig
+from undertow.cost import CostCurve
+from undertow.errors import ConfigError, UndertowError
+from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_lines
+from undertow.plan import ParamSpec, Plan, plan_from_groups
+from undertow.plan.table import source_from_file
+from undertow.profile import Profile, profile_from_file, profile_from_json
+from undertow.report.explain import print_explanation
+from undertow.report.terminal import print_report
+from undertow.report.timeline import save_timeline
+from undertow.trace import Event, Trace, summarize
+from undertow.tune import Explanation
+
+SPEC = ParamSpec(name="a", shape=(2, 3), dtype="float32", itemsize=4)
+PLAN = plan_from_groups([SPEC], [(0,)], num_ranks=2).to_json()
+PROFILE = Profile(params=(SPEC,), ready_us=(1.0,), forward_us=1.0, backward_us=2.0).to_json()
+TABLE = '{"params": [{"name": "a", "shape": [2, 3], "dtype": "float32"}]}'
+SETTINGS = SyncConfig().to_json()
+
+
+def from_file(read: Callable[[Path], Any]) -> Callable[[str, Path], Any]:
+    def reads(text: str, folder: Path) -> Any:
+        (folder / "file.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        return read(folder / "file.json")
+
+    return reads
+
+
+READERS: dict[str, tuple[str, Callable[[str, Path], Any]]] = {
+    "Plan.from_json": (PLAN, lambda text, _: Plan.from_json(text)),
+    "SyncConfig.from_json": (SETTINGS, lambda text, _: SyncConfig.from_json(text)),
+    "profile_from_json": (PROFILE, lambda text, _: profile_from_json(text, "run.json")),
+    "a file of a plan": (PLAN, from_file(source_from_file)),
+    "a file of a table": (TABLE, from_file(source_from_file)),
+    "a file of a profile": (PROFILE, from_file(profile_from_file)),
+}
+each_reader = pytest.mark.parametrize(("good", "read"), READERS.values(), ids=READERS)
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+# In place of each value of a text.
+VALUES = {
+    "nested without end": nested(100_000),
+    "nested as deep as Python reads": nested(900),
+    "an object nested deeply": '{"a":' * 5000 + "1" + "}" * 5000,
+    "a number of too many digits": "1" * 5000,
+    "a number of many digits": "1" * 4000,
+    "a number beyond all floats": "1e999",
+    "a number of 2000 digits, with a point": "1" * 2000 + ".5",
+    "not a number": "NaN",
+    "infinite": "-Infinity",
+    "true": "true",
+    "half": "0.5",
+    "a text": '"3"',
+    "half a character": '"\\ud800"',
+    "nothing": "null",
+    "an object": '{"a": {}}',
+}
+
+
+def places(part: Any) -> Iterator[tuple[Any, Any]]:
+    for key in part if isinstance(part, dict) else range(len(part)):
+        yield part, key
+        if isinstance(part[key], dict | list):
+            yield from places(part[key])
+
+
+def with_value(text: str, value: str) -> Iterator[str]:
+    """The text with each of its plain values replaced, one at a time."""
+    data = json.loads(text)
+    for part, key in list(places(data)):
+        before, part[key] = part[key], "<here>"
+        yield json.dumps(data).replace('"<here>"', value)
+        part[key] = before
+
+
+@each_reader
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_any_value_anywhere_is_read_or_a_config_error(
+    value: str, good: str, read: Callable[[str, Path], Any], tmp_path: Path
+) -> None:
+    for text in with_value(good, value):
+        try:
+            outcome = repr(read(text, tmp_path))
+        except ConfigError as error:
+            outcome = str(error)
+        assert outcome.replace("\n", "").isprintable()
+
+
+TEXTS = {
+    "nested without end": nested(100_000),
+    "nothing": "",
+    "bytes that are no text": "\udcff\udcfe{",
+    "a byte order mark": "\ufeff{}",
+    "a zero": "\0",
+    "half a character": '"\\ud800',
+    "the wrong kind": '"\\ud800"',
+}
+
+
+@each_reader
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_any_other_text_is_a_config_error(text: str, good: str, read: Callable[[str, Path], Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text, tmp_path)
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
+@each_reader
+def test_a_key_that_is_given_twice_is_a_config_error(good: str, read: Callable[[str, Path], Any], tmp_path: Path) -> None:
+    (key, value), *_ = json.loads(good).items()
+    with pytest.raises(ConfigError, match="is given twice"):
+        read(good.replace("{", "{" + f'"{key}": {json.dumps(value)}, ', 1), tmp_path)
+
+
+OTHER_TYPES = {
+    "a shape with a point": (PLAN, "[2, 3]", "[2, 3.0]"),
+    "a shape that is true": (PLAN, "[2, 3]", "[true, 3]"),
+    "a shape that is a text": (PLAN, "[2, 3]", '"23"'),
+    "a shape that nothing can count": (PLAN, "[2, 3]", "[4294967296, 4294967296]"),
+    "half a rank": (PLAN, '"num_ranks": 2', '"num_ranks": 2.5'),
+    "ranks in quotes": (PLAN, '"num_ranks": 2', '"num_ranks": "2"'),
+    "a bucket with a point": (PLAN, "[[0]]", "[[0.7]]"),
+    "a bucket in quotes": (PLAN, "[[0]]", '[["0"]]'),
+    "a bucket that is false": (PLAN, "[[0]]", "[[false]]"),
+    "a format that is true": (PLAN, '"format": 1', '"format": true'),
+    "a name that is a number": (PLAN, '"name": "a"', '"name": 1'),
+    "a dtype that is a number": (PLAN, '"dtype": "float32"', '"dtype": 1'),
+    "experts that are a number": (SETTINGS, '"experts": []', '"experts": 5'),
+}
+
+
+@pytest.mark.parametrize(("text", "good", "bad"), OTHER_TYPES.values(), ids=OTHER_TYPES)
+def test_a_value_of_another_type_is_not_rounded_or_guessed(text: str, good: str, bad: str) -> None:
+    assert good in text
+    with pytest.raises(ConfigError):
+        (Plan if text == PLAN else SyncConfig).from_json(text.replace(good, bad))
+
+
+def test_json_is_read_to_a_depth() -> None:
+    assert parsed_json(nested(MOST_LEVELS)) == json.loads(nested(MOST_LEVELS))
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parsed_json(nested(MOST_LEVELS + 1))
+
+
+NAMES = {
+    "an end of markup": "[/bold]",
+    "a link": "[link=http://x]y[/link]",
+    "a style with a backslash": "\\[red]z",
+    "an emoji": ":bomb:",
+    "a clearing of the screen": "\x1b[2J",
+    "a title of the window": "\x1b]0;t\x07",
+    "another direction": "\u202ea",
+    "a second line": "a\nb\rc",
+    "half of a character": "\ud800",
+    "eight bits": "\x9b2J",
+}
+each_name = pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("layer.0.weight", "layer.0.weight"),
+        ("zwei Übungen, 三", "zwei Übungen, 三"),
+        ("1\u00a0234\u3000m", "1\u00a0234\u3000m"),
+        ("\x1b[31m\x00\x7f\x85", "\\x1b[31m\\x00\\x7f\\x85"),
+        ("a\nb\tc\r", "a\\nb\\tc\\r"),
+        ("\u202e\u2028\u2066\ufeff", "\\u202e\\u2028\\u2066\\ufeff"),
+        ("\ud800\U000e0001", "\\ud800\\U000e0001"),
+    ],
+)
+def test_a_character_that_could_steer_a_terminal_is_shown_as_its_escape(text: str, expected: str) -> None:
+    assert printable(text) == expected
+    assert printable_lines(f"{text}\n{text}") == "\n".join([expected.replace("\\n", "\n")] * 2)
+
+
+def plan_of(name: str, **changes: Any) -> Plan:
+    given = {"name": name, "shape": (3,), "dtype": "float32", "itemsize": 4}
+    return plan_from_groups([ParamSpec(**{**given, **changes})], [(0,)], num_ranks=2)
+
+
+def profile_of(name: str) -> Profile:
+    curves, times = {"all_reduce": CostCurve(points=((1e3, 10.0), (1e6, 100.0)))}, {"forward_us": 10.0, "backward_us": 20.0}
+    return Profile(name=name, params=(spec(name, 1000),), ready_us=(10.0,), **times, num_ranks=2, curves=curves)
+
+
+def printed(show: Callable[[Console], None]) -> str:
+    file = io.StringIO()
+    show(Console(file=file, width=200))
+    return file.getvalue()
+
+
+# What shows a name, or the file that has it and the command that shows that.
+SHOWN: dict[str, Callable[[str], Any]] = {
+    "a report": lambda name: printed(
+        lambda console: print_report(summarize([record(buckets=record().buckets[:1])], plan_of(name), rank=0), console)
+    ),
+    "an explanation": lambda name: printed(
+        lambda console: print_explanation(Explanation(num_ranks=2, strategy="ddp", bucket_mb=(1.0,), why=name), console)
+    ),
+    "a table": lambda name: ("plan", json.dumps({"params": [{"name": name, "shape": [3], "dtype": "float32"}]})),
+    "a saved plan": lambda name: ("plan", plan_of(name).to_json()),
+    "the dtype of a saved plan": lambda name: ("plan", plan_of("a", dtype=name).to_json()),
+    "a profile": lambda name: ("plan", profile_of(name).to_json()),
+    "a profile that is simulated": lambda name: ("simulate", profile_of(name).to_json()),
+}
+
+
+@pytest.mark.parametrize("show", SHOWN.values(), ids=SHOWN)
+@each_name
+def test_a_name_is_shown_as_it_is(
+    name: str, show: Callable[[str], Any], undertow: Undertow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, out = show(name), name.replace("/", "").replace("\ud800", "") or "out"
+    monkeypatch.chdir(tmp_path)
+    if isinstance(shown, tuple):
+        (tmp_path / "model.json").write_text(shown[1])
+        code, shown, _ = undertow(shown[0], "model.json", *(("--out", out) if shown[0] == "simulate" else ()))
+        assert code == 0
+        assert printable(out) in shown or "Picture" not in shown, shown  # where a picture is written
+    assert printable(name) in shown, shown
+    assert all(line.isprintable() for line in shown.split("\n")), shown
+
+
+@each_name
+def test_an_error_shows_names_as_they_are(name: str, undertow: Undertow, tmp_path: Path) -> None:
+    error, expected = UndertowError(f"{name} is wrong.", where=name, remedy=f"Mend {name}."), printable_lines(name)
+    assert str(error) == f"{expected} is wrong.\n  {expected}\n  Mend {expected}."
+    (tmp_path / "table.json").write_text(json.dumps({"params": [{"name": name, "shape": [3], "dtype": name}]}))
+    code, _, shown = undertow("plan", tmp_path / "table.json")
+    assert (code, repr(name).strip("'\"") in shown) == (2, True)
+    assert all(line.isprintable() for line in shown.split("\n"))
+
+
+@pytest.mark.parametrize("name", [*NAMES.values(), "$x^$", "a$b", "\\$", "$\\frac{$", "_hidden"])
+def test_a_picture_draws_names_as_they_are(name: str, tmp_path: Path) -> None:
+    trace = Trace(rank=0, step=0, events=(Event(lane="compute", kind="forward", start_us=0, stop_us=40_000),))
+    save_timeline({name: trace, f"{name} again": trace}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_the_name_of_a_file_in_an_error_has_no_control_characters(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\\x1b\[2Jnone cannot be read\."):
+        profile_from_file(tmp_path / "\x1b[2Jnone")
