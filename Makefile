@@ -15,7 +15,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 QUICK := not (slow or waits or alone or root or bench or gpu) or smoke
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-torch soak bench bench-peers lint format docs clean
+.PHONY: help demo test test-all test-torch test-oldest mutants soak bench bench-peers lint format docs clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -27,9 +27,18 @@ test: $(READY) ## Run every behaviour once (5 minutes); make test ARGS="tests/un
 	$(PYTEST) -n 2 -m "$(QUICK)" $(ARGS)
 
 test-all: $(READY) ## Run everything, torch's own tests of its class too (20 minutes)
-	$(PYTEST) -n 2 --thorough -m "not alone"
-	$(PYTEST) --thorough -m alone
+	$(PYTEST) -n 2 --thorough --no-unexpected-skips -m "not alone"
+	$(PYTEST) --thorough --no-unexpected-skips -m alone
 	$(MAKE) test-torch
+
+test-torch: $(READY) ## Run torch's own tests of its class with ours in its place, and compare with what is recorded
+	PYTHONPATH=tests $(BIN)/python -m torch_suite $(ARGS)
+
+test-oldest: $(READY) ## Run a short set of tests with the oldest torch and numpy that are supported
+	$(BIN)/python .ci/oldest.py $(ARGS)
+
+mutants: $(READY) ## Change the source in one place after the other, and tell which tests notice (hours)
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 soak: $(READY) ## Train with 200 faults at random places; make soak ARGS="--seed 7 --injections 20"
 	PYTHONPATH=tests $(BIN)/python -m soak $(ARGS)

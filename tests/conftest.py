@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from support import markers, skips
 from support.products import without_products
 from support.ranks import RankPools, Ranks
 
@@ -18,9 +19,11 @@ POOLS = RankPools()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="every product of parameters, and more examples of each property")
+    skips.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    markers.require_known(config)
     settings.load_profile("thorough" if config.getoption("thorough") else "default")
 
 
@@ -49,6 +52,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_unconfigure() -> None:
     POOLS.close()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    skips.fail_if_unexpected(session)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skips.summarise(terminalreporter)
 
 
 @pytest.fixture(scope="session")

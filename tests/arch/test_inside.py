@@ -19,28 +19,18 @@ OTHERS = {"torch", "dist", "nn"}  # whose private names are not ours
 # Files that still do; each one that is mended leaves this list, which ends empty.
 STILL_REACH_INSIDE = {
     "tests/dist/test_average.py",
-    "tests/dist/test_buffers.py",
-    "tests/dist/test_comm_hooks.py",
-    "tests/dist/test_construction.py",
     "tests/dist/test_demo.py",
     "tests/dist/test_drop_in_class.py",
     "tests/dist/test_drop_in_passing_changes.py",
     "tests/dist/test_eager_failures.py",
     "tests/dist/test_emulated_link.py",
     "tests/dist/test_exchange.py",
-    "tests/dist/test_experts.py",
     "tests/dist/test_failures.py",
-    "tests/dist/test_fuzz.py",
-    "tests/dist/test_groups.py",
     "tests/dist/test_interrupt.py",
-    "tests/dist/test_nothing_to_train.py",
-    "tests/dist/test_precision.py",
     "tests/dist/test_step_hooks.py",
     "tests/dist/test_thawed_in_a_step.py",
-    "tests/dist/test_tuning.py",
     "tests/faults/test_cut_messages.py",
     "tests/faults/test_waits_alone.py",
-    "tests/frameworks/test_subclasses.py",
     "tests/soak/points.py",
     "tests/support/emulated.py",
     "tests/support/faults.py",
@@ -64,7 +54,7 @@ def is_of_self(node: ast.Attribute) -> bool:
 
 
 # What torch's class calls so is part of its interface, which ours has too.
-OF_TORCH = defined_in(ast.parse(inspect.getsource(torch.nn.parallel.distributed)))
+OF_TORCH = defined_in(ast.parse(inspect.getsource(torch.nn.parallel.distributed))) | {"_rebuild_buckets"}  # of its reducer
 LIBRARY = set().union(*(defined_in(ast.parse(path.read_text())) for path in SOURCES)) - OF_TORCH
 
 

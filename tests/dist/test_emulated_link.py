@@ -1,136 +1,115 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from support.emulated import run_over_link
+from support.emulated import ended_over_link, over_link, run_over_link
+from support.inside import BACKEND, EmulatedLink, emulated_backend, posted_exchanges
 from support.models import noise
+from support.processes import Rank, run_ranks
 from undertow.cost import collective_seconds, link_from_text
-from undertow.demo.launch import RanksLost
 from undertow.errors import PhaseError
-from undertow.runtime.emulated_link import BACKEND, EmulatedLink, Transfer, emulated_backend
-from undertow.runtime.exchange import PostedExchanges
-from undertow.runtime.group import GroupRef, OwnGroup
 
 LINKS = ["1gbit", "none"]
 SLOW = "10mbit"  # so slow that what it carries is never done by accident
 
 
-def answers_of_all_collectives(_link: EmulatedLink) -> dict[str, list[float]]:
+@over_link(*LINKS)
+def test_every_collective_has_gloos_answer(link: EmulatedLink) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = torch.full((2,), float(rank + 1))
-    answers: dict[str, torch.Tensor] = {}
+    mine, other = torch.full((2,), rank + 1.0), torch.full((2,), 2.0 - rank)
+    both, total = torch.tensor([1.0, 1.0, 2.0, 2.0]), torch.full((1,), 3.0)
 
-    answers["all_reduce sum"] = mine.clone()
-    dist.all_reduce(answers["all_reduce sum"])
-    answers["all_reduce mean"] = mine.clone()
-    dist.all_reduce(answers["all_reduce mean"], op=dist.ReduceOp.AVG)
-    answers["broadcast"] = mine.clone()
-    dist.broadcast(answers["broadcast"], src=1)
-    gathered = [torch.empty(2) for _ in range(size)]
+    def require(found: Tensor, answer: Tensor) -> None:
+        assert torch.equal(found, answer)
+
+    summed, mean, sent = mine.clone(), mine.clone(), mine.clone()
+    dist.all_reduce(summed)
+    require(summed, mine + other)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    require(mean, (mine + other) / 2)
+    dist.broadcast(sent, src=1)
+    require(sent, both[2:])
+    gathered = list(torch.empty(size, 2))
     dist.all_gather(gathered, mine)
-    answers["all_gather"] = torch.cat(gathered)
-    answers["reduce_scatter"] = torch.empty(1)
-    dist.reduce_scatter(answers["reduce_scatter"], list(mine.chunk(size)))
-    answers["all_to_all"] = torch.empty(2)
-    dist.all_to_all_single(answers["all_to_all"], mine)
+    require(torch.cat(gathered), both)
+    scattered, exchanged = torch.empty(1), torch.empty(2)
+    dist.reduce_scatter(scattered, list(mine.chunk(size)))
+    require(scattered, total)
+    dist.all_to_all_single(exchanged, mine)
+    require(exchanged, torch.tensor([1.0, 2.0]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed these two
-        answers["all_gather_into_tensor"] = torch.empty(2 * size)
-        dist.all_gather_into_tensor(answers["all_gather_into_tensor"], mine)
-        answers["reduce_scatter_tensor"] = torch.empty(1)
-        dist.reduce_scatter_tensor(answers["reduce_scatter_tensor"], mine)
-    collected = [torch.zeros(2) for _ in range(size)] if rank == 0 else None
+        flat, part = torch.empty(2 * size), torch.empty(1)
+        dist.all_gather_into_tensor(flat, mine)
+        require(flat, both)
+        dist.reduce_scatter_tensor(part, mine)
+        require(part, total)
+    collected = list(torch.zeros(size, 2)) if rank == 0 else None
     dist.gather(mine, collected, dst=0)
-    answers["gather"] = torch.cat(collected) if collected else torch.zeros(0)
-    answers["scatter"] = torch.empty(2)
-    dist.scatter(answers["scatter"], [mine, mine + 10] if rank == 0 else None, src=0)
-    answers["send"], answers["send to any"] = mine.clone(), mine.clone()
+    require(both if collected is None else torch.cat(collected), both)
+    own = torch.empty(2)
+    dist.scatter(own, [mine, mine + 10] if rank == 0 else None, src=0)
+    require(own, torch.full((2,), 1.0 + 10 * rank))
     if rank == 0:
         dist.send(mine, dst=1)
         dist.send(mine, dst=1)
     else:
-        dist.recv(answers["send"], src=0)
-        assert dist.recv(answers["send to any"]) == 0
+        received, from_any = torch.zeros(2), torch.zeros(2)
+        dist.recv(received, src=0)
+        assert dist.recv(from_any) == 0
+        require(torch.cat([received, from_any]), torch.ones(4))
     dist.barrier()
-    return {name: tensor.tolist() for name, tensor in answers.items()}
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_every_collective_has_gloos_answer(link: str) -> None:
-    first, second = run_over_link(answers_of_all_collectives, link)
-    for answers in (first, second):
-        assert answers["all_reduce sum"] == [3, 3]
-        assert answers["all_reduce mean"] == [1.5, 1.5]
-        assert answers["broadcast"] == [2, 2]
-        assert answers["all_gather"] == answers["all_gather_into_tensor"] == [1, 1, 2, 2]
-        assert answers["reduce_scatter"] == answers["reduce_scatter_tensor"] == [3]
-        assert answers["all_to_all"] == [1, 2]
-        assert answers["send"] == answers["send to any"] == [1, 1]
-    assert first["gather"] == [1, 1, 2, 2]
-    assert (first["scatter"], second["scatter"]) == ([1, 1], [11, 11])
-
-
-def log_of_two_groups(link: EmulatedLink) -> tuple[Transfer, ...]:
-    other = dist.new_group([0, 1], backend=BACKEND)
+@over_link("1gbit")
+def test_collectives_follow_one_another_over_one_link_and_take_their_time(link: EmulatedLink) -> None:
+    groups = None, dist.new_group([0, 1], backend=BACKEND)
     link.take_log()
-    works = [
-        dist.all_reduce(torch.zeros(numel), group=group, async_op=True)
-        for numel in (50_000, 7, 200_000)
-        for group in (None, other)
-    ]
+    numels = [numel for numel in (50_000, 7, 200_000) for _ in groups]
+    works = [dist.all_reduce(torch.zeros(n), group=group, async_op=True) for n, group in zip(numels, groups * 3, strict=True)]
     for work in works:
         work.wait()
-    return link.take_log()
+    log = link.take_log()
+    assert sorted(transfer.num_bytes for transfer in log) == sorted(4 * numel for numel in numels)
+    cable = link_from_text("1gbit")
+    costs = {t.num_bytes: collective_seconds(cable, t.kind, num_bytes=t.num_bytes, num_ranks=2) for t in log}
+    # A guarantee, no measurement: nothing is done before the link allows it. 1e-9: times of day are large doubles.
+    assert all(t.done_s >= t.started_s + costs[t.num_bytes] - 1e-9 for t in log)
+    assert all(t.started_s >= t.launched_s for t in log)
+    in_turn = sorted(log, key=lambda t: t.started_s)
+    assert all(later.started_s >= t.started_s + costs[t.num_bytes] - 1e-9 for t, later in pairwise(in_turn))
 
 
-def test_collectives_follow_one_another_over_one_link_and_take_their_time() -> None:
-    logs = run_over_link(log_of_two_groups, "1gbit")
-    link = link_from_text("1gbit")
-    for log in logs:
-        assert sorted(transfer.num_bytes for transfer in log) == [28, 28, 200_000, 200_000, 800_000, 800_000]
-        costs = {t.num_bytes: collective_seconds(link, t.kind, num_bytes=t.num_bytes, num_ranks=2) for t in log}
-        # A guarantee, no measurement: nothing is done before the link allows it. 1e-9: times of day are large doubles.
-        assert all(t.done_s >= t.started_s + costs[t.num_bytes] - 1e-9 for t in log)
-        assert all(t.started_s >= t.launched_s for t in log)
-        in_turn = sorted(log, key=lambda t: t.started_s)
-        assert all(later.started_s >= t.started_s + costs[t.num_bytes] - 1e-9 for t, later in pairwise(in_turn))
-
-
-def seconds_of_a_collective_and_a_message(link: EmulatedLink) -> tuple[float, float]:
-    """Each a megabyte, which a link of 8.4 Mb/s carries in a second, behind a rest."""
-    payload = torch.zeros(250_000)
+@pytest.mark.alone
+@over_link("8.4mbit,50ms", burst_bytes=20_000_000)
+def test_what_a_token_bucket_holds_passes_at_once_and_latency_does_not(link: EmulatedLink) -> None:
+    """A collective and a message of a megabyte each, which the link carries in a second, after a rest."""
+    payload, rank = torch.zeros(250_000), dist.get_rank()
     began_s = begin_together(link)
     dist.all_reduce(payload)
-    collective_s = time.perf_counter() - began_s
+    assert 0.1 <= time.perf_counter() - began_s < 0.9
     began_s = begin_together(link)
-    if dist.get_rank() == 0:
+    if rank == 0:
         dist.send(payload, dst=1)
     else:
         dist.recv(payload, src=0)
-    return collective_s, time.perf_counter() - began_s
+        assert 0.05 <= time.perf_counter() - began_s < 0.9
 
 
-def test_what_a_token_bucket_holds_passes_at_once_and_latency_does_not() -> None:
-    seconds = run_over_link(seconds_of_a_collective_and_a_message, "8.4mbit,50ms", burst_bytes=20_000_000)
-    assert all(0.1 <= collective_s < 0.9 for collective_s, _ in seconds)
-    assert 0.05 <= seconds[1][1] < 0.9
-
-
-def start_with_a_late_rank(link: EmulatedLink) -> Transfer:
+def start_with_a_late_rank(link: EmulatedLink) -> Any:
     tensor, token = torch.zeros(10), torch.zeros(1)
     if dist.get_rank() == 0:
         work = dist.all_reduce(tensor, async_op=True)
@@ -138,7 +117,6 @@ def start_with_a_late_rank(link: EmulatedLink) -> Transfer:
     else:
         dist.recv(token, src=0)  # only now: rank 0 has launched before
         work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None
     work.wait()
     (transfer,) = (it for it in link.take_log() if it.kind == "all_reduce")
     return transfer
@@ -149,84 +127,41 @@ def test_a_collective_starts_when_its_last_rank_has_launched() -> None:
     assert first.launched_s < late.launched_s <= first.started_s
 
 
-def how_a_handle_behaves(_link: EmulatedLink) -> dict[str, object]:
+@over_link(SLOW)
+def test_a_handle_can_be_polled_and_waited_for_with_a_timeout(link: EmulatedLink) -> None:
     work = dist.all_reduce(torch.ones(100_000), async_op=True)
-    assert work is not None
-    seen: dict[str, object] = {"completed at once": work.is_completed()}
-    try:
+    assert not work.is_completed()
+    with pytest.raises(RuntimeError, match=r"^Operation timed out! The link has not carried it after 0\.001 s\.$"):
         work.wait(timedelta(milliseconds=1))
-    except RuntimeError as error:
-        seen["timeout"] = str(error)
-    seen["wait"] = work.wait()
-    seen["completed"] = work.is_completed()
-    seen["future is done"] = work.get_future().done()
-    seen["value"] = work.get_future().value()[0][0].item()
-    return seen
+    assert work.wait()
+    assert work.is_completed()
+    assert work.get_future().done()
+    assert work.get_future().value()[0][0] == 2.0
 
 
-def test_a_handle_can_be_polled_and_waited_for_with_a_timeout() -> None:
-    for seen in run_over_link(how_a_handle_behaves, SLOW):
-        assert seen == {
-            "completed at once": False,
-            "timeout": "Operation timed out! The link has not carried it after 0.001 s.",
-            "wait": True,
-            "completed": True,
-            "future is done": True,
-            "value": 2.0,
-        }
-
-
-def use_groups_in_different_orders(_link: EmulatedLink) -> float:
-    first = dist.new_group([0, 1], backend=BACKEND)
-    second = dist.new_group([0, 1], backend=BACKEND)
+@over_link("1gbit")
+def test_groups_do_not_wait_for_each_other(link: EmulatedLink) -> None:
+    first, second = (dist.new_group([0, 1], backend=BACKEND) for _ in range(2))
     total = torch.ones(1)
     if dist.get_rank() == 0:
         early = dist.all_reduce(total, group=first, async_op=True)
-        dist.barrier(group=second)
-        dist.barrier()
-    else:
-        dist.barrier(group=second)
-        dist.barrier()  # which rank 0 reaches only when `second` is done there
+    dist.barrier(group=second)
+    dist.barrier()  # which rank 0 reaches only when `second` is done there
+    if dist.get_rank() == 1:
         early = dist.all_reduce(total, group=first, async_op=True)
-    assert early is not None
     early.wait()
-    return total.item()
+    assert total == 2.0
 
 
-def test_groups_do_not_wait_for_each_other() -> None:
-    assert run_over_link(use_groups_in_different_orders, "1gbit") == [2, 2]
-
-
-def errors_of_gloo(_link: EmulatedLink) -> list[str]:
-    messages = []
+@over_link("1gbit")
+def test_an_error_of_gloo_reaches_whoever_waits(link: EmulatedLink) -> None:
     for ask in (lambda work: work.wait(), lambda work: work.get_future().wait()):
-        try:
-            ask(dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND, async_op=True))
-        except RuntimeError as error:
-            messages.append(str(error))
+        work = dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND, async_op=True)
+        with pytest.raises(RuntimeError, match="BAND"):
+            ask(work)
     usable = torch.ones(1)
     dist.all_reduce(usable)
-    return [*messages, str(usable.item())]
-
-
-def test_an_error_of_gloo_reaches_whoever_waits() -> None:
-    for messages in run_over_link(errors_of_gloo, "1gbit"):
-        assert len(messages) == 3
-        assert all("BAND" in message for message in messages[:2])
-        assert messages[2] == "2.0"
-
-
-def meet_a_rank_that_dies(_link: EmulatedLink) -> str:
-    if dist.get_rank() == 1:
-        os._exit(7)
-    dist.all_reduce(torch.ones(1))
-    return "unreachable"
-
-
-@pytest.mark.parametrize("link", LINKS)
-def test_a_dead_rank_is_an_error_on_the_others(link: str) -> None:
-    with pytest.raises(RanksLost, match=r"rank 1 has failed\.\n  It ended with exit code 7"):
-        run_over_link(meet_a_rank_that_dies, link)
+    assert usable == 2.0
 
 
 @dataclass(frozen=True)
@@ -236,7 +171,7 @@ class Exchanged:
     is_right: bool
     began_s: float
     ended_s: float
-    log: tuple[Transfer, ...]
+    log: tuple[Any, ...]
 
 
 NUM_BYTES = 600_000  # that a rank gives to the exchange; a part of it is kept
@@ -255,7 +190,6 @@ def exchange_parts(link: EmulatedLink) -> Exchanged:
     works = [dist.irecv(tensor, peer, tag=tag) for (peer, tag), tensor in received.items()]
     works += [dist.isend(tensor, peer, tag=tag) for (peer, tag), tensor in sent.items()]
     for work in works:
-        assert work is not None
         work.wait()
     ended_s = time.perf_counter()
     is_right = all(bool((tensor == 10.0 * peer + tag).all()) for (peer, tag), tensor in received.items())
@@ -264,24 +198,20 @@ def exchange_parts(link: EmulatedLink) -> Exchanged:
 
 def scatter_and_gather(link: EmulatedLink) -> Exchanged:
     """The exchanges that sharded steps are made of."""
-    group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
-    group.open()
-    exchanges = PostedExchanges(group)
-    size, rank = group.num_ranks, group.rank
+    size, rank = dist.get_world_size(), dist.get_rank()
     numel = NUM_BYTES // 4 // size
     storages = [noise(numel * size + 1, rank=peer) for peer in range(size)]
     shard, gathered = torch.empty(numel), torch.empty(numel * size)
-    began_s = begin_together(link)
     trailer = range(numel * size, numel * size + 1)
-    exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer, pack=int).wait()
-    gathered.view(size, -1)[rank] = shard
-    exchanges.all_gather(gathered, number=0, then=int).wait()
-    ended_s = time.perf_counter()
+    with posted_exchanges() as exchanges:
+        began_s = begin_together(link)
+        exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer, pack=int).wait()
+        gathered.view(size, -1)[rank] = shard
+        exchanges.all_gather(gathered, number=0, then=int).wait()
+        ended_s = time.perf_counter()
     total = storages[0].clone()
     for storage in storages[1:]:
         total += storage
-    exchanges.close()
-    group.close()
     return Exchanged(torch.equal(gathered, (total / size)[:-1]), began_s, ended_s, link.take_log())
 
 
@@ -291,6 +221,7 @@ def begin_together(link: EmulatedLink) -> float:
     return time.perf_counter()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(("program", "num_rounds"), [(exchange_parts, 1), (scatter_and_gather, 2)])
 def test_sends_and_receives_take_what_they_would_on_the_link(
@@ -311,49 +242,52 @@ def test_sends_and_receives_take_what_they_would_on_the_link(
     assert min(longest_s) <= least_s + num_rounds * MARGIN_S
 
 
-def exchange_over_a_free_link(link: EmulatedLink) -> tuple[bool, bool, bool]:
-    return exchange_parts(link).is_right, scatter_and_gather(link).is_right, link.take_log() == ()
+@over_link("none", num_ranks=3)
+def test_a_free_link_leaves_sends_and_receives_alone(link: EmulatedLink) -> None:
+    assert exchange_parts(link).is_right
+    assert scatter_and_gather(link).is_right
+    assert link.take_log() == ()
 
 
-def test_a_free_link_leaves_sends_and_receives_alone() -> None:
-    assert run_over_link(exchange_over_a_free_link, "none", num_ranks=3) == [(True, True, True)] * 3
-
-
-def reduce_in_the_middle_of_an_exchange(_link: EmulatedLink) -> list[float]:
-    """Rank 1 sends only when a collective is over that rank 0 launches behind its receive."""
+@over_link("1gbit")
+def test_receives_and_collectives_of_one_group_do_not_wait_for_each_other(link: EmulatedLink) -> None:
+    """Rank 1 sends only when a collective is over that rank 0 launches after its receive."""
     mine, theirs, total = torch.full((1,), dist.get_rank() + 1.0), torch.zeros(1), torch.ones(1)
     peer = 1 - dist.get_rank()
     receive = dist.irecv(theirs, peer)
     reduction = dist.all_reduce(total, async_op=True)
     if dist.get_rank() == 1:
-        assert reduction is not None
         reduction.wait()
     dist.send(mine, peer)
-    for work in (receive, reduction):
-        assert work is not None
-        work.wait()
-    return [theirs.item(), total.item()]
+    receive.wait()
+    reduction.wait()
+    assert (theirs, total) == (peer + 1.0, 2.0)
 
 
-def test_receives_and_collectives_of_one_group_do_not_wait_for_each_other() -> None:
-    assert run_over_link(reduce_in_the_middle_of_an_exchange, "1gbit") == [[2, 2], [1, 2]]
+def die_or_reduce(link: EmulatedLink) -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.all_reduce(torch.ones(1))
 
 
-def receive_from_a_rank_that_dies(_link: EmulatedLink) -> str:
+def die_or_receive(link: EmulatedLink) -> None:
     if dist.get_rank() == 1:
         os._exit(7)
     dist.recv(torch.ones(1), src=1)
-    return "unreachable"
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_dead_sender_is_an_error_where_it_is_waited_for(link: str) -> None:
-    with pytest.raises(RanksLost, match=r"rank 1 has failed\.\n  It ended with exit code 7"):
-        run_over_link(receive_from_a_rank_that_dies, link)
+@pytest.mark.parametrize("program", [die_or_reduce, die_or_receive])
+def test_a_dead_rank_is_an_error_where_it_is_waited_for(program: Callable[[EmulatedLink], None], link: str) -> None:
+    survivor, dead = ended_over_link(program, link)
+    assert dead.exit_code == 7
+    assert (survivor.exit_code, survivor.was_killed) == (1, False), survivor.log
+    assert "Connection closed by peer" in survivor.text or "reset by peer" in survivor.text
 
 
-def train_with_torch(link: EmulatedLink) -> tuple[bool, list[tuple[str, int]]]:
-    def gradients(module: nn.Module) -> list[torch.Tensor]:
+@over_link("1gbit")
+def test_torchs_own_wrapper_trains_over_it(link: EmulatedLink) -> None:
+    def gradients(module: nn.Module) -> list[Tensor]:
         module(torch.full((4, 8), float(dist.get_rank() + 1))).sum().backward()
         return [param.grad.clone() for param in module.parameters() if param.grad is not None]
 
@@ -365,27 +299,18 @@ def train_with_torch(link: EmulatedLink) -> tuple[bool, list[tuple[str, int]]]:
     model.zero_grad()
     wrapped = nn.parallel.DistributedDataParallel(model)
     link.take_log()
-    are_equal = all(map(torch.equal, gradients(wrapped), expected))
-    return are_equal, [(transfer.kind, transfer.num_bytes) for transfer in link.take_log()]
+    assert all(map(torch.equal, gradients(wrapped), expected))
+    assert [(transfer.kind, transfer.num_bytes) for transfer in link.take_log()] == [("all_reduce", 4 * 2 * (8 * 8 + 8))]
 
 
-def test_torchs_own_wrapper_trains_over_it() -> None:
-    num_bytes = 4 * 2 * (8 * 8 + 8)
-    assert run_over_link(train_with_torch, "1gbit") == [(True, [("all_reduce", num_bytes)])] * 2
-
-
-def kinds_in_the_log(link: EmulatedLink) -> list[tuple[str, int, bool]]:
+@over_link("none")
+def test_a_free_link_records_what_it_does_not_delay(link: EmulatedLink) -> None:
     dist.all_reduce(torch.zeros(3))
     dist.reduce_scatter(torch.zeros(2), [torch.zeros(2), torch.zeros(2)])
     dist.barrier()
     dist.barrier()  # the log is written when gloo says that it is done: that of the first barrier is surely in
-    return [(t.kind, t.num_bytes, t.launched_s == t.started_s <= t.done_s) for t in link.take_log()[:3]]
-
-
-def test_a_free_link_records_what_it_does_not_delay() -> None:
-    expected = [("all_reduce", 12, True), ("reduce_scatter", 16, True), ("barrier", 0, True)]
-    for recorded in run_over_link(kinds_in_the_log, "none"):
-        assert sorted(recorded) == sorted(expected)
+    found = [(t.kind, t.num_bytes, t.launched_s == t.started_s <= t.done_s) for t in link.take_log()[:3]]
+    assert sorted(found) == [("all_reduce", 12, True), ("barrier", 0, True), ("reduce_scatter", 16, True)]
 
 
 def test_a_closed_link_makes_no_groups() -> None:
@@ -400,17 +325,15 @@ def test_a_closed_link_makes_no_groups() -> None:
     )
 
 
-@pytest.mark.parametrize("ending", ["dist.destroy_process_group()", "pass"])
-def test_a_process_ends_with_exit_code_zero(ending: str) -> None:
-    program = f"""
-        import torch, torch.distributed as dist
-        from undertow.cost import link_from_text
-        from undertow.runtime.emulated_link import emulated_backend
-        with emulated_backend(link_from_text("1gbit")):
-            dist.init_process_group("emulated", store=dist.HashStore(), rank=0, world_size=1)
-            group = dist.new_group([0], backend="emulated")
-            handles = [dist.all_reduce(torch.ones(9), group=group, async_op=True) for _ in range(5)]
-            {ending}
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False, capture_output=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, b"")
+def leave_handles(ends: Callable[[], object], rank: Rank) -> None:
+    with emulated_backend(link_from_text("1gbit")):
+        rank.meet(BACKEND)
+        group = dist.new_group([0], backend=BACKEND)
+        rank.handles = [dist.all_reduce(torch.ones(9), group=group, async_op=True) for _ in range(5)]
+        ends()
+
+
+@pytest.mark.parametrize("ends", [dist.destroy_process_group, int], ids=["destroyed", "left open"])
+def test_a_process_ends_with_exit_code_zero(ends: Callable[[], object]) -> None:
+    (done,) = run_ranks(partial(leave_handles, ends), 1, is_script=True)
+    assert (done.exit_code, done.log) == (0, "")

@@ -4,44 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from support.inside import issued_ops, late_ops
 from support.models import CASES, Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
-from support.ranks import Ranks
+from support.ranks import in_ranks
 from undertow import SyncConfig, attach
 from undertow.schedule import OpKind
 
 LATE_S = 0.2  # far above what a busy machine keeps another rank waiting in most of four steps
 
 
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
+
+
 @contextlib.contextmanager
 def collectives() -> Iterator[list[str]]:
     """The names of torch.distributed's collectives as they are called."""
     called: list[str] = []
-    names = ["all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier"]
-    originals = {name: getattr(dist, name) for name in names}
 
-    def counted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.append(name)
-            return originals[name](*args, **kwargs)
+    def counted(name: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return call(*args, **kwargs)
 
-        return call
-
-    for name in names:
-        setattr(dist, name, counted(name))
-    try:
+    with contextlib.ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(mock.patch.object(dist, name, partial(counted, name, getattr(dist, name))))
         yield called
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def ops_of_a_step(settings: dict[str, Any], order_by_rank: list[tuple[int, ...]]) -> tuple[list[str], list[str]]:
@@ -62,63 +60,57 @@ BINDS = ["bind b0", "bind b1", "bind b2"]
 IN_ORDER, REVERSED, ROTATED = (0, 1, 2), (2, 1, 0), (1, 2, 0)
 
 
+ACCUMULATED = ["pack b0", "bind b0", "pack b1", "bind b1", "pack b2", "bind b2"]
+
+
+@in_ranks(2, 3)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "afterwards"])
-def test_a_bucket_is_packed_and_sent_before_the_next_one(ranks: Ranks, overlap: bool) -> None:
-    for synchronised, accumulated in ranks.run(ops_of_a_step, {"overlap": overlap}, [IN_ORDER] * 3):
-        assert synchronised == OVERLAPPED + BINDS
-        assert accumulated == ["pack b0", "bind b0", "pack b1", "bind b1", "pack b2", "bind b2"]
+def test_a_bucket_is_packed_and_sent_before_the_next_one(overlap: bool) -> None:
+    assert ops_of_a_step({"overlap": overlap}, [IN_ORDER] * 3) == (OVERLAPPED + BINDS, ACCUMULATED)
 
 
-def test_ranks_whose_gradients_arrive_in_other_orders_send_alike(three_ranks: Ranks) -> None:
-    for synchronised, accumulated in three_ranks.run(ops_of_a_step, {}, [IN_ORDER, REVERSED, ROTATED]):
-        assert [op for op in synchronised if op.startswith("all_reduce")] == OVERLAPPED[1::2]
-        assert sorted(synchronised) == sorted(OVERLAPPED + BINDS)
-        assert synchronised[-3:] == BINDS
-        assert sorted(accumulated) == sorted(["pack b0", "bind b0", "pack b1", "bind b1", "pack b2", "bind b2"])
+@in_ranks(3)
+def test_ranks_whose_gradients_arrive_in_other_orders_send_alike() -> None:
+    synchronised, accumulated = ops_of_a_step({}, [IN_ORDER, REVERSED, ROTATED])
+    assert [op for op in synchronised if op.startswith("all_reduce")] == OVERLAPPED[1::2]
+    assert sorted(synchronised) == sorted(OVERLAPPED + BINDS)
+    assert synchronised[-3:] == BINDS
+    assert sorted(accumulated) == sorted(ACCUMULATED)
 
 
-def training_with_orders(order: str, order_by_rank: list[tuple[int, ...]]) -> None:
+def require_mean_gradients(ddp: Any, bare: Any, backward: Callable[[nn.Module], None]) -> None:
+    for model in (ddp, bare):
+        model.zero_grad()
+        backward(model)
+    naive_mean(bare)
+    require_same_gradients(ddp, bare)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("order", ["observed", "reverse", "largest_first"])
+def test_gradients_are_right_whatever_order_they_arrive_in(order: str) -> None:
     with wrapped_and_bare(Branches(), bucket_cap_mb=1e-6, order=order) as (ddp, bare):
         for step in range(4):
-            for model in (ddp, bare):
-                model.zero_grad()
-                model(noise(2, 4, step=step), order_by_rank[(dist.get_rank() + step) % 3]).square().sum().backward()
-            naive_mean(bare)
-            require_same_gradients(ddp, bare)
+            layers = (IN_ORDER, REVERSED, ROTATED)[(dist.get_rank() + step) % 3]
+            x = noise(2, 4, step=step)
+            require_mean_gradients(ddp, bare, lambda model: model(x, layers).square().sum().backward())  # noqa: B023  now
 
 
-@pytest.mark.parametrize("order", ["observed", "reverse", "largest_first"])
-def test_gradients_are_right_whatever_order_they_arrive_in(ranks: Ranks, order: str) -> None:
-    ranks.run(training_with_orders, order, [IN_ORDER, REVERSED, ROTATED])
-
-
-def collectives_of_steps(settings: dict[str, Any]) -> tuple[int, list[list[str]]]:
+@in_ranks(2, 3)
+@pytest.mark.parametrize(("order", "first"), [("reverse", []), ("observed", ["broadcast"])])
+def test_a_step_has_a_collective_per_bucket_and_the_first_one_agrees_on_the_observed_order(order: str, first: list[str]) -> None:
     case = CASES["mlp"]
-    with wrapped(case.model(), bucket_cap_mb=1e-6, **settings) as ddp, collectives() as called:
-        steps = []
+    with wrapped(case.model(), bucket_cap_mb=1e-6, order=order) as ddp, collectives() as called:
         for step in range(4):
             called.clear()
             case.loss(ddp, step).backward()
-            steps.append(list(called))
+            assert called == ["all_reduce"] * 4 + (first if step == 0 else [])
+        assert len(ddp.plan.buckets) == 4
         called.clear()
         with ddp.no_sync():
             case.loss(ddp, 0).backward()
         ddp.report(show=False)
         assert called == []
-        return len(ddp.plan.buckets), steps
-
-
-def test_a_step_has_a_collective_per_bucket_and_no_other(ranks: Ranks) -> None:
-    for num_buckets, steps in ranks.run(collectives_of_steps, {"order": "reverse"}):
-        assert num_buckets == 4
-        assert steps == [["all_reduce"] * 4] * 4
-
-
-def test_the_first_step_agrees_on_the_observed_order_once(ranks: Ranks) -> None:
-    for num_buckets, (first, *others) in ranks.run(collectives_of_steps, {"order": "observed"}):
-        assert num_buckets == 4
-        assert first == [*["all_reduce"] * 4, "broadcast"]
-        assert others == [["all_reduce"] * 4] * 3
 
 
 def orders_of_the_plan(settings: dict[str, Any], order_by_rank: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
@@ -134,32 +126,30 @@ def orders_of_the_plan(settings: dict[str, Any], order_by_rank: list[tuple[int, 
 REGISTERED = [(4, 5), (2, 3), (0, 1)]
 
 
-def test_the_second_step_has_the_order_that_rank_0_observed(ranks: Ranks) -> None:
-    orders = [REVERSED, IN_ORDER, ROTATED]  # rank 0's gradients come from layer 0 first
-    for plans in ranks.run(orders_of_the_plan, {}, orders):
-        assert plans == [REGISTERED, REGISTERED[::-1], REGISTERED[::-1]]
+@in_ranks(2, 3)
+def test_the_second_step_has_the_order_that_rank_0_observed() -> None:
+    plans = orders_of_the_plan({}, [REVERSED, IN_ORDER, ROTATED])  # rank 0's gradients come from layer 0 first
+    assert plans == [REGISTERED, REGISTERED[::-1], REGISTERED[::-1]]
 
 
+@in_ranks(2)
 @pytest.mark.parametrize("order", ["reverse", "largest_first"])
-def test_an_order_that_was_asked_for_stays(two_ranks: Ranks, order: str) -> None:
-    for plans in two_ranks.run(orders_of_the_plan, {"order": order}, [REVERSED] * 2):
-        assert plans == plans[:1] * 3
+def test_an_order_that_was_asked_for_stays(order: str) -> None:
+    plans = orders_of_the_plan({"order": order}, [REVERSED] * 2)
+    assert plans == plans[:1] * 3
 
 
-def orders_when_deterministic() -> list[list[tuple[int, ...]]]:
+@in_ranks(2, 3)
+def test_deterministic_algorithms_freeze_the_order() -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        return orders_of_the_plan({}, [REVERSED] * 3)
+        assert orders_of_the_plan({}, [REVERSED] * 3) == [REGISTERED] * 3
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_deterministic_algorithms_freeze_the_order(ranks: Ranks) -> None:
-    for plans in ranks.run(orders_when_deterministic):
-        assert plans == [REGISTERED] * 3
-
-
-def pinned_plan_stays() -> tuple[str, list[list[tuple[int, ...]]]]:
+@in_ranks(2, 3)
+def test_a_pinned_plan_stays() -> None:
     with wrapped(Branches(), bucket_cap_mb=8e-5) as ddp:
         for _ in range(2):
             ddp(noise(2, 4), ROTATED).sum().backward()
@@ -167,34 +157,24 @@ def pinned_plan_stays() -> tuple[str, list[list[tuple[int, ...]]]]:
     sync = attach(Branches(), config=SyncConfig(plan=saved))
     assert sync.plan.to_json() == saved
     sync.close()
-    return orders_of_the_plan({"plan": saved}, [REVERSED] * 3)
+    assert orders_of_the_plan({"plan": saved}, [REVERSED] * 3) == [[(0, 1), (4, 5), (2, 3)]] * 3
 
 
-def test_a_pinned_plan_stays(ranks: Ranks) -> None:
-    for plans in ranks.run(pinned_plan_stays):
-        assert plans == [[(0, 1), (4, 5), (2, 3)]] * 3
-
-
-def delayed(kind: OpKind, late_rank: int) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("late_rank", [0, 1])
+@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.ALL_REDUCE, OpKind.BIND])
+def test_a_delay_of_one_rank_changes_nothing(kind: OpKind, late_rank: int) -> None:
     case = CASES["mlp"]
     with wrapped_and_bare(case.model(), bucket_cap_mb=1e-6, order="reverse") as (ddp, bare):
         late = late_ops(ddp, kind, late_rank, seconds=0.01)
         for step in range(3):
-            for model in (ddp, bare):
-                model.zero_grad()
-                case.loss(model, step).backward()
-            naive_mean(bare)
-            require_same_gradients(ddp, bare)
+            require_mean_gradients(ddp, bare, lambda model: case.loss(model, step).backward())  # noqa: B023  now
         assert (dist.get_rank() == late_rank) == (late != [])
 
 
-@pytest.mark.parametrize("late_rank", [0, 1])
-@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.ALL_REDUCE, OpKind.BIND])
-def test_a_delay_of_one_rank_changes_nothing(ranks: Ranks, kind: OpKind, late_rank: int) -> None:
-    ranks.run(delayed, kind, late_rank)
-
-
-def report_of_a_late_rank(average_in_collective: bool) -> dict[str, Any]:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("average_in_collective", [True, False])
+def test_the_report_names_the_late_rank(average_in_collective: bool) -> None:
     case = CASES["mlp"]
     with wrapped(case.model(), order="reverse", average_in_collective=average_in_collective) as ddp:
         for step in range(4):
@@ -202,14 +182,9 @@ def report_of_a_late_rank(average_in_collective: bool) -> dict[str, Any]:
             if dist.get_rank() == 1:
                 time.sleep(LATE_S)
             loss.backward()
-        return ddp.report(show=False).to_dict()
-
-
-@pytest.mark.parametrize("average_in_collective", [True, False])
-def test_the_report_names_the_late_rank(ranks: Ranks, average_in_collective: bool) -> None:
-    for rank, report in enumerate(ranks.run(report_of_a_late_rank, average_in_collective)):
-        assert report["slowest_rank"] == 1
-        assert report["busy_ms"][1] >= LATE_S * 1e3
-        if rank != 1:
-            assert report["late_rank_ms"] > 0.5 * LATE_S * 1e3
-            assert report["exposed_ms"] >= report["late_rank_ms"]
+        report = ddp.report(show=False).to_dict()
+    assert report["slowest_rank"] == 1
+    assert report["busy_ms"][1] >= LATE_S * 1e3
+    if dist.get_rank() != 1:
+        assert report["late_rank_ms"] > 0.5 * LATE_S * 1e3
+        assert report["exposed_ms"] >= report["late_rank_ms"]

@@ -1,11 +1,12 @@
 """Checkpoints, plans, profiles, settings and messages changed at random: our errors or success, and no other file is touched.
 
-More than the few of every day: FUZZ_CASES=10000 make test ARGS="tests/dist/test_fuzz.py --timeout 0"
+More than the few of every day, or those of --thorough: FUZZ_CASES=10000 make test ARGS="tests/dist/test_fuzz.py --timeout 0"
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -24,26 +25,22 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from support.alike import of_all_ranks
 from support.checkpoints import Setup, require_equal, train, trained_by, whole_state
+from support.inside import hearing_rank
 from support.mutations import mutate_checkpoint, mutated_bytes, mutated_json
-from support.ranks import Ranks
+from support.ranks import in_ranks
 from undertow import CheckpointError, SyncConfig, load_checkpoint, save_checkpoint
 from undertow.cli.network import NetworkOptions
 from undertow.cli.plan import PlanRequest, show_plan
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Piece, Plan, plan_from_groups
 from undertow.profile import Profile, profile_from_json
-from undertow.runtime.guard import Ring
-from undertow.runtime.ring import Neighbour
 
-_CASES = int(os.environ.get("FUZZ_CASES", "0"))
-_AT_ONCE = 250
 _MOST_MEMORY = 2 << 30  # bytes
 _WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod", "shutil.")
 _RUNS = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.", "ctypes.", "pty.", "webbrowser.")
 _PROGRAMS = [Path(folder).resolve() for folder in sys.path if folder]
-
-Problems = list[str]
 
 
 class Watch:
@@ -77,19 +74,39 @@ class Watch:
             self.seen.append(f"{event}{args}")
 
 
-_watch: list[Watch] = []  # of this process: a hook stays for ever
+watch = functools.cache(Watch)  # of this process: a hook stays for ever
 
 
-def watch() -> Watch:
-    if not _watch:
-        _watch.append(Watch())
-    return _watch[0]
+class Fuzz:
+    """Cases of one kind: how they ended, and which should not have ended so."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        limit_memory()
+        self.error = error
+        self.seen, self.problems = Counter[str](), list[str]()
+
+    def ends(self, call: Callable[[], object]) -> str:
+        """How the call ends, and what it does besides reading."""
+        try:
+            call()
+            found = "success"
+        except self.error as error:
+            text = str(error)
+            is_printable = text.replace("\n", "").isprintable()
+            found = f"{self.error.__name__}: {text}" if is_printable else f"a text that steers: {text!r}"
+        except Exception:
+            found = traceback.format_exc()
+        return found + "".join(f" {watch().seen.pop(0)}" for _ in range(len(watch().seen)))
+
+    def count(self, name: str, found: str, *, is_right: bool, case: object) -> None:
+        self.seen[f"{name}: {found.partition(':')[0]}"] += 1
+        if not is_right:
+            self.problems.append(f"{name}: {found[-900:]} {case!r}"[:3000])
 
 
-def checkpoints(folder: Path, seed: int, numbers: range) -> tuple[Counter[str], Problems]:
+def checkpoints(folder: Path, num_cases: int) -> Fuzz:
     """Two ranks load what the first of them has changed: with one error, or none."""
-    limit_memory()
-    seen, problems, rank = Counter[str](), [], dist.get_rank()
+    fuzz, rank = Fuzz(CheckpointError), dist.get_rank()
     saved, other, case = folder / "saved", folder / "other", folder / "case" / "checkpoint"
     with trained_by(Setup()) as (model, optimizer):
         train(Setup(), model, optimizer, steps=range(1))
@@ -97,37 +114,21 @@ def checkpoints(folder: Path, seed: int, numbers: range) -> tuple[Counter[str], 
             save_checkpoint(path, model, optimizer, extra={"step": 1, "of": path.name})
             load_checkpoint(path, model, optimizer)  # which imports what there is to import
         known = whole_state(model, optimizer)
-        for number in numbers:
-            kind = [""]
+        for number in range(num_cases):
+            kind = ""
             if rank == 0:
                 shutil.rmtree(case, ignore_errors=True)
                 shutil.copytree(saved, case)
-                kind = [mutate_checkpoint(random.Random(f"{seed}/{number}"), case, other=folder / "other")]
-            dist.broadcast_object_list(kind)
+                kind = mutate_checkpoint(random.Random(f"0/{number}"), case, other=folder / "other")
+            kind = of_all_ranks(kind)[0]
             with watch().only_reading(case):
-                found = outcome(lambda: load_checkpoint(case, model, optimizer), CheckpointError)
-            found += "".join(f" {it}" for it in watch().seen)
-            watch().seen.clear()
-            if found == "success" and kind[0] != "bytes of the tensors":  # whatever describes them, they are the same
+                found = fuzz.ends(lambda: load_checkpoint(case, model, optimizer))
+            if found == "success" and kind != "bytes of the tensors":  # whatever describes them, they are the same
                 require_equal(whole_state(model, optimizer), known)
-            both: list[str] = ["", ""]
-            dist.all_gather_object(both, found)
-            seen[f"{kind[0]}: {found.partition(':')[0]}"] += 1
-            if both[0] != both[1] or not found.startswith(("success", "CheckpointError")) or " open" in found:
-                problems.append(f"{seed}/{number}, {kind[0]}: {[it[-900:] for it in both]}")
-    return seen, problems
-
-
-def outcome(call: Callable[[], object], error_of_ours: type[Exception]) -> str:
-    try:
-        call()
-    except error_of_ours as error:
-        text = str(error)
-        is_printable = text.replace("\n", "").isprintable()
-        return f"{error_of_ours.__name__}: {text}" if is_printable else f"a text that steers: {text!r}"
-    except Exception:
-        return traceback.format_exc()
-    return "success"
+            of_both = of_all_ranks(found)
+            is_right = of_both[0] == of_both[1] and found.startswith(("success", "CheckpointError")) and " open" not in found
+            fuzz.count(kind, found, is_right=is_right, case=(number, of_both))
+    return fuzz
 
 
 SPECS = [
@@ -170,14 +171,13 @@ def read_again(text: str, read: Callable[[str], Any]) -> None:
     assert read(found.to_json()) == found
 
 
-def described(text: str, folder: Path) -> None:
-    read_again(text, lambda text: profile_from_json(text, "run.json"))
-
-
 JSON: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "plan": (PLAN.to_json(), lambda text, _: read_again(text, Plan.from_json)),
     "settings": (SETTINGS, lambda text, _: read_again(text, SyncConfig.from_json)),
-    "profile": (PROFILE.replace('"params"', f'{CURVES}"params"', 1), described),
+    "profile": (
+        PROFILE.replace('"params"', f'{CURVES}"params"', 1),
+        lambda text, _: read_again(text, lambda text: profile_from_json(text, "run.json")),
+    ),
     "shown plan": (PLAN.to_json(), shown),
     "shown table": (TABLE, shown),
     "shown profile": (PROFILE.replace('"params"', f'{CURVES}"params"', 1), shown),
@@ -190,22 +190,19 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (in_use + _MOST_MEMORY, resource.RLIM_INFINITY))
 
 
-def texts(folder: Path, seed: int, numbers: range) -> tuple[Counter[str], Problems]:
+def texts(folder: Path, num_cases: int) -> Fuzz:
     """Plans, settings, profiles and tables, in turn."""
-    limit_memory()
-    seen, problems = Counter[str](), []
+    fuzz = Fuzz(ConfigError)
     for text, use in JSON.values():
         use(text, folder)
-    for number in numbers:
+    for number in range(num_cases):
         kind = list(JSON)[number % len(JSON)]
         text, use = JSON[kind]
-        changed = mutated_json(random.Random(f"{seed}/{number}"), text)
-        found = outcome(lambda: use(changed, folder), ConfigError)  # noqa: B023  # called at once
-        seen[f"{kind}: {found.partition(':')[0]}"] += 1
-        if not found.startswith(("success", "ConfigError")) or watch().seen:
-            problems.append(f"{seed}/{number}, {kind}: {found[-900:]} {watch().seen} {changed[:600]!r}")
-        watch().seen.clear()
-    return seen, problems
+        changed = mutated_json(random.Random(f"0/{number}"), text)
+        found = fuzz.ends(lambda: use(changed, folder))  # noqa: B023  # called at once
+        is_right = found == "success" or found.startswith("ConfigError")
+        fuzz.count(kind, found, is_right=is_right, case=(number, changed))
+    return fuzz
 
 
 STATE = {"rank": 0, "step": 3, "doing": "in backward", "waits_for": "bucket 1", "waited_s": 2.5, "stack": ["a.py, line 1"]}
@@ -225,64 +222,37 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 
 
-def messages(folder: Path, seed: int, numbers: range) -> tuple[Counter[str], Problems]:
+def messages(folder: Path, num_cases: int) -> Fuzz:
     """Lines of another rank, each to a rank that has heard nothing before."""
-    limit_memory()
+    fuzz = Fuzz(ConfigError)
     logging.getLogger("undertow").propagate = False
-    seen, problems = Counter[str](), []
-    source = Neighbour.__new__(Neighbour)
-    source.rank = 0
-    for number in numbers:
-        chance = random.Random(f"{seed}/{number}")
+    for number in range(num_cases):
+        chance = random.Random(f"0/{number}")
         message = {"from": 0, "id": "0/1", **chance.choice(MESSAGES)}
         line = mutated_json(chance, json.dumps(message)).encode("utf-8", "surrogateescape")
         line = mutated_bytes(chance, line) if chance.random() < 0.2 else line
-        ring = Ring([], rank=1, num_ranks=2, world=dist.group.WORLD)
-        member = ring.join(SyncConfig(stall_warning_s=0.001))
-
-        def hear() -> None:
-            with watch().only_reading(folder):
-                for part in line.split(b"\n"):  # noqa: B023  # called at once
-                    if (found := source._message(part)) is not None:
-                        ring.receive(found, source)  # noqa: B023
-                ring.links.table.warning()  # noqa: B023
-                if member.asking is not None:  # noqa: B023
-                    ring.report(member, member.asking)  # noqa: B023
-
-        found = outcome(hear, ConfigError)
-        seen[found.partition(":")[0]] += 1
-        if found != "success" or watch().seen:
-            problems.append(f"{seed}/{number}: {found} {watch().seen} {line[:2000]!r}")
-        watch().seen.clear()
-    return seen, problems
+        hear = hearing_rank()
+        with watch().only_reading(folder):
+            found = fuzz.ends(lambda: hear(line))  # noqa: B023  # called at once
+        fuzz.count("message", found, is_right=found == "success", case=(number, line))
+    return fuzz
 
 
-@pytest.mark.parametrize(("kind", "default"), [(checkpoints, 60), (texts, 300), (messages, 300)])
+@pytest.fixture
+def share(request: pytest.FixtureRequest) -> float:
+    """Of the cases of --thorough."""
+    return 1.0 if request.config.getoption("thorough") else 0.2
+
+
+@in_ranks(2, is_fresh=True, timeout_s=86_400.0)
+@pytest.mark.parametrize(("kind", "num_cases"), [(checkpoints, 60), (texts, 300), (messages, 300)])
 def test_whatever_is_changed_is_read_or_is_an_error_of_ours(
-    fresh_pair: Ranks, tmp_path: Path, kind: Callable[..., tuple[Counter[str], Problems]], default: int
+    tmp_path: Path, share: float, kind: Callable[[Path, int], Fuzz], num_cases: int
 ) -> None:
-    count, seen = _CASES or default, Counter[str]()
-    for first in range(0, count, _AT_ONCE):
-        numbers = range(first, min(count, first + _AT_ONCE))
-        folder = tmp_path / str(first)
-        folder.mkdir()
-        of_first, *_ = fresh_pair.run(kind_of(kind), kind, folder, numbers, timeout_s=600.0)
-        seen += of_first[0]
-        assert not of_first[1], "\n".join(of_first[1][:9])
-        shutil.rmtree(folder)
-    for name, times in sorted(seen.items()):
-        print(f"{times:6} {name}")
-    assert sum(seen.values()) == count
-
-
-def kind_of(kind: Callable[..., Any]) -> Callable[..., Any]:
-    return checkpoints_of_both if kind is checkpoints else on_the_first
-
-
-def checkpoints_of_both(kind: Callable[..., Any], folder: Path, numbers: range) -> Any:
-    return kind(folder, 0, numbers)
-
-
-def on_the_first(kind: Callable[..., Any], folder: Path, numbers: range) -> Any:
-    """What needs no other rank runs on the first, in a process of its own all the same."""
-    return kind(folder, 0, numbers) if dist.get_rank() == 0 else None
+    """A rank alone does what needs no other one, in a process of its own all the same."""
+    num_cases = int(os.environ.get("FUZZ_CASES", round(num_cases * share)))
+    if dist.get_rank() == 0 or kind is checkpoints:
+        fuzz = kind(tmp_path, num_cases)
+        print("\n".join(f"{times:6} {name}" for name, times in sorted(fuzz.seen.items())), flush=True)
+        assert not fuzz.problems, "\n".join(fuzz.problems[:9])
+        assert sum(fuzz.seen.values()) == num_cases

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import Ranks
-from undertow.runtime import private
-from undertow.runtime.group import GroupRef
+from support.inside import cloned_group, interrupt, is_gone
+from support.ranks import in_ranks
 
 
 def receive(group: dist.ProcessGroup) -> dist.Work:
@@ -22,39 +21,28 @@ def reduce(group: dist.ProcessGroup) -> dist.Work:
     return dist.all_reduce(torch.zeros(4), group=group, async_op=True)
 
 
-def interrupted(start: Callable[[dist.ProcessGroup], dist.Work], barrier: bool) -> str:
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("start", [receive, reduce])
+def test_what_waits_wakes_up_and_other_groups_go_on(start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
     """Rank 0 waits for what rank 1 never sends, and is woken on this rank alone."""
-    group = GroupRef.of(dist.group.WORLD).clone()
+    group = cloned_group()
     dist.barrier()  # it is made on both
-    said = ""
     if dist.get_rank() == 0:
         work = start(group)
-        waker = threading.Timer(0.2, private.interrupt, [group])
+        waker = threading.Timer(0.2, interrupt, [group])
         waker.start()
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError, match=r"^Application timeout caused pair closure$"):
             work.wait()
         waker.join()
-        said = str(caught.value)
-        del work, caught
-    if barrier:
-        dist.barrier()  # of another group, which goes on
+        del work
+    dist.barrier()  # of another group, which goes on
     dist.destroy_process_group(group)
-    return said
 
 
-@pytest.mark.parametrize("start", [receive, reduce])
-def test_what_waits_wakes_up_and_other_groups_go_on(fresh_pair: Ranks, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
-    assert fresh_pair.run(interrupted, start, True)[0] == "Application timeout caused pair closure"
-
-
-def looks() -> list[bool]:
+@in_ranks(2)
+def test_a_rank_that_is_there_is_not_gone() -> None:
     other = 1 - dist.get_rank()
     dist.barrier()
-    found = [private.is_gone(other) for _ in range(3)]
+    assert [is_gone(other) for _ in range(3)] == [False] * 3
     dist.barrier()
     dist.all_reduce(torch.ones(3))  # the looks have left nothing behind
-    return found
-
-
-def test_a_rank_that_is_there_is_not_gone(two_ranks: Ranks) -> None:
-    assert two_ranks.run(looks) == [[False] * 3] * 2

@@ -9,15 +9,16 @@ from statistics import median
 
 import pytest
 
-from support.faults import Outcome
+from support import processes
 from support.namespaces import needs_namespaces  # noqa: F401  # for the tests of this folder
+from support.processes import Ended
 
-Record = Callable[[str, Sequence[Outcome]], None]
+Record = Callable[[str, Sequence[Ended]], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seed", default=0, type=int, help="of the faults that are injected at random")
-    parser.addoption("--exits", default=2, type=int, help="how often the example runs, and has to end well")
+    parser.addoption("--exits", default=1, type=int, help="how often the example runs, and has to end well")
     parser.addoption("--reliability", default=None, help="file that gets a table of the faults and of the seconds they took")
 
 
@@ -29,8 +30,9 @@ def soak_seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def times(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, str], list[float]]]:
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    yield found
     path = request.config.getoption("--reliability", default=None)
+    processes.PATIENCE = 1.0 if path else processes.PATIENCE  # what users wait for
+    yield found
     if path is None:
         return
     rows = ["| fault | the others raise | median s | worst s | times | test |", "| --- | --- | ---: | ---: | ---: | --- |"]
@@ -44,7 +46,7 @@ def times(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, str],
 def record(request: pytest.FixtureRequest, times: dict[tuple[str, str, str], list[float]]) -> Record:
     """Notes the times of ranks that have raised."""
 
-    def note(fault: str, survivors: Sequence[Outcome]) -> None:
+    def note(fault: str, survivors: Sequence[Ended]) -> None:
         for outcome in survivors:
             times[fault, outcome.kind, request.node.originalname].append(outcome.seconds)
 

@@ -1,22 +1,35 @@
-"""A job whose rank is killed starts again under torchrun, and ends as if nothing had happened."""
+"""A job whose rank is killed starts again, and ends as if nothing had happened."""
 
 from __future__ import annotations
 
+import runpy
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from support.elastic import DEAF_EXAMPLE, EXAMPLE, launch, order_of, run, steps_of, trained_alone
+from support.elastic import (
+    DEAF_EXAMPLE,
+    EXAMPLE,
+    PATIENCE_S,
+    is_killed_in_a_checkpoint,
+    run,
+    run_under_torchrun,
+    steps_of,
+    torchrun,
+    trained_alone,
+)
+from support.processes import Ended
 
 OPTIONS = ["--epochs", "1", "--checkpoint-every", "4", "--save-model", "model.pt"]
+ORDER: list[int] = runpy.run_path(str(EXAMPLE))["sample_order"](1)
 BATCH, NUM_STEPS = 24, 20
-PATIENCE_S = 120.0
 
 
 def model_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -25,28 +38,22 @@ def model_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def batches(size: int) -> list[tuple[int, ...]]:
     """What the steps of one epoch are to train on, the last one with what is left."""
-    order = order_of(1)
-    return [tuple(order[start : start + size]) for start in range(0, len(order), size)]
+    return [tuple(ORDER[start : start + size]) for start in range(0, len(ORDER), size)]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The parameters after a run of two ranks to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = run(folder, *OPTIONS, num_ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    assert "go on behind" not in done.stdout
+    for rank in run(folder, *OPTIONS, num_ranks=2):
+        assert (rank.exit_code, "Warning" in rank.log, "go on behind" in rank.out) == (0, False, False), rank.log
     assert [step.samples for step in steps_of(folder / "2")] == batches(BATCH)
     return model_in(folder)
 
 
-def require_as_undisturbed(
-    folder: Path, done: subprocess.CompletedProcess, undisturbed: dict[str, torch.Tensor], *, killed_in: int, goes_on_in: int
-) -> None:
+def require_as_undisturbed(folder: Path, out: str, undisturbed: dict[str, torch.Tensor], killed_in: int, goes_on_in: int) -> None:
     """Two attempts: what the first one has done since the checkpoint is done again by the second, and nothing else."""
-    assert done.returncode == 0, done.stderr
-    assert f"2 ranks go on behind sample {(goes_on_in - 1) * BATCH}, from elastic_checkpoint" in done.stdout
+    assert f"2 ranks go on behind sample {(goes_on_in - 1) * BATCH}, from elastic_checkpoint" in out
     found = steps_of(folder / "2")
     assert [step.number for step in found if step.attempt == 0] == list(range(1, killed_in + 1))
     assert [step.number for step in found if step.attempt == 1] == list(range(goes_on_in, NUM_STEPS + 1))
@@ -56,50 +63,72 @@ def require_as_undisturbed(
     assert all(torch.equal(after[name], value) for name, value in undisturbed.items())
 
 
+KILLED = [*OPTIONS, "--kill-rank", "1", "--kill-step", "11"]
+GONE = "RankLost: rank 1 is gone: its process has ended without a word, or was killed."
+
+
+@pytest.mark.slow
+def test_torchrun_has_a_job_go_on(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    options = [*KILLED, "--sample-log", "2"]
+    done = run_under_torchrun(DEAF_EXAMPLE, *options, num_ranks=2, folder=tmp_path, max_restarts=1)
+    assert done.exit_code == 0, done.log
+    assert "rank 1 is killed in step 11" in done.out
+    assert GONE in done.log
+    require_as_undisturbed(tmp_path, done.out, undisturbed, killed_in=11, goes_on_in=9)
+
+
+def exit_codes(found: Sequence[Ended]) -> list[int | None]:
+    return [rank.exit_code for rank in found]
+
+
 def test_a_job_goes_on_behind_its_last_checkpoint_with_the_same_bits(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    done = run(tmp_path, *OPTIONS, "--kill-rank", "1", "--kill-step", "11", num_ranks=2, max_restarts=1, script=DEAF_EXAMPLE)
-    assert "rank 1 is killed in step 11" in done.stdout
-    assert "RankLost: rank 1 is gone: its process has ended without a word, or was killed." in done.stderr
-    require_as_undisturbed(tmp_path, done, undisturbed, killed_in=11, goes_on_in=9)
+    found = run(tmp_path, *KILLED, num_ranks=2, max_restarts=1)
+    assert exit_codes(found) == [1, -signal.SIGKILL, 0, 0], found[-1].log
+    assert "rank 1 is killed in step 11" in found[1].out
+    assert GONE in found[0].log
+    require_as_undisturbed(tmp_path, found[2].out, undisturbed, killed_in=11, goes_on_in=9)
 
 
 def test_a_checkpoint_that_a_killed_rank_has_half_written_does_not_count(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     """Rank 1 brings one file of each checkpoint to the disk: the second is that of step 8."""
-    done = run(tmp_path, "1", "2", *OPTIONS, num_ranks=2, max_restarts=1, script=DEAF_EXAMPLE)
-    require_as_undisturbed(tmp_path, done, undisturbed, killed_in=8, goes_on_in=5)
+    found = run(tmp_path, *OPTIONS, num_ranks=2, max_restarts=1, spoils=partial(is_killed_in_a_checkpoint, 1, 2))
+    assert exit_codes(found) == [1, -signal.SIGKILL, 0, 0], found[-1].log
+    require_as_undisturbed(tmp_path, found[2].out, undisturbed, killed_in=8, goes_on_in=5)
     assert not (tmp_path / "elastic_checkpoint.new").exists()
+
+
+def require_trained_alone(folder: Path, *, batch: int) -> None:
+    # The same terms in another order: about 1e-7 of each gradient, which is what AdamW's steps of at most 1e-2 differ by, in ten
+    # steps; a hundred times that is allowed. A sample left out or taken twice changes them by more than a hundredth.
+    after = model_in(folder)
+    for name, value in trained_alone(ORDER, batch=batch).items():
+        torch.testing.assert_close(after[name], value, rtol=0.0, atol=1e-5)
 
 
 def test_three_ranks_go_on_where_one_of_four_was_killed(tmp_path: Path) -> None:
     """Batches of 53 are no equal shares for either."""
     options = [*OPTIONS, "--batch", "53"]
-    first = run(tmp_path, *options, "--kill-rank", "0", "--kill-step", "7", num_ranks=4, script=DEAF_EXAMPLE)
-    assert first.returncode != 0
-    assert "RankLost: rank 0 is gone" in first.stderr
+    first = run(tmp_path, *options, "--kill-rank", "0", "--kill-step", "7", num_ranks=4)
+    assert exit_codes(first) == [-signal.SIGKILL, 1, 1, 1], first[1].log
+    assert all("RankLost: rank 0 is gone" in rank.log for rank in first[1:])
     then = run(tmp_path, *options, num_ranks=3)
-    assert then.returncode == 0, then.stderr
-    assert "3 ranks go on behind sample 212, from elastic_checkpoint" in then.stdout
+    assert exit_codes(then) == [0, 0, 0], then[0].log
+    assert "3 ranks go on behind sample 212, from elastic_checkpoint" in then[0].out
     of_four, of_three = steps_of(tmp_path / "4"), steps_of(tmp_path / "3")
     assert [step.number for step in of_four] == list(range(1, 8))
     assert [step.samples for step in (*of_four[:4], *of_three)] == batches(53)
-    # The same terms in another order: about 1e-7 of each gradient, which is what AdamW's steps of at most 1e-2 differ by, in ten
-    # steps; a hundred times that is allowed. A sample left out or taken twice changes them by more than a hundredth.
-    alone, after = trained_alone(num_epochs=1, batch=53), model_in(tmp_path)
-    for name, value in alone.items():
-        torch.testing.assert_close(after[name], value, rtol=0.0, atol=1e-5)
+    require_trained_alone(tmp_path, batch=53)
 
 
 def test_a_batch_that_is_smaller_than_the_ranks_leaves_one_without_data(tmp_path: Path) -> None:
-    done = run(tmp_path, *OPTIONS, "--batch", "159", num_ranks=4)  # 159, 159, 159 and 3
-    assert done.returncode == 0, done.stderr
+    found = run(tmp_path, *OPTIONS, "--batch", "159", num_ranks=4)  # 159, 159, 159 and 3
+    assert exit_codes(found) == [0] * 4, found[0].log
     assert [step.samples for step in steps_of(tmp_path / "4")] == batches(159)
-    alone, after = trained_alone(num_epochs=1, batch=159), model_in(tmp_path)
-    for name, value in alone.items():
-        torch.testing.assert_close(after[name], value, rtol=0.0, atol=1e-5)  # as above
+    require_trained_alone(tmp_path, batch=159)
 
 
 def has_trained(folder: Path, *, num_steps: int) -> bool:
@@ -107,10 +136,10 @@ def has_trained(folder: Path, *, num_steps: int) -> bool:
     return len(logs) == 2 and min(logs) >= num_steps
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path) -> None:
     """Ctrl-C reaches torchrun, and its ranks by it, wherever they are: they write a checkpoint after every step."""
-    options = ["--epochs", "400", "--checkpoint-every", "1"]
-    how = launch(tmp_path, *options, num_ranks=2)
+    how = torchrun(EXAMPLE, "--epochs=400", "--checkpoint-every=1", "--sample-log=2", num_ranks=2, folder=tmp_path)
     with subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as job:
         try:
             until_s = time.monotonic() + PATIENCE_S
@@ -126,14 +155,14 @@ def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path:
     assert job.returncode != 0
     assert "Fatal Python error" not in said, said
     assert {path.name for path in tmp_path.iterdir()} <= {"2", *(f"elastic_checkpoint{end}" for end in ("", ".new", ".old"))}
-    then = run(tmp_path, "--epochs", "1", num_ranks=2)  # so many steps may be over
-    assert then.returncode == 0, then.stderr
-    assert "2 ranks go on behind sample" in then.stdout
+    first, second = run(tmp_path, "--epochs", "1", num_ranks=2)  # so many steps may be over
+    assert (first.exit_code, second.exit_code) == (0, 0), first.log
+    assert "2 ranks go on behind sample" in first.out
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("elastic")] == ["elastic_checkpoint"]
 
 
-def test_the_example_says_how_it_is_used() -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLE), "--help"], check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
-    assert "torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py" in done.stdout
-    assert "--kill-rank RANK" in done.stdout
+def test_the_example_says_how_it_is_used(tmp_path: Path) -> None:
+    (done,) = run(tmp_path, "--help", num_ranks=1)
+    assert done.exit_code == 0
+    assert "torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py" in done.out
+    assert "--kill-rank RANK" in done.out

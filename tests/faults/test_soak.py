@@ -7,7 +7,8 @@ from itertools import count
 import pytest
 
 from soak.injecting import inject, judged
-from soak.injections import ENDINGS, KINDS, NUM_STEPS, STRATEGIES, injection, points_of
+from soak.injections import ENDINGS, KINDS, WAYS, injection, points_of
+from support.faults import NUM_STEPS
 from support.processes import Ended
 
 
@@ -21,7 +22,7 @@ def test_training_is_as_if_nothing_had_been_or_the_right_error_comes_on_every_ra
 def test_a_rank_that_left_is_not_taken_for_the_one_that_is_waited_for() -> None:
     """On a mesh one row is through while in the other a rank is stopped."""
     one = injection(21, 172)
-    assert (one.kind, one.strategy, one.step) == ("stopped", "hybrid", NUM_STEPS - 1)
+    assert (one.kind, one.way, one.step) == ("stopped", "hybrid", NUM_STEPS - 1)
     assert inject(one).problems == ()
 
 
@@ -33,8 +34,8 @@ def test_a_seed_gives_the_same_injections_again() -> None:
 def test_everything_is_drawn_sooner_or_later() -> None:
     drawn = [injection(0, number) for number in range(3000)]
     assert {one.kind for one in drawn} == set(KINDS)
-    assert {(one.strategy, one.num_ranks) for one in drawn} == {(name, of) for name, ranks in STRATEGIES.items() for of in ranks}
-    assert {one.point for one in drawn} == {point for name in STRATEGIES for point in points_of("killed", name, 4)}
+    assert {(one.way, one.num_ranks) for one in drawn} == {(name, of) for name, ranks in WAYS.items() for of in ranks}
+    assert {one.point for one in drawn} == {point for name in WAYS for point in points_of("killed", name, 4)}
     assert {one.ending for one in drawn} == set(ENDINGS)
     assert {one.num_micro_batches for one in drawn} == {1, 2}
 
@@ -48,8 +49,8 @@ TOLD = Ended({"kind": "RankLost", "text": GONE, "at": 10.5}, 1)
     ("other", "problem"),
     [
         (TOLD, ""),
-        (Ended({"at": 10.5, "different": []}, 0), ""),
-        (Ended({"at": 10.5, "different": ["last.bias"]}, 0), "other bits: last.bias"),
+        (Ended({"at": 10.5, "value": []}, 0), ""),
+        (Ended({"at": 10.5, "value": ["last.bias"]}, 0), "other bits: last.bias"),
         (Ended({**TOLD.words, "kind": "PeerFailed"}, 1), "not RankLost"),
         (Ended({**TOLD.words, "text": GONE.replace("rank 1", "rank 0")}, 1), "not RankLost"),
         (

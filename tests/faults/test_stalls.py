@@ -4,28 +4,56 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from faults.conftest import Record
-from faults.test_lost_ranks import WITHIN_S
+from faults.places import PLACES, WITHIN_S, Place
 from support.faults import Fault, outcomes
+from support.processes import Rank, run_ranks
+from undertow import (
+    DistributedDataParallel,
+    GradientBucketManager,
+    ShardedOptimizer,
+    StallTimeout,
+    SyncConfig,
+    attach,
+    load_checkpoint,
+    save_checkpoint,
+)
 
+pytestmark = pytest.mark.waits
 FIRST = "bucket 0 ('last.bias')"
-THIRD = "bucket 2 ('norm.weight', 'norm.bias', 'first.bias')"  # those before it have left
+FIFTH = "bucket 4 ('norm.weight', 'norm.bias', 'first.bias')"  # those before it have left
 HEAD = "rank R has waited N s for {bucket}: rank {faulty} has not come."
-WAITS_FOR = {
-    "in_backward": THIRD,
-    "in_weights": "the sum of all ranks' weights",
-    "in_join": "what ranks that have data do next",
-}
-DOING = {
-    "in_data": "in code outside of the model, no training forward since synchronisation 3",
-    "in_evaluation": "in the forward of 'norm', no training forward since synchronisation 3",
-    "in_forward": "in the forward of 'norm'",
-    "in_backward": "in backward",
-    "in_weights": "in backward",
-    "in_join": "in code outside of the model, no training forward since synchronisation 3",
+REMEDY = "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
+NEVER_CAME = (
+    "rank {faulty} has made no such wrapper within N s, and other ranks wait for it.\n"
+    "  {where}, rank {rank}\n"
+    "  Wrap the model on every rank of the group. "
+    "If that takes longer, set stall_timeout_s and the process group's timeout higher."
+)
+WARNS: dict[str, Any] = {"stall_warning_s": 0.2, "stall_timeout_s": math.inf, "buffers": "off"}
+STOPS: dict[str, Any] = {**WARNS, "stall_timeout_s": 1.0}
+OUTSIDE = "in code outside of the model, no training forward since synchronisation 3"
+# What the others wait for, and what the late rank does.
+LATE: dict[str, tuple[Place, str, str]] = {
+    "in data": (PLACES["in data"], FIRST, OUTSIDE),
+    "in evaluation": (
+        Place("forward", "an evaluation"),
+        FIRST,
+        "in the forward of 'norm', no training forward since synchronisation 3",
+    ),
+    "in forward": (PLACES["in forward"], FIRST, "in the forward of 'norm'"),
+    "in backward": (PLACES["in backward"], FIFTH, "in backward"),
+    "in weights": (PLACES["in weights"], "the sum of all ranks' weights", "in backward"),
+    "in join": (PLACES["in join"], "what ranks that have data do next", OUTSIDE),
 }
 
 
@@ -33,107 +61,213 @@ def plain(text: str) -> str:
     """Without what differs from run to run: who asked first, seconds, lines, and frames but the innermost."""
     lines = re.sub(r"rank \d has waited \d+ s", "rank R has waited N s", text).split("\n")
     frames = [line for line in lines if ", line " in line]
-    return "\n".join(re.sub(r", line \d+,", ",", line) for line in lines if line not in frames[:-1])
+    return "\n".join(re.sub(r", line \d+,", ",", re.sub(r"\b\d+ s\b", "N s", line)) for line in lines if line not in frames[:-1])
 
 
-def report(fault: Fault, doing: str, bucket: str = FIRST) -> list[str]:
-    waiting = [f"  rank {rank}: synchronisation 3, waits for {bucket}" for rank in range(fault.num_ranks - 1)]
+def report(fault: Fault, doing: str = OUTSIDE, bucket: str = FIRST) -> list[str]:
+    waiting = [f"  rank {rank}: synchronisation 3, waits for {bucket}" for rank in fault.others]
     late = f"  rank {fault.rank}: synchronisation 3, {doing}"
-    return [HEAD.format(faulty=fault.rank, bucket=bucket), *waiting, late, "    tests/support/faults.py, in is_late"]
+    return [HEAD.format(faulty=fault.rank, bucket=bucket), *waiting, late, "    tests/support/processes.py, in waits_for"]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("point", list(DOING))
-def test_a_late_rank_is_reported_on_every_rank_and_training_goes_on(point: str, num_ranks: int) -> None:
-    settings = {"stall_warning_s": 1.0, "stall_timeout_s": math.inf, "buffers": "off"}
-    fault = Fault("is_late", point, rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
-    found = outcomes(fault)
-    assert [outcome.kind for outcome in found] == [""] * num_ranks
-    for outcome in found:
-        assert "\n".join(report(fault, DOING[point], WAITS_FOR.get(point, FIRST))) in [plain(text) for text in outcome.logged]
+@pytest.mark.parametrize("name", LATE)
+def test_a_late_rank_is_reported_on_every_rank_and_training_goes_on(name: str, num_ranks: int) -> None:
+    place, bucket, doing = LATE[name]
+    fault = place.fault("late until reported", num_ranks, settings=WARNS)
+    for rank in outcomes(fault):
+        assert rank.kind == "", rank.text
+        assert "\n".join(report(fault, doing, bucket)) in [plain(text) for text in rank.words["logged"]]
 
 
 def test_the_report_comes_again_while_the_rank_is_late() -> None:
-    """Every two seconds, or a little later: ranks have one to answer, and may sleep for one between two looks."""
-    settings = {"stall_warning_s": 0.5, "stall_timeout_s": math.inf, "buffers": "off"}
-    for outcome in outcomes(Fault("is_late_for_long", "in_data", settings=settings)):
-        heads = [plain(text).split("\n")[0] for text in outcome.logged]
+    for rank in outcomes(PLACES["in data"].fault("late until reported", 2, settings=WARNS, num_reports=2)):
+        heads = [plain(text).split("\n")[0] for text in rank.words["logged"]]
         assert heads.count(HEAD.format(bucket=FIRST, faulty=1)) >= 2
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, record: Record) -> None:
-    settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
-    fault = Fault("is_late", "in_data", rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
+    fault = PLACES["in data"].fault("late for good", num_ranks, settings=STOPS)
     found = outcomes(fault)
-    for rank, outcome in enumerate(found):
-        first, *rest = report(fault, DOING["in_data"])
-        remedy = "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
-        text = "\n".join([first, f"  synchronisation 3, rank {rank}", *rest, remedy])
-        assert (outcome.kind, plain(outcome.text)) == ("StallTimeout", text)
-        assert outcome.seconds < WITHIN_S
-    record("late, beyond stall_timeout_s=1.5", found[: fault.rank])
+    for number, rank in enumerate(found):
+        first, *rest = report(fault)
+        text = "\n".join([first, f"  synchronisation 3, rank {number}", *rest, REMEDY])
+        assert (rank.kind, plain(rank.text)) == ("StallTimeout", text)
+        assert rank.seconds < WITHIN_S
+    record(f"late, beyond stall_timeout_s={STOPS['stall_timeout_s']}", [found[other] for other in fault.others])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("warning_s", [0.5, math.inf])
-@pytest.mark.parametrize("group", ["an_impatient_group", "a_group_that_closes"])
-def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(group: str, warning_s: float, num_ranks: int) -> None:
-    settings = {"stall_warning_s": warning_s, "stall_timeout_s": math.inf, "buffers": "off"}
-    fault = Fault("is_late", f"in_data_of_{group}", rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
-    head, *rest = report(fault, DOING["in_data"]) if warning_s == 0.5 else ("", "")
+@pytest.mark.parametrize("warning_s", [0.1, math.inf])
+@pytest.mark.parametrize("way", ["an impatient group", "a group that closes"])
+def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(way: str, warning_s: float, num_ranks: int) -> None:
+    settings = WARNS | {"stall_warning_s": warning_s}
+    fault = PLACES["in data"].fault("late for good", num_ranks, way=way, settings=settings)
+    head, *rest = report(fault) if warning_s < math.inf else ("", "")
     told = [f"  {head}", *rest] if head else []
     remedy = (
         "  Look at what the late ranks are doing, or give the process group a longer timeout: "
         "stall_timeout_s above it does nothing."
     )
-    for rank, outcome in enumerate(outcomes(fault)):
-        assert (outcome.kind, outcome.exit_code) == ("StallTimeout", 1), outcome.text
-        first, where, *others = plain(outcome.text).split("\n")
+    for number, rank in enumerate(outcomes(fault)):
+        assert (rank.kind, rank.exit_code) == ("StallTimeout", 1), rank.text
+        first, where, *others = plain(rank.text).split("\n")
         assert re.fullmatch(r"rank \d has waited for as long as the process group's timeout lets it\.", first)
-        assert (where, others) == (f"  synchronisation 3, rank {rank}", [*told, remedy])
+        assert (where, others) == (f"  synchronisation 3, rank {number}", [*told, remedy])
 
 
 def test_a_rank_that_has_not_wrapped_its_model_is_reported() -> None:
-    fault = Fault("is_late", "before_construction", settings={"stall_warning_s": 0.5})
-    found = outcomes(fault)
-    assert [outcome.kind for outcome in found] == ["", ""]
-    assert "rank 0 has waited N s for rank 1 to synchronise a model." in [
-        re.sub(r"\d+ s", "N s", text) for text in found[0].logged
-    ]
+    found = outcomes(PLACES["before construction"].fault("late until reported", 2, settings={"stall_warning_s": 0.2}))
+    assert [rank.kind for rank in found] == ["", ""]
+    assert "rank R has waited N s for rank 1 to synchronise a model." in map(plain, found[0].words["logged"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_never_makes_a_second_model_is_not_waited_for_for_ever(num_ranks: int) -> None:
-    fault = Fault("is_late", "before_another_construction", rank=num_ranks - 1, num_ranks=num_ranks)
-    for rank, outcome in enumerate(outcomes(fault)[: fault.rank]):
-        assert (outcome.kind, outcome.text) == (
-            "StallTimeout",
-            f"rank {fault.rank} has made no such wrapper within 2 s, and other ranks wait for it.\n"
-            f"  synchronisation 0, rank {rank}\n"
-            "  Wrap the model on every rank of the group. "
-            "If that takes longer, set stall_timeout_s and the process group's timeout higher.",
-        )
+    fault = Place("second model", "a second model").fault("late for good", num_ranks)
+    found = outcomes(fault)
+    for rank in fault.others:
+        text = NEVER_CAME.format(faulty=fault.rank, where="synchronisation 0", rank=rank)
+        assert (found[rank].kind, plain(found[rank].text)) == ("StallTimeout", text)
+        assert "within 1 s" in found[rank].text
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_is_stopped_is_said_to_be(num_ranks: int, record: Record) -> None:
-    settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
-    fault = Fault("is_stopped", "in_forward", rank=num_ranks - 1, num_ranks=num_ranks, settings=settings)
-    found = outcomes(fault)[: fault.rank]
-    for outcome in found:
-        assert outcome.kind == "StallTimeout"
-        assert plain(outcome.text).split("\n")[0] == HEAD.format(faulty=fault.rank, bucket=FIRST)
-        assert f"\n  rank {fault.rank}: stopped by a signal\n" in outcome.text
-        assert outcome.seconds < WITHIN_S
-    record("stopped, beyond stall_timeout_s=1.5", found)
+    fault = PLACES["in forward"].fault("stopped", num_ranks, settings=STOPS)
+    found = [rank for number, rank in enumerate(outcomes(fault)) if number != fault.rank]
+    for rank in found:
+        assert rank.kind == "StallTimeout"
+        assert plain(rank.text).split("\n")[0] == HEAD.format(faulty=fault.rank, bucket=FIRST)
+        assert f"\n  rank {fault.rank}: stopped by a signal\n" in rank.text
+        assert rank.seconds < WITHIN_S
+    record(f"stopped, beyond stall_timeout_s={STOPS['stall_timeout_s']}", found)
 
 
-@pytest.mark.parametrize("point", ["in_hybrid_backward", "in_expert_backward"])
-def test_a_stall_names_the_rank_in_other_rows_and_columns_and_with_other_experts_too(point: str) -> None:
-    settings = {"stall_warning_s": 0.5, "stall_timeout_s": 1.5, "buffers": "off"}
-    fault = Fault("is_stopped", point, rank=3, num_ranks=4, settings=settings)
-    for outcome in outcomes(fault)[: fault.rank]:
-        assert (outcome.kind, outcome.exit_code) == ("StallTimeout", 1)
-        assert re.match(r"rank \d has waited \d+ s for bucket \d .*: rank 3 has not come\.", outcome.text)
-        assert "\n  rank 3: stopped by a signal\n" in outcome.text
+@pytest.mark.parametrize("place", ["in hybrid backward", "in expert backward"])
+def test_a_stall_names_the_rank_in_other_rows_and_columns_and_with_other_experts_too(place: str) -> None:
+    fault = PLACES[place].fault("stopped", 4, settings=STOPS)
+    found = outcomes(fault)
+    for rank in fault.others:
+        assert (found[rank].kind, found[rank].exit_code) == ("StallTimeout", 1)
+        assert re.match(r"rank \d has waited \d+ s for bucket \d .*: rank 3 has not come\.", found[rank].text)
+        assert "\n  rank 3: stopped by a signal\n" in found[rank].text
+
+
+# Calls that all ranks have to make, and one does not: they end by stall_timeout_s, and say why.
+LIMITS = SyncConfig(stall_warning_s=0.2, stall_timeout_s=1.0, buffers="off")
+
+
+def without_frames(text: str) -> str:
+    return "\n".join(line for line in plain(text).split("\n") if ", in " not in line or ", in code" in line)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(StallTimeout) as caught:
+        call()
+    return without_frames(str(caught.value))
+
+
+def error_of_the_first(rank: Rank, name: str, call: Callable[[], object]) -> str:
+    """What `call`, which only rank 0 makes, raises there; rank 1 comes back when that is known, and has done nothing else."""
+    text = error_of(call) if rank.number == 0 else ""
+    rank.tell(name)
+    rank.waits_for(name, range(2))
+    return text
+
+
+def waits_for_the_first_wrapper(rank: Rank) -> str:
+    rank.meet()
+    text = error_of_the_first(rank, "first", lambda: attach(nn.Linear(4, 3), config=LIMITS))
+    if rank.number == 1:  # it comes too late
+        text = error_of(lambda: attach(nn.Linear(4, 3), config=LIMITS))
+    logged = set(map(plain, rank.logged))
+    attach(nn.Linear(4, 3), config=LIMITS).close()  # from here on both are in the same place again
+    assert logged <= {"rank R has waited N s for rank 1 to synchronise a model."}
+    return text
+
+
+def test_the_first_wrapper_of_all_ends_with_the_rank_that_has_made_none() -> None:
+    for number, rank in enumerate(run_ranks(waits_for_the_first_wrapper, 2)):
+        where = "the making of a process group"
+        assert rank.words.get("value") == NEVER_CAME.format(faulty=1, where=where, rank=number), rank.log
+
+
+NO_SUCH_WRAPPER = (
+    "rank R has waited N s for all ranks, to make a process group: rank 1 has made no such wrapper.",
+    "  rank 0: synchronisation 0, waits for all ranks, to make a process group",
+    "  rank 1: has made no such wrapper, in code outside of the model",
+)
+
+
+def waits_for_another_wrapper(rank: Rank) -> str:
+    rank.meet()
+    first = attach(nn.Linear(4, 3), config=LIMITS)
+    text = error_of_the_first(rank, "another", lambda: DistributedDataParallel(nn.Linear(2, 2), config=LIMITS))
+    if rank.number == 1:
+        text = error_of(lambda: DistributedDataParallel(nn.Linear(2, 2), config=LIMITS))
+    elif rank.number == 0:
+        assert set(map(without_frames, rank.logged)) == {"\n".join(NO_SUCH_WRAPPER)}
+        assert len(rank.logged) <= 2  # before the time is over, and perhaps as it is
+    third = DistributedDataParallel(nn.Linear(2, 2), config=LIMITS)
+    third(torch.ones(2, 2)).sum().backward()
+    first.close()
+    return text
+
+
+def test_another_wrapper_ends_with_the_rank_that_has_made_none() -> None:
+    for number, rank in enumerate(run_ranks(waits_for_another_wrapper, 2)):
+        head, *rest = NO_SUCH_WRAPPER
+        expected = [head, f"  synchronisation 0, rank {number}", *rest, REMEDY]
+        assert rank.words.get("value", "").split("\n") == expected, rank.log
+
+
+def sharded(model: DistributedDataParallel, _group: object, _path: Path) -> object:
+    return ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+
+
+def saved(model: DistributedDataParallel, _group: object, path: Path) -> object:
+    return save_checkpoint(path, model)
+
+
+def loaded(model: DistributedDataParallel, _group: object, path: Path) -> object:
+    return load_checkpoint(path, model)
+
+
+def reduced_by_hand(_model: object, group: dist.ProcessGroup, _path: Path) -> object:
+    return GradientBucketManager(group, [torch.ones(3)]).reduce_bucket_async(0).wait()
+
+
+CALLS: dict[Callable[..., object], str] = {
+    sharded: "all ranks, to make a process group",
+    saved: "all ranks, to save a checkpoint",
+    loaded: "all ranks, to load a checkpoint",
+    reduced_by_hand: "a reduction over the process group",
+}
+
+
+def waits_alone(rank: Rank) -> dict[str, str]:
+    rank.meet()
+    found = {}
+    for call in CALLS:
+        group = dist.new_group([0, 1])  # over which only this model is synchronised: a fault breaks it
+        model = DistributedDataParallel(nn.Linear(4, 3), process_group=group, config=LIMITS)
+        model(torch.ones(2, 4)).sum().backward()
+        path = rank.directory / "checkpoint"
+        found[call.__name__] = error_of_the_first(rank, call.__name__, lambda: call(model, group, path))  # noqa: B023  now
+        model.close()
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_every_call_of_all_ranks_ends_with_the_rank_that_does_not_make_it() -> None:
+    first = run_ranks(waits_alone, 2)[0]
+    for call, waits_for in CALLS.items():
+        assert first.words.get("value", {}).get(call.__name__, "").split("\n") == [
+            f"rank R has waited N s for {waits_for}: rank 1 has not come.",
+            "  synchronisation 1, rank 0",
+            f"  rank 0: synchronisation 1, waits for {waits_for}",
+            "  rank 1: synchronisation 1, in code outside of the model, no training forward since synchronisation 1",
+            REMEDY,
+        ], first.log

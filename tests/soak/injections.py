@@ -6,15 +6,15 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-NUM_STEPS = 6
-STALL_TIMEOUT_S = 3.0  # where a rank never goes on
-STRATEGIES = {"ddp": (2, 3, 4), "zero1": (2, 3, 4), "zero2": (2, 3, 4), "eager": (2, 3, 4), "hybrid": (4,)}  # ranks
-NAN, NAN_SKIPPED = "not a number", "not a number, skipped"
-ENDINGS = ("left open", "closed", "destroyed")  # what scripts do about their model and their groups at last
+from support.faults import NAN, NAN_SKIPPED, NUM_STEPS, SMALL, Fault
+
+STALL_TIMEOUT_S = 1.0  # where a rank never goes on
+WAYS = {"ddp": (2, 3, 4), "zero1": (2, 3, 4), "zero2": (2, 3, 4), "eager": (2, 3, 4), "hybrid": (4,)}  # ranks
+ENDINGS = ("left open", "closed", "destroyed")
 
 _USERS = ("data", "forward", "backward", "optimizer", "after step")
-_OURS = tuple(f"{when} {op}" for op in ("pack", "bind", "wait") for when in ("before", "behind"))
-_OF_STRATEGY = {
+_OURS = tuple(f"{when} {op}" for op in ("pack", "bind", "wait") for when in ("before", "after"))
+_OF_WAY = {
     "ddp": ("all_reduce",),
     "zero1": ("reduce_scatter", "all_gather", "update"),
     "zero2": ("reduce_scatter", "all_gather", "update"),
@@ -28,7 +28,7 @@ _ACCUMULATES = ("ddp", "zero1", "hybrid")  # what has not travelled yet; the oth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What goes wrong, and how every rank is to end; patterns are filled with the `rank` it happens on."""
+    """How every rank is to end; patterns are filled with the `rank` that it happens on."""
 
     others: str = ""  # error of the other ranks; empty where the training is to be as if nothing had been
     says: str = ""  # a pattern of its text
@@ -38,64 +38,53 @@ class Kind:
     is_in_threads: bool = True  # also where no code of the user's runs
     is_in_construction: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
-    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    ways: tuple[str, ...] = tuple(WAYS)
 
 
 # Where they change before the first step is over they are compared with what they were on no rank.
 _CHANGED = r"^the parameters have changed on rank {rank} and not on|^ranks disagree on the parameters.*'middle.weight' on rank"
 _FAILED = r"^rank {rank} has failed: .*BadBatch: row 7|^backward failed on rank {rank}\."  # that goes on, to its close()
 _NAN = r"^the gradient of 'norm.bias' is infinite or no number on rank {rank}\."
-_STOP = {"stall_warning_s": 1.0, "stall_timeout_s": STALL_TIMEOUT_S}
 KINDS = {
     "killed": Kind(others="RankLost", says=r"^rank {rank} is gone: its process has ended without a word", exit_code=-9),
-    "raises": Kind(
-        others="PeerFailed", says=_FAILED, own="BadBatch", exit_code=1, is_in_threads=False
-    ),
+    "raises": Kind(others="PeerFailed", says=_FAILED, own="BadBatch", exit_code=1, is_in_threads=False),
     "leaves": Kind(
         others="RankLost", says=r"^rank {rank} has left: it has finished after \d+ sync", points=("data", "after step")
     ),
     "stopped": Kind(
-        others="StallTimeout", says=r"rank {rank} has not come.*rank {rank}: (stopped|no answer)", exit_code=-9,
-        settings=_STOP, is_in_construction=False,
+        others="StallTimeout",
+        says=r"rank {rank} has not come.*rank {rank}: (stopped|no answer)",
+        exit_code=-9,
+        settings={"stall_warning_s": 0.5, "stall_timeout_s": STALL_TIMEOUT_S},
+        is_in_construction=False,
     ),
     "paused": Kind(settings={"stall_warning_s": 0.5}),
     "late": Kind(),
     NAN: Kind(points=("data",)),
     f"{NAN}, raised": Kind(
-        others="NonFiniteGradient", says=_NAN, own="NonFiniteGradient",
-        exit_code=1, points=("data",), settings={"nonfinite": "raise"},
+        others="NonFiniteGradient",
+        says=_NAN,
+        own="NonFiniteGradient",
+        exit_code=1,
+        points=("data",),
+        settings={"nonfinite": "raise"},
     ),
-    NAN_SKIPPED: Kind(points=("data",), settings={"nonfinite": "skip"}, strategies=("ddp", "zero1", "zero2", "hybrid")),
+    NAN_SKIPPED: Kind(points=("data",), settings={"nonfinite": "skip"}, ways=("ddp", "zero1", "zero2", "hybrid")),
     "other graph": Kind(points=("data",)),
-    "freezes": Kind(
-        others="PlanMismatch", says=_CHANGED, own="PlanMismatch",
-        exit_code=1, points=("data",),
-    ),
-}  # fmt: skip
+    "freezes": Kind(others="PlanMismatch", says=_CHANGED, own="PlanMismatch", exit_code=1, points=("data",)),
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Injection:
-    """One fault: where it comes, in what training."""
+@dataclass(frozen=True, kw_only=True)
+class Injection(Fault):
+    """One fault, as a seed gives it."""
 
     seed: int
     number: int
-    kind: str
-    strategy: str
-    num_ranks: int
-    rank: int
-    step: int  # from which on passages of the point are counted
-    point: str
-    passage: int
-    seconds: float  # that a rank is late or paused
-    jitter_ms: float  # every rank dawdles up to so long at every point
-    bucket_cap_mb: float | None
-    ending: str
-    num_micro_batches: int  # of which all but the last are accumulated
 
     def __str__(self) -> str:
         micro_batches = f" with {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
-        what = f"rank {self.rank} of {self.num_ranks}, {self.strategy}{micro_batches}, step {self.step}, {self.point}"
+        what = f"rank {self.rank} of {self.num_ranks}, {self.way}{micro_batches}, step {self.step}, {self.point}"
         return f"{self.kind}: {what}{f', passage {self.passage}' if self.passage else ''}"
 
     @property
@@ -103,27 +92,23 @@ class Injection:
         """What does the same again."""
         return f'make soak ARGS="--seed {self.seed} --only {self.number}"'
 
-    @property
-    def reduction(self) -> str:
-        """One that adds up in the order of ranks, so that there is one right result: two numbers have no order."""
-        return "ordered" if self.num_ranks > 2 else "native"
-
 
 def injection(seed: int, number: int) -> Injection:
     """Number `number` of those that the seed gives."""
     draw = random.Random(f"{seed}/{number}")
     kind = draw.choice(tuple(KINDS))
-    strategy = draw.choice(KINDS[kind].strategies)
-    num_ranks = draw.choice(STRATEGIES[strategy])
-    point = draw.choice(points_of(kind, strategy, num_ranks))
+    way = draw.choice(KINDS[kind].ways)
+    num_ranks = draw.choice(WAYS[way])
+    point = draw.choice(points_of(kind, way, num_ranks))
     step = draw.randrange(NUM_STEPS)
     # A bucket passes a point once a step: later passages are sure to come where steps are left.
     passage = draw.randrange(3) if step < NUM_STEPS - 2 and point not in (*_USERS, *_ONCE) else 0
     return Injection(
         seed=seed,
         number=number,
+        meets=False,
         kind=kind,
-        strategy=strategy,
+        way=way,
         num_ranks=num_ranks,
         rank=draw.randrange(num_ranks),
         step=step,
@@ -131,20 +116,21 @@ def injection(seed: int, number: int) -> Injection:
         passage=passage,
         seconds=draw.choice((0.02, 0.3, 1.5)),
         jitter_ms=draw.choice((0.0, 1.0, 10.0)),
-        bucket_cap_mb=draw.choice((1e-4, 1e-4, None)),
+        # Added up in the order of ranks there is one right result: two numbers have no order.
+        settings=draw.choice((SMALL, SMALL, {})) | {"reduction": "ordered" if num_ranks > 2 else "native"} | KINDS[kind].settings,
         ending=draw.choice(ENDINGS),
-        num_micro_batches=draw.choice((1, 1, 2)) if strategy in _ACCUMULATES else 1,
+        num_micro_batches=draw.choice((1, 1, 2)) if way in _ACCUMULATES else 1,
     )
 
 
-def points_of(kind: str, strategy: str, num_ranks: int) -> tuple[str, ...]:
+def points_of(kind: str, way: str, num_ranks: int) -> tuple[str, ...]:
     """Where this can happen."""
     how = KINDS[kind]
     if how.points:
         return how.points
-    ops = tuple(f"{when} {op}" for op in _OF_STRATEGY[strategy] if op != "update" for when in ("before", "behind"))
-    users = (*_USERS, "update") if "update" in _OF_STRATEGY[strategy] else _USERS
+    ops = tuple(f"{when} {op}" for op in _OF_WAY[way] if op != "update" for when in ("before", "after"))
+    users = (*_USERS, "update") if "update" in _OF_WAY[way] else _USERS
     points = (*users, *_OURS, *ops, "buffers")
-    if how.is_in_threads and not (strategy == "ddp" and num_ranks == 2):
+    if how.is_in_threads and not (way == "ddp" and num_ranks == 2):
         points += _IN_THREADS
     return (*points, "construction") if how.is_in_construction else points

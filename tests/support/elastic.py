@@ -1,7 +1,7 @@
-"""examples/elastic_train.py under torchrun, and what it has trained on.
+"""examples/elastic_train.py on forked ranks and under torchrun, and what it has trained on.
 
 Run as a script it is the example, whose ranks do not hear torchrun end them: it may do so before they can say which rank they
-miss. elastic.py RANK NUMBER OPTION... has a rank killed when it brings a file to the disk for that time, in the first attempt.
+miss.
 """
 
 from __future__ import annotations
@@ -9,22 +9,26 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from support.processes import Ended, Rank, example, free_port, run_ranks
 from support.project import ROOT
 
 EXAMPLE = ROOT / "examples" / "elastic_train.py"
 DEAF_EXAMPLE = Path(__file__)
-_PATIENCE_S = 240
+PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -38,30 +42,70 @@ class Step:
 
 
 def run(
-    folder: Path, *options: str, num_ranks: int, max_restarts: int = 0, script: Path = EXAMPLE
-) -> subprocess.CompletedProcess:
-    """Runs it in `folder`, where its checkpoint is; it logs to `folder/<num_ranks>`."""
-    how = launch(folder, *options, num_ranks=num_ranks, max_restarts=max_restarts, script=script)
-    return subprocess.run(**how, check=False, capture_output=True, timeout=_PATIENCE_S)
+    folder: Path, *options: str, num_ranks: int, max_restarts: int = 0, spoils: Callable[[Rank], object] | None = None
+) -> list[Ended]:
+    """How the ranks of all attempts have ended in `folder`, where their checkpoint is; all start anew when one has failed.
+
+    They log to `folder/<num_ranks>`. `spoils` is called on each rank of the first attempt.
+    """
+    found: list[Ended] = []
+    for attempt in range(max_restarts + 1):
+        how = {"folder": folder, "arguments": [*options, "--sample-log", str(num_ranks)], "attempt": attempt}
+        target = partial(_attempt, None if attempt else spoils, {**how, "port": free_port()})
+        found += run_ranks(target, num_ranks, is_script=True)
+        if all(rank.exit_code == 0 for rank in found[-num_ranks:]):
+            break
+    return found
 
 
-def launch(folder: Path, *options: str, num_ranks: int, max_restarts: int = 0, script: Path = EXAMPLE) -> dict[str, Any]:
-    """The same, as what a process is started with."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, f"--max-restarts={max_restarts}", str(script), *options, "--sample-log", str(num_ranks)]
+def _attempt(spoils: Callable[[Rank], object] | None, how: dict[str, Any], rank: Rank) -> None:
+    if spoils is not None:
+        spoils(rank)
+    example(EXAMPLE, rank, **how)
+
+
+def is_killed_in_a_checkpoint(number: int, times: int, rank: Rank) -> None:
+    """Has that rank killed when it brings a file to the disk for that time."""
+    calls, fsync = itertools.count(1), os.fsync
+
+    def killed(descriptor: int) -> None:
+        if next(calls) == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    if rank.number == number:
+        os.fsync = killed
+
+
+def torchrun(path: Path, *options: str, num_ranks: int, folder: Path, max_restarts: int = 0) -> dict[str, Any]:
+    """What a process is started with that runs a file under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "tests"))
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": paths,
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    return {
+        "args": [*command, f"--max-restarts={max_restarts}", str(path), *options],
+        "env": {**os.environ, **variables},
+        "cwd": folder,
+        "text": True,
     }
-    return {"args": command, "env": environment, "cwd": folder, "text": True}
+
+
+def run_under_torchrun(path: Path, *options: str, num_ranks: int, folder: Path, max_restarts: int = 0) -> Ended:
+    """How torchrun has ended, which itself fails if a rank does."""
+    how = torchrun(path, *options, num_ranks=num_ranks, folder=folder, max_restarts=max_restarts)
+    done = subprocess.run(**how, check=False, capture_output=True, timeout=PATIENCE_S)
+    return Ended(exit_code=done.returncode, out=done.stdout, log=done.stderr)
+
+
+def losses_in(text: str, num_losses: int) -> tuple[float, float]:
+    """The first and the last loss of the lines that report a step."""
+    losses = [float(loss) for loss in re.findall(r"^step +\d+ .*\bloss (\S+)", text, re.MULTILINE)]
+    assert len(losses) == num_losses
+    return losses[0], losses[-1]
 
 
 def steps_of(folder: Path) -> list[Step]:
-    """What the ranks of one call of torchrun have logged, step by step and attempt by attempt."""
+    """What the ranks of one job have logged, step by step and attempt by attempt."""
     lines = [json.loads(line) for path in sorted(folder.glob("rank*.jsonl")) for line in path.read_text().splitlines()]
     found = []
     for attempt, number in sorted({(line["attempt"], line["step"]) for line in lines}):
@@ -74,18 +118,13 @@ def steps_of(folder: Path) -> list[Step]:
     return found
 
 
-def order_of(num_epochs: int) -> list[int]:
-    return runpy.run_path(str(EXAMPLE))["sample_order"](num_epochs)
-
-
-def trained_alone(*, num_epochs: int, batch: int) -> dict[str, Any]:
+def trained_alone(order: list[int], *, batch: int) -> dict[str, Any]:
     """The parameters that a plain loop in one process comes to."""
     inputs = torch.randn(480, 32, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
-    order = order_of(num_epochs)
-    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(batches))
     for samples in batches:
         optimizer.zero_grad()
@@ -96,21 +135,7 @@ def trained_alone(*, num_epochs: int, batch: int) -> dict[str, Any]:
     return model.state_dict()
 
 
-def _has_killed_in_checkpoint(rank: str, number: str) -> None:
-    calls, fsync = itertools.count(1), os.fsync
-
-    def killed(descriptor: int) -> None:
-        if next(calls) == int(number):
-            os.kill(os.getpid(), signal.SIGKILL)
-        fsync(descriptor)
-
-    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (rank, "0"):
-        os.fsync = killed
-
-
 if __name__ == "__main__":
-    if sys.argv[1].isdecimal():
-        _has_killed_in_checkpoint(sys.argv.pop(1), sys.argv.pop(1))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.argv[0] = str(EXAMPLE)
     runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -1,10 +1,6 @@
 """Runs a training recipe of a real framework on two ranks, with torch's DDP class and with Undertow's, and compares the results.
 
-How to use it, in a file of `tests/frameworks`:
-
-    from support.frameworks import Wrapper, require_installed, same_as_torch
-
-    require_installed("lightning")  # at the top of the file: skips it, or fails under CI=true, if the package is missing
+How to use it: add a recipe to tests/frameworks/test_frameworks.py,
 
     def recipe(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:  # runs on each rank, so it is a function of the module
         from support import lightning_recipes as recipes  # frameworks are imported in ranks, never in pytest's own process
@@ -12,15 +8,14 @@ How to use it, in a file of `tests/frameworks`:
         recipes.trainer_of(wrapper, default_root_dir=folder).fit(module, recipes.loader())
         return state_of(module)  # tensors that must be the same with both classes
 
-    def test_it_trains_as_torchs_class_does(framework_ranks: Ranks, tmp_path: Path) -> None:
-        same_as_torch(framework_ranks, recipe, tmp_path)
+and name it in the table of recipes, with the packages that it needs: `require_installed` skips it, or fails under CI=true,
+if one is missing.
 
 `same_as_torch` calls the recipe twice on each rank, from the same seed: with a subclass of torch's class, then with a
 subclass of Undertow's. The recipe must construct a wrapper of the class it is given. Path arguments become a folder for
 each class, which both ranks share. Wrappers are closed afterwards, and the frameworks' global state is reset.
 
-A recipe that torch's class cannot do (a sharded optimizer) runs with other classes: `compare(ranks, recipe, first, second,
-*args)` takes two classes, for example `configured(SyncConfig(strategy="zero1"))`, which is Undertow's class with settings.
+A recipe that torch's class cannot do (a sharded optimizer) runs by itself: `run_recipe(recipe, configured(SyncConfig(...)))`.
 
 How a framework gets the class: `lightning_strategy(wrapper)` and `fabric_strategy(wrapper)` make a strategy for
 Trainer and Fabric; within `torchs_name_is(wrapper)` Accelerate and the HF Trainer find the class under torch's name.
@@ -46,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from support.naive import require_same
 from support.ranks import Ranks
 from undertow import DistributedDataParallel, SyncConfig
 
@@ -74,37 +70,24 @@ def require_installed(*packages: str) -> None:
 
 def same_as_torch(ranks: Ranks, recipe: Recipe, *args: Any, timeout_s: float = TIMEOUT_S) -> None:
     """Requires that `recipe(wrapper, *args)` gives bit-identical tensors with torch's class and with Undertow's."""
-    compare(ranks, recipe, TorchDistributedDataParallel, DistributedDataParallel, *args, timeout_s=timeout_s)
+    ranks.run(_compare, recipe, args, timeout_s=timeout_s)
 
 
-def compare(ranks: Ranks, recipe: Recipe, first: Any, second: Any, *args: Any, timeout_s: float = TIMEOUT_S) -> None:
-    """Requires bit-identical tensors of `recipe` with two classes; each is a class or what `configured` returns."""
-    ranks.run(_compare, recipe, first, second, args, timeout_s=timeout_s)
+def configured(config: SyncConfig) -> Wrapper:
+    """Undertow's class with settings: frameworks that construct the wrapper do not know of `config`."""
+
+    class Configured(DistributedDataParallel):
+        def __init__(self, *args: Any, **arguments: Any) -> None:
+            super().__init__(*args, **arguments, config=config)
+
+    return Configured
 
 
-class configured:  # noqa: N801  reads as a verb, and must be sent to ranks
-    """Undertow's class with settings, for `compare`: frameworks that construct the wrapper do not know of `config`."""
-
-    def __init__(self, config: SyncConfig) -> None:
-        self.config = config
-
-    def wrapper(self) -> Wrapper:
-        config = self.config
-
-        class Configured(DistributedDataParallel):
-            def __init__(self, *args: Any, **arguments: Any) -> None:
-                super().__init__(*args, **arguments, config=config)
-
-        return Configured
-
-
-def _compare(recipe: Recipe, first: Any, second: Any, args: tuple[Any, ...]) -> None:
-    wanted = run_recipe(recipe, first, *_with_own_folders(args, "first"))
-    found = run_recipe(recipe, second, *_with_own_folders(args, "second"))
+def _compare(recipe: Recipe, args: tuple[Any, ...]) -> None:
+    wanted = run_recipe(recipe, TorchDistributedDataParallel, *_with_own_folders(args, "first"))
+    found = run_recipe(recipe, DistributedDataParallel, *_with_own_folders(args, "second"))
     assert wanted, "the recipe returned nothing to compare"
-    assert found.keys() == wanted.keys()
-    different = [f"{name}: {found[name]} != {tensor}" for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
-    assert not different, "\n".join(different)
+    require_same(found, wanted)
 
 
 def _with_own_folders(args: tuple[Any, ...], name: str) -> tuple[Any, ...]:
@@ -121,9 +104,9 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return tensors if dist.get_rank() else {**tensors, **dict(module.named_buffers())}
 
 
-def run_recipe(recipe: Recipe, chosen: Any, *args: Any) -> dict[str, Tensor]:
+def run_recipe(recipe: Recipe, chosen: Wrapper, *args: Any) -> dict[str, Tensor]:
     """The recipe's tensors on this rank; it must have constructed a wrapper of the class `chosen`."""
-    wrapper, made = _recorded(chosen.wrapper() if isinstance(chosen, configured) else chosen)
+    wrapper, made = _recorded(chosen)
     with as_launched():
         try:
             torch.manual_seed(0)
@@ -204,3 +187,18 @@ def fabric_strategy(wrapper: Wrapper, **arguments: Any) -> Any:
             return wrapper(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
     return Strategy(cluster_environment=environments.LightningEnvironment(), **arguments)
+
+
+def gpt2_trainer(folder: Path, *, num_rows: int, trainer: Any = None, callbacks: Any = (), **settings: Any) -> Any:
+    """A Trainer of transformers, or what `trainer` makes, with a small language model and `num_rows` rows of tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    sizes = {"vocab_size": 19, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    without_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "dataloader_pin_memory": False}
+    usual = {"use_cpu": True, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no"}
+    arguments = TrainingArguments(str(folder), **{**quiet, **usual, **settings})
+    tokens = torch.randint(19, (num_rows, 8), generator=torch.Generator().manual_seed(3))
+    examples = [{"input_ids": row, "labels": row} for row in tokens]
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout))
+    return (trainer or Trainer)(model, arguments, train_dataset=examples, callbacks=list(callbacks))

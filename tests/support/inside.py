@@ -7,30 +7,47 @@ library changes this file and no test. Every function takes a wrapped model, or 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+import undertow.sync
 from undertow import Sync, SyncConfig
-from undertow.runtime import private
+from undertow.plan import ParamSpec
+from undertow.runtime import agreement, members, patience, private, private_checkpoint
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.checkpoint_metadata import Entry, stored_entries
+from undertow.runtime.comm_hook import HookedBucket
+from undertow.runtime.emulated_link import BACKEND as BACKEND
+from undertow.runtime.emulated_link import EmulatedLink as EmulatedLink
+from undertow.runtime.emulated_link import emulated_backend as emulated_backend
 from undertow.runtime.engine import Engine
-from undertow.runtime.exchange import Exchanges
+from undertow.runtime.exchange import Exchange, Exchanges, PostedExchanges
 from undertow.runtime.executor import Executor
 from undertow.runtime.gathers import Gathers
 from undertow.runtime.group import GroupRef, OwnGroup
+from undertow.runtime.guard import Ring
 from undertow.runtime.member import Member
 from undertow.runtime.placeholder import GradientPlaceholder
+from undertow.runtime.reducer import Reducer
+from undertow.runtime.ring import Neighbour
 from undertow.runtime.sharding import Sharding
+from undertow.runtime.trailer import TrailerCodec
+from undertow.runtime.tuning import NUM_STEPS_MEASURED
+from undertow.runtime.waiting import Waiting
+from undertow.runtime.weights import Weighing
 from undertow.schedule import Op, OpKind
 
+NUM_STEPS_OF_A_LOOK = NUM_STEPS_MEASURED + 4  # from a plan's first step until the plan that was decided on is taken
 Model = nn.Module | Sync
 OpCall = Callable[[Op], object]
 
@@ -122,6 +139,95 @@ class _Observers:
             call(op)
 
 
+# Calls inside of the library between which tests need a point, with the name that they have in tests.
+INNER_CALLS: dict[str, tuple[Any, str]] = {
+    "connection": (private, "new_group"),
+    "construction": (undertow.sync, "broadcast_in_place"),
+    "buffers": (undertow.sync, "broadcast_buffers"),
+    "weights": (Weighing, "send"),
+    "reduce": (Reducer, "reduce"),
+    "checkpoint": (private_checkpoint, "save_checkpoint"),
+    "post": (Exchange, "begin"),  # in threads, of exchanges that are made of sends and receives
+    "complete": (Exchange, "complete"),
+}
+
+
+def before_calls(names: Iterable[str], passes: Callable[[str], object]) -> None:
+    """Has `passes` called with the name before each of these calls, for as long as this process lives."""
+    for name in names:
+        owner, attribute = INNER_CALLS[name]
+        setattr(owner, attribute, _after(partial(passes, name), getattr(owner, attribute)))
+
+
+def _after(first: Callable[[], object], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return then(*args, **kwargs)
+
+    return both
+
+
+def around_waits(passes: Callable[[str], object]) -> None:
+    """Has `passes` called with "before wait" and "after wait" around each wait that has a name."""
+    enter, leave = Waiting.__enter__, Waiting.__exit__
+
+    def enters(waiting: Waiting) -> None:
+        enter(waiting)
+        if waiting._what:
+            passes("before wait")
+
+    def leaves(waiting: Waiting, *error: Any) -> None:
+        leave(waiting, *error)
+        if waiting._what:
+            passes("after wait")
+
+    Waiting.__enter__, Waiting.__exit__ = enters, leaves  # type: ignore[method-assign]
+
+
+def opened_group() -> OwnGroup:
+    """A clone of the default group, as every model has one."""
+    group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
+    group.open()
+    return group
+
+
+def cloned_group() -> dist.ProcessGroup:
+    """A clone of the default group, as torch.distributed has it."""
+    return GroupRef.of(dist.group.WORLD).clone()
+
+
+def is_gone(rank: int) -> bool:
+    """True if no process of that rank is at the other end of the default group's connection."""
+    return private.is_gone(rank)
+
+
+@contextlib.contextmanager
+def posted_exchanges() -> Iterator[PostedExchanges]:
+    """Exchanges made of sends and receives, over a clone of the default group."""
+    group = opened_group()
+    exchanges = PostedExchanges(group)
+    yield exchanges
+    exchanges.close()
+    group.close()
+
+
+def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
+    """Gathers that many bytes of two ranks; the one that `stops` has sent its part before, and takes none."""
+    group = opened_group()
+    if stops is not None:
+        part, tag = torch.zeros(num_bytes, dtype=torch.uint8), (1 << 24) + 1
+        dist.isend(part, group=group.process_group, group_dst=0, tag=tag).wait()
+        dist.irecv(part, group=group.process_group, group_src=0, tag=tag)
+        stops()
+    with group.waiting("the other part"):
+        PostedExchanges(group).all_gather(torch.zeros(2 * num_bytes, dtype=torch.uint8), number=1, then=int).wait()
+
+
+def interrupt(group: dist.ProcessGroup) -> None:
+    """Has what waits over the group fail, on this rank alone."""
+    private.interrupt(group)
+
+
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
     """Has both called around every op of the model from now on, under later plans too."""
     recorder = sync_of(model)._recorder
@@ -181,6 +287,78 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
     gathers.wait = noted  # type: ignore[method-assign]
     late_calls(exchanges_of(model), "_send", seconds=seconds, rank=0)
     return waited
+
+
+def bucket_of_a_hook(index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> HookedBucket:
+    """A bucket as communication hooks get it."""
+    return HookedBucket(index, buffer, parameters, is_last=is_last)
+
+
+def late_posting(model: Model, *, seconds: float) -> None:
+    """Keeps the thread busy that sends shards, so that what it is given next leaves late."""
+    exchanges_of(model)._posting.submit(time.sleep, seconds)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    return private.timeout_of(group)
+
+
+def without_a_ring() -> contextlib.AbstractContextManager[object]:
+    """Inside, ranks cannot connect to their neighbours."""
+    return mock.patch.object(private, "gloo_device", side_effect=RuntimeError("no such interface"))
+
+
+def of_version(version: str) -> contextlib.AbstractContextManager[object]:
+    """Inside, the library says that it has that version."""
+    return mock.patch.object(agreement, "__version__", version)
+
+
+def on_device(name: str) -> contextlib.AbstractContextManager[object]:
+    """Inside, all parameters are said to be on that device."""
+    described = members.spec_of
+
+    def named(*args: Any, **kwargs: Any) -> ParamSpec:
+        return dataclasses.replace(described(*args, **kwargs), device=name)
+
+    return mock.patch.object(members, "spec_of", named)
+
+
+@contextlib.contextmanager
+def readings_of_trailers() -> Iterator[list[object]]:
+    """What is read of trailers inside: None for one that says nothing."""
+    readings: list[object] = []
+    parse = TrailerCodec.parse
+
+    def noted(*args: Any) -> Any:
+        readings.append(parse(*args))
+        return readings[-1]
+
+    with mock.patch.object(TrailerCodec, "parse", noted):
+        yield readings
+
+
+def hearing_rank() -> Callable[[bytes], None]:
+    """A rank that has heard nothing: what is called receives these bytes of its neighbour, and answers what they ask."""
+    source = Neighbour.__new__(Neighbour)
+    source.rank = 0
+    ring = Ring([], rank=1, num_ranks=2, world=dist.group.WORLD)
+    member = ring.join(SyncConfig(stall_warning_s=0.001))
+
+    def hear(data: bytes) -> None:
+        for line in data.split(b"\n"):
+            if (found := source._message(line)) is not None:
+                ring.receive(found, source)
+        ring.links.table.warning()
+        if member.asking is not None:
+            ring.report(member, member.asking)
+
+    return hear
+
+
+def shorten_patience(factor: float) -> None:
+    """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
+    for name in ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S"):
+        setattr(patience, name, factor * getattr(patience, name))
 
 
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.

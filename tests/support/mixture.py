@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from support.alike import backward_alike, require_equal_gradients, require_equal_values  # noqa: F401  # one place for mixtures
 from support.hybrid import chain
 from undertow import DistributedDataParallel, ExpertGroup, SyncConfig
 
@@ -95,17 +97,18 @@ def reduced(param: Tensor, group: dist.ProcessGroup | None, *, divisor: float) -
     return chain(of_ranks) / divisor
 
 
-def require_equal_gradients(ours: nn.Module, reference: nn.Module) -> None:
-    for (name, param), wanted in zip(ours.named_parameters(), reference.parameters(), strict=True):
-        if wanted.grad is None or param.grad is None:
-            assert param.grad is wanted.grad, name
-        else:
-            assert torch.equal(param.grad, wanted.grad), name
-
-
-def require_equal_values(ours: nn.Module, reference: nn.Module) -> None:
-    for (name, param), wanted in zip(ours.named_parameters(), reference.parameters(), strict=True):
-        assert torch.equal(param, wanted), name
+def steps_alike(
+    ddp: nn.Module,
+    bare: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    steps: Iterable[int] = range(4),
+    loss: Callable[[nn.Module, int], Tensor] = loss,
+    **divisors: float,
+) -> None:
+    """Backwards of both models, whose gradients must be the same to the bit."""
+    mean = partial(reduce_naively, group=group, **divisors)
+    backward_alike(ddp, bare, loss, steps=steps, mean=mean, require=require_equal_gradients)
 
 
 def trained_naively(model: nn.Module, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, *, num_steps: int) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FENCE = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -38,7 +39,10 @@ def snippets(page: Path) -> Iterator[Snippet]:
         )
 
 
-def execute(snippet: Snippet) -> None:
+def execute(snippet: Snippet, **given: Any) -> dict[str, Any]:
+    """Runs the snippet with the names that are given, and returns all names that there are then."""
     # As many empty lines in front as the page has: an error then points to its line there.
     code = compile("\n" * (snippet.line - 1) + snippet.code, snippet.page, "exec", dont_inherit=True)
-    exec(code, {"__name__": "__main__"})
+    names = {"__name__": "__main__", **given}
+    exec(code, names)
+    return names

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import rich.table  # noqa: F401
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.utils.checkpoint  # noqa: F401
 from _pytest.assertion import install_importhook
 
-import undertow  # noqa: F401
+from undertow import *  # noqa: F403  # all of its names: each brings its modules with it
 
 # Asserts in ranks say what the values were, as they do where pytest itself imports a test.
 _CONFIG = pytest.Config.fromdictargs({"assertmode": "rewrite"}, ["--disable-plugin-autoload", "-c", "/dev/null"])

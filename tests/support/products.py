@@ -17,7 +17,7 @@ def without_products(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
-    seen: set[tuple[str, int]] = set()
+    seen: set[tuple[int, str]] = set()
     chosen = []
     for wanted in (all, any):
         for item in items:
@@ -28,6 +28,7 @@ def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
     return chosen
 
 
-def _values(item: pytest.Item) -> set[tuple[str, int]]:
+def _values(item: pytest.Item) -> set[tuple[int, str]]:
+    """The id that each parametrize mark has given: `callspec.indices` has the number of the product instead."""
     callspec = getattr(item, "callspec", None)
-    return set() if callspec is None else set(callspec.indices.items())
+    return set() if callspec is None else set(enumerate(callspec._idlist))

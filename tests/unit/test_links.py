@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from undertow.runtime import links
+from undertow.runtime import links, patience
 from undertow.runtime.connections import Connection, connections, open_sockets
-from undertow.runtime.links import SILENT_S, Silence, Speeds, Table
+from undertow.runtime.links import Silence, Speeds, Table
 
 THERE = "10.0.0.2"
 
@@ -24,7 +24,7 @@ def test_silence_counts_from_the_last_acknowledgement_since_it_was_asked() -> No
     assert silence.silent_s(THERE, [connection(silent_s=60.0)], 100.0) == 0.0  # nothing may have been sent for a minute
     assert silence.silent_s(THERE, [connection(silent_s=64.0)], 104.0) == 4.0
     assert silence.silent_s(THERE, [connection(silent_s=0.5)], 106.0) == 0.5
-    assert silence.silent_s(THERE, [connection(silent_s=5.5)], 112.0) == 5.5 > SILENT_S
+    assert silence.silent_s(THERE, [connection(silent_s=5.5)], 112.0) == 5.5 > patience.SILENT_S
 
 
 def test_any_connection_to_a_machine_shows_that_it_is_there() -> None:

@@ -71,7 +71,7 @@ def test_ranks_that_cannot_be_connected_leave_all_without_a_ring(monkeypatch: py
             raise RuntimeError("Gloo connectFullMesh failed")
         return connect(store, key, place, *args)
 
-    monkeypatch.setattr(ring, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(ring.patience, "CONNECT_S", 1.0)
     monkeypatch.setattr(private, "pair", broken)
     assert made(3) == [None, None, None]
 
@@ -82,14 +82,14 @@ def test_a_torch_without_gloo_leaves_all_without_a_ring(monkeypatch: pytest.Monk
 
 
 def test_a_rank_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_PROBE_S", 0.0)
+    monkeypatch.setattr(ring.patience, "PROBE_S", 0.0)
     store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 3)
     found = make_ring(store, "ring", rank=0, num_ranks=3, is_gone=lambda rank: rank == 2, each=lambda _: None)
     assert found == 2
 
 
 def test_ranks_that_have_not_come_are_named_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_PROBE_S", 0.0)
+    monkeypatch.setattr(ring.patience, "PROBE_S", 0.0)
     store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 3)
 
     def each(late: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch
     def each(late: Sequence[int]) -> None:
         raise TimeoutError(str(list(late)))
 
-    monkeypatch.setattr(ring, "_PROBE_S", 0.0)
+    monkeypatch.setattr(ring.patience, "PROBE_S", 0.0)
     monkeypatch.setattr(dist, "FileStore", lambda *given: AskedStore(file_store(*given), asked))
     # A pair, which is torch's, would ask as well.
     monkeypatch.setattr(private, "pair", Mock(side_effect=RuntimeError("Gloo connectFullMesh failed")))

@@ -10,6 +10,7 @@ import pytest
 
 from undertow import RankLost, StallTimeout, SyncConfig
 from undertow.runtime import member as members
+from undertow.runtime import patience
 from undertow.runtime.guard import GUARD, Ring
 from undertow.runtime.waiting import Waiting
 from undertow.runtime.worker import Worker
@@ -72,8 +73,8 @@ def test_any_other_thread_may_be_the_one_that_trains() -> None:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> members.Member:
     """Rank 1 of two, whom nobody tells anything."""
-    monkeypatch.setattr(members, "ANSWERS_S", 0.0)
-    monkeypatch.setattr(members, "_VERDICT_S", 0.0)
+    monkeypatch.setattr(patience, "ANSWERS_S", 0.0)
+    monkeypatch.setattr(patience, "VERDICT_S", 0.0)
     monkeypatch.setattr(GUARD, "interrupts", lambda _members: None)
     return Ring([], rank=1, num_ranks=2, world=WORLD).join(SyncConfig())
 

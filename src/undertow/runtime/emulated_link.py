@@ -33,13 +33,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from undertow.cost import Link, collective_seconds
 from undertow.errors import PhaseError
+from undertow.runtime import patience
 from undertow.runtime.receives import Receives
 from undertow.runtime.wire import LinkWork, Transfer, Wire, sleep_until
 
 __all__ = ["BACKEND", "EmulatedLink", "Transfer", "emulated_backend"]
 
 BACKEND = "emulated"
-_GRACE_S = 5.0  # that a closing group waits for what is in flight; a collective whose peer is dead never ends
 _log = logging.getLogger("undertow")
 
 
@@ -210,11 +210,11 @@ class _EmulatedGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Ends the group's threads once what is in flight is done; torch calls it when the group is destroyed."""
-        self._receives.close(_GRACE_S)
+        self._receives.close(patience.LINK_S)
         if self._thread is None:
             return
         self._launches.put(None)
-        self._thread.join(_GRACE_S)
+        self._thread.join(patience.LINK_S)
         if self._thread.is_alive():
             # The thread keeps the inner group alive: gloo would block in its destructor for the same collective.
             _log.warning("an emulated group of rank %d was closed with a collective in flight.", self.rank())

@@ -14,11 +14,9 @@ import weakref
 
 import torch.distributed as dist
 
-from undertow.runtime import private
+from undertow.runtime import patience, private
 
 __all__ = ["FREEING"]
-
-_FREES_S = 0.5
 
 
 class Freeing:
@@ -49,7 +47,7 @@ class Freeing:
 
         Who begins anew wants the store that the old groups hold to be gone, and no thread may come back when the interpreter is.
         """
-        until_s = time.monotonic() + _FREES_S
+        until_s = time.monotonic() + patience.FREES_S
         for thread in self._threads:
             if thread.is_let_go.is_set():
                 thread.join(max(0.0, until_s - time.monotonic()))

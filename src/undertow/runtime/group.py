@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
-from undertow.runtime import private
+from undertow.runtime import patience, private
 from undertow.runtime.collectives import ReductionHandle, all_reduce_async
 from undertow.runtime.freeing import FREEING
 from undertow.runtime.member import Member
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from undertow.runtime.company import Company
 
 _Result = TypeVar("_Result")
-_LOOK_S = 0.25  # between two looks, while something is waited for, whether a rank is gone; the second one counts
-_GLOO_WAITS_S = 1800.0  # where a group has no timeout of its own
 # Backends that divide inside the collective; for others we divide before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 _BACKENDS_OVER_GLOO = ("gloo", "emulated")
@@ -165,7 +163,7 @@ class OwnGroup:
         with self.waiting("all ranks, to make a process group"):
             if member is not None and self.all_meet:
                 timeout = self.user.timeout
-                member.meet(_GLOO_WAITS_S if timeout is None else timeout.total_seconds())
+                member.meet(patience.GLOO_WAITS_S if timeout is None else timeout.total_seconds())
             require_no_fault(member)
             self._group = weakref.ref(self._made())
 
@@ -216,7 +214,7 @@ class OwnGroup:
     def _comes_to_an_end(self, ends: Callable[[float], bool]) -> bool:
         """Gloo fails what is under way when it closes a connection, but for a message of which a part is in the socket."""
         is_broken = False
-        while not ends(_LOOK_S):
+        while not ends(patience.LOOK_S):
             if is_broken:
                 return False
             is_broken = self.is_broken

@@ -27,12 +27,12 @@ from typing import Any
 
 from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
-from undertow.runtime import faults
+from undertow.runtime import faults, patience
 from undertow.runtime.endings import raised, tell_before_end
 from undertow.runtime.faults import Fault, State
 from undertow.runtime.freeing import FREEING
-from undertow.runtime.links import PING, WAITS_S, Links
-from undertow.runtime.member import ANSWERS_S, Member
+from undertow.runtime.links import PING, Links
+from undertow.runtime.member import Member
 from undertow.runtime.ring import Neighbour, close_all
 
 __all__ = ["GUARD", "Ring"]
@@ -41,10 +41,6 @@ Message = dict[str, Any]
 _Heard = tuple["Ring", Neighbour, list[Message], bool]
 
 _log = logging.getLogger("undertow")
-_TICK_S = 2.0  # at most, between two looks at how long we wait
-_ENDS_S = 2.0  # that this rank has to raise the same where another one has ended with an error of ours
-_FLUSH_S = 1.0  # that neighbours have to take our last words
-_GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
 _MAX_SEEN = 4096
 
 
@@ -208,12 +204,13 @@ class Ring:
 
     def _look_at(self, member: Member) -> None:
         now_s, waited_s = time.monotonic(), member.waited_s()
-        if min(waited_s, now_s - self._failed_s) > _ENDS_S:  # an error of its own, and its process may be long in ending
+        # An error of its own, and its process may be long in ending.
+        if min(waited_s, now_s - self._failed_s) > patience.ENDS_S:
             for fault in self._failures(member):
                 member.fails(fault)
-        if waited_s > WAITS_S and (alone := member.missed_gather_of()) is not None:
+        if waited_s > patience.WAITS_S and (alone := member.missed_gather_of()) is not None:
             member.fails(faults.gathers_alone(alone, missed_by=self.rank))
-        has_answers = member.asking is not None and now_s > member.asked_s + ANSWERS_S
+        has_answers = member.asking is not None and now_s > member.asked_s + patience.ANSWERS_S
         if member.asking is not None and has_answers and not member.is_told:
             text = self.report(member, member.asking)
             member.is_told, member.told = True, (member.asking["step"], now_s, text)
@@ -222,7 +219,7 @@ class Ring:
         is_over = waited_s > limits.stall_timeout_s
         if waited_s < limits.stall_warning_s and not is_over:
             return
-        if now_s > member.asked_s + (2 * ANSWERS_S if is_over else max(limits.stall_warning_s, 2 * ANSWERS_S)):
+        if now_s > member.asked_s + (2 * patience.ANSWERS_S if is_over else max(limits.stall_warning_s, 2 * patience.ANSWERS_S)):
             self.say("asks", number=member.number, **member.state())
         elif has_answers and member.asking is not None:
             gone, late = self._gone(member), faults.late_ranks(member.asking, member.states, ranks=range(self.num_ranks))
@@ -301,7 +298,7 @@ class Guard:
         with ring.condition:
             neighbours, ring.neighbours = ring.neighbours, []
         for neighbour in neighbours:
-            neighbour.flush(_FLUSH_S)
+            neighbour.flush(patience.FLUSH_S)
         close_all(neighbours)
         FREEING.finish()
 
@@ -310,7 +307,7 @@ class Guard:
 
     def interrupts(self, members: Iterable[Member]) -> None:
         """Has whoever waits there wake up, soon."""
-        due_s = time.monotonic() + _GRACE_S
+        due_s = time.monotonic() + patience.GRACE_S
         self._breaking += [(member, due_s) for member in members]
         self.wake()
 
@@ -342,7 +339,7 @@ class Guard:
         self._is_over = True
         self.wake()
         if self._thread is not None:
-            self._thread.join(_FLUSH_S)
+            self._thread.join(patience.FLUSH_S)
 
     def trains_in(self, thread: int) -> bool:
         """Whether this is the thread that was the last to train a model of ours, or to make one."""
@@ -362,7 +359,7 @@ class Guard:
                 self._listen_once()
             except Exception:
                 _log.exception("the thread that listens to other ranks goes on after an error of its own.")
-                time.sleep(ANSWERS_S)
+                time.sleep(patience.ANSWERS_S)
 
     def _listen_once(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -391,10 +388,11 @@ class Guard:
         if not members:
             return None
         if any(not member.is_told for member in members):
-            return 0.1 * ANSWERS_S
-        if any(member.waited_s() > WAITS_S for member in members):
-            return WAITS_S
-        return min(_TICK_S, *(0.25 * min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members))
+            return 0.1 * patience.ANSWERS_S
+        if any(member.waited_s() > patience.WAITS_S for member in members):
+            return patience.WAITS_S
+        stalls_s = min(min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members)
+        return min(patience.TICK_S, 0.25 * stalls_s)
 
 
 GUARD = Guard()  # of the process, as sys.excepthook and the exit of the process are

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
-from undertow.runtime import faults
+from undertow.runtime import faults, patience
 from undertow.runtime.connections import Connection, Socket, connections
 
-WAITS_S = 1.0  # from which on it matters whether others can be reached
-_PING_S = 3.0  # between two messages that want nothing but an acknowledgement
-SILENT_S = 5.0  # that a machine may be before it is taken to be gone
 _WINDOW_S = 4.0  # over which speeds are measured
 _LEAST_BYTES = 1_000_000  # of a window, for a speed to be worth telling
 _BUSY = 0.2  # share of a window; a link that is busy for less holds nobody up
@@ -53,14 +50,14 @@ class Silence:
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}
-        self._pinged_s = -_PING_S
+        self._pinged_s = -patience.PING_S
 
     def is_ping_due(self, waited_s: float, now_s: float) -> bool:
         """Whether something is to be sent that is worth nothing, so that it is acknowledged."""
-        if waited_s < WAITS_S:
+        if waited_s < patience.WAITS_S:
             self._since_s.clear()
             return False
-        if now_s < self._pinged_s + _PING_S:
+        if now_s < self._pinged_s + patience.PING_S:
             return False
         self._pinged_s = now_s
         return True
@@ -171,10 +168,10 @@ class Links:
         if self._silence.is_ping_due(waited_s, now_s):
             for neighbour in neighbours:
                 neighbour.send(PING)
-        silent = self._silent(neighbours, now_s) if waited_s >= WAITS_S else {}
-        if max(silent.values(), default=0.0) >= SILENT_S:
+        silent = self._silent(neighbours, now_s) if waited_s >= patience.WAITS_S else {}
+        if max(silent.values(), default=0.0) >= patience.SILENT_S:
             # Where this machine itself is cut off, others fall silent one shortly after the other.
-            gone = sorted({rank for rank, seconds in silent.items() if seconds >= SILENT_S / 2})
+            gone = sorted({rank for rank, seconds in silent.items() if seconds >= patience.SILENT_S / 2})
             say("unreachable", ranks=gone, seconds=max(silent.values()))
         elif (news := self._speeds.news(now_s)) is not None:
             say("sends", **news)

@@ -11,15 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from undertow.config import SyncConfig
-from undertow.runtime import faults
+from undertow.runtime import faults, patience
 from undertow.runtime.endings import raised
 from undertow.runtime.faults import Fault, State
 
 if TYPE_CHECKING:
     from undertow.runtime.guard import Ring
 
-ANSWERS_S = 1.0  # that ranks have to say what they are doing
-_VERDICT_S = 5.0  # from a broken connection until it is known who is gone
 # Of a collective that has lasted for the timeout of its group, of one whose connections another one's timeout has closed (of
 # several under way either may be the first), of the stores by which groups are made, and of connecting. The kernel's own words,
 # of a connection, are others.
@@ -84,7 +82,7 @@ class Member:
     def is_asked_by(self, asking: State) -> bool:
         """A rank has waited for long. Whether this rank should answer; of several that ask at once, the first one counts."""
         now_s = time.monotonic()
-        if self.asking is not None and now_s < self.asked_s + ANSWERS_S:
+        if self.asking is not None and now_s < self.asked_s + patience.ANSWERS_S:
             self.states[asking["rank"]] = asking
             if asking["rank"] < self.asking["rank"]:
                 self.asking = asking
@@ -109,9 +107,9 @@ class Member:
         ring = self.ring
         ring.say("stands", number=self.number, text=mine)
         with ring.condition:
-            earliest_s = time.monotonic() - ANSWERS_S  # what is older was said about something else
+            earliest_s = time.monotonic() - patience.ANSWERS_S  # what is older was said about something else
             self._places = {rank: place for rank, place in self._places.items() if place[0] >= earliest_s}
-            ring.condition.wait_for(lambda: self.known_fault or len(self._places) == ring.num_ranks, timeout=ANSWERS_S)
+            ring.condition.wait_for(lambda: self.known_fault or len(self._places) == ring.num_ranks, timeout=patience.ANSWERS_S)
             places, self._places = self._places, {}
         return {rank: text for rank, (_, text) in places.items()}
 
@@ -143,7 +141,7 @@ class Member:
         ring, is_over = self.ring, _TIME_IS_OVER.search(str(error)) is not None
         with ring.condition:
             # Nobody need be gone where the time is over. And it is told before the ranks speak whose connections that has closed.
-            patience_s = ANSWERS_S if is_over else _VERDICT_S
+            patience_s = patience.ANSWERS_S if is_over else patience.VERDICT_S
             ring.condition.wait_for(lambda: self.known_fault or self.left or ring.ended, timeout=patience_s)
             # A word that one has ended well may be overtaken by none that it has not.
             fault = self.known_fault or next(iter((ring.ended | self.left).values()), None)

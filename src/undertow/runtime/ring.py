@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from undertow.foreign import parsed_json, printable
-from undertow.runtime import private
+from undertow.runtime import patience, private
 from undertow.runtime.connections import Socket, address_of_peers, open_sockets
 
 __all__ = ["Neighbour", "Store", "close_all", "make_ring"]
@@ -45,9 +45,6 @@ _NUM_UNTOLD = 32  # frames after which it says that it has them, at the latest
 _MAX_SENT = 256  # frames of which it has not said so
 _TAG = 1
 _FOR_EVER = timedelta(days=3650)  # gloo's "no limit" means that of the group
-_CONNECT_S = 30.0  # all ranks are there
-_JOIN_S = 2.0
-_PROBE_S = 2.0  # between two looks whether a rank that has not come is there at all
 
 
 class Store(Protocol):
@@ -151,7 +148,7 @@ class Neighbour:
             private.disconnect(group)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_S)
+            thread.join(patience.HEARS_S)
 
     def forget(self) -> None:
         """In a child process, which would keep the connection open when we are gone; nothing may be said over it there."""
@@ -251,12 +248,12 @@ def _meet(
     each: Callable[[Sequence[int]], object],
 ) -> int | None:
     """Returns when all ranks have counted `key` up, or with a rank that is gone."""
-    pause_s, probe_s = 0.001, time.monotonic() + _PROBE_S
+    pause_s, probe_s = 0.001, time.monotonic() + patience.PROBE_S
     while store.add(key, 0) < num_ranks:
         time.sleep(pause_s)
         pause_s = min(0.25, 1.5 * pause_s)
         if time.monotonic() > probe_s:
-            probe_s = time.monotonic() + _PROBE_S
+            probe_s = time.monotonic() + patience.PROBE_S
             late = missing()
             gone = next((other for other in late if is_gone(other)), None)
             if gone is not None:
@@ -268,7 +265,7 @@ def _meet(
 def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neighbour] | None:
     before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
     process = _process_of(store.get(f"{key}/at/{after}"))
-    groups, sockets, within = {}, {}, timedelta(seconds=_CONNECT_S)
+    groups, sockets, within = {}, {}, timedelta(seconds=patience.CONNECT_S)
     try:
         device = private.gloo_device()
         # Each waits for its other rank. Lines that touch have different turns: else all could wait round the ring.

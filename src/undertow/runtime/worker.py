@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-_LOOK_S = 0.1  # between two looks, at exit, whether another rank is lost
-_JOIN_S = 1.0  # after that
+from undertow.runtime import patience
 
 
 class Worker:
@@ -76,5 +75,5 @@ class _Thread(threading.Thread):
     def _is_waited_for(self) -> None:
         self.work.put(None)
         while self.is_alive() and not self._is_broken():
-            self.join(_LOOK_S)
-        self.join(_JOIN_S)
+            self.join(patience.EXIT_LOOK_S)
+        self.join(patience.EXIT_S)

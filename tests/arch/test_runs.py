@@ -1,0 +1,82 @@
+"""Runs of pytest that must not pass for good ones: a marker that nobody has, a skip that nobody expects."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.project import ROOT
+
+CONFTEST = """
+import pytest
+from support import markers, skips
+
+pytest_addoption, pytest_sessionfinish = skips.add_option, skips.fail_if_unexpected
+
+def pytest_terminal_summary(terminalreporter):
+    skips.summarise(terminalreporter)
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow(why): takes long")
+    markers.require_known(config)
+"""
+TESTS = """
+import pytest
+
+def test_passes():
+    pass
+
+@pytest.mark.skipif(True, reason="needs a torch of cheese")
+def test_is_lost():
+    pass
+
+@pytest.mark.parametrize("name", ["b", "a"])
+@pytest.mark.slow(why="of the data")
+def test_has_no_data(name):
+    pytest.skip(f"{name}.json is not in data; UNDERTOW_PUBLISHED_DATA names another folder")
+"""
+
+
+def run(directory: Path, *options: str) -> tuple[int, str]:
+    """The exit code of a run, and all that it says."""
+    (directory / "conftest.py").write_text(CONFTEST)
+    (directory / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(directory), *options, str(directory)]
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["in one process", "with a worker"])
+def test_skips_are_listed_and_an_unexpected_one_fails_the_run_on_demand(tmp_path: Path, options: tuple[str, ...]) -> None:
+    code, text = run(tmp_path, "--no-unexpected-skips", *options)
+    assert (code, "1 passed, 3 skipped" in text) == (1, True), text
+    assert "    1  needs a torch of cheese  (UNEXPECTED)\n" in text
+    assert "    1  a.json is not in data; UNDERTOW_PUBLISHED_DATA names another folder\n" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--no-unexpected-skips", "-k", "not lost")], ids=["on demand only", "expected ones"])
+def test_other_runs_that_skip_pass(tmp_path: Path, options: tuple[str, ...]) -> None:
+    assert run(tmp_path, *options)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("expression", "code", "line"),
+    [
+        ("nosuchmarker", 4, "ERROR: -m names 'nosuchmarker', and no marker is called so. pytest --markers lists them."),
+        ("not slo", 4, "ERROR: -m names 'slo', and no marker is called so. Did you mean 'slow'?"),
+        ("slow(why='of the data') and parametrize or not (slow or skipif)", 0, "1 passed, 2 skipped, 1 deselected"),
+    ],
+)
+def test_an_unknown_marker_is_a_line_and_exit_code_4(tmp_path: Path, expression: str, code: int, line: str) -> None:
+    found, text = run(tmp_path, "-m", expression)
+    assert (found, line in text) == (code, True), text

@@ -1,0 +1,81 @@
+"""A rank that wraps a model a hundred times has as many threads, descriptors, groups and tensors as after ten times."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from support.ranks import in_ranks
+from undertow import ConfigError, DistributedDataParallel, PlanMismatch, ShardedOptimizer
+
+
+def step(ddp: DistributedDataParallel) -> None:
+    ddp(torch.ones(2, 4)).sum().backward()
+
+
+def closes() -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    step(ddp)
+    ddp.close()
+
+
+def closes_with_shards() -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
+    step(ddp)
+    optimizer.step()
+    ddp.close()
+
+
+def drops() -> None:
+    step(DistributedDataParallel(nn.Linear(4, 4)))
+
+
+def fails_on_all_ranks() -> None:
+    with pytest.raises(PlanMismatch):
+        DistributedDataParallel(nn.Linear(4, 4 + dist.get_rank()))
+
+
+def is_refused() -> None:
+    with pytest.raises(ConfigError):
+        DistributedDataParallel(nn.Linear(4, 4), ignore=["no such parameter"])
+
+
+def held() -> Counter[str]:
+    """How many of each this rank has."""
+    gc.collect()
+    threads = Counter(f"thread {thread.name}" for thread in threading.enumerate())
+    descriptors = Counter(_target(entry) for entry in os.listdir("/proc/self/fd"))
+    groups = {"process groups": len(dist.distributed_c10d._world.pg_map), "tasks": len(os.listdir("/proc/self/task"))}
+    # What ranks tell each other all the time is in bytes and whole numbers: parameters, gradients and buckets are not.
+    tensors = {"tensors": sum(isinstance(each, torch.Tensor) and each.is_floating_point() for each in gc.get_objects())}
+    return threads + descriptors + Counter(groups) + Counter(tensors)
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").split(":")[0]
+    except FileNotFoundError:
+        return "the one that lists them"
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("once", [closes, closes_with_shards, drops, fails_on_all_ranks, is_refused])
+def test_nothing_is_left_of_many_wraps(once: Callable[[], None]) -> None:
+    found = []
+    for num_times in (10, 90):
+        for _ in range(num_times):
+            once()
+        dist.barrier()
+        found.append(held())
+    after_10, after_100 = found
+    names = after_10.keys() | after_100.keys()
+    assert {name: (after_10[name], after_100[name]) for name in names if after_10[name] != after_100[name]} == {}

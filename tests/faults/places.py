@@ -1,0 +1,70 @@
+"""Places of a training at which a rank fails, and what the other ranks say then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from support.faults import SMALL, Fault, outcomes
+from support.processes import Ended
+
+WITHIN_S = 10.0
+GONE = """rank {faulty} is gone: its process has ended without a word, or was killed.
+  {where}
+  The step is incomplete on every rank. Look for what has ended it (memory, the scheduler), and start from a checkpoint."""
+FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label
+  {where}
+  The step is incomplete on every rank. The traceback is in the log of rank {faulty}."""
+FINISHED = """rank {faulty} has left: it has finished after 3 synchronisations, and others wait for it.
+  {where}
+  Give every rank as many batches, train inside join() of the wrapper, or have a rank without data call finish()."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A point of a way to train."""
+
+    point: str
+    way: str = "ddp"
+    step: int | None = 3  # in which others wait for the rank: after an optimizer's step they are in the next one
+    passage: int = 0
+
+    def fault(self, kind: str, num_ranks: int, **more: Any) -> Fault:
+        """The last rank's, in this place, if nothing else is said."""
+        settings = {**SMALL, **more.pop("settings", {})}
+        how = {"rank": num_ranks - 1, "way": self.way, "passage": self.passage, **more}
+        return Fault(kind=kind, point=self.point, num_ranks=num_ranks, settings=settings, **how)
+
+    def told(self, fault: Fault, kind: str, text: str) -> list[Ended]:
+        """How the other ranks have ended: all with that error, in time."""
+        found = outcomes(fault)
+        where = "the making of a process group" if self.step is None else f"synchronisation {self.step}"
+        for rank in fault.others:
+            expected = text.format(faulty=fault.rank, where=f"{where}, rank {rank}")
+            assert (found[rank].kind, found[rank].text) == (kind, expected), found[rank].log
+            assert found[rank].seconds < WITHIN_S
+        if fault.kind == "killed":
+            assert found[fault.rank].exit_code == -9
+        return [found[rank] for rank in fault.others]
+
+
+PLACES = {
+    "in data": Place("data"),
+    "in forward": Place("forward"),
+    "in backward": Place("backward"),
+    "in sharded backward": Place("backward", "zero1"),
+    "in hybrid backward": Place("backward", "hybrid"),
+    "in expert backward": Place("backward", "experts"),
+    "in launch": Place("before all_reduce", "goes on", passage=1),  # the first bucket has left, the second has not
+    "in comm hook": Place("hook", "a hook"),
+    "in buffers": Place("buffers"),
+    "in weights": Place("weights", "weights"),
+    "in join": Place("data", "join"),
+    "in optimizer": Place("optimizer", step=4),
+    "in gathers": Place("after step", "zero1", step=4),
+    "in checkpoint": Place("checkpoint", "sharded checkpoints", step=4),
+    "before checkpoint": Place("save", "checkpoints", step=4),
+    "in construction": Place("construction", step=0),
+    "connecting in construction": Place("connection", step=0),
+    "before construction": Place("start", step=None),
+}
