@@ -216,13 +216,7 @@ def saves_and_is_killed(path: Path, at: str, number: int) -> None:
 
 def killed_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
     calls = itertools.count(1)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == number:
-            os._exit(3)
-        return function(*args, **kwargs)
-
-    return wrapped
+    return lambda *args, **kwargs: os._exit(3) if next(calls) == number else function(*args, **kwargs)
 
 
 def loads_one_of_both(path: Path, which: int) -> None:

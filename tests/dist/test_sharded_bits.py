@@ -350,7 +350,7 @@ def checkpointed(use_reentrant: bool) -> Case:
 def test_a_model_may_be_checkpointed_and_tied(use_reentrant: bool) -> None:
     case = checkpointed(use_reentrant)
     # In one bucket: a part of a gradient that comes behind its bucket is averaged by itself, and rounded so.
-    expected = trained(case, "ddp", num_steps=6, auto_tune=False, **ORDERED)
+    expected = trained(case, "ddp", num_steps=6, auto_tune=False, reduction="ordered")
     for plan in (SMALL, {}):
         require_equal(expected, trained(case, "zero1", num_steps=6, eager=True, reduction="ordered", **plan), what=str(plan))
 
