@@ -83,8 +83,16 @@ def _number(info: bytes, place: int) -> int:
 
 @contextlib.contextmanager
 def _opened(number: Socket) -> Iterator[socket.socket]:
-    """A second descriptor of it: closing that leaves the connection as it is."""
-    with socket.socket(fileno=os.dup(number[0])) as end:
+    """A second descriptor of it: closing that leaves the connection as it is. OSError if the number is another file's by now."""
+    copy = os.dup(number[0])
+    try:
+        if os.fstat(copy).st_ino != number[1]:
+            raise OSError(f"descriptor {number[0]} has been used again")
+        end = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with end:
         yield end
 
 
