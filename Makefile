@@ -11,7 +11,11 @@ READY_FOR_DOCS := $(VENV)/.ready-for-docs
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak bench bench-peers lint format docs clean
+# What `make test` runs: every behaviour once. tests/README.md says what each marker means.
+QUICK := not (slow or waits or alone or root or bench or gpu) or smoke
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo test test-all test-torch soak bench bench-peers lint format docs clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -19,8 +23,13 @@ help: ## Show this list
 demo: $(READY) ## Train with and without overlap on this machine and compare; make demo ARGS="--nproc 3"
 	$(BIN)/undertow demo $(ARGS)
 
-test: $(READY) ## Run the tests; make test ARGS="tests/unit -k plan"
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## Run every behaviour once (5 minutes); make test ARGS="tests/unit -k plan"
+	$(PYTEST) -n 2 -m "$(QUICK)" $(ARGS)
+
+test-all: $(READY) ## Run everything, torch's own tests of its class too (20 minutes)
+	$(PYTEST) -n 2 --thorough -m "not alone"
+	$(PYTEST) --thorough -m alone
+	$(MAKE) test-torch
 
 soak: $(READY) ## Train with 200 faults at random places; make soak ARGS="--seed 7 --injections 20"
 	PYTHONPATH=tests $(BIN)/python -m soak $(ARGS)

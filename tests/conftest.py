@@ -1,7 +1,92 @@
 """Settings of all tests."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
+from support.products import without_products
+from support.ranks import RankPools, Ranks
+
 # Machines are shared: how long an example takes says nothing about the code.
-settings.register_profile("undertow", deadline=None)
-settings.load_profile("undertow")
+settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("thorough", deadline=None, max_examples=100, print_blob=True)
+POOLS = RankPools()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="every product of parameters, and more examples of each property")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("thorough" if config.getoption("thorough") else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("thorough"):
+        chosen = without_products(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker("in_ranks")
+    if mark is not None:
+        metafunc.fixturenames.append("num_ranks")
+        metafunc.parametrize("num_ranks", mark.args, ids=[f"{size} ranks" for size in mark.args])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    mark = pyfuncitem.get_closest_marker("in_ranks")
+    if mark is None:
+        return None
+    POOLS.run(pyfuncitem, pyfuncitem.callspec.params["num_ranks"], **mark.kwargs)
+    return True
+
+
+def pytest_unconfigure() -> None:
+    POOLS.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Ranks:
+    return POOLS.of_size(2)
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Ranks:
+    return POOLS.of_size(3)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Ranks:
+    return POOLS.of_size(4)
+
+
+@pytest.fixture
+def fresh_pair() -> Iterator[Ranks]:
+    """Two ranks of the test's own, which may be left in any state."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Ranks]:
+    """Three ranks of the test's own."""
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def fresh_four() -> Iterator[Ranks]:
+    """Four ranks of the test's own."""
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(params=["two_ranks", "three_ranks"])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return request.getfixturevalue(request.param)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from support.project import ROOT, name_of
 
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json"}
@@ -18,7 +16,6 @@ def project_files() -> list[Path]:
     return sorted(path for path in (*ROOT.iterdir(), *inside) if path.suffix in SUFFIXES or path.name in ("Makefile", "run"))
 
 
-@pytest.mark.parametrize("path", [path for path in project_files() if path.is_file()], ids=name_of)
-def test_files_speak_of_the_project_only(path: Path) -> None:
-    found = [line for line in path.read_text().splitlines() if FOREIGN.search(line)]
-    assert found == []
+def test_files_speak_of_the_project_only() -> None:
+    texts = {name_of(path): path.read_text() for path in project_files() if path.is_file()}
+    assert {name: found for name, text in texts.items() if (found := FOREIGN.findall(text))} == {}

@@ -17,7 +17,7 @@ from benchmarks.matrix.links import PREFIX, remove_abandoned, shaped_network
 
 from support.project import ROOT
 
-pytestmark = pytest.mark.usefixtures("needs_namespaces")
+pytestmark = [pytest.mark.bench, pytest.mark.root, pytest.mark.usefixtures("needs_namespaces")]
 Measure = Callable[..., dict[str, dict[str, Any]]]
 PATIENCE_S = 120.0
 

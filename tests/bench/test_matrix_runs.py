@@ -12,6 +12,7 @@ from benchmarks.matrix.catalog import SYSTEMS, SystemSpec
 from benchmarks.matrix.cell import Effort
 from benchmarks.matrix.environments import peers, python_of, why_absent
 
+pytestmark = pytest.mark.bench
 Measure = Callable[..., dict[str, dict[str, Any]]]
 
 

@@ -20,6 +20,8 @@ from benchmarks.ranks import run_ranks
 
 from undertow import DistributedDataParallel
 
+pytestmark = pytest.mark.bench
+
 
 def test_a_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "planner", "--quick", "--out", str(tmp_path)]) == 0

@@ -20,7 +20,7 @@ from torch import nn
 
 from support.checkpoints import Setup, from_bytes, require_equal, rewrite, to_bytes, train, trained_by, whole_state
 from support.errors import text_of
-from support.ranks import Ranks, RanksFailed
+from support.ranks import Ranks, RanksFailed, in_ranks
 from undertow import CheckpointError, DistributedDataParallel, attach, has_checkpoint, load_checkpoint, save_checkpoint
 
 
@@ -170,27 +170,8 @@ def test_a_schedule_of_learning_rates_goes_on(two_ranks: Ranks, tmp_path: Path) 
     two_ranks.run(schedules_go_on, tmp_path / "saved")
 
 
-def full_states_travel(strategy: str, case: str) -> None:
-    setup, plain = Setup(case, strategy), Setup(case, "ddp")
-    with trained_by(setup) as (model, optimizer):
-        train(setup, model, optimizer, steps=range(2))
-        saved = from_bytes(to_bytes(whole_state(model, optimizer)))
-        train(setup, model, optimizer, steps=range(2, 4))
-        wanted = whole_state(model, optimizer)
-    with trained_by(plain, seed=8) as (model, optimizer):
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        train(plain, model, optimizer, steps=range(2, 3))
-        there = from_bytes(to_bytes(whole_state(model, optimizer)))
-    with trained_by(setup, seed=9) as (model, optimizer):
-        model.load_state_dict(there["model"])
-        optimizer.load_state_dict(there["optimizer"])
-        require_equal(whole_state(model, optimizer)["optimizer"]["param_groups"], there["optimizer"]["param_groups"])
-        train(setup, model, optimizer, steps=range(3, 4))
-        require_equal(whole_state(model, optimizer), wanted)
-
-
-def what_is_left_behind_is_not_taken() -> None:
+@in_ranks(2, 3)
+def test_wide_values_that_a_plain_optimizer_has_left_behind_are_not_taken_back() -> None:
     setup, plain = Setup("brain"), Setup("brain", "ddp")
     with trained_by(setup) as (model, optimizer):
         train(setup, model, optimizer, steps=range(2))
@@ -207,10 +188,6 @@ def what_is_left_behind_is_not_taken() -> None:
         optimizer.load_state_dict(there["optimizer"])
         for number, state in optimizer.full_state_dict()["state"].items():
             assert torch.equal(state["master"], list(model.parameters())[number].float())
-
-
-def test_wide_values_that_a_plain_optimizer_has_left_behind_are_not_taken_back(ranks: Ranks) -> None:
-    ranks.run(what_is_left_behind_is_not_taken)
 
 
 def states_have_the_keys_of_torchs(optimizer_name: str) -> None:
@@ -233,10 +210,27 @@ def test_a_full_state_has_what_torchs_has_of_every_parameter(ranks: Ranks, optim
     ranks.run(states_have_the_keys_of_torchs, optimizer)
 
 
+@in_ranks(2, 3)
 @pytest.mark.parametrize("case", ["mlp", "convolutions"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_full_states_go_to_a_plain_optimizer_and_back(ranks: Ranks, strategy: str, case: str) -> None:
-    ranks.run(full_states_travel, strategy, case)
+def test_full_states_go_to_a_plain_optimizer_and_back(strategy: str, case: str) -> None:
+    setup, plain = Setup(case, strategy), Setup(case, "ddp")
+    with trained_by(setup) as (model, optimizer):
+        train(setup, model, optimizer, steps=range(2))
+        saved = from_bytes(to_bytes(whole_state(model, optimizer)))
+        train(setup, model, optimizer, steps=range(2, 4))
+        wanted = whole_state(model, optimizer)
+    with trained_by(plain, seed=8) as (model, optimizer):
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        train(plain, model, optimizer, steps=range(2, 3))
+        there = from_bytes(to_bytes(whole_state(model, optimizer)))
+    with trained_by(setup, seed=9) as (model, optimizer):
+        model.load_state_dict(there["model"])
+        optimizer.load_state_dict(there["optimizer"])
+        require_equal(whole_state(model, optimizer)["optimizer"]["param_groups"], there["optimizer"]["param_groups"])
+        train(setup, model, optimizer, steps=range(3, 4))
+        require_equal(whole_state(model, optimizer), wanted)
 
 
 def saves_and_is_killed(path: Path, at: str, number: int) -> None:

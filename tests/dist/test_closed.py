@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.errors import text_of
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, attach
 
 REMEDY = "Train `model.module`, the module itself, without averaging, or wrap it anew."
@@ -59,12 +59,9 @@ def test_so_it_is_with_one_rank() -> None:
         alone.run(train_through_a_closed_wrapper)
 
 
+@in_ranks(2)
 @pytest.mark.parametrize("anew", [DistributedDataParallel, attach])
-def test_it_is_none_where_a_newer_wrapper_averages(two_ranks: Ranks, anew: Callable[[nn.Module], Any]) -> None:
-    two_ranks.run(train_through_a_closed_wrapper_of_what_is_wrapped_anew, anew)
-
-
-def train_through_a_closed_wrapper_of_what_is_wrapped_anew(anew: Callable[[nn.Module], Any]) -> None:
+def test_it_is_none_where_a_newer_wrapper_averages(anew: Callable[[nn.Module], Any]) -> None:
     earlier = DistributedDataParallel(linear())
     earlier.close()
     newer = anew(earlier.module)
@@ -86,7 +83,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def call_what_is_closed() -> None:
+@in_ranks(2)
+def test_what_asks_a_closed_one_to_synchronize_is_the_same_error() -> None:
     for wrap in (DistributedDataParallel, attach):
         model = wrap(linear())
         (model.module if wrap is DistributedDataParallel else model._module)(batch()).sum().backward()
@@ -101,10 +99,6 @@ def call_what_is_closed() -> None:
     assert text_of(PhaseError, wrapper.join) == closed("join()")
     assert text_of(PhaseError, wrapper.no_sync().__enter__) == closed("accumulate()")
     assert text_of(PhaseError, lambda: wrapper._update_process_group(dist.group.WORLD)) == closed("_update_process_group")
-
-
-def test_what_asks_a_closed_one_to_synchronize_is_the_same_error(two_ranks: Ranks) -> None:
-    two_ranks.run(call_what_is_closed)
 
 
 def gather_state_when_closed() -> list[str]:
@@ -126,7 +120,9 @@ def test_the_state_of_shards_cannot_be_gathered_when_the_model_is_closed(two_ran
         }
 
 
-def close_before_backward(is_attached: bool, strategy: str | None) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize(("is_attached", "strategy"), [(False, None), (True, None), (False, "zero1")])
+def test_a_backward_after_close_is_warned_of_if_its_forward_was_before(is_attached: bool, strategy: str | None) -> None:
     module, config = linear(), SyncConfig(strategy=strategy)
     model = attach(module, config=config) if is_attached else DistributedDataParallel(module, config=config)
     called = module if is_attached else model
@@ -151,10 +147,3 @@ def close_before_backward(is_attached: bool, strategy: str | None) -> None:
     del module, model, called
     gc.collect()
     assert dropped() is None
-
-
-@pytest.mark.parametrize(("is_attached", "strategy"), [(False, None), (True, None), (False, "zero1")])
-def test_a_backward_after_close_is_warned_of_if_its_forward_was_before(
-    two_ranks: Ranks, is_attached: bool, strategy: str | None
-) -> None:
-    two_ranks.run(close_before_backward, is_attached, strategy)

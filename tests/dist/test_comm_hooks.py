@@ -23,7 +23,7 @@ from support.drop_in import TIMEOUT_S, groups_of
 from support.errors import text_of
 from support.models import CASES, mlp, noise
 from support.naive import gradients, naive_mean, require_same, wrapped
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow.demo.corpus import load_corpus
 from undertow.demo.model import Gpt, GptShape
 from undertow.errors import PlanMismatch
@@ -63,7 +63,11 @@ def scale(factor, bucket):
     return done
 
 
-def beside_torchs_class(name: str, case: str, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, None], ids=["many buckets", "default plan"])
+@pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_does_what_it_does_under_torchs_class(name: str, case: str, bucket_cap_mb: float | None) -> None:
     case_ = CASES[case]
     with both_classes(case_.model, bucket_cap_mb=bucket_cap_mb) as models:
         for model in models:
@@ -78,13 +82,6 @@ def beside_torchs_class(name: str, case: str, bucket_cap_mb: float | None) -> No
             require_same(*map(gradients, models))
             for optimizer in optimizers:
                 optimizer.step()
-
-
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, None], ids=["many buckets", "default plan"])
-@pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer"])
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_does_what_it_does_under_torchs_class(two_ranks: Ranks, name: str, case: str, bucket_cap_mb: float | None) -> None:
-    two_ranks.run(beside_torchs_class, name, case, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def bfloat16_mean(hook: Callable[..., Any]) -> None:
@@ -128,7 +125,10 @@ POWER_HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def power_beside_the_hook_by_hand(name: str, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-4, None], ids=["many buckets", "default plan"])
+@pytest.mark.parametrize("name", POWER_HOOKS)
+def test_power_sgd_makes_of_our_buckets_what_it_makes_of_the_same_values_by_hand(name: str, bucket_cap_mb: float | None) -> None:
     """Torch's own class orders a bucket otherwise, so that its random start is another one: so the hook is called by hand."""
     hook = POWER_HOOKS[name]
     bare = CASES["convolutions"].model()
@@ -151,15 +151,9 @@ def power_beside_the_hook_by_hand(name: str, bucket_cap_mb: float | None) -> Non
         assert len(state.error_dict) > 0  # it has compressed something
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [1e-4, None], ids=["many buckets", "default plan"])
-@pytest.mark.parametrize("name", POWER_HOOKS)
-def test_power_sgd_makes_of_our_buckets_what_it_makes_of_the_same_values_by_hand(
-    two_ranks: Ranks, name: str, bucket_cap_mb: float | None
-) -> None:
-    two_ranks.run(power_beside_the_hook_by_hand, name, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def local_sgd(post_local_gradient_allreduce: bool) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("post_local_gradient_allreduce", [True, False])
+def test_post_local_sgd_trains_as_under_torchs_class(post_local_gradient_allreduce: bool) -> None:
     """Global steps first, then steps of pairs or of each rank, with an average of models in every second one."""
     subgroup = groups_of(*[[rank] for rank in range(dist.get_world_size())])[0]
     case = CASES["mlp"]
@@ -181,12 +175,8 @@ def local_sgd(post_local_gradient_allreduce: bool) -> None:
     dist.destroy_process_group(subgroup)
 
 
-@pytest.mark.parametrize("post_local_gradient_allreduce", [True, False])
-def test_post_local_sgd_trains_as_under_torchs_class(two_ranks: Ranks, post_local_gradient_allreduce: bool) -> None:
-    two_ranks.run(local_sgd, post_local_gradient_allreduce, timeout_s=TIMEOUT_S)
-
-
-def sparse_under_a_hook() -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_hook_reduces_sparse_gradients_too() -> None:
     """Rows travel beside the bucket, through the same hook: each sparse gradient is a bucket of its own to it."""
     words = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 2))
     bare = copy.deepcopy(words)
@@ -212,10 +202,6 @@ def sparse_under_a_hook() -> None:
             require_same(ours, gradients(bare))
             assert sorted(seen, key=str) == [(False, 2, not seen[-1][0]), (True, 1, seen[-1][0])]
         assert ddp.report(show=False).sent_bytes > 0
-
-
-def test_a_hook_reduces_sparse_gradients_too(two_ranks: Ranks) -> None:
-    two_ranks.run(sparse_under_a_hook, timeout_s=TIMEOUT_S)
 
 
 def fails_in_the_second_call(make: Callable[[], nn.Module], inputs: Callable[[int], torch.Tensor]) -> list[str]:
@@ -259,7 +245,8 @@ def test_a_hook_that_failed_on_all_ranks_is_called_again_in_the_next_round(
     assert two_ranks.run(fails_in_the_second_call, make, inputs) == [["", "ZeroDivisionError", "", ""]] * 2
 
 
-def in_another_group() -> None:
+@in_ranks(2)
+def test_a_hook_goes_on_in_another_group() -> None:
     bare = mlp()
     with wrapped(copy.deepcopy(bare)) as ddp:
         ddp.register_comm_hook(None, default.allreduce_hook)
@@ -273,11 +260,8 @@ def in_another_group() -> None:
             require_same(*map(gradients, (ddp, bare)))
 
 
-def test_a_hook_goes_on_in_another_group(two_ranks: Ranks) -> None:
-    two_ranks.run(in_another_group)
-
-
-def two_models() -> None:
+@in_ranks(2)
+def test_hooks_of_two_models_take_turns() -> None:
     """One backward through both, whose hooks send over the same group: in one order on every rank."""
     first, second = mlp(), nn.Linear(4, 2)
     bare = copy.deepcopy(nn.Sequential(first, second))
@@ -291,10 +275,6 @@ def two_models() -> None:
             bare(noise(5, 6, step=step)).square().mean().backward()
             naive_mean(bare)
             require_same(gradients(nn.Sequential(first, second)), gradients(bare))
-
-
-def test_hooks_of_two_models_take_turns(two_ranks: Ranks) -> None:
-    two_ranks.run(two_models)
 
 
 Hook = Callable[..., Any] | None
@@ -331,7 +311,9 @@ def test_hooks_that_differ_are_told_on_every_rank(
         assert f"first difference: communication hook is {names}\n" in text
 
 
-def registered_late(is_accumulating: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("is_accumulating", [False, True])
+def test_a_hook_may_be_registered_between_micro_batches(is_accumulating: bool) -> None:
     """What was accumulated before is reduced by the hook too."""
     bare = mlp()
     with wrapped(copy.deepcopy(bare)) as ddp:
@@ -349,11 +331,6 @@ def registered_late(is_accumulating: bool) -> None:
                 ddp.reduce_gradients_async().wait()
             naive_mean(bare)
             require_same(*map(gradients, (ddp, bare)))
-
-
-@pytest.mark.parametrize("is_accumulating", [False, True])
-def test_a_hook_may_be_registered_between_micro_batches(two_ranks: Ranks, is_accumulating: bool) -> None:
-    two_ranks.run(registered_late, is_accumulating)
 
 
 def plans_under_a_hook() -> list[str]:

@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from support.drop_in import TIMEOUT_S
 from support.models import noise
 from support.naive import naive_mean
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import require_equal, training
 from undertow import DistributedDataParallel, SyncConfig, attach
 
@@ -103,7 +103,8 @@ def test_a_small_model_is_one_graph(two_ranks: Ranks, when: str) -> None:
     assert log.count("backward") == 1
 
 
-def mixed_in_one_graph() -> None:
+@in_ranks(2)
+def test_mixed_precision_cuts_no_graph() -> None:
     """fullgraph=True is an error where anything cuts the graph."""
     torch._dynamo.reset()
     model, bare = Layers(60), Layers(60)
@@ -124,10 +125,6 @@ def mixed_in_one_graph() -> None:
             dict(enumerate(p.grad for p in model.parameters())),  # type: ignore[arg-type]
         )
     ddp.close()
-
-
-def test_mixed_precision_cuts_no_graph(two_ranks: Ranks) -> None:
-    two_ranks.run(mixed_in_one_graph)
 
 
 class Warnings(logging.Handler):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from support.errors import text_of
 from support.models import CASES, Branches, mlp, noise
 from support.naive import gradients, naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import BucketedDDPHooks, ConfigError, DistributedDataParallel, PlanMismatch, SyncConfig, WrongType, attach
 from undertow.plan import ParamSpec
 from undertow.runtime import members
@@ -231,7 +231,11 @@ def step_is_right(model: nn.Module, bare: nn.Module, step: int) -> None:
     require_same(*(dict(enumerate(gradients(each).values())) for each in (model, bare)))
 
 
-def wrapped_anew(earlier: str, later: str, close: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("close", ["in between", "at the end"])
+@pytest.mark.parametrize("later", WRAP)
+@pytest.mark.parametrize("earlier", WRAP)
+def test_a_module_may_be_wrapped_anew(earlier: str, later: str, close: str) -> None:
     """Gradients are averaged once, whoever is closed in between."""
     model = mlp()
     bare = copy.deepcopy(model)
@@ -250,14 +254,9 @@ def wrapped_anew(earlier: str, later: str, close: str) -> None:
     require_same_gradients(model, bare)
 
 
-@pytest.mark.parametrize("close", ["in between", "at the end"])
-@pytest.mark.parametrize("later", WRAP)
-@pytest.mark.parametrize("earlier", WRAP)
-def test_a_module_may_be_wrapped_anew(ranks: Ranks, earlier: str, later: str, close: str) -> None:
-    ranks.run(wrapped_anew, earlier, later, close)
-
-
-def whole_after_its_part(way: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("way", WRAP)
+def test_a_module_may_be_wrapped_after_a_part_of_it(way: str) -> None:
     model = mlp()
     bare = copy.deepcopy(model)
     part = attach(model[0])
@@ -266,11 +265,6 @@ def whole_after_its_part(way: str) -> None:
         step_is_right(model if way == "attach" else whole, bare, step)
     whole.close()
     part.close()
-
-
-@pytest.mark.parametrize("way", WRAP)
-def test_a_module_may_be_wrapped_after_a_part_of_it(ranks: Ranks, way: str) -> None:
-    ranks.run(whole_after_its_part, way)
 
 
 def wrapper_in_a_wrapper() -> list[str]:
@@ -323,7 +317,8 @@ def test_what_is_wrapped_is_not_wrapped_again_over_other_ranks(three_ranks: Rank
     assert three_ranks.run(wrapped_over_another_group) == [ALREADY, ALREADY, None]
 
 
-def closed_and_wrapped_again() -> None:
+@in_ranks(2, 3)
+def test_what_was_closed_can_be_wrapped_in_every_way() -> None:
     model = mlp()
     bare = copy.deepcopy(model)
     for way in WRAP.values():
@@ -333,10 +328,6 @@ def closed_and_wrapped_again() -> None:
         sync.close()
         part = attach(model[0])  # what was closed is free, in parts too
         part.close()
-
-
-def test_what_was_closed_can_be_wrapped_in_every_way(ranks: Ranks) -> None:
-    ranks.run(closed_and_wrapped_again)
 
 
 WRONG_TYPES = ("no group", "no module")
@@ -354,7 +345,10 @@ def without_a_shape() -> nn.Module:
     return model
 
 
-def shards_that_are_left_alone(way: Callable[..., Any], by_settings: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("by_settings", [False, True])
+@pytest.mark.parametrize("way", [DistributedDataParallel, attach])
+def test_sharded_parameters_may_be_ignored(way: Callable[..., Any], by_settings: bool) -> None:
     """Tensor parallelism's, for example, whose gradients are no affair of ours."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
@@ -364,12 +358,6 @@ def shards_that_are_left_alone(way: Callable[..., Any], by_settings: bool) -> No
     model[0](torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
     assert torch.equal(model[0].weight.grad, torch.full((2, 2), (dist.get_world_size() + 1) / 2))
     sync.close()
-
-
-@pytest.mark.parametrize("by_settings", [False, True])
-@pytest.mark.parametrize("way", [DistributedDataParallel, attach])
-def test_sharded_parameters_may_be_ignored(two_ranks: Ranks, way: Callable[..., Any], by_settings: bool) -> None:
-    two_ranks.run(shards_that_are_left_alone, way, by_settings)
 
 
 def errors_of_arguments() -> dict[str, str]:
@@ -551,7 +539,8 @@ def test_a_mesh_with_one_dimension_names_the_ranks(ranks: Ranks) -> None:
     assert all(ranks.run(mesh_with_one_dimension))
 
 
-def agree_on_numbered_devices() -> None:
+@in_ranks(2)
+def test_ranks_may_have_devices_of_different_numbers() -> None:
     described = members.spec_of
 
     def numbered(name: str, tensor: torch.Tensor, *, is_sparse: bool = False) -> ParamSpec:
@@ -562,10 +551,6 @@ def agree_on_numbered_devices() -> None:
         attach(mlp()).close()
     finally:
         members.spec_of = described
-
-
-def test_ranks_may_have_devices_of_different_numbers(two_ranks: Ranks) -> None:
-    two_ranks.run(agree_on_numbered_devices)
 
 
 def accumulated_then_wrapped_anew() -> list[float]:

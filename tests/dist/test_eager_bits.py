@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from support.models import CASES, Branches, Case, noise
-from support.ranks import Ranks
+from support.ranks import in_ranks
 from support.sharded import require_equal, trained
 from undertow import DistributedDataParallel
 
@@ -19,41 +19,35 @@ SMALL = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
 ORDERED: dict[str, Any] = {"reduction": "ordered"}
 
 
-def same_as_ddp(case: str, strategy: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize(("case", "strategy"), [("mlp", "zero1"), ("tied transformer", "zero1"), ("convolutions", "zero2")])
+def test_eager_steps_have_the_bits_of_plain_ones(case: str, strategy: str) -> None:
     expected = trained(CASES[case], "ddp", **ORDERED)
     for plan in (SMALL, {}):
         require_equal(expected, trained(CASES[case], strategy, eager=True, **ORDERED, **plan), what=str(plan))
 
 
-@pytest.mark.parametrize(("case", "strategy"), [("mlp", "zero1"), ("tied transformer", "zero1"), ("convolutions", "zero2")])
-def test_eager_steps_have_the_bits_of_plain_ones(ranks: Ranks, case: str, strategy: str) -> None:
-    ranks.run(same_as_ddp, case, strategy)
-
-
-def same_with(optimizer: str) -> None:
+# One of each kind: plain, several states, a state that starts with values, scalars of their own, sizes of their own.
+@in_ranks(2)
+@pytest.mark.parametrize("optimizer", ["Nesterov", "Adam", "foreach AdamW", "Adagrad", "NAdam", "Rprop"])
+def test_so_with_other_optimizers(optimizer: str) -> None:
     settings: dict[str, Any] = {"num_steps": 20, **ORDERED}
     expected = trained(CASES["mlp"], "ddp", optimizer, **settings)
     require_equal(expected, trained(CASES["mlp"], "zero1", optimizer, eager=True, **settings, **SMALL))
 
 
-# One of each kind: plain, several states, a state that starts with values, scalars of their own, sizes of their own.
-@pytest.mark.parametrize("optimizer", ["Nesterov", "Adam", "foreach AdamW", "Adagrad", "NAdam", "Rprop"])
-def test_so_with_other_optimizers(two_ranks: Ranks, optimizer: str) -> None:
-    two_ranks.run(same_with, optimizer)
-
-
-def sixteen_bits() -> None:
+@in_ranks(2)
+def test_so_with_parameters_of_sixteen_bits() -> None:
     case = CASES["mlp"]
     narrow = Case(lambda: case.make().bfloat16(), lambda model, step: model(noise(5, 6, step=step).bfloat16()).float().sum())
     settings: dict[str, Any] = {"num_steps": 8, **ORDERED, **SMALL}
     require_equal(trained(narrow, "zero1", **settings), trained(narrow, "zero1", eager=True, **settings))
 
 
-def test_so_with_parameters_of_sixteen_bits(two_ranks: Ranks) -> None:
-    two_ranks.run(sixteen_bits)
-
-
-def accumulated(strategy: str, to_none: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_so_where_micro_batches_add_up(strategy: str, to_none: bool) -> None:
     def each(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
         opt.zero_grad(set_to_none=to_none)
         with ddp.no_sync():
@@ -67,13 +61,8 @@ def accumulated(strategy: str, to_none: bool) -> None:
     require_equal(expected, trained(CASES["mlp"], strategy, "SGD", eager=True, **settings))
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_so_where_micro_batches_add_up(two_ranks: Ranks, strategy: str, to_none: bool) -> None:
-    two_ranks.run(accumulated, strategy, to_none)
-
-
-def never_cleared() -> None:
+@in_ranks(2)
+def test_so_where_gradients_are_never_cleared() -> None:
     """Gradients of all steps so far add up."""
 
     def each(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
@@ -85,11 +74,9 @@ def never_cleared() -> None:
     require_equal(expected, trained(CASES["mlp"], "zero1", "SGD", eager=True, **settings))
 
 
-def test_so_where_gradients_are_never_cleared(two_ranks: Ranks) -> None:
-    two_ranks.run(never_cleared)
-
-
-def sometimes_unused(to_none: bool) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_so_where_parameters_are_unused_on_one_rank_and_on_all(to_none: bool) -> None:
     """Layer 2 is used in no odd step, layer 1 by rank 0 alone, and momentum must not move what nobody has used."""
     case = Case(Branches, lambda model, step: model(noise(3, 4, step=step)).sum())
 
@@ -103,11 +90,6 @@ def sometimes_unused(to_none: bool) -> None:
     expected = trained(case, "ddp", "SGD", **settings)
     for cap in (2e-5, None):
         require_equal(expected, trained(case, "zero1", "SGD", eager=True, bucket_cap_mb=cap, **settings), what=str(cap))
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_so_where_parameters_are_unused_on_one_rank_and_on_all(ranks: Ranks, to_none: bool) -> None:
-    ranks.run(sometimes_unused, to_none)
 
 
 class Checkpointed(nn.Module):
@@ -126,14 +108,11 @@ class Checkpointed(nn.Module):
         return x
 
 
-def checkpointed(use_reentrant: bool) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_so_where_the_model_is_checkpointed_and_tied(use_reentrant: bool) -> None:
     case = Case(lambda: Checkpointed(use_reentrant), lambda model, step: model(noise(5, 6, step=step)).square().mean())
     # In one bucket: a part of a gradient that comes behind its bucket is averaged by itself, and rounded so.
     expected = trained(case, "ddp", num_steps=6, auto_tune=False, **ORDERED)
     for plan in (SMALL, {}):
         require_equal(expected, trained(case, "zero1", num_steps=6, eager=True, **ORDERED, **plan), what=str(plan))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_so_where_the_model_is_checkpointed_and_tied(ranks: Ranks, use_reentrant: bool) -> None:
-    ranks.run(checkpointed, use_reentrant)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.errors import text_of
 from support.models import CASES, Fragile, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
 from support.sharded import delay, optimizer_for, parameters, require_equal, trained, training
 from undertow import ConfigError, DistributedDataParallel, PeerFailed, PhaseError, ShardedOptimizer, SyncConfig, attach
@@ -54,7 +54,8 @@ def assembly_of(ddp: DistributedDataParallel) -> Any:
     return ddp.sync._engine.formation.assembly
 
 
-def updated_in_backward() -> None:
+@in_ranks(2)
+def test_parameters_are_updated_when_backward_returns_and_step_confirms() -> None:
     with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
         one_step(ddp, opt, 0)
         ddp.wait()
@@ -66,11 +67,8 @@ def updated_in_backward() -> None:
         require_equal(after, parameters(ddp))
 
 
-def test_parameters_are_updated_when_backward_returns_and_step_confirms(two_ranks: Ranks) -> None:
-    two_ranks.run(updated_in_backward)
-
-
-def steps_in_flight() -> None:
+@in_ranks(2)
+def test_one_thread_updates_every_bucket_and_gathers_stay_in_flight() -> None:
     with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
         threads: list[str] = []
         update = opt.update  # type: ignore[attr-defined]
@@ -91,10 +89,6 @@ def steps_in_flight() -> None:
         with torch.no_grad():
             ddp(noise(2, 6))
         assert assembly_of(ddp).reducer.sharding.gathers.in_flight == {}
-
-
-def test_one_thread_updates_every_bucket_and_gathers_stay_in_flight(two_ranks: Ranks) -> None:
-    two_ranks.run(steps_in_flight)
 
 
 REFUSED: dict[str, tuple[str, Any]] = {
@@ -135,7 +129,9 @@ REFUSED: dict[str, tuple[str, Any]] = {
 }
 
 
-def refused(what: str) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_right_raises_where_it_happens(what: str) -> None:
     text, act = REFUSED[what]
     with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
         one_step(ddp, opt, 0)
@@ -143,11 +139,6 @@ def refused(what: str) -> None:
         with pytest.raises(PhaseError) as caught:
             act(ddp, opt)
         assert str(caught.value).startswith(text)
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_right_raises_where_it_happens(two_ranks: Ranks, what: str) -> None:
-    two_ranks.run(refused, what)
 
 
 class TwoLosses(nn.Module):
@@ -201,7 +192,8 @@ def test_a_second_loss_of_one_forward_is_refused_with_its_reason(two_ranks: Rank
     assert two_ranks.run(two_losses, structure, is_attached) == [[text] * 2] * 2
 
 
-def unscaling() -> None:
+@in_ranks(2)
+def test_a_scaler_is_refused_before_the_first_update() -> None:
     scaler = torch.amp.GradScaler("cpu")
     with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
         scaler.scale(MLP.loss(ddp, 0)).backward()
@@ -212,11 +204,8 @@ def unscaling() -> None:
             scaler.step(opt)  # the very first, before anything is updated
 
 
-def test_a_scaler_is_refused_before_the_first_update(two_ranks: Ranks) -> None:
-    two_ranks.run(unscaling)
-
-
-def made_impossibly() -> None:
+@in_ranks(2)
+def test_it_is_refused_where_it_cannot_be_made() -> None:
     with (
         training(MLP.model(), eager=False) as (ddp, _),
         pytest.raises(ConfigError, match="an optimizer of this model was made with eager=False before"),
@@ -228,11 +217,12 @@ def made_impossibly() -> None:
     ddp.close()
 
 
-def test_it_is_refused_where_it_cannot_be_made(two_ranks: Ranks) -> None:
-    two_ranks.run(made_impossibly)
-
-
-def delayed(kind: OpKind, late_rank: int) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "late_rank"),
+    [(OpKind.PACK, 0), (OpKind.REDUCE_SCATTER, 1), (OpKind.STEP, 0), (OpKind.BIND, 1), (OpKind.ALL_GATHER, 0)],
+)
+def test_a_delay_at_any_op_changes_nothing(kind: OpKind, late_rank: int) -> None:
     expected, late = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered"), []
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -245,15 +235,9 @@ def delayed(kind: OpKind, late_rank: int) -> None:
     assert (dist.get_rank() == late_rank) == (late != [])
 
 
-@pytest.mark.parametrize(
-    ("kind", "late_rank"),
-    [(OpKind.PACK, 0), (OpKind.REDUCE_SCATTER, 1), (OpKind.STEP, 0), (OpKind.BIND, 1), (OpKind.ALL_GATHER, 0)],
-)
-def test_a_delay_at_any_op_changes_nothing(two_ranks: Ranks, kind: OpKind, late_rank: int) -> None:
-    two_ranks.run(delayed, kind, late_rank)
-
-
-def delayed_in_threads(where: str) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("where", ["update", "_send", "_post_all_gather"])
+def test_nor_does_one_in_a_thread(where: str) -> None:
     expected = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered")
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -271,12 +255,8 @@ def delayed_in_threads(where: str) -> None:
     require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
 
 
-@pytest.mark.parametrize("where", ["update", "_send", "_post_all_gather"])
-def test_nor_does_one_in_a_thread(two_ranks: Ranks, where: str) -> None:
-    two_ranks.run(delayed_in_threads, where)
-
-
-def interleaved() -> None:
+@in_ranks(2, 3)
+def test_gathers_between_reductions_change_nothing() -> None:
     """The lane carries gathers between the reductions of the same backward."""
     expected = trained(TIED, "ddp", "SGD", num_steps=8, reduction="ordered")
 
@@ -296,11 +276,8 @@ def interleaved() -> None:
     require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=8, each=each, eager=True, **ORDERED))
 
 
-def test_gathers_between_reductions_change_nothing(ranks: Ranks) -> None:
-    ranks.run(interleaved)
-
-
-def exception_in_an_update() -> None:
+@in_ranks(2, is_fresh=True)
+def test_an_exception_in_an_update_comes_out_of_backward_as_itself() -> None:
     with training(MLP.model(), eager=True, **SMALL) as (ddp, opt):
         one_step(ddp, opt, 0)
         one_step(ddp, opt, 1)
@@ -319,11 +296,9 @@ def exception_in_an_update() -> None:
         in_flight.clear()
 
 
-def test_an_exception_in_an_update_comes_out_of_backward_as_itself(fresh_pair: Ranks) -> None:
-    fresh_pair.run(exception_in_an_update)
-
-
-def failure_in_backward(num_failing: int) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_ranks_agree_on_what_was_updated_when_backward_fails(num_failing: int) -> None:
     torch.manual_seed(3)
     with training(Fragile(), "zero1", "SGD", eager=True, bucket_cap_mb=1e-4) as (ddp, opt):
         for step in range(3):
@@ -343,12 +318,8 @@ def failure_in_backward(num_failing: int) -> None:
         assert not any(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("num_failing", [1, 2])
-def test_ranks_agree_on_what_was_updated_when_backward_fails(two_ranks: Ranks, num_failing: int) -> None:
-    two_ranks.run(failure_in_backward, num_failing)
-
-
-def stale_tensors_raise() -> None:
+@in_ranks(2)
+def test_autograd_refuses_a_parameter_that_was_updated_too_early() -> None:
     """A use that autograd does not count delays no update, and must not be computed with what that has written."""
 
     class Detached(nn.Module):
@@ -367,10 +338,6 @@ def stale_tensors_raise() -> None:
         loss = MLP.loss(ddp, 1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_autograd_refuses_a_parameter_that_was_updated_too_early(two_ranks: Ranks) -> None:
-    two_ranks.run(stale_tensors_raise)
 
 
 class Twice(nn.Module):
@@ -392,7 +359,9 @@ class Twice(nn.Module):
         return checkpoint(self.part, x, use_reentrant=True)
 
 
-def unexpected_second_use(calls_layer: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("calls_layer", [True, False])
+def test_a_recomputation_with_updated_parameters_is_an_error_on_every_rank(calls_layer: bool) -> None:
     torch.manual_seed(3)
     with training(Twice(calls_layer=calls_layer), "zero1", "SGD", eager=True, bucket_cap_mb=1e-4) as (ddp, opt):
         one_step(ddp, opt, 0)
@@ -405,12 +374,8 @@ def unexpected_second_use(calls_layer: bool) -> None:
             backward(ddp, opt, 2)
 
 
-@pytest.mark.parametrize("calls_layer", [True, False])
-def test_a_recomputation_with_updated_parameters_is_an_error_on_every_rank(two_ranks: Ranks, calls_layer: bool) -> None:
-    two_ranks.run(unexpected_second_use, calls_layer)
-
-
-def parameters_change() -> None:
+@in_ranks(2, 3)
+def test_parameters_may_change() -> None:
     """Frozen, and unfrozen again: rounds with whole gradients in between."""
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -422,11 +387,8 @@ def parameters_change() -> None:
     require_equal(expected, trained(MLP, "zero1", "SGD", num_steps=10, each=each, eager=True, **ORDERED))
 
 
-def test_parameters_may_change(ranks: Ranks) -> None:
-    ranks.run(parameters_change)
-
-
-def planned() -> None:
+@in_ranks(2)
+def test_rank_0_plans_the_lane_and_all_follow() -> None:
     """Rounds enough for a look."""
     settings: dict[str, Any] = {"reduction": "ordered", "bucket_cap_mb": (1e-4, 1e-3), "num_steps": 16}
     expected = trained(TIED, "ddp", **settings)
@@ -444,10 +406,6 @@ def planned() -> None:
     last = orders[-1]
     assert last is not None
     assert sorted(bucket for behind in last for bucket in behind) == list(range(len(last)))
-
-
-def test_rank_0_plans_the_lane_and_all_follow(two_ranks: Ranks) -> None:
-    two_ranks.run(planned)
 
 
 def slower_with_gathers_between() -> list[str]:
@@ -487,7 +445,8 @@ def test_an_order_that_is_measured_to_be_slower_is_given_up(two_ranks: Ranks) ->
     assert second == first  # after every step: rank 0 has judged, and told
 
 
-def moved() -> None:
+@in_ranks(2, 3)
+def test_other_plans_are_taken_with_their_state() -> None:
     """Look after look another plan, taken with its state; in between rounds that are measured in another order."""
     settings: dict[str, Any] = {"reduction": "ordered", "num_steps": 40}
     expected = trained(TIED, "ddp", **settings)
@@ -495,19 +454,6 @@ def moved() -> None:
         require_equal(expected, trained(TIED, "zero1", eager=True, **settings))
     if dist.get_rank() == 0:
         assert len({plan.fingerprint for plan in seen}) >= 4
-
-
-def test_other_plans_are_taken_with_their_state(ranks: Ranks) -> None:
-    ranks.run(moved)
-
-
-def saved_after_every_step() -> None:
-    with training(TIED.model(), "zero1", **ORDERED) as (ddp, opt):
-        expected = _saved(ddp, opt)
-    with training(TIED.model(), "zero1", eager=True, **ORDERED) as (ddp, opt):
-        for mine, theirs in zip(_saved(ddp, opt), expected, strict=True):
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
 def _saved(ddp: DistributedDataParallel, opt: Any) -> list[dict[str, Tensor]]:
@@ -522,11 +468,18 @@ def _saved(ddp: DistributedDataParallel, opt: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_what_is_saved_after_a_step_is_whole(two_ranks: Ranks) -> None:
-    two_ranks.run(saved_after_every_step)
+@in_ranks(2)
+def test_what_is_saved_after_a_step_is_whole() -> None:
+    with training(TIED.model(), "zero1", **ORDERED) as (ddp, opt):
+        expected = _saved(ddp, opt)
+    with training(TIED.model(), "zero1", eager=True, **ORDERED) as (ddp, opt):
+        for mine, theirs in zip(_saved(ddp, opt), expected, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-def reduced_by_hand() -> None:
+@in_ranks(2)
+def test_gradients_reduced_after_backward_are_stepped_as_well() -> None:
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         opt.zero_grad()
         with ddp.no_sync():
@@ -538,11 +491,8 @@ def reduced_by_hand() -> None:
     require_equal(expected, trained(MLP, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
 
 
-def test_gradients_reduced_after_backward_are_stepped_as_well(two_ranks: Ranks) -> None:
-    two_ranks.run(reduced_by_hand)
-
-
-def schedules_hyper_parameters() -> None:
+@in_ranks(2)
+def test_a_scheduler_between_steps_counts() -> None:
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step == 0:
             ddp.scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda number: 1 / (1 + number))
@@ -551,7 +501,3 @@ def schedules_hyper_parameters() -> None:
 
     expected = trained(MLP, "ddp", "SGD", num_steps=5, each=each, **ORDERED)
     require_equal(expected, trained(MLP, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
-
-
-def test_a_scheduler_between_steps_counts(two_ranks: Ranks) -> None:
-    two_ranks.run(schedules_hyper_parameters)

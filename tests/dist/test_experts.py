@@ -27,7 +27,7 @@ from support.mixture import (
     trained_naively,
     wrapped_mixture,
 )
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import (
     CheckpointError,
     ConfigError,
@@ -52,7 +52,20 @@ def of_all_ranks(value: Any) -> list[Any]:
     return gathered
 
 
-def training(divisor: float | None, settings: dict[str, Any]) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize(
+    ("divisor", "settings"),
+    [
+        (4, {}),
+        (None, {}),
+        (3, {}),  # no power of two: dividing first would round differently
+        (4, {"bucket_cap_mb": 1e-4}),
+        (4, {"overlap": False}),
+        (4, {"order": "reverse", "auto_tune": False}),
+    ],
+    ids=str,
+)
+def test_a_training_run_is_that_of_the_naive_reference(divisor: float | None, settings: dict[str, Any]) -> None:
     """Every gradient of every step, and what an optimizer makes of them."""
     with wrapped_mixture(mixture(), divisor=divisor, **settings) as (ddp, bare, group):
         ours, theirs = torch.optim.SGD(ddp.parameters(), **SGD), torch.optim.SGD(bare.parameters(), **SGD)
@@ -66,22 +79,6 @@ def training(divisor: float | None, settings: dict[str, Any]) -> None:
             ours.step()
             theirs.step()
         require_equal_values(ddp.module, bare)
-
-
-@pytest.mark.parametrize(
-    ("divisor", "settings"),
-    [
-        (4, {}),
-        (None, {}),
-        (3, {}),  # no power of two: dividing first would round differently
-        (4, {"bucket_cap_mb": 1e-4}),
-        (4, {"overlap": False}),
-        (4, {"order": "reverse", "auto_tune": False}),
-    ],
-    ids=str,
-)
-def test_a_training_run_is_that_of_the_naive_reference(four_ranks: Ranks, divisor: float | None, settings: Any) -> None:
-    four_ranks.run(training, divisor, settings)
 
 
 def native() -> None:
@@ -127,7 +124,8 @@ def test_an_expert_that_one_rank_uses_has_its_gradient_on_all_that_hold_it_when_
     assert [has for _, has in answers] == [[True, True], [False, False], [True, True], [False, False]]
 
 
-def one_part_only() -> None:
+@in_ranks(4)
+def test_a_backward_that_reaches_one_part_only_is_a_synchronisation_of_all() -> None:
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         rank, rows = dist.get_rank(), torch.ones(2, WIDTH)
         for model in (ddp, bare):
@@ -143,11 +141,9 @@ def one_part_only() -> None:
         require_equal_gradients(ddp.module, bare)
 
 
-def test_a_backward_that_reaches_one_part_only_is_a_synchronisation_of_all(four_ranks: Ranks) -> None:
-    four_ranks.run(one_part_only)
-
-
-def accumulating(way: str) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("way", ["no_sync", "by hand"])
+def test_micro_batches_are_summed_and_reduced_once(way: str) -> None:
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         for step in range(4):
             ddp.zero_grad()
@@ -164,12 +160,9 @@ def accumulating(way: str) -> None:
             require_equal_gradients(ddp.module, bare)
 
 
-@pytest.mark.parametrize("way", ["no_sync", "by hand"])
-def test_micro_batches_are_summed_and_reduced_once(four_ranks: Ranks, way: str) -> None:
-    four_ranks.run(accumulating, way)
-
-
-def several_synchronisations(op: str) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_several_synchronised_backwards_of_a_step_add_up(op: str) -> None:
     """A sum over two ranks over four is no mean over them: what is there already must not be counted for each again."""
     divisors = {"divisor": 1, "dense_divisor": 1} if op == "sum" else {"divisor": 4, "dense_divisor": 4}
     with wrapped_mixture(mixture(), op=op, divisor=None if op == "sum" else 4) as (ddp, bare, group):
@@ -192,11 +185,6 @@ def several_synchronisations(op: str) -> None:
                         assert torch.allclose(param.grad, wanted[name], rtol=0.0, atol=1e-6), name
                     else:
                         assert torch.equal(param.grad, wanted[name]), name
-
-
-@pytest.mark.parametrize("op", ["mean", "sum"])
-def test_several_synchronised_backwards_of_a_step_add_up(four_ranks: Ranks, op: str) -> None:
-    four_ranks.run(several_synchronisations, op)
 
 
 class WithStatistics(Mixture):
@@ -245,7 +233,8 @@ def test_experts_have_buckets_and_a_process_group_of_their_own(four_ranks: Ranks
         assert (all_ranks, own_ranks, is_clone) == ([0, 1, 2, 3], [rank % 2, rank % 2 + 2], True)
 
 
-def other_names() -> None:
+@in_ranks(4)
+def test_experts_may_have_other_names_on_other_ranks() -> None:
     """Experts by their numbers among those of all ranks."""
     first = 2 * (dist.get_rank() % 2)
     model = mixture((str(first), str(first + 1)))
@@ -259,11 +248,8 @@ def other_names() -> None:
             require_equal_gradients(model, bare)
 
 
-def test_experts_may_have_other_names_on_other_ranks(four_ranks: Ranks) -> None:
-    four_ranks.run(other_names)
-
-
-def attached_in_two_groups() -> None:
+@in_ranks(4)
+def test_several_groups_go_side_by_side_and_a_rank_alone_divides_too() -> None:
     """Two kinds of experts, one of which every rank has alone."""
     torch.manual_seed(dist.get_rank())
     model = nn.ModuleDict({"dense": nn.Linear(2, 2), "mine": nn.Linear(2, 2), "ours": nn.Linear(2, 2)})
@@ -290,11 +276,9 @@ def attached_in_two_groups() -> None:
     dist.destroy_process_group(alone)
 
 
-def test_several_groups_go_side_by_side_and_a_rank_alone_divides_too(four_ranks: Ranks) -> None:
-    four_ranks.run(attached_in_two_groups)
-
-
-def with_delays(late_rank: int) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("late_rank", [0, 3])
+def test_a_late_rank_changes_nothing(late_rank: int) -> None:
     """The rank comes late to its experts' gradients; those of the others arrive, and leave, in another order."""
     with wrapped_mixture(mixture(), bucket_cap_mb=1e-4) as (ddp, bare, group):
 
@@ -312,11 +296,6 @@ def with_delays(late_rank: int) -> None:
             loss(bare, step).backward()
             reduce_naively(bare, group)
             require_equal_gradients(ddp.module, bare)
-
-
-@pytest.mark.parametrize("late_rank", [0, 3])
-def test_a_late_rank_changes_nothing(four_ranks: Ranks, late_rank: int) -> None:
-    four_ranks.run(with_delays, late_rank)
 
 
 class Broken(torch.autograd.Function):
@@ -368,7 +347,9 @@ def test_experts_may_be_frozen_and_thawed(four_ranks: Ranks) -> None:
     four_ranks.run(frozen)
 
 
-def frozen_in_one_group(change: str) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("change", ["frozen", "replaced"])
+def test_experts_of_one_group_may_change_alone(change: str) -> None:
     """Ranks 1 and 3, which hold other experts, know nothing of it."""
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         for step in range(6):
@@ -386,12 +367,8 @@ def frozen_in_one_group(change: str) -> None:
             require_equal_gradients(ddp.module, bare)
 
 
-@pytest.mark.parametrize("change", ["frozen", "replaced"])
-def test_experts_of_one_group_may_change_alone(four_ranks: Ranks, change: str) -> None:
-    four_ranks.run(frozen_in_one_group, change)
-
-
-def copied() -> None:
+@in_ranks(4)
+def test_a_copy_has_groups_of_its_own() -> None:
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         twin = copy.deepcopy(ddp)
         assert [group.match for group in twin.sync.config.experts] == [MATCH]
@@ -405,10 +382,6 @@ def copied() -> None:
         twin.close()
 
 
-def test_a_copy_has_groups_of_its_own(four_ranks: Ranks) -> None:
-    four_ranks.run(copied)
-
-
 def distinct_norm(model: nn.Module, norm_type: float) -> float:
     """Dense gradients once, experts of ranks 0 and 1."""
     mine = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
@@ -419,7 +392,9 @@ def distinct_norm(model: nn.Module, norm_type: float) -> float:
     return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), norm_type).item()
 
 
-def clipped(norm_type: float) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_counts_each_parameter_once(norm_type: float) -> None:
     with wrapped_mixture(mixture()) as (ddp, _, _):
         ddp(torch.randn(3, WIDTH)).square().sum().backward()
         before = {name: param.grad.clone() for name, param in ddp.module.named_parameters()}
@@ -438,12 +413,8 @@ def clipped(norm_type: float) -> None:
             clip_grad_norm_(ddp, 0.1, norm_type, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_counts_each_parameter_once(four_ranks: Ranks, norm_type: float) -> None:
-    four_ranks.run(clipped, norm_type)
-
-
-def clipping_without_experts() -> None:
+@in_ranks(2)
+def test_clipping_goes_without_experts_as_well() -> None:
     torch.manual_seed(0)
     model, rows = nn.Linear(3, 2), torch.ones(2, 3) + dist.get_rank()
     ddp = DistributedDataParallel(model)
@@ -460,10 +431,6 @@ def clipping_without_experts() -> None:
         ddp.close()
     assert "target must be what attach()" in text_of(WrongType, lambda: clip_grad_norm_(model, 1.0))
     assert "norm_type must be above zero" in text_of(ConfigError, lambda: clip_grad_norm_(ddp, 1.0, 0.0))
-
-
-def test_clipping_goes_without_experts_as_well(two_ranks: Ranks) -> None:
-    two_ranks.run(clipping_without_experts)
 
 
 def clipping_too_early() -> str:
@@ -485,7 +452,8 @@ def test_clipping_what_is_not_synchronised_is_an_error(four_ranks: Ranks) -> Non
     ]
 
 
-def clipping_sparse_gradients() -> None:
+@in_ranks(2)
+def test_clipping_takes_rows_of_sparse_gradients() -> None:
     model = nn.Embedding(4, 2, sparse=True)
     ddp = DistributedDataParallel(model)
     ddp(torch.tensor([1, 1, 2 + dist.get_rank()])).sum().backward()
@@ -494,10 +462,6 @@ def clipping_sparse_gradients() -> None:
     assert clip_grad_norm_(ddp, 1.0) == 3.0  # 2 of 2 each, 4 of 0.5 each: the root of 9
     assert torch.equal(model.weight.grad.to_dense(), dense * torch.tensor(1.0 / (3.0 + 1e-6)))
     ddp.close()
-
-
-def test_clipping_takes_rows_of_sparse_gradients(two_ranks: Ranks) -> None:
-    two_ranks.run(clipping_sparse_gradients)
 
 
 ADAMW = {"lr": 0.01}
@@ -532,7 +496,8 @@ def test_shards_of_experts_over_their_group_make_the_same_model(
     four_ranks.run(sharded, strategy, is_eager, settings)
 
 
-def dropped_with_gathers_in_flight() -> None:
+@in_ranks(4, is_fresh=True)
+def test_a_dropped_wrapper_leaves_parameters_that_have_come() -> None:
     model, num_steps = mixture(), 4
 
     def train(group: dist.ProcessGroup) -> nn.Module:
@@ -556,10 +521,6 @@ def dropped_with_gathers_in_flight() -> None:
         bare = train(group)
         trained_naively(bare, group, torch.optim.AdamW(bare.parameters(), **ADAMW), num_steps=num_steps)
         require_equal_values(model, bare)
-
-
-def test_a_dropped_wrapper_leaves_parameters_that_have_come(fresh_four: Ranks) -> None:
-    fresh_four.run(dropped_with_gathers_in_flight)
 
 
 def sharded_beside_plain() -> str:
@@ -595,7 +556,9 @@ def test_experts_on_one_rank_each_go_with_a_plain_optimizer(four_ranks: Ranks) -
     )
 
 
-def sharded_and_clipped(strategy: str) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
     with wrapped_mixture(mixture(), strategy=strategy) as (ddp, bare, group):
         optimizers = optimizers_of(ddp)
         for step in (0, 4, 8):
@@ -622,12 +585,9 @@ def sharded_and_clipped(strategy: str) -> None:
             ddp.wait()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_clipping_is_exact_over_shards_of_both(four_ranks: Ranks, strategy: str) -> None:
-    four_ranks.run(sharded_and_clipped, strategy)
-
-
-def nothing_reached(way: str) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("way", ["clip", "look", "unscale", "step"])
+def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(way: str) -> None:
     """In the last step rank 1's backward reaches nothing, and a collective call about one part only comes before the other's."""
     with wrapped_mixture(mixture(), strategy="zero1", overlap=way != "step") as (ddp, bare, group):
         optimizers, scaler = optimizers_of(ddp), torch.amp.GradScaler("cpu", init_scale=2.0, enabled=way == "unscale")
@@ -653,11 +613,6 @@ def nothing_reached(way: str) -> None:
             theirs.step()
         ddp.wait()
         require_equal_values(ddp.module, bare)
-
-
-@pytest.mark.parametrize("way", ["clip", "look", "unscale", "step"])
-def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(four_ranks: Ranks, way: str) -> None:
-    four_ranks.run(nothing_reached, way)
 
 
 def hooked() -> list[int]:

@@ -26,7 +26,7 @@ from dist.test_nonfinite import heard
 from support.drop_in import TIMEOUT_S
 from support.models import CASES, Branches, mlp, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import training
 from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients
 from undertow.runtime import private
@@ -63,7 +63,8 @@ def test_several_models_in_one_backward_are_right(ranks: Ranks, reverse_on_rank_
     ranks.run(models_in_one_backward, 3, reverse_on_rank_1, changes, timeout_s=TIMEOUT_S)
 
 
-def late_parts_of_several_models() -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_late_parts_of_several_models_do_not_wait_for_each_other() -> None:
     """The middle layer of each runs twice in reentrant checkpoints; rank 1 runs the models in the other order."""
     models = [Branches(3), Branches(3)]
     bare = copy.deepcopy(models)
@@ -84,11 +85,8 @@ def late_parts_of_several_models() -> None:
         wrapper.close()
 
 
-def test_late_parts_of_several_models_do_not_wait_for_each_other(two_ranks: Ranks) -> None:
-    two_ranks.run(late_parts_of_several_models, timeout_s=TIMEOUT_S)
-
-
-def parts_of_one_model() -> None:
+@in_ranks(2, 3)
+def test_parts_of_a_model_can_be_attached_one_by_one() -> None:
     model, bare = mlp(), mlp()
     bare.load_state_dict(model.state_dict())
     syncs = [attach(model[0]), attach(model[2])]
@@ -100,10 +98,6 @@ def parts_of_one_model() -> None:
         require_same_gradients(model, bare)
     for sync in syncs:
         sync.close()
-
-
-def test_parts_of_a_model_can_be_attached_one_by_one(ranks: Ranks) -> None:
-    ranks.run(parts_of_one_model)
 
 
 def gradients_in_a_subgroup(members: list[int], with_wrapper: bool) -> list[float] | None:
@@ -352,7 +346,8 @@ def test_ranks_that_no_ring_connects_train_and_say_so(fresh_pair: Ranks) -> None
     assert fresh_pair.run(without_a_ring, timeout_s=TIMEOUT_S) == [[told.format(rank)] * 2 for rank in range(2)]
 
 
-def wrap_over_a_group_of_one() -> None:
+@in_ranks(2, is_fresh=True)
+def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group([other], group_desc="context") for other in range(world)]
     mine = groups[rank]
@@ -383,7 +378,3 @@ def wrap_over_a_group_of_one() -> None:
     for group in (mine, mesh.get_group(0), mesh.get_group(1)):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of(fresh_pair: Ranks) -> None:
-    fresh_pair.run(wrap_over_a_group_of_one)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.hybrid import mean_row_by_row, trained_naively, trained_on_mesh
 from support.models import CASES, Branches, Case, noise
-from support.ranks import Ranks
+from support.ranks import in_ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
 from support.sharded import OPTIMIZERS, require_equal, trained
 from undertow import DistributedDataParallel
@@ -22,7 +22,9 @@ SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
 ORDERED: dict[str, Any] = {"reduction": "ordered"}
 
 
-def same_as_naively(case: str) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("case", ["mlp", "tied transformer"])
+def test_steps_have_the_bits_of_sums_row_by_row_in_both_forms_under_every_plan(case: str) -> None:
     expected = trained_naively(CASES[case])
     for eager in (False, True):
         for plan in (SMALL, {"bucket_cap_mb": 3e-4}, {}) if eager else (SMALL, {}, {"overlap": False}):
@@ -30,20 +32,12 @@ def same_as_naively(case: str) -> None:
             require_equal(expected, got, what=f"eager={eager} {plan}")
 
 
-@pytest.mark.parametrize("case", ["mlp", "tied transformer"])
-def test_steps_have_the_bits_of_sums_row_by_row_in_both_forms_under_every_plan(four_ranks: Ranks, case: str) -> None:
-    four_ranks.run(same_as_naively, case)
-
-
-def same_with(optimizer: str) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("optimizer", ["Nesterov", "Adam", "Adagrad", "NAdam"])
+def test_so_with_other_optimizers(optimizer: str) -> None:
     expected = trained_naively(CASES["mlp"], optimizer)
     for eager in (False, True):
         require_equal(expected, trained_on_mesh(CASES["mlp"], optimizer, eager=eager, **ORDERED, **SMALL), what=str(eager))
-
-
-@pytest.mark.parametrize("optimizer", ["Nesterov", "Adam", "Adagrad", "NAdam"])
-def test_so_with_other_optimizers(four_ranks: Ranks, optimizer: str) -> None:
-    four_ranks.run(same_with, optimizer)
 
 
 class Whole(nn.Module):
@@ -60,31 +54,26 @@ class Whole(nn.Module):
 WHOLE = Case(Whole, lambda model, step: model(noise(5, 5, step=step).mul(4).round()))
 
 
-def same_as_plain(reduction: str) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+def test_where_sums_are_exact_a_step_has_the_bits_of_plain_training(reduction: str) -> None:
     settings: dict[str, Any] = {"num_steps": 8, "reduction": reduction}
     expected = trained(WHOLE, "ddp", "SGD", **settings)
     for eager in (False, True):
         require_equal(expected, trained_on_mesh(WHOLE, "SGD", eager=eager, **settings, **SMALL), what=str(eager))
 
 
-@pytest.mark.parametrize("reduction", ["native", "ordered"])
-def test_where_sums_are_exact_a_step_has_the_bits_of_plain_training(four_ranks: Ranks, reduction: str) -> None:
-    four_ranks.run(same_as_plain, reduction)
-
-
-def on_a_line(shape: tuple[int, int]) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
+def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(shape: tuple[int, int]) -> None:
     expected = trained(CASES["mlp"], "ddp", num_steps=8, **ORDERED)
     for eager in (False, True):
         got = trained_on_mesh(CASES["mlp"], num_steps=8, eager=eager, shape=shape, **ORDERED, **SMALL)
         require_equal(expected, got, what=str(eager))
 
 
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
-def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(four_ranks: Ranks, shape: tuple[int, int]) -> None:
-    four_ranks.run(on_a_line, shape)
-
-
-def natively() -> None:
+@in_ranks(4)
+def test_the_collectives_of_a_backend_do_the_same() -> None:
     """By the backend's own collectives, as where sends and receives are not posted: what NCCL would be asked for."""
     with mock.patch("undertow.runtime.group._BACKENDS_OVER_GLOO", ()):
         got = trained_on_mesh(CASES["mlp"], **ORDERED, **SMALL)
@@ -93,11 +82,9 @@ def natively() -> None:
     require_equal(trained(WHOLE, "ddp", "SGD", num_steps=12), exact)
 
 
-def test_the_collectives_of_a_backend_do_the_same(four_ranks: Ranks) -> None:
-    four_ranks.run(natively)
-
-
-def sixteen_bits(reduction: str) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+def test_parameters_of_sixteen_bits_have_the_same_bits_in_both_forms(reduction: str) -> None:
     case = CASES["mlp"]
     narrow = Case(lambda: case.make().bfloat16(), lambda model, step: model(noise(5, 6, step=step).bfloat16()).float().sum())
     settings: dict[str, Any] = {"num_steps": 8, "reduction": reduction}
@@ -107,12 +94,9 @@ def sixteen_bits(reduction: str) -> None:
         require_equal(expected, trained_on_mesh(narrow, eager=True, **settings, **plan), what=str(plan))
 
 
-@pytest.mark.parametrize("reduction", ["native", "ordered"])
-def test_parameters_of_sixteen_bits_have_the_same_bits_in_both_forms(four_ranks: Ranks, reduction: str) -> None:
-    four_ranks.run(sixteen_bits, reduction)
-
-
-def accumulated(to_none: bool) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_micro_batches_add_up_before_they_are_sent(to_none: bool) -> None:
     case = CASES["mlp"]
 
     def each(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
@@ -133,12 +117,8 @@ def accumulated(to_none: bool) -> None:
         require_equal(expected, got, what=str(eager))
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_micro_batches_add_up_before_they_are_sent(four_ranks: Ranks, to_none: bool) -> None:
-    four_ranks.run(accumulated, to_none)
-
-
-def sometimes_unused() -> None:
+@in_ranks(4)
+def test_what_one_rank_has_used_moves_on_all_and_what_nobody_has_used_on_none() -> None:
     """Layer 2 is used in no odd step, layer 1 by one rank alone, and momentum must not move what nobody has used."""
     case = Case(Branches, lambda model, step: model(noise(3, 4, step=step)).sum())
 
@@ -158,11 +138,8 @@ def sometimes_unused() -> None:
             require_equal(expected, got, what=f"eager={eager} {cap}")
 
 
-def test_what_one_rank_has_used_moves_on_all_and_what_nobody_has_used_on_none(four_ranks: Ranks) -> None:
-    four_ranks.run(sometimes_unused)
-
-
-def replanned() -> None:
+@in_ranks(4)
+def test_other_plans_on_the_way_change_no_bit() -> None:
     """Another plan every few steps, and once parameters that are frozen for a while."""
     expected = trained_naively(CASES["tied transformer"], "Adam", num_steps=24)
     for eager in (False, True):
@@ -171,10 +148,6 @@ def replanned() -> None:
         if dist.get_rank() == 0:
             assert len({plan.fingerprint for plan in seen}) > 1
         require_equal(expected, got, what=str(eager))
-
-
-def test_other_plans_on_the_way_change_no_bit(four_ranks: Ranks) -> None:
-    four_ranks.run(replanned)
 
 
 class Checkpointed(nn.Module):
@@ -192,7 +165,8 @@ class Checkpointed(nn.Module):
         return x
 
 
-def late_parts() -> None:
+@in_ranks(4)
+def test_parts_that_come_late_are_averaged_over_all_rows() -> None:
     """The first step learns how often gradients come; it reduces the late parts by themselves, which rounds otherwise."""
     case = Case(Checkpointed, lambda model, step: model(noise(5, 6, step=step)).square().mean())
     settings: dict[str, Any] = {"num_steps": 6, **ORDERED, **SMALL}
@@ -203,11 +177,8 @@ def late_parts() -> None:
         assert torch.allclose(barrier[name], expected, rtol=0.0, atol=10 * 0.05 * torch.finfo(torch.float32).eps * 8), name
 
 
-def test_parts_that_come_late_are_averaged_over_all_rows(four_ranks: Ranks) -> None:
-    four_ranks.run(late_parts)
-
-
-def synchronised_twice() -> None:
+@in_ranks(4)
+def test_several_synchronised_backwards_add_up() -> None:
     """Every backward of a step is reduced, and added to what is there; the first step's is whole, of which the mean is taken."""
     case = CASES["mlp"]
 
@@ -233,7 +204,3 @@ def synchronised_twice() -> None:
         opt.step()
     expected = {f"module.{name}": param for name, param in reference.named_parameters()}
     require_equal(expected, trained_on_mesh(case, "SGD", num_steps=5, each=each, **ORDERED, **SMALL))
-
-
-def test_several_synchronised_backwards_add_up(four_ranks: Ranks) -> None:
-    four_ranks.run(synchronised_twice)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from support.errors import text_of
 from support.hybrid import destroy, hybrid, mean_row_by_row, mesh_of, trained_naively, trained_on_mesh
 from support.models import CASES, Fragile
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import OPTIMIZERS, delay, parameters, require_equal
 from undertow import (
     ConfigError,
@@ -56,7 +56,8 @@ def sharding_of(ddp: DistributedDataParallel) -> Any:
     return ddp.sync._engine.formation.assembly.reducer.sharding
 
 
-def attached() -> None:
+@in_ranks(4)
+def test_a_mesh_goes_to_attach_as_well() -> None:
     """Without a wrapper, with what a user writes."""
     expected = trained_naively(MLP, "SGD", num_steps=5)
     model = MLP.model()
@@ -74,11 +75,8 @@ def attached() -> None:
         sync.close()
 
 
-def test_a_mesh_goes_to_attach_as_well(four_ranks: Ranks) -> None:
-    four_ranks.run(attached)
-
-
-def part_of_a_mesh() -> None:
+@in_ranks(4)
+def test_a_part_of_a_larger_mesh_averages_over_its_ranks_alone() -> None:
     """Two stages of a pipeline, each on a mesh of its own."""
     whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", "replicate", "shard"))
     pair = whole["replicate", "shard"]
@@ -104,11 +102,8 @@ def part_of_a_mesh() -> None:
     destroy(whole)
 
 
-def test_a_part_of_a_larger_mesh_averages_over_its_ranks_alone(four_ranks: Ranks) -> None:
-    four_ranks.run(part_of_a_mesh)
-
-
-def shards_of_a_row() -> None:
+@in_ranks(4)
+def test_a_row_has_every_shard_once_and_gradients_are_the_mean_over_all_ranks() -> None:
     with hybrid(TIED.model(), bucket_cap_mb=1e-3) as (ddp, opt):
         for step in range(2):
             opt.zero_grad()
@@ -132,11 +127,9 @@ def shards_of_a_row() -> None:
             assert torch.allclose(ours, param.grad / 4, rtol=0.0, atol=atol), name
 
 
-def test_a_row_has_every_shard_once_and_gradients_are_the_mean_over_all_ranks(four_ranks: Ranks) -> None:
-    four_ranks.run(shards_of_a_row)
-
-
-def clipped(norm_type: float) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_the_norm_counts_every_gradient_once(norm_type: float) -> None:
     reference = MLP.model()
     cls, settings = OPTIMIZERS["SGD"]
     plain = cls(reference.parameters(), **settings)
@@ -157,12 +150,8 @@ def clipped(norm_type: float) -> None:
         require_equal({f"module.{name}": param for name, param in reference.named_parameters()}, parameters(ddp))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_the_norm_counts_every_gradient_once(four_ranks: Ranks, norm_type: float) -> None:
-    four_ranks.run(clipped, norm_type)
-
-
-def scaled() -> None:
+@in_ranks(4)
+def test_all_ranks_skip_what_one_has_found_infinite() -> None:
     """One rank's infinite gradient has all ranks skip the step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with hybrid(MLP.model(), "SGD", **ORDERED) as (ddp, opt):
@@ -179,11 +168,9 @@ def scaled() -> None:
         require_same_everywhere(parameters(ddp))
 
 
-def test_all_ranks_skip_what_one_has_found_infinite(four_ranks: Ranks) -> None:
-    four_ranks.run(scaled)
-
-
-def evaluated(eager: bool) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_rank_may_evaluate_alone(eager: bool) -> None:
     """In the middle of training, by one rank alone, with gathers under way."""
     expected = trained_naively(TIED, num_steps=6)
 
@@ -201,26 +188,7 @@ def evaluated(eager: bool) -> None:
     require_equal(expected, trained_on_mesh(TIED, num_steps=6, each=each, eager=eager, **ORDERED))
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_rank_may_evaluate_alone(four_ranks: Ranks, eager: bool) -> None:
-    four_ranks.run(evaluated, eager)
-
-
-def delayed(kind: OpKind, late_rank: int, eager: bool) -> None:
-    expected, late = trained_naively(TIED, "SGD", num_steps=5), []
-
-    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-        nonlocal late
-        if step == 1:
-            late = delay(ddp, kind, late_rank, seconds=0.003)
-        opt.zero_grad()
-        TIED.loss(ddp, step).backward()
-        opt.step()
-
-    require_equal(expected, trained_on_mesh(TIED, "SGD", num_steps=5, each=each, eager=eager, **ORDERED))
-    assert (dist.get_rank() == late_rank) == (late != [])
-
-
+@in_ranks(4)
 @pytest.mark.parametrize(
     ("kind", "late_rank", "eager"),
     [
@@ -238,11 +206,25 @@ def delayed(kind: OpKind, late_rank: int, eager: bool) -> None:
         (OpKind.STEP, 3, True),  # in the other form it is the script's own
     ],
 )
-def test_a_delay_at_any_op_changes_nothing(four_ranks: Ranks, kind: OpKind, late_rank: int, eager: bool) -> None:
-    four_ranks.run(delayed, kind, late_rank, eager)
+def test_a_delay_at_any_op_changes_nothing(kind: OpKind, late_rank: int, eager: bool) -> None:
+    expected, late = trained_naively(TIED, "SGD", num_steps=5), []
+
+    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
+        nonlocal late
+        if step == 1:
+            late = delay(ddp, kind, late_rank, seconds=0.003)
+        opt.zero_grad()
+        TIED.loss(ddp, step).backward()
+        opt.step()
+
+    require_equal(expected, trained_on_mesh(TIED, "SGD", num_steps=5, each=each, eager=eager, **ORDERED))
+    assert (dist.get_rank() == late_rank) == (late != [])
 
 
-def delayed_in_threads(axis: str, where: str, eager: bool) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize(("axis", "where"), [("exchanges", "_send"), ("across", "_send"), ("across", "_post_both")])
+@pytest.mark.parametrize("eager", [False, True])
+def test_nor_does_one_in_a_thread_of_either_axis(axis: str, where: str, eager: bool) -> None:
     expected = trained_naively(TIED, "SGD", num_steps=5)
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -262,13 +244,9 @@ def delayed_in_threads(axis: str, where: str, eager: bool) -> None:
     require_equal(expected, trained_on_mesh(TIED, "SGD", num_steps=5, each=each, eager=eager, **ORDERED))
 
 
-@pytest.mark.parametrize(("axis", "where"), [("exchanges", "_send"), ("across", "_send"), ("across", "_post_both")])
+@in_ranks(4)
 @pytest.mark.parametrize("eager", [False, True])
-def test_nor_does_one_in_a_thread_of_either_axis(four_ranks: Ranks, axis: str, where: str, eager: bool) -> None:
-    four_ranks.run(delayed_in_threads, axis, where, eager)
-
-
-def nothing_is_sent_before_backward_is_over(eager: bool) -> None:
+def test_backward_waits_for_neither_axis(eager: bool) -> None:
     """If the training thread waited for either reduction of a bucket, nobody would let the first of them leave."""
     expected = trained_naively(MLP, "SGD", num_steps=3)
     is_over = threading.Event()
@@ -293,12 +271,9 @@ def nothing_is_sent_before_backward_is_over(eager: bool) -> None:
     assert is_over.is_set()
 
 
+@in_ranks(4)
 @pytest.mark.parametrize("eager", [False, True])
-def test_backward_waits_for_neither_axis(four_ranks: Ranks, eager: bool) -> None:
-    four_ranks.run(nothing_is_sent_before_backward_is_over, eager)
-
-
-def both_axes_at_work(eager: bool) -> None:
+def test_the_axes_work_at_the_same_time(eager: bool) -> None:
     """The first bucket crosses when the second one is reduced inside, which does not wait for it."""
     expected = trained_naively(MLP, "SGD", num_steps=3)
     is_reduced = threading.Event()
@@ -325,11 +300,6 @@ def both_axes_at_work(eager: bool) -> None:
     assert is_reduced.is_set()
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_the_axes_work_at_the_same_time(four_ranks: Ranks, eager: bool) -> None:
-    four_ranks.run(both_axes_at_work, eager)
-
-
 def alone(eager: bool) -> None:
     require_equal(
         trained_naively(MLP, num_steps=4), trained_on_mesh(MLP, num_steps=4, eager=eager, shape=(1, 1), reduction="ordered")
@@ -342,7 +312,10 @@ def test_a_mesh_of_one_rank_trains_as_that_rank_does(eager: bool) -> None:
         one_rank.run(alone, eager)
 
 
-def failure_in_backward(failing: int, eager: bool) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("failing", [0, 3])
+def test_ranks_of_both_rows_learn_who_has_failed(failing: int, eager: bool) -> None:
     torch.manual_seed(3)
     with hybrid(Fragile(), "SGD", eager=eager, bucket_cap_mb=1e-4) as (ddp, opt):
         for step in range(3):
@@ -363,13 +336,9 @@ def failure_in_backward(failing: int, eager: bool) -> None:
         assert not any(torch.equal(before[name], after[name]) for name in before)
 
 
+@in_ranks(4)
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("failing", [0, 3])
-def test_ranks_of_both_rows_learn_who_has_failed(four_ranks: Ranks, failing: int, eager: bool) -> None:
-    four_ranks.run(failure_in_backward, failing, eager)
-
-
-def out_of_step(eager: bool) -> None:
+def test_all_rows_find_out_that_one_rank_is_in_another_step(eager: bool) -> None:
     """One rank is a step ahead of the others, of its row too: no bucket is stepped on such a sum."""
     with hybrid(MLP.model(), "SGD", eager=eager, **ORDERED) as (ddp, opt):
         for step in range(2):
@@ -382,12 +351,8 @@ def out_of_step(eager: bool) -> None:
         require_equal(before, parameters(ddp))
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_all_rows_find_out_that_one_rank_is_in_another_step(four_ranks: Ranks, eager: bool) -> None:
-    four_ranks.run(out_of_step, eager)
-
-
-def frozen_on_one_rank() -> None:
+@in_ranks(4)
+def test_all_rows_find_out_that_one_rank_has_frozen_a_parameter() -> None:
     with hybrid(MLP.model(), "SGD", **ORDERED) as (ddp, opt):
         for step in range(2):
             one_step(ddp, opt, step)
@@ -398,11 +363,9 @@ def frozen_on_one_rank() -> None:
             MLP.loss(ddp, 2).backward()
 
 
-def test_all_rows_find_out_that_one_rank_has_frozen_a_parameter(four_ranks: Ranks) -> None:
-    four_ranks.run(frozen_on_one_rank)
-
-
-def frozen_for_a_while(eager: bool) -> None:
+@in_ranks(4)
+@pytest.mark.parametrize("eager", [False, True])
+def test_parameters_may_be_frozen_and_thawed(eager: bool) -> None:
     def freeze(model: nn.Module, step: int) -> None:
         for param in model[2].parameters():
             param.requires_grad_(not 3 <= step < 6)
@@ -421,12 +384,8 @@ def frozen_for_a_while(eager: bool) -> None:
     require_equal(expected, trained_on_mesh(MLP, "SGD", num_steps=9, each=each, eager=eager, **ORDERED))
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_parameters_may_be_frozen_and_thawed(four_ranks: Ranks, eager: bool) -> None:
-    four_ranks.run(frozen_for_a_while, eager)
-
-
-def all_follow_rank_0() -> None:
+@in_ranks(4)
+def test_parameters_and_buffers_of_all_rows_follow_rank_0() -> None:
     torch.manual_seed(100 + dist.get_rank())
     case = CASES["convolutions"]
     with hybrid(case.make(), "SGD") as (ddp, opt):
@@ -440,11 +399,8 @@ def all_follow_rank_0() -> None:
         require_same_everywhere(parameters(ddp))
 
 
-def test_parameters_and_buffers_of_all_rows_follow_rank_0(four_ranks: Ranks) -> None:
-    four_ranks.run(all_follow_rank_0)
-
-
-def disagreement() -> None:
+@in_ranks(4)
+def test_all_rows_compare_parameters_and_meshes() -> None:
     with mesh_of(2, 2) as mesh:
         odd = nn.Linear(6, 5 if dist.get_rank() == 3 else 4)
         text = text_of(PlanMismatch, lambda: attach(odd, mesh=mesh, config=SyncConfig(strategy="hybrid")))
@@ -461,11 +417,8 @@ def disagreement() -> None:
     sync.close()
 
 
-def test_all_rows_compare_parameters_and_meshes(four_ranks: Ranks) -> None:
-    four_ranks.run(disagreement)
-
-
-def copied() -> None:
+@in_ranks(4)
+def test_a_copy_has_the_mesh() -> None:
     with hybrid(MLP.model(), "SGD", **ORDERED) as (ddp, opt):
         for step in range(2):
             one_step(ddp, opt, step)
@@ -481,11 +434,8 @@ def copied() -> None:
         twin.close()
 
 
-def test_a_copy_has_the_mesh(four_ranks: Ranks) -> None:
-    four_ranks.run(copied)
-
-
-def explained() -> None:
+@in_ranks(4)
+def test_the_plan_follows_what_is_measured_and_says_so() -> None:
     with hybrid(MLP.model(), eager=False) as (ddp, opt):
         for step in range(14):
             one_step(ddp, opt, step)
@@ -499,10 +449,6 @@ def explained() -> None:
         *_, last = ddp.sync._recorder.records(generation=ddp.sync._engine.generation)
         assert len(last.busy_ms) == 4
         assert min(last.busy_ms) > 0  # by trailer, from both rows
-
-
-def test_the_plan_follows_what_is_measured_and_says_so(four_ranks: Ranks) -> None:
-    four_ranks.run(explained)
 
 
 NEEDS_A_MESH = (

@@ -22,7 +22,7 @@ from support.hybrid import hybrid
 from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
 from support.models import Branches, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import Parameters, optimizer_for, parameters, require_equal, training
 from undertow import (
     ConfigError,
@@ -220,7 +220,8 @@ def test_a_skipped_step_leaves_everything_as_it_was(ranks: Ranks, strategy: str,
     ranks.run(skipped, strategy, optimizer, {"order": "reverse", "auto_tune": False, "reduction": "ordered"}, (0, 3, 4))
 
 
-def skipped_on_mesh() -> None:
+@in_ranks(4)
+def test_all_ranks_of_a_mesh_skip_the_same_step() -> None:
     with hybrid(layers(), "AdamW", nonfinite="skip", auto_tune=False) as (ddp, optimizer):
         for step in range(5):
             before = parameters(ddp)
@@ -232,10 +233,6 @@ def skipped_on_mesh() -> None:
                 require_equal(parameters(ddp), before)
                 require_same_state(plain_state(optimizer), state)
         assert ddp.report(show=False).num_skipped == 1
-
-
-def test_all_ranks_of_a_mesh_skip_the_same_step(four_ranks: Ranks) -> None:
-    four_ranks.run(skipped_on_mesh)
 
 
 def accumulated(strategy: str, when: int, later: bool, settings: dict[str, Any]) -> list[int]:
@@ -539,7 +536,8 @@ def test_a_rank_alone_looks_when_it_steps(two_ranks: Ranks, strategy: str) -> No
     assert two_ranks.run(alone, "skip", strategy) == [("", 1)] * 2
 
 
-def in_backward() -> None:
+@in_ranks(2)
+def test_optimizers_in_backward_are_skipped() -> None:
     """Optimizers that torch has put on parameters, which step when their gradients are the mean, are skipped too."""
     model = layers()
     step_in_backward(model, lr=0.1, momentum=0.9)
@@ -550,10 +548,6 @@ def in_backward() -> None:
             after = parameters(ddp)
             assert all(torch.equal(before[name], after[name]) == (step == 2) for name in before)
         assert ddp.report(show=False).num_skipped == 1
-
-
-def test_optimizers_in_backward_are_skipped(two_ranks: Ranks) -> None:
-    two_ranks.run(in_backward)
 
 
 def spoilt_between(layer: nn.Module, x: Tensor) -> Tensor:
@@ -627,10 +621,7 @@ def steps_in_join(strategy: str, steps: range | list[int], bad: int | None) -> P
         return parameters(ddp)
 
 
-def skips_in_join(strategy: str) -> None:
-    require_equal(steps_in_join(strategy, range(5), 3), steps_in_join(strategy, [0, 1, 2, 4], None))
-
-
+@in_ranks(2, 3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_a_rank_that_has_run_out_of_data_skips_the_step_of_the_others(ranks: Ranks, strategy: str) -> None:
-    ranks.run(skips_in_join, strategy)
+def test_a_rank_that_has_run_out_of_data_skips_the_step_of_the_others(strategy: str) -> None:
+    require_equal(steps_in_join(strategy, range(5), 3), steps_in_join(strategy, [0, 1, 2, 4], None))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel, attach
 from undertow.runtime import private
 
@@ -22,7 +22,9 @@ WARNING = (
 )
 
 
-def train_behind_a_rank_that_has_left(name: str) -> None:
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("name", WRAPS)
+def test_a_rank_that_trains_nothing_needs_no_other_one(name: str) -> None:
     module = nn.Linear(4, 3).requires_grad_(False)
     with pytest.warns(UserWarning, match=WARNING.format(name)):
         model: Any = WRAPS[name](module)
@@ -38,11 +40,6 @@ def train_behind_a_rank_that_has_left(name: str) -> None:
         optimizer.step()
     model.close()
     private.default_store().set(f"left {name}", "")
-
-
-@pytest.mark.parametrize("name", WRAPS)
-def test_a_rank_that_trains_nothing_needs_no_other_one(fresh_pair: Ranks, name: str) -> None:
-    fresh_pair.run(train_behind_a_rank_that_has_left, name)
 
 
 def thaw_after_steps_of_nothing() -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from support.errors import text_of
 from support.hybrid import hybrid
 from support.models import CASES, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import require_equal, training
 from undertow import DistributedDataParallel, SyncConfig, attach
 from undertow.errors import ConfigError, PhaseError
@@ -67,7 +67,11 @@ class NarrowAndWide(nn.Module):
         return out
 
 
-def accumulates_in_fp32(make: Callable[[], nn.Module], strategy: str) -> None:
+@in_ranks(2)
+@needs_grad_dtype
+@pytest.mark.parametrize("make", [narrow_model, NarrowAndWide])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_gradients_of_sixteen_bits_add_up_in_fp32(make: Callable[[], nn.Module], strategy: str) -> None:
     reference = make()
     masters = {name: param.detach().float() for name, param in reference.named_parameters()}
     with training(make(), strategy, "SGD", reduce_dtype="float32") as (ddp, opt):
@@ -96,13 +100,6 @@ def accumulates_in_fp32(make: Callable[[], nn.Module], strategy: str) -> None:
             require_equal(dict(reference.named_parameters()), dict(ddp.module.named_parameters()), what=f"step {step}")
 
 
-@needs_grad_dtype
-@pytest.mark.parametrize("make", [narrow_model, NarrowAndWide])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_gradients_of_sixteen_bits_add_up_in_fp32(two_ranks: Ranks, make: Callable[[], nn.Module], strategy: str) -> None:
-    two_ranks.run(accumulates_in_fp32, make, strategy)
-
-
 def restored_when_closed() -> list[torch.dtype]:
     model = narrow_model()
     ddp = DistributedDataParallel(model, config=SyncConfig(reduce_dtype="float32"))
@@ -119,7 +116,10 @@ def test_closing_gives_gradients_their_dtype_back(two_ranks: Ranks) -> None:
     assert set(two_ranks.run(restored_when_closed)[0]) == {torch.bfloat16}
 
 
-def passed_on(way: str) -> None:
+@in_ranks(2)
+@needs_grad_dtype
+@pytest.mark.parametrize("way", ["a second wrapper", "one without the setting", "another group"])
+def test_gradients_that_are_passed_on_keep_their_dtype(way: str) -> None:
     """To a second wrapper, or to another group: gradients keep the dtype in which they are added up."""
     model, settings = narrow_model(), SyncConfig(reduce_dtype="float32")
     first = attach(model, config=settings)
@@ -139,12 +139,6 @@ def passed_on(way: str) -> None:
     if group is not None:
         dist.destroy_process_group(group)
     assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.bfloat16}
-
-
-@needs_grad_dtype
-@pytest.mark.parametrize("way", ["a second wrapper", "one without the setting", "another group"])
-def test_gradients_that_are_passed_on_keep_their_dtype(two_ranks: Ranks, way: str) -> None:
-    two_ranks.run(passed_on, way)
 
 
 def with_a_gradient() -> str:
@@ -272,7 +266,12 @@ def wire_reference(model: nn.Module, wire: torch.dtype, *, reduction: str, is_sh
     return means
 
 
-def travels_in(wire: str, strategy: str, reduction: str) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("strategy", "reduction"), [("ddp", "native"), ("ddp", "ordered"), ("zero1", "native"), ("zero2", "ordered")]
+)
+def test_gradients_travel_in_sixteen_bits(wire: str, strategy: str, reduction: str) -> None:
     reference, dtype = MLP.model(), getattr(torch, wire)
     settings: dict[str, Any] = {"wire_dtype": wire, "reduction": reduction}
     with training(MLP.model(), strategy, "SGD", **settings) as (ddp, opt):
@@ -290,14 +289,6 @@ def travels_in(wire: str, strategy: str, reduction: str) -> None:
             with torch.no_grad():
                 for mine, theirs in zip(reference.parameters(), ddp.module.parameters(), strict=True):
                     mine.copy_(theirs)
-
-
-@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("strategy", "reduction"), [("ddp", "native"), ("ddp", "ordered"), ("zero1", "native"), ("zero2", "ordered")]
-)
-def test_gradients_travel_in_sixteen_bits(two_ranks: Ranks, wire: str, strategy: str, reduction: str) -> None:
-    two_ranks.run(travels_in, wire, strategy, reduction)
 
 
 def sent_bytes(strategy: str, wire: str | None) -> int:
@@ -318,7 +309,8 @@ def test_sixteen_bits_halve_the_bytes(two_ranks: Ranks, strategy: str) -> None:
     assert 0.5 <= narrow / wide < 0.501
 
 
-def same_under_every_plan() -> None:
+@in_ranks(2, 3)
+def test_what_travels_narrower_has_the_same_bits_under_every_plan() -> None:
     results = []
     for cap in (1e-4, 1.0):
         with training(MLP.model(), "zero1", "SGD", wire_dtype="bfloat16", reduction="ordered", bucket_cap_mb=cap) as (ddp, opt):
@@ -329,10 +321,6 @@ def same_under_every_plan() -> None:
             ddp.wait()
             results.append({name: param.detach().clone() for name, param in ddp.named_parameters()})
     require_equal(*results)
-
-
-def test_what_travels_narrower_has_the_same_bits_under_every_plan(ranks: Ranks) -> None:
-    ranks.run(same_under_every_plan)
 
 
 def torchs_wire_dtype() -> list[str | None]:
@@ -416,7 +404,9 @@ class Rows(nn.Module):
         return out
 
 
-def sparse_in_fp32() -> None:
+@in_ranks(2)
+@needs_grad_dtype
+def test_sparse_gradients_add_up_in_fp32_also_where_a_rank_has_none() -> None:
     rank, model, reference = dist.get_rank(), Rows().bfloat16(), Rows().bfloat16()
     ddp = DistributedDataParallel(model, config=SyncConfig(reduce_dtype="float32"))
     for step in range(4):
@@ -431,11 +421,6 @@ def sparse_in_fp32() -> None:
             assert mine.grad is not None
             assert torch.equal(mine.grad.to_dense(), mean / dist.get_world_size())
     ddp.close()
-
-
-@needs_grad_dtype
-def test_sparse_gradients_add_up_in_fp32_also_where_a_rank_has_none(two_ranks: Ranks) -> None:
-    two_ranks.run(sparse_in_fp32)
 
 
 class Checkpointed(nn.Module):
@@ -466,7 +451,8 @@ def test_mixed_precision_refuses_to_compute_again(two_ranks: Ranks, use_reentran
     )
 
 
-def copies_of_mixed() -> None:
+@in_ranks(2)
+def test_copies_of_a_model_of_mixed_precision_may_compute_again() -> None:
     """A copy computes again, which only what is wrapped with mixed precision may not."""
     x = torch.ones(2, 4)
     ddp = DistributedDataParallel(Checkpointed(False), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
@@ -476,10 +462,6 @@ def copies_of_mixed() -> None:
     for model in (ddp, other):
         model.close()
     other.module(x).sum().backward()
-
-
-def test_copies_of_a_model_of_mixed_precision_may_compute_again(two_ranks: Ranks) -> None:
-    two_ranks.run(copies_of_mixed)
 
 
 class Steep(nn.Module):
@@ -515,7 +497,10 @@ def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(
     four_ranks.run(across_in_half, shape, Steep() if is_wire else Steep().half(), settings)
 
 
-def large_halves(wire: str | None, reduction: str) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+@pytest.mark.parametrize("wire", [None, "float16"])
+def test_a_mean_of_halves_does_not_overflow(wire: str | None, reduction: str) -> None:
     """40,000 twice is more than float16 holds, and the mean is not."""
     model = nn.Linear(4, 1, bias=False)
     model = model if wire else model.half()
@@ -525,13 +510,11 @@ def large_halves(wire: str | None, reduction: str) -> None:
         assert torch.equal(model.weight.grad, torch.full((1, 4), 40_000.0, dtype=dtype))
 
 
-@pytest.mark.parametrize("reduction", ["native", "ordered"])
-@pytest.mark.parametrize("wire", [None, "float16"])
-def test_a_mean_of_halves_does_not_overflow(two_ranks: Ranks, wire: str | None, reduction: str) -> None:
-    two_ranks.run(large_halves, wire, reduction)
-
-
-def readings_of_sums(strategy: str, settings: dict[str, Any]) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [("zero1", {}), ("ddp", {"op": "sum"}), ("ddp", {"average_in_collective": False})]
+)
+def test_trailers_that_were_added_up_are_not_taken_apart(strategy: str, settings: dict[str, Any]) -> None:
     """What every rank has written alike says nothing, also where it comes back as a sum."""
     readings: list[object] = []
     parse = TrailerCodec.parse
@@ -546,10 +529,3 @@ def readings_of_sums(strategy: str, settings: dict[str, Any]) -> None:
             MLP.loss(ddp, step).backward()
             opt.step()
     assert set(readings) == {None}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "settings"), [("zero1", {}), ("ddp", {"op": "sum"}), ("ddp", {"average_in_collective": False})]
-)
-def test_trailers_that_were_added_up_are_not_taken_apart(ranks: Ranks, strategy: str, settings: dict[str, Any]) -> None:
-    ranks.run(readings_of_sums, strategy, settings)

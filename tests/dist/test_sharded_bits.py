@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from support.models import CASES, Branches, Case, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import OPTIMIZERS, require_equal, trained
 from undertow import DistributedDataParallel
 
@@ -55,7 +55,8 @@ def test_so_do_four_ranks(four_ranks: Ranks) -> None:
     four_ranks.run(same_in_all_plans, "mlp", timeout_s=120)
 
 
-def native_on_two_ranks() -> None:
+@in_ranks(2)
+def test_two_ranks_need_no_order() -> None:
     case = CASES["tied transformer"]
     expected = trained(case, "ddp")
     for strategy in ("zero1", "zero2"):
@@ -63,11 +64,8 @@ def native_on_two_ranks() -> None:
             require_equal(expected, trained(case, strategy, **plan))
 
 
-def test_two_ranks_need_no_order(two_ranks: Ranks) -> None:
-    two_ranks.run(native_on_two_ranks)
-
-
-def native_is_near() -> None:
+@in_ranks(3)
+def test_native_reductions_are_near_with_three_ranks() -> None:
     case = CASES["mlp"]
     expected, got = trained(case, "ddp", "SGD"), trained(case, "zero1", "SGD")
     for name, param in expected.items():
@@ -75,11 +73,9 @@ def native_is_near() -> None:
         assert torch.allclose(param, got[name], rtol=1e-5, atol=1e-6)
 
 
-def test_native_reductions_are_near_with_three_ranks(three_ranks: Ranks) -> None:
-    three_ranks.run(native_is_near)
-
-
-def same_with(optimizer: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS.keys() - {"fused AdamW"}))
+def test_every_elementwise_optimizer_has_the_bits_of_the_plain_one(optimizer: str) -> None:
     for case in (CASES["mlp"], CASES["tied transformer"]):
         expected = trained(case, "ddp", optimizer, num_steps=6, reduction="ordered")
         for strategy in ("zero1", "zero2"):
@@ -87,12 +83,8 @@ def same_with(optimizer: str) -> None:
             require_equal(expected, got, what=strategy)
 
 
-@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS.keys() - {"fused AdamW"}))
-def test_every_elementwise_optimizer_has_the_bits_of_the_plain_one(ranks: Ranks, optimizer: str) -> None:
-    ranks.run(same_with, optimizer)
-
-
-def fused_is_near() -> None:
+@in_ranks(2, 3)
+def test_a_fused_optimizer_is_near() -> None:
     case = CASES["mlp"]
     expected, got = trained(case, "ddp", "fused AdamW", reduction="ordered"), trained(case, "zero1", "fused AdamW")
     for name, param in expected.items():
@@ -101,11 +93,9 @@ def fused_is_near() -> None:
         assert torch.allclose(param, got[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_fused_optimizer_is_near(ranks: Ranks) -> None:
-    ranks.run(fused_is_near)
-
-
-def sixteen_bits(dtype: torch.dtype) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_parameters_are_alike_under_every_plan(dtype: torch.dtype) -> None:
     case = CASES["mlp"]
     narrow = Case(
         lambda: case.make().to(dtype), lambda model, step: model(noise(5, 6, step=step).to(dtype)).float().square().sum()
@@ -121,12 +111,8 @@ def sixteen_bits(dtype: torch.dtype) -> None:
         require_equal(plain, trained(narrow, "ddp", "SGD", **settings, **plan), what=str(plan))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_parameters_are_alike_under_every_plan(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(sixteen_bits, dtype)
-
-
-def small_steps_count() -> None:
+@in_ranks(2)
+def test_master_weights_remember_what_sixteen_bits_forget() -> None:
     """Steps so small that a bf16 parameter alone would never move."""
     torch.manual_seed(0)
     ddp_case = Case(
@@ -150,10 +136,6 @@ def small_steps_count() -> None:
     assert (plain["module.weight"].float() - expected).abs().max() > error
 
 
-def test_master_weights_remember_what_sixteen_bits_forget(two_ranks: Ranks) -> None:
-    two_ranks.run(small_steps_count)
-
-
 # Means are added where ddp averages sums: 4 ulps, 8e-6, of gradients below 32, times the learning rate of 0.05. Momentum of 0.9
 # brings them into later steps too: together 18 times that of one.
 OF_MEANS = 7e-6
@@ -173,18 +155,15 @@ def weight_of(micro: int, rank: int) -> float:
     return 1.0 + micro + 2 * rank
 
 
-def accumulated_locally(num: int, weighs: bool) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("weighs", [False, True], ids=["means", "weights"])
+@pytest.mark.parametrize("num", [2, 4])
+def test_micro_batches_of_zero1_are_added_up_before_they_are_averaged(num: int, weighs: bool) -> None:
     each = partial(micro_batches, num=num, weighs=weighs)
     expected = trained(CASES["mlp"], "ddp", "SGD", num_steps=4, each=each, reduction="ordered")
     for plan in PLANS[:3]:
         got = trained(CASES["mlp"], "zero1", "SGD", num_steps=4, each=each, reduction="ordered", **plan)
         require_equal(expected, got, what=str(plan))
-
-
-@pytest.mark.parametrize("weighs", [False, True], ids=["means", "weights"])
-@pytest.mark.parametrize("num", [2, 4])
-def test_micro_batches_of_zero1_are_added_up_before_they_are_averaged(ranks: Ranks, num: int, weighs: bool) -> None:
-    ranks.run(accumulated_locally, num, weighs)
 
 
 def mean_in_order(gradient: Tensor) -> Tensor:
@@ -218,7 +197,10 @@ def means_added_up(*, num: int, weighs: bool, num_steps: int) -> dict[str, Tenso
     return {f"module.{name}": param.detach() for name, param in bare.named_parameters()}
 
 
-def accumulated_as_means(num: int, weighs: bool) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("weighs", [False, True], ids=["means", "weights"])
+@pytest.mark.parametrize("num", [2, 4])
+def test_micro_batches_of_zero2_are_averaged_before_they_are_added_up(num: int, weighs: bool) -> None:
     each = partial(micro_batches, num=num, weighs=weighs)
     expected = means_added_up(num=num, weighs=weighs, num_steps=4)
     for reduction in ("ordered", "native") if dist.get_world_size() == 2 else ("ordered",):
@@ -227,13 +209,9 @@ def accumulated_as_means(num: int, weighs: bool) -> None:
             require_equal(expected, got, what=f"{reduction} {plan}")
 
 
-@pytest.mark.parametrize("weighs", [False, True], ids=["means", "weights"])
-@pytest.mark.parametrize("num", [2, 4])
-def test_micro_batches_of_zero2_are_averaged_before_they_are_added_up(ranks: Ranks, num: int, weighs: bool) -> None:
-    ranks.run(accumulated_as_means, num, weighs)
-
-
-def synchronised_twice(strategy: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_several_synchronised_backwards_add_up(strategy: str) -> None:
     case = CASES["mlp"]
 
     def each(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
@@ -248,12 +226,8 @@ def synchronised_twice(strategy: str) -> None:
         assert torch.allclose(param, got[name], rtol=0.0, atol=OF_MEANS)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_several_synchronised_backwards_add_up(ranks: Ranks, strategy: str) -> None:
-    ranks.run(synchronised_twice, strategy)
-
-
-def unused_everywhere() -> None:
+@in_ranks(2, 3)
+def test_what_nobody_has_used_does_not_move() -> None:
     """Layer 2 is used in no odd step, layer 1 by rank 0 alone: momentum must not move what nobody has used."""
     case = Case(Branches, lambda model, step: model(noise(3, 4, step=step), (0, 1, 2)).square().sum())
 
@@ -270,11 +244,8 @@ def unused_everywhere() -> None:
             require_equal(expected, got, what=f"{strategy} {cap}")
 
 
-def test_what_nobody_has_used_does_not_move(ranks: Ranks) -> None:
-    ranks.run(unused_everywhere)
-
-
-def large_embedding() -> None:
+@in_ranks(2, 3)
+def test_a_large_embedding_is_split() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -305,16 +276,9 @@ def large_embedding() -> None:
     require_equal(expected, got)
 
 
-def test_a_large_embedding_is_split(ranks: Ranks) -> None:
-    ranks.run(large_embedding)
-
-
-def strange_parameters() -> None:
+@in_ranks(2, 3)
+def test_parameters_of_all_kinds_are_sharded() -> None:
     case = CASES["oddities"]
     expected = trained(case, "zero1", "SGD", num_steps=6, reduction="ordered")
     for cap in (5e-5, 1e-4, None):
         require_equal(expected, trained(case, "zero2", "SGD", num_steps=6, reduction="ordered", bucket_cap_mb=cap), what=str(cap))
-
-
-def test_parameters_of_all_kinds_are_sharded(ranks: Ranks) -> None:
-    ranks.run(strange_parameters)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from support.errors import text_of
 from support.models import CASES, Branches, Case, noise
 from support.naive import naive_mean, require_same_gradients
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import optimizer_for, parameters, require_equal, trained, training
 from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, attach
 from undertow.plan import Piece
@@ -105,7 +105,8 @@ class TwoWays(nn.Module):
         return self.body(hidden)
 
 
-def evaluated_another_way() -> None:
+@in_ranks(2, is_fresh=True)
+def test_a_read_at_a_new_place_waits() -> None:
     tokens, vectors = torch.arange(8), noise(8, 64)
     with training(TwoWays(), bucket_cap_mb=0.0166) as (ddp, opt):
         for step in range(4):
@@ -128,11 +129,9 @@ def evaluated_another_way() -> None:
         trained.square().mean().backward()
 
 
-def test_a_read_at_a_new_place_waits(fresh_pair: Ranks) -> None:
-    fresh_pair.run(evaluated_another_way)
-
-
-def other_memory_format(strategy: str) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_another_memory_format_is_a_change_like_others(strategy: str) -> None:
     """Channels-last weights become contiguous in mid-training, while rank 0 holds last step's gradients, if they are whole."""
     case = CASES["convolutions"]
     bare = case.model()
@@ -173,12 +172,8 @@ def other_memory_format(strategy: str) -> None:
     ddp.close()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_another_memory_format_is_a_change_like_others(two_ranks: Ranks, strategy: str) -> None:
-    two_ranks.run(other_memory_format, strategy)
-
-
-def graph_of_gradients_in_pieces() -> None:
+@in_ranks(2, 3)
+def test_gradients_with_a_graph_may_be_in_pieces() -> None:
     """`create_graph` in a backward that only accumulates, for gradients of which several buckets take a piece."""
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -196,11 +191,9 @@ def graph_of_gradients_in_pieces() -> None:
     require_equal(expected, trained(MLP, "zero1", "SGD", num_steps=5, each=each, **SMALL))
 
 
-def test_gradients_with_a_graph_may_be_in_pieces(ranks: Ranks) -> None:
-    ranks.run(graph_of_gradients_in_pieces)
-
-
-def writers(write: str) -> None:
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("write", ["broadcast", "cast", "wrapped again"])
+def test_writers_wait_for_gathers(write: str) -> None:
     """What writes parameters right after a step finds them all there."""
     with training(MLP.model(), **SMALL) as (ddp, opt):
         step_of(ddp, opt, 0)
@@ -222,12 +215,8 @@ def writers(write: str) -> None:
         assert all(torch.equal(of_rank, gathered[0]) for of_rank in gathered)
 
 
-@pytest.mark.parametrize("write", ["broadcast", "cast", "wrapped again"])
-def test_writers_wait_for_gathers(fresh_pair: Ranks, write: str) -> None:
-    fresh_pair.run(writers, write)
-
-
-def computed_weights() -> None:
+@in_ranks(2, 3)
+def test_hooks_of_others_read_parameters_that_have_come() -> None:
     """A hook that computes a weight from parameters runs behind ours."""
 
     def run(is_sharded: bool) -> dict[str, Tensor]:
@@ -251,11 +240,8 @@ def computed_weights() -> None:
     require_equal(run(False), run(True))
 
 
-def test_hooks_of_others_read_parameters_that_have_come(ranks: Ranks) -> None:
-    ranks.run(computed_weights)
-
-
-def all_frozen() -> None:
+@in_ranks(2, 3)
+def test_everything_may_be_frozen_for_a_while() -> None:
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step in (2, 4):
             ddp.module.requires_grad_(step == 4)
@@ -270,11 +256,8 @@ def all_frozen() -> None:
     require_equal(expected, trained(MLP, "zero1", "SGD", num_steps=7, each=each, **SMALL))
 
 
-def test_everything_may_be_frozen_for_a_while(ranks: Ranks) -> None:
-    ranks.run(all_frozen)
-
-
-def frozen_with_zeros() -> None:
+@in_ranks(2, 3)
+def test_parameters_freeze_while_gradients_are_zeros() -> None:
     case = Case(Branches, lambda model, step: model(noise(3, 4, step=step)).square().sum())
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -289,11 +272,8 @@ def frozen_with_zeros() -> None:
     require_equal(expected, trained(case, "zero1", "SGD", num_steps=8, each=each, **SMALL))
 
 
-def test_parameters_freeze_while_gradients_are_zeros(ranks: Ranks) -> None:
-    ranks.run(frozen_with_zeros)
-
-
-def closed_and_strange() -> None:
+@in_ranks(2)
+def test_after_close_and_with_strangers() -> None:
     ddp = DistributedDataParallel(MLP.model())
     opt = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
     for step in range(2):
@@ -318,11 +298,10 @@ def closed_and_strange() -> None:
     assert not torch.equal(before["module.0.weight"], ddp.module[0].weight)
 
 
-def test_after_close_and_with_strangers(two_ranks: Ranks) -> None:
-    two_ranks.run(closed_and_strange)
-
-
-def dropped_with_gathers_in_flight(eager: bool, keeping: int | None) -> None:
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("keeping", [None, 1], ids=["both drop it", "one keeps it"])
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+def test_a_dropped_wrapper_leaves_parameters_that_have_come(eager: bool, keeping: int | None) -> None:
     model, kept = MLP.model(), []
 
     def train() -> None:
@@ -340,12 +319,6 @@ def dropped_with_gathers_in_flight(eager: bool, keeping: int | None) -> None:
     for ddp in kept:
         ddp.wait()
     require_equal(expected, {f"module.{name}": value.clone() for name, value in model.state_dict().items()})
-
-
-@pytest.mark.parametrize("keeping", [None, 1], ids=["both drop it", "one keeps it"])
-@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
-def test_a_dropped_wrapper_leaves_parameters_that_have_come(fresh_pair: Ranks, eager: bool, keeping: int | None) -> None:
-    fresh_pair.run(dropped_with_gathers_in_flight, eager, keeping)
 
 
 def stepped_twice() -> tuple[DistributedDataParallel, Any]:
@@ -377,7 +350,8 @@ def test_a_dropped_wrapper_does_not_wait_for_a_rank_that_has_left(fresh_pair: Ra
     assert max(fresh_pair.run(dropped_when_a_rank_is_lost)) < 30
 
 
-def dropped_in_a_thread_of_ours() -> None:
+@in_ranks(2, is_fresh=True)
+def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing() -> None:
     """Which may be the one that brings what would be waited for."""
     ddp, opt = stepped_twice()
     held, is_dropped = [ddp, opt], threading.Event()
@@ -391,10 +365,6 @@ def dropped_in_a_thread_of_ours() -> None:
     posting.submit(drop)
     del ddp, opt
     assert is_dropped.wait(10)
-
-
-def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing(fresh_pair: Ranks) -> None:
-    fresh_pair.run(dropped_in_a_thread_of_ours)
 
 
 def stray_gradient(eager: bool, clips: bool) -> str:

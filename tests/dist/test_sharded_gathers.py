@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.models import CASES, Branches, Case, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import (
     SMALL,
     Parameters,
@@ -33,7 +33,8 @@ MLP = CASES["mlp"]
 TIED = CASES["tied transformer"]
 
 
-def each_place_waits_for_its_own() -> None:
+@in_ranks(2, 3)
+def test_a_module_waits_for_its_own_parameters_only() -> None:
     with training(MLP.model(), **SMALL) as (ddp, opt):
         for number in range(3):
             step_of(ddp, opt, MLP, number)
@@ -49,11 +50,8 @@ def each_place_waits_for_its_own() -> None:
         assert gathers_of(ddp).in_flight == {}
 
 
-def test_a_module_waits_for_its_own_parameters_only(ranks: Ranks) -> None:
-    ranks.run(each_place_waits_for_its_own)
-
-
-def a_forward_begins_with_gathers_in_flight() -> None:
+@in_ranks(2, 3)
+def test_the_whole_model_waits_for_nothing_that_its_first_layer_does_not_need() -> None:
     with training(MLP.model(), **SMALL) as (ddp, opt):
         for number in range(4):
             step_of(ddp, opt, MLP, number)
@@ -70,11 +68,8 @@ def a_forward_begins_with_gathers_in_flight() -> None:
         assert sorted(slow.waited) == [bucket.index for bucket in ddp.plan.buckets]
 
 
-def test_the_whole_model_waits_for_nothing_that_its_first_layer_does_not_need(ranks: Ranks) -> None:
-    ranks.run(a_forward_begins_with_gathers_in_flight)
-
-
-def gathers_leave_in_forward_order() -> list[list[int]]:
+@in_ranks(2, 3)
+def test_gathers_leave_in_the_order_of_the_forward() -> None:
     orders = []
     with training(TIED.model(), **SMALL) as (ddp, opt):
         for number in range(4):
@@ -88,10 +83,6 @@ def gathers_leave_in_forward_order() -> list[list[int]]:
         at for at, name in enumerate(names) if "linear2" in name
     )
     return orders
-
-
-def test_gathers_leave_in_the_order_of_the_forward(ranks: Ranks) -> None:
-    ranks.run(gathers_leave_in_forward_order)
 
 
 class Elsewhere(nn.Module):
@@ -138,7 +129,9 @@ def test_a_parameter_read_in_another_module_has_come(ranks: Ranks) -> None:
     ranks.run(read_in_another_module, 0.01)
 
 
-def trained_through_a_method(eager: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_method_of_the_module_reads_parameters_that_have_come(eager: bool) -> None:
     """Of whose forward the wrapper hears nothing, and which reads parameters outside of every module."""
 
     def run(strategy: str) -> Parameters:
@@ -158,12 +151,13 @@ def trained_through_a_method(eager: bool) -> None:
     require_equal(run("ddp"), run("zero1"))
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_method_of_the_module_reads_parameters_that_have_come(two_ranks: Ranks, eager: bool) -> None:
-    two_ranks.run(trained_through_a_method, eager)
+def gathers_of_or_none(ddp: DistributedDataParallel) -> Gathers | None:
+    sharding = ddp.sync._engine.formation.assembly.reducer.sharding
+    return None if sharding is None else sharding.gathers
 
 
-def order_changes() -> None:
+@in_ranks(2, 3)
+def test_another_order_of_layers_is_right() -> None:
     """A path through the model that was never taken before is slower, and right."""
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -180,16 +174,8 @@ def order_changes() -> None:
         require_equal(expected, trained(case, strategy, "SGD", num_steps=10, each=each, reduction="ordered", **SMALL))
 
 
-def gathers_of_or_none(ddp: DistributedDataParallel) -> Gathers | None:
-    sharding = ddp.sync._engine.formation.assembly.reducer.sharding
-    return None if sharding is None else sharding.gathers
-
-
-def test_another_order_of_layers_is_right(ranks: Ranks) -> None:
-    ranks.run(order_changes)
-
-
-def ema_in_a_post_hook() -> None:
+@in_ranks(2, 3)
+def test_a_hook_after_the_step_reads_new_parameters() -> None:
     def run(strategy: str) -> list[Tensor]:
         with training(MLP.model(), strategy, "SGD", reduction="ordered", **SMALL) as (ddp, opt):
             averaged = [param.detach().clone() for param in ddp.module.parameters()]
@@ -207,11 +193,10 @@ def ema_in_a_post_hook() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_hook_after_the_step_reads_new_parameters(ranks: Ranks) -> None:
-    ranks.run(ema_in_a_post_hook)
-
-
-def interrupted_behind_the_update(num_interrupted: int, overlap: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_interrupted", [1, 2])
+def test_an_interrupted_step_leaves_no_torn_parameters(num_interrupted: int, overlap: bool) -> None:
     """What is read behind a step that is interrupted on the first ranks, and trained from there, is as without."""
 
     def interrupted(optimizer: torch.optim.Optimizer) -> None:
@@ -235,13 +220,8 @@ def interrupted_behind_the_update(num_interrupted: int, overlap: bool) -> None:
         require_equal(found, expected)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("num_interrupted", [1, 2])
-def test_an_interrupted_step_leaves_no_torn_parameters(two_ranks: Ranks, num_interrupted: int, overlap: bool) -> None:
-    two_ranks.run(interrupted_behind_the_update, num_interrupted, overlap)
-
-
-def stale_reads_raise() -> None:
+@in_ranks(2)
+def test_a_stale_parameter_is_found_by_autograd() -> None:
     """A graph from before a step does not go through backward."""
     with training(MLP.model(), **SMALL) as (ddp, opt):
         step_of(ddp, opt, MLP, 0)
@@ -253,11 +233,10 @@ def stale_reads_raise() -> None:
             before.backward()
 
 
-def test_a_stale_parameter_is_found_by_autograd(two_ranks: Ranks) -> None:
-    two_ranks.run(stale_reads_raise)
-
-
-def delayed(kind: OpKind, late_rank: int, strategy: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize(("strategy", "late_rank"), [("zero1", 0), ("zero2", 1)])
+@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.REDUCE_SCATTER, OpKind.BIND, OpKind.ALL_GATHER])
+def test_a_delay_at_any_op_changes_nothing(kind: OpKind, late_rank: int, strategy: str) -> None:
     expected, late = trained(TIED, "ddp", "SGD", num_steps=5, reduction="ordered"), []
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -268,12 +247,6 @@ def delayed(kind: OpKind, late_rank: int, strategy: str) -> None:
 
     require_equal(expected, trained(TIED, strategy, "SGD", num_steps=5, each=each, reduction="ordered", **SMALL))
     assert (dist.get_rank() == late_rank) == (late != [])
-
-
-@pytest.mark.parametrize(("strategy", "late_rank"), [("zero1", 0), ("zero2", 1)])
-@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.REDUCE_SCATTER, OpKind.BIND, OpKind.ALL_GATHER])
-def test_a_delay_at_any_op_changes_nothing(ranks: Ranks, kind: OpKind, late_rank: int, strategy: str) -> None:
-    ranks.run(delayed, kind, late_rank, strategy)
 
 
 def traced() -> list[tuple[str, int]]:
@@ -297,7 +270,8 @@ def test_the_trace_has_both_ways_of_every_bucket(two_ranks: Ranks) -> None:
         assert counts == [("reduce_scatter", 0), ("all_gather", 0)]
 
 
-def without_overlap() -> None:
+@in_ranks(2)
+def test_without_overlap_nothing_is_in_flight_after_a_step() -> None:
     expected = trained(TIED, "zero1", reduction="ordered", num_steps=4)
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -307,11 +281,8 @@ def without_overlap() -> None:
     require_equal(expected, trained(TIED, "zero1", each=each, num_steps=4, reduction="ordered", overlap=False, **SMALL))
 
 
-def test_without_overlap_nothing_is_in_flight_after_a_step(two_ranks: Ranks) -> None:
-    two_ranks.run(without_overlap)
-
-
-def batch_norm_in_between() -> None:
+@in_ranks(2, 3)
+def test_buffers_travel_beside_gathers() -> None:
     case = CASES["convolutions"]
 
     def run(strategy: str) -> dict[str, Tensor]:
@@ -325,11 +296,8 @@ def batch_norm_in_between() -> None:
     require_equal(run("ddp"), run("zero1"))
 
 
-def test_buffers_travel_beside_gathers(ranks: Ranks) -> None:
-    ranks.run(batch_norm_in_between)
-
-
-def compiled() -> None:
+@in_ranks(2)
+def test_a_compiled_model_waits_as_a_whole() -> None:
     expected = trained(MLP, "zero1", "SGD", num_steps=4, reduction="ordered")
     with training(MLP.model(), "zero1", "SGD", reduction="ordered", **SMALL) as (ddp, opt):
         fast = torch.compile(ddp, backend="eager")
@@ -338,7 +306,3 @@ def compiled() -> None:
             MLP.loss(fast, number).backward()
             opt.step()
         require_equal(expected, parameters(ddp))
-
-
-def test_a_compiled_model_waits_as_a_whole(two_ranks: Ranks) -> None:
-    two_ranks.run(compiled)

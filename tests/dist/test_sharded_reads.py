@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from support.models import CASES, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import SMALL, SlowGathers, gathers_of, parameters, require_equal, step_of, training
 from undertow import ConfigError, DistributedDataParallel, PhaseError, RankLost
 
@@ -81,7 +81,9 @@ READS: dict[str, Read] = {
 }
 
 
-def every_read(strategy: str, settings: dict[str, Any]) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize(("strategy", "settings"), [("zero1", SMALL), ("zero2", MIXED), ("zero1", {})])
+def test_a_read_between_steps_sees_what_was_stepped(strategy: str, settings: dict[str, Any]) -> None:
     torch.manual_seed(7)
     model = MLP.make()
     kept = Kept(model)
@@ -95,11 +97,6 @@ def every_read(strategy: str, settings: dict[str, Any]) -> None:
             assert len(found) == len(kept.params), name
             for mine, param in zip(found, kept.params, strict=True):
                 assert torch.equal(mine.view(param.shape), param), name
-
-
-@pytest.mark.parametrize(("strategy", "settings"), [("zero1", SMALL), ("zero2", MIXED), ("zero1", {})])
-def test_a_read_between_steps_sees_what_was_stepped(two_ranks: Ranks, strategy: str, settings: dict[str, Any]) -> None:
-    two_ranks.run(every_read, strategy, settings)
 
 
 def read_while_in_flight(name: str) -> int:
@@ -150,14 +147,11 @@ def averaged(strategy: str, follow: str) -> list[Tensor]:
         return [param.detach().clone() for param in ema.module.parameters()] + shadow
 
 
-def averages_are_equal(follow: str) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("follow", ["AveragedModel", "a loop", "a batched function", "a state dict"])
+def test_a_moving_average_is_that_of_plain_training(follow: str) -> None:
     for mine, wanted in zip(averaged("zero1", follow), averaged("ddp", follow), strict=True):
         assert torch.equal(mine, wanted)
-
-
-@pytest.mark.parametrize("follow", ["AveragedModel", "a loop", "a batched function", "a state dict"])
-def test_a_moving_average_is_that_of_plain_training(two_ranks: Ranks, follow: str) -> None:
-    two_ranks.run(averages_are_equal, follow)
 
 
 @torch.no_grad()
@@ -189,7 +183,12 @@ WRITES = {
 }
 
 
-def writes(how: str, dtype: torch.dtype, eager: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize(
+    ("how", "dtype", "eager"),
+    [*((how, torch.float32, False) for how in WRITES), ("clamp_", torch.float32, True), ("clamp_", torch.bfloat16, False)],
+)
+def test_a_write_between_steps_is_trained_on(how: str, dtype: torch.dtype, eager: bool) -> None:
     def run(strategy: str) -> Any:
         model = MLP.model().to(dtype)
         params = list(model.parameters())
@@ -211,14 +210,6 @@ def writes(how: str, dtype: torch.dtype, eager: bool) -> None:
         assert all(bool((value.float().abs() <= 0.051).all()) for value in run("zero1").values())
 
 
-@pytest.mark.parametrize(
-    ("how", "dtype", "eager"),
-    [*((how, torch.float32, False) for how in WRITES), ("clamp_", torch.float32, True), ("clamp_", torch.bfloat16, False)],
-)
-def test_a_write_between_steps_is_trained_on(two_ranks: Ranks, how: str, dtype: torch.dtype, eager: bool) -> None:
-    two_ranks.run(writes, how, dtype, eager)
-
-
 class Asked:
     """Counts how often a read of a parameter on its way had to wait."""
 
@@ -234,7 +225,8 @@ class Asked:
         self._wait()
 
 
-def steady_steps() -> None:
+@in_ranks(2)
+def test_a_step_that_reads_nothing_leaves_its_gathers_to_the_forward() -> None:
     with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
         for number in range(2):
             step_of(ddp, opt, MLP, number)
@@ -254,11 +246,8 @@ def steady_steps() -> None:
         assert gathers_of(ddp).in_flight == {}
 
 
-def test_a_step_that_reads_nothing_leaves_its_gathers_to_the_forward(two_ranks: Ranks) -> None:
-    two_ranks.run(steady_steps)
-
-
-def failed_step() -> None:
+@in_ranks(2)
+def test_a_gather_that_has_failed_fails_every_read() -> None:
     """What no peer will bring any more cannot be read in silence; after close() it can."""
     with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
         for number in range(2):
@@ -273,10 +262,6 @@ def failed_step() -> None:
                 with pytest.raises(RankLost, match="rank 1 is gone"):
                     copy.deepcopy(ddp.module)
     assert all(type(param) is nn.Parameter for param in params)
-
-
-def test_a_gather_that_has_failed_fails_every_read(two_ranks: Ranks) -> None:
-    two_ranks.run(failed_step)
 
 
 def in_a_child() -> str:
@@ -316,7 +301,8 @@ class Doubled(nn.Module):
         return self.second(self.first(x))
 
 
-def shared_memory() -> None:
+@in_ranks(2)
+def test_two_parameters_over_one_memory_are_refused() -> None:
     with training(Doubled(), "zero1", "SGD") as (ddp, opt):
         ddp(noise(3, 4)).sum().backward()
         with pytest.raises(ConfigError) as raised:
@@ -324,11 +310,8 @@ def shared_memory() -> None:
     assert str(raised.value).startswith("parameters 'first.weight' and 'second.weight' lie in the same memory")
 
 
-def test_two_parameters_over_one_memory_are_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(shared_memory)
-
-
-def of_two_processes() -> None:
+@in_ranks(2)
+def test_parameters_stay_in_memory_that_processes_share() -> None:
     """A model in shared memory, which another process evaluates."""
     for before in (True, False):
         with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
@@ -346,11 +329,8 @@ def of_two_processes() -> None:
                 assert not torch.equal(param, value)
 
 
-def test_parameters_stay_in_memory_that_processes_share(two_ranks: Ranks) -> None:
-    two_ranks.run(of_two_processes)
-
-
-def compiled_reader() -> None:
+@in_ranks(2)
+def test_a_compiled_function_sees_what_was_stepped() -> None:
     """A compiled function that reads parameters sees what was stepped."""
     with training(MLP.model(), "zero1", "SGD", reduction="ordered", **SMALL) as (ddp, opt):
         params = list(ddp.module.parameters())
@@ -363,10 +343,6 @@ def compiled_reader() -> None:
             found = total()
             ddp.wait()
             assert torch.equal(found, sum(param.detach().sum() for param in params))
-
-
-def test_a_compiled_function_sees_what_was_stepped(two_ranks: Ranks) -> None:
-    two_ranks.run(compiled_reader)
 
 
 def compiled_average() -> int:
@@ -391,7 +367,8 @@ def test_a_compiled_function_that_reads_every_step_is_compiled_once(two_ranks: R
     assert two_ranks.run(compiled_average) == [1, 1]
 
 
-def swapped() -> None:
+@in_ranks(2)
+def test_a_tensor_that_is_swapped_with_a_parameter_can_be_read() -> None:
     """What has got the memory and the class of a parameter on its way can be read, and waits."""
     with training(MLP.model(), "zero1", "SGD") as (ddp, opt):
         step_of(ddp, opt, MLP, 0)
@@ -407,11 +384,8 @@ def swapped() -> None:
         assert all(type(param) is nn.Parameter for param in params + others)
 
 
-def test_a_tensor_that_is_swapped_with_a_parameter_can_be_read(two_ranks: Ranks) -> None:
-    two_ranks.run(swapped)
-
-
-def late_reader() -> None:
+@in_ranks(2)
+def test_a_thread_that_read_before_the_next_step_leaves_that_to_its_own_readers() -> None:
     """A thread reads a parameter; before it goes on, the thread that trains has taken another step."""
     with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
         for number in range(2):
@@ -439,7 +413,3 @@ def late_reader() -> None:
         found = [param.detach().clone() for param in params]
         ddp.wait()
         assert all(torch.equal(mine, param) for mine, param in zip(found, params, strict=True))
-
-
-def test_a_thread_that_read_before_the_next_step_leaves_that_to_its_own_readers(two_ranks: Ranks) -> None:
-    two_ranks.run(late_reader)

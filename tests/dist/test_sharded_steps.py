@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.errors import text_of
 from support.models import CASES, Branches, Case, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import OPTIMIZERS, optimizer_for, parameters, require_equal, trained, training
 from undertow import (
     ConfigError,
@@ -41,7 +41,9 @@ def one_step(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int
     opt.step()
 
 
-def gradients_are_shards(strategy: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_gradient_is_a_placeholder_that_refuses_use(strategy: str) -> None:
     bare = copy.deepcopy(MLP.model())
     with training(MLP.model(), strategy) as (ddp, opt):
         MLP.loss(ddp, 0).backward()
@@ -68,11 +70,6 @@ def gradients_are_shards(strategy: str) -> None:
             assert torch.allclose(full, mine.grad / dist.get_world_size(), rtol=1e-6, atol=1e-6)
         opt.zero_grad()
         assert all(param.grad is None for param in ddp.parameters())
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_a_gradient_is_a_placeholder_that_refuses_use(ranks: Ranks, strategy: str) -> None:
-    ranks.run(gradients_are_shards, strategy)
 
 
 def clipped(norm_type: float) -> None:
@@ -112,17 +109,14 @@ def test_clipping_is_that_of_the_whole_gradient(ranks: Ranks, norm_type: float) 
     ranks.run(clipped, norm_type)
 
 
-def norm_is_not_finite() -> None:
+@in_ranks(2, 3)
+def test_a_norm_that_is_not_finite_is_an_error_everywhere() -> None:
     with training(MLP.model()) as (ddp, opt):
         one_step(ddp, opt)
         opt.zero_grad()
         (MLP.loss(ddp, 1) * (math.inf if dist.get_rank() == 0 else 1.0)).backward()
         with pytest.raises(NonFiniteGradient, match=r"the total norm of order 2\.0 of the gradients is (nan|inf)"):
             opt.clip_grad_norm_(1.0, error_if_nonfinite=True)
-
-
-def test_a_norm_that_is_not_finite_is_an_error_everywhere(ranks: Ranks) -> None:
-    ranks.run(norm_is_not_finite)
 
 
 def scaled(strategy: str) -> tuple[dict[str, Tensor], list[float]]:
@@ -144,7 +138,8 @@ def scaled(strategy: str) -> tuple[dict[str, Tensor], list[float]]:
     return trained(MLP, strategy, "SGD", num_steps=8, each=each, reduction="ordered"), scales
 
 
-def scaling_is_alike() -> None:
+@in_ranks(2, 3)
+def test_a_gradient_scaler_skips_on_all_ranks_or_none() -> None:
     expected, scales = scaled("ddp")
     for strategy in ("zero1", "zero2"):
         got, got_scales = scaled(strategy)
@@ -154,11 +149,8 @@ def scaling_is_alike() -> None:
     assert min(scales) < 2.0**10
 
 
-def test_a_gradient_scaler_skips_on_all_ranks_or_none(ranks: Ranks) -> None:
-    ranks.run(scaling_is_alike)
-
-
-def one_rank_overflows_in_its_shard() -> None:
+@in_ranks(2, 3)
+def test_an_overflow_in_one_shard_is_everybodys() -> None:
     """Only the last rank's shard has the infinity: the first one learns of it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with training(MLP.model(), "zero1", "SGD") as (ddp, opt):
@@ -173,11 +165,8 @@ def one_rank_overflows_in_its_shard() -> None:
         require_equal(before, parameters(ddp))
 
 
-def test_an_overflow_in_one_shard_is_everybodys(ranks: Ranks) -> None:
-    ranks.run(one_rank_overflows_in_its_shard)
-
-
-def closures() -> None:
+@in_ranks(2, 3)
+def test_a_closure_is_called_once_before_the_update() -> None:
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         def closure() -> Tensor:
             opt.zero_grad()
@@ -193,11 +182,8 @@ def closures() -> None:
     )
 
 
-def test_a_closure_is_called_once_before_the_update(ranks: Ranks) -> None:
-    ranks.run(closures)
-
-
-def groups_and_schedules() -> None:
+@in_ranks(2, 3)
+def test_groups_and_schedules_work() -> None:
     def run(strategy: str) -> dict[str, Tensor]:
         ddp = DistributedDataParallel(MLP.model(), config=SyncConfig(strategy=strategy, reduction="ordered"))
         groups = [
@@ -223,10 +209,6 @@ def groups_and_schedules() -> None:
     require_equal(run("ddp"), run("zero1"))
 
 
-def test_groups_and_schedules_work(ranks: Ranks) -> None:
-    ranks.run(groups_and_schedules)
-
-
 def frozen_for_a_while(strategy: str, state: str = "momentum_buffer") -> dict[str, Tensor]:
     model = Branches(3)
     torch.manual_seed(3)
@@ -242,17 +224,15 @@ def frozen_for_a_while(strategy: str, state: str = "momentum_buffer") -> dict[st
         return parameters(ddp)
 
 
-def freezing() -> None:
+@in_ranks(2, 3)
+def test_state_moves_when_parameters_freeze_and_thaw() -> None:
     expected = frozen_for_a_while("ddp")
     for strategy in ("zero1", "zero2"):
         require_equal(expected, frozen_for_a_while(strategy), what=strategy)
 
 
-def test_state_moves_when_parameters_freeze_and_thaw(ranks: Ranks) -> None:
-    ranks.run(freezing)
-
-
-def joined_by_another_group() -> None:
+@in_ranks(2, 3)
+def test_a_group_can_be_added_in_mid_training() -> None:
     def run(strategy: str) -> dict[str, Tensor]:
         torch.manual_seed(3)
         model = Branches(3)
@@ -273,10 +253,6 @@ def joined_by_another_group() -> None:
         return result
 
     require_equal(run("ddp"), run("zero1"))
-
-
-def test_a_group_can_be_added_in_mid_training(ranks: Ranks) -> None:
-    ranks.run(joined_by_another_group)
 
 
 def failing_backwards(strategy: str) -> dict[str, Tensor]:
@@ -302,14 +278,11 @@ def failing_backwards(strategy: str) -> dict[str, Tensor]:
         return parameters(ddp)
 
 
-def failures_leave_no_trace() -> None:
+@in_ranks(2, 3)
+def test_a_failed_backward_leaves_the_next_one_right() -> None:
     expected = failing_backwards("ddp")
     for strategy in ("zero1", "zero2"):
         require_equal(expected, failing_backwards(strategy), what=strategy)
-
-
-def test_a_failed_backward_leaves_the_next_one_right(ranks: Ranks) -> None:
-    ranks.run(failures_leave_no_trace)
 
 
 def state_is_shared_out(strategy: str) -> list[int]:
@@ -361,7 +334,8 @@ def test_one_rank_has_everything() -> None:
         one.run(alone)
 
 
-def attached_model() -> None:
+@in_ranks(2, 3)
+def test_an_attached_model_steps_in_shards() -> None:
     expected = trained(MLP, "ddp", num_steps=5, reduction="ordered")
     model = MLP.model()
     sync = attach(model, config=SyncConfig(reduction="ordered"))
@@ -376,11 +350,8 @@ def attached_model() -> None:
     sync.close()
 
 
-def test_an_attached_model_steps_in_shards(ranks: Ranks) -> None:
-    ranks.run(attached_model)
-
-
-def without_data() -> None:
+@in_ranks(2, 3)
+def test_a_rank_without_data_finishes_and_steps() -> None:
     """In odd steps the last rank has no data."""
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -396,11 +367,9 @@ def without_data() -> None:
         require_equal(expected, trained(MLP, strategy, "SGD", num_steps=8, each=each, reduction="ordered", bucket_cap_mb=1e-4))
 
 
-def test_a_rank_without_data_finishes_and_steps(ranks: Ranks) -> None:
-    ranks.run(without_data)
-
-
-def written_from_outside(dtype: torch.dtype) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_between_steps_counts(dtype: torch.dtype) -> None:
     """Parameters that are loaded, set and given other memory between steps are what the next step starts from."""
     case = Case(lambda: MLP.make().to(dtype), lambda model, step: model(noise(5, 6, step=step).to(dtype)).float().square().sum())
 
@@ -426,11 +395,6 @@ def written_from_outside(dtype: torch.dtype) -> None:
         require_equal(trained(case, "ddp", "SGD", num_steps=7, each=each, reduction="ordered"), first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_between_steps_counts(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(written_from_outside, dtype)
-
-
 class Recomputed(nn.Module):
     """Layers of which one runs twice in reentrant checkpoints: its gradient arrives twice, the second time late."""
 
@@ -447,7 +411,9 @@ class Recomputed(nn.Module):
         return self.last(x)
 
 
-def late_arrivals(num_micro_batches: int) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_parts_that_come_late_are_added(num_micro_batches: int) -> None:
     case = Case(Recomputed, MLP.loss)
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -465,12 +431,8 @@ def late_arrivals(num_micro_batches: int) -> None:
                 assert torch.allclose(param, got[name], rtol=1e-5, atol=1e-5), name
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_parts_that_come_late_are_added(ranks: Ranks, num_micro_batches: int) -> None:
-    ranks.run(late_arrivals, num_micro_batches)
-
-
-def forwards_of_another_shape() -> None:
+@in_ranks(2, 3)
+def test_two_forwards_in_a_step_and_one_after_it() -> None:
     """A loss that needs a graph of gradients, and a model called twice in a step."""
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
@@ -482,10 +444,6 @@ def forwards_of_another_shape() -> None:
 
     expected = trained(MLP, "ddp", num_steps=5, each=each, reduction="ordered")
     require_equal(expected, trained(MLP, "zero1", num_steps=5, each=each, reduction="ordered", bucket_cap_mb=1e-4))
-
-
-def test_two_forwards_in_a_step_and_one_after_it(ranks: Ranks) -> None:
-    ranks.run(forwards_of_another_shape)
 
 
 class Coupled(torch.optim.SGD):
@@ -590,7 +548,8 @@ def test_mistakes_are_told(two_ranks: Ranks) -> None:
     two_ranks.run(mistakes)
 
 
-def sparse_is_refused() -> None:
+@in_ranks(2)
+def test_sparse_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
     ddp = DistributedDataParallel(model)
     opt = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
@@ -600,22 +559,16 @@ def sparse_is_refused() -> None:
     ddp.close()
 
 
-def test_sparse_gradients_are_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(sparse_is_refused)
-
-
-def ranks_differ() -> None:
+@in_ranks(2)
+def test_ranks_with_other_settings_are_found_out() -> None:
     ddp = DistributedDataParallel(MLP.model())
     with pytest.raises(PlanMismatch, match=r"ranks disagree on the settings"):
         ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.1 * (1 + dist.get_rank()))
     ddp.close()
 
 
-def test_ranks_with_other_settings_are_found_out(two_ranks: Ranks) -> None:
-    two_ranks.run(ranks_differ)
-
-
-def changed_with_shards_held() -> None:
+@in_ranks(2, is_fresh=True)
+def test_a_change_with_shards_held_is_refused() -> None:
     with training(Branches(3), "zero1", "SGD") as (ddp, opt):
         for step in range(2):
             opt.zero_grad()
@@ -625,10 +578,6 @@ def changed_with_shards_held() -> None:
         with pytest.raises(PhaseError, match="the parameters have changed while sharded gradients are held"):
             ddp(noise(3, 4)).sum().backward()
         opt.zero_grad()
-
-
-def test_a_change_with_shards_held_is_refused(fresh_pair: Ranks) -> None:
-    fresh_pair.run(changed_with_shards_held)
 
 
 def dropped() -> list[int]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from support.checkpoints import Setup, from_bytes, require_equal, to_bytes, train, trained_by, whole_state
 from support.errors import text_of
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import (
     CheckpointError,
     ConfigError,
@@ -154,7 +154,8 @@ def test_a_rank_that_gathers_the_state_alone_says_what_it_waits_for(fresh_pair: 
     assert text.splitlines()[0].endswith(f" s for {awaited}: rank 1 has not come.")
 
 
-def hooks_are_called() -> None:
+@in_ranks(2)
+def test_hooks_of_state_dicts_see_the_state_and_may_change_it() -> None:
     setup = Setup()
     with trained_by(setup) as (model, optimizer):
         train(setup, model, optimizer, steps=range(1))
@@ -173,7 +174,3 @@ def hooks_are_called() -> None:
         assert seen == {"step": 2.0}
         found = optimizer.full_state_dict()["state"]
         assert torch.equal(found[0]["exp_avg"], 2 * state["state"][0]["exp_avg"])
-
-
-def test_hooks_of_state_dicts_see_the_state_and_may_change_it(two_ranks: Ranks) -> None:
-    two_ranks.run(hooks_are_called)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from support.errors import text_of
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, ShardedOptimizer, attach
 
 
@@ -25,7 +25,8 @@ def batch() -> torch.Tensor:
     return torch.full((2, 4), 1.0 + dist.get_rank())
 
 
-def make_a_second_optimizer() -> None:
+@in_ranks(2)
+def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there() -> None:
     model = DistributedDataParallel(net())
     first = ShardedOptimizer(torch.optim.SGD, model, model.module[0].parameters(), lr=0.1)
     first.step = first.step  # a reference of an object to itself, as schedulers make it
@@ -53,10 +54,6 @@ def make_a_second_optimizer() -> None:
         "  Give all parameters to the ShardedOptimizer, and step that one."
     )
     model.close()
-
-
-def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there(two_ranks: Ranks) -> None:
-    two_ranks.run(make_a_second_optimizer)
 
 
 def keep_the_first_on_one_rank() -> str:
@@ -147,7 +144,8 @@ def test_one_rank_is_told_too() -> None:
         alone.run(change_behind_a_plain_optimizer, assigned, ALL)
 
 
-def change_with_the_optimizer() -> None:
+@in_ranks(2)
+def test_an_optimizer_that_follows_a_change_is_left_in_peace() -> None:
     """What is meant to be: the new parameters have an optimizer, the same or another one, or there is nothing in their place."""
     module = net()
     model = DistributedDataParallel(module)
@@ -176,11 +174,9 @@ def change_with_the_optimizer() -> None:
     model.close()
 
 
-def test_an_optimizer_that_follows_a_change_is_left_in_peace(two_ranks: Ranks) -> None:
-    two_ranks.run(change_with_the_optimizer)
-
-
-def change_behind_a_sharded_optimizer(change: Callable[[nn.Sequential], None], name: str) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize(("change", "name"), [(assigned, "'0.weight' and 3 more"), (replaced, "'1.weight' and 1 more")])
+def test_a_sharded_optimizer_that_is_left_behind_raises(change: Callable[[nn.Sequential], None], name: str) -> None:
     model = DistributedDataParallel(net())
     optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
     for _ in range(2):
@@ -196,10 +192,3 @@ def change_behind_a_sharded_optimizer(change: Callable[[nn.Sequential], None], n
         "  Make the optimizer after the change, or give it the new parameters by add_param_group()."
     )
     model.close()
-
-
-@pytest.mark.parametrize(("change", "name"), [(assigned, "'0.weight' and 3 more"), (replaced, "'1.weight' and 1 more")])
-def test_a_sharded_optimizer_that_is_left_behind_raises(
-    two_ranks: Ranks, change: Callable[[nn.Sequential], None], name: str
-) -> None:
-    two_ranks.run(change_behind_a_sharded_optimizer, change, name)

@@ -14,7 +14,7 @@ from support.drop_in import TIMEOUT_S
 from support.errors import text_of
 from support.models import noise
 from support.naive import naive_mean, require_same_gradients, wrapped
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import ConfigError, DistributedDataParallel, ShardedOptimizer, attach
 
 
@@ -41,7 +41,11 @@ class Centred(nn.Linear):
         return _CentredOverRanks.apply(super().forward(x)).tanh()  # type: ignore[no-untyped-call]
 
 
-def with_collectives_of_its_own(settings: dict[str, Any], strategy: str) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [("ddp", {}), ("ddp", {"reduction": "ordered"}), ("ddp", {"overlap": False}), ("zero1", {})]
+)
+def test_collectives_of_layers_do_not_meet_ours(settings: dict[str, Any], strategy: str) -> None:
     model = nn.Sequential(*(Centred(6, 6, bias=False) for _ in range(5)))
     bare = copy.deepcopy(model)
     with wrapped(model, bucket_cap_mb=1e-6, strategy=strategy, **settings) as ddp:
@@ -60,13 +64,6 @@ def with_collectives_of_its_own(settings: dict[str, Any], strategy: str) -> None
         ddp.wait()
         for ours, wanted in zip(model.parameters(), bare.parameters(), strict=True):
             assert torch.equal(ours, wanted)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "settings"), [("ddp", {}), ("ddp", {"reduction": "ordered"}), ("ddp", {"overlap": False}), ("zero1", {})]
-)
-def test_collectives_of_layers_do_not_meet_ours(two_ranks: Ranks, strategy: str, settings: dict[str, Any]) -> None:
-    two_ranks.run(with_collectives_of_its_own, settings, strategy, timeout_s=TIMEOUT_S)
 
 
 def converted() -> tuple[str, str]:

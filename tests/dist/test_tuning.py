@@ -13,7 +13,7 @@ from torch import nn
 import undertow
 from support.errors import text_of
 from support.models import CASES, Case, mlp, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
 from support.sharded import require_equal, trained, training
 from support.timed import Timed
@@ -49,7 +49,8 @@ def test_a_plan_that_changes_leaves_every_bit_of_training_as_it_was(
     ranks.run(same_bits_while_plans_change, case, strategy, optimizer, timeout_s=120)
 
 
-def same_bits_of_half_precision() -> None:
+@in_ranks(2)
+def test_so_do_shards_whose_sums_are_wider_than_gradients() -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return mlp().bfloat16()
@@ -61,11 +62,9 @@ def same_bits_of_half_precision() -> None:
         require_equal(expected, trained(case, "zero1", **settings))
 
 
-def test_so_do_shards_whose_sums_are_wider_than_gradients(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_of_half_precision)
-
-
-def accumulated_across_a_move(strategy: str) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_nothing_that_was_accumulated_is_lost_when_a_plan_changes(strategy: str) -> None:
     case = CASES["mlp"]
 
     def each(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
@@ -79,11 +78,6 @@ def accumulated_across_a_move(strategy: str) -> None:
     expected = trained(case, strategy, auto_tune=False, **settings)
     with scripted(all_in_one, one_each):
         require_equal(expected, trained(case, strategy, **settings))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_nothing_that_was_accumulated_is_lost_when_a_plan_changes(two_ranks: Ranks, strategy: str) -> None:
-    two_ranks.run(accumulated_across_a_move, strategy)
 
 
 def plans_of_ranks_that_disagree() -> list[str]:
@@ -166,7 +160,8 @@ def deterministic() -> bool:
     return fixed({}, deterministic=True)[0]
 
 
-def changes_in_a_look() -> None:
+@in_ranks(2, 3, timeout_s=120)
+def test_parameters_may_change_while_a_look_is_under_way() -> None:
     """A layer is frozen and thawed again while a look is under way."""
     case = CASES["mlp"]
 
@@ -181,10 +176,6 @@ def changes_in_a_look() -> None:
         expected = trained(case, strategy, auto_tune=False, **settings)
         with scripted(all_in_one, one_each):
             require_equal(expected, trained(case, strategy, **settings), what=strategy)
-
-
-def test_parameters_may_change_while_a_look_is_under_way(ranks: Ranks) -> None:
-    ranks.run(changes_in_a_look, timeout_s=120)
 
 
 def one_rank_fails(failing_step: int) -> list[str]:
@@ -326,7 +317,8 @@ def test_every_decision_is_explained_on_every_rank_alike(ranks: Ranks, strategy:
     assert answers[0][1].startswith(f"round {ONE_LOOK - 1}: ")
 
 
-def impossible_plan() -> None:
+@in_ranks(2)
+def test_a_wrong_decision_is_refused_on_every_rank() -> None:
     """A decision that no plan can be made of."""
     bad = Decision(outcome=Outcome.MOVE, next_look=1, groups=((0,), (0,)))
     with pytest.MonkeyPatch.context() as patch:
@@ -337,10 +329,6 @@ def impossible_plan() -> None:
             last = CASES["mlp"].loss(ddp, ONE_LOOK)
             with pytest.raises(undertow.ConfigError, match="exactly once"):
                 last.backward()
-
-
-def test_a_wrong_decision_is_refused_on_every_rank(two_ranks: Ranks) -> None:
-    two_ranks.run(impossible_plan)
 
 
 def test_tuning_is_on_by_default() -> None:

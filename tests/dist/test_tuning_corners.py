@@ -10,7 +10,7 @@ from dist.test_tuning import ONE_LOOK
 from support.drop_in import TIMEOUT_S
 from support.errors import text_of
 from support.models import CASES, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.scripted import in_pieces, one_each, scripted
 from support.timed import Timed
 from undertow import DistributedDataParallel, PlanMismatch, ShardedOptimizer, SyncConfig
@@ -53,14 +53,11 @@ def of_half_precision(*, auto_tune: bool) -> list[torch.Tensor]:
     return values
 
 
-def wide_values_of_an_optimizer_without_state() -> None:
+@in_ranks(2)
+def test_wide_values_move_where_the_optimizer_has_no_state() -> None:
     expected = of_half_precision(auto_tune=False)
     with scripted(one_each, in_pieces):
         assert all(map(torch.equal, expected, of_half_precision(auto_tune=True)))
-
-
-def test_wide_values_move_where_the_optimizer_has_no_state(two_ranks: Ranks) -> None:
-    two_ranks.run(wide_values_of_an_optimizer_without_state)
 
 
 def frozen_for_a_moment_on_one_rank() -> tuple[bool, str]:

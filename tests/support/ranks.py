@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -19,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,9 +30,19 @@ _BLAME_S = 5.0  # that the other ranks have when one has failed: they may be wai
 
 # What they import is imported once: ranks are forked off a server and are there in a moment.
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo", "rich.table", "pytest"]
-)
+_FORKSERVER.set_forkserver_preload(["support.preload"])
+# Before Python 3.12.9 the server does not get sys.path, and what it cannot import it leaves out without a word.
+_TESTS, _PATH = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
+if _TESTS not in _PATH.split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *filter(None, [_PATH])])
+
+
+def in_ranks(*sizes: int, is_fresh: bool = False, timeout_s: float = 60.0) -> pytest.MarkDecorator:
+    """Marks a test that runs on every rank of a group, once for each of these sizes.
+
+    Ranks stay for the tests that follow, unless a test leaves them in any state: `is_fresh` gives it ranks of its own.
+    """
+    return pytest.mark.in_ranks(*sizes, is_fresh=is_fresh, timeout_s=timeout_s)
 
 
 class RanksFailed(Exception):
@@ -73,14 +86,36 @@ class Ranks:
         self.close()
 
 
+class RankPools:
+    """Ranks of every size that a session needs."""
+
+    def __init__(self) -> None:
+        self._of_size: dict[int, Ranks] = {}
+
+    def of_size(self, num_ranks: int) -> Ranks:
+        """Those that stay."""
+        return self._of_size.setdefault(num_ranks, Ranks(num_ranks))
+
+    def run(self, test: pytest.Function, num_ranks: int, *, is_fresh: bool, timeout_s: float) -> None:
+        """Runs the test's function on every rank."""
+        args = [test.funcargs[name] for name in inspect.signature(test.obj).parameters]
+        with Ranks(num_ranks) if is_fresh else contextlib.nullcontext(self.of_size(num_ranks)) as ranks:
+            ranks.run(test.obj, *args, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        for ranks in self._of_size.values():
+            ranks.close()
+
+
 class _Pool:
     def __init__(self, num_ranks: int) -> None:
         self._directory = tempfile.TemporaryDirectory()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = _FORKSERVER.Pipe()
-            arguments = (rank, num_ranks, Path(self._directory.name), theirs)
+            arguments = (rank, num_ranks, self._store.port, Path(self._directory.name), theirs)
             process = _FORKSERVER.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -150,7 +185,8 @@ def _stack_file(directory: Path, rank: int) -> Path:
     return directory / f"stack-{rank}.txt"
 
 
-def _serve(rank: int, num_ranks: int, directory: Path, connection: Connection) -> None:
+def _serve(rank: int, num_ranks: int, port: int, directory: Path, connection: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     warnings.simplefilter("error")  # as in the tests themselves
@@ -158,7 +194,7 @@ def _serve(rank: int, num_ranks: int, directory: Path, connection: Connection) -
     with _stack_file(directory, rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         faulthandler.enable(file=stack)
-        store = dist.FileStore(str(directory / "meeting-point"), num_ranks)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)  # a FileStore looks every 10 ms
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         connection.send(Answer())
         gc.freeze()  # looking through all of torch after every test would take longer than most tests
@@ -166,6 +202,14 @@ def _serve(rank: int, num_ranks: int, directory: Path, connection: Connection) -
             while True:
                 connection.send(_answer(connection))
     os._exit(0)  # the parent is gone
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the tests are gone, also while it waits for another rank."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _answer(connection: Connection) -> Answer:
