@@ -68,6 +68,7 @@ class Reference:
         self.used: set[Tensor] = set()  # in this step
         self.results: set[Tensor] = set()  # parameters whose `.grad` is a result
         self.earlier: dict[Tensor, Tensor] = {}  # results that were taken out of `.grad`
+        self.next: float | None = None  # the weight of the backward that comes
         self.weight: float | None = None  # of backwards since the last synchronization
         self.total: float | None = None  # of the results that are there
 
@@ -80,18 +81,27 @@ class Reference:
         return self.op == "sum" or self.is_weighted or self.has_shards
 
     def backward(self, loss: Tensor, **how: Any) -> None:
-        taken = {param: param.grad for param in self.results if param.grad is not None} if self.is_apart else {}
-        self.earlier |= taken
-        self.results.clear()
-        before = {param: None if param in taken else param.grad for param in self.params}
+        self.take()
+        before = {param: param.grad for param in self.params}
         for param in before:
             param.grad = None
         if loss.requires_grad:
+            self.weigh()
             loss.backward(**how)
         self.new |= {param for param in before if param.grad is not None}
         for param, grad in before.items():
             if grad is not None:
                 param.grad = grad if param.grad is None else grad + param.grad
+
+    def take(self) -> None:
+        """Puts results aside that are not to be reduced again."""
+        for param in [param for param in self.results if self.is_apart and param.grad is not None]:
+            self.earlier[param], param.grad = param.grad, None
+        self.results.clear()
+
+    def weigh(self) -> None:
+        if self.next is not None:
+            self.weight, self.next = (self.weight or 0.0) + self.next, None
 
     def accumulated(self) -> None:
         """A result to which nothing was added is a result again."""
@@ -100,6 +110,8 @@ class Reference:
             self.results.add(param)
 
     def synchronize(self, *, op: str | None = None) -> None:
+        self.weigh()
+        self.take()
         mine = [(None if (grad := param.grad) is None else grad.to_dense(), param in self.new) for param in self.params]
         everyone: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(everyone, (mine, self.weight))
@@ -182,12 +194,13 @@ class Run:
         self.reference.zero_grad(set_to_none=how != "in-place")
 
     def weight(self, weight: str = "") -> None:
+        """Of the backward that comes."""
         self.reference.is_weighted = True
         if weight:
             self.handle.weight(float(weight))
-            self.reference.weight = (self.reference.weight or 0.0) + float(weight)
+            self.reference.next = float(weight)
 
-    def forward(self, order: str = "", *words: str) -> None:
+    def forward(self, order: str, *words: str) -> None:
         """Another batch each time; it may be "empty", or run "quiet", while backwards would only accumulate, or "inside"."""
         self.num_forwards += 1
         if self.is_synchronized:
@@ -210,14 +223,18 @@ class Run:
             self._backward(*words)
             self.sync.is_accumulating = "flagged" not in words
             stop() if "leaves" in words else None
-        if self.program.strategy == "zero2" and self.reference.has_shards:
+        if self.sends_micro_batches:
             self._synchronize(is_last=False)
             return
         self.reference.accumulated()
         if not self.reference.has_shards:
             self.compare_gradients()
 
-    def train(self, order: str = "") -> None:
+    @property
+    def sends_micro_batches(self) -> bool:
+        return self.program.strategy == "zero2" and self.reference.has_shards
+
+    def train(self, order: str) -> None:
         """A forward and a backward; a rank that has "none" only joins."""
         if order == "none":
             self.handle.finish()
@@ -241,7 +258,7 @@ class Run:
             ours.backward(retain_graph="retain" in words)
         if "by-step" in words:  # of an optimizer; else a rank that reaches nothing is to say so
             torch.optim.SGD(self.module.parameters(), lr=0.0).step()
-        elif not ours.requires_grad and not self.sync.is_accumulating:
+        elif not ours.requires_grad and (self.sends_micro_batches or not self.sync.is_accumulating):
             self.handle.finish()
         self.reference.backward(wanted, retain_graph="retain" in words)
 
@@ -264,7 +281,8 @@ class Run:
             assert ours.is_sparse or self.reference.has_shards or ours.stride() == torch.empty_like(param).stride(), name
             # (a + b) / 2 + (c + d) / 2 for ((a + c) + (b + d)) / 2, or sums in another order: some units in the last place.
             is_exact = self.program.is_exact(dist.get_world_size()) or not wanted.numel()
-            tolerance = 0.0 if is_exact else 4 * torch.finfo(wanted.dtype).eps * float(wanted.grad.abs().max())
+            largest = 0.0 if is_exact else float(wanted.grad.to_dense().abs().nan_to_num(0.0, 0.0).max())
+            tolerance = 4 * torch.finfo(wanted.dtype).eps * largest
             how: dict[str, Any] = {"rtol": 0.0, "atol": tolerance, "equal_nan": True, "msg": f"{name}: {{}}".format}
             torch.testing.assert_close(ours.to_dense(), wanted.grad.to_dense(), **how)
             if not is_exact:  # nor may the difference grow
@@ -318,12 +336,14 @@ class Run:
             param.data = param.data * 0.5
 
     def _change(self, change: Callable[[nn.ModuleList], object]) -> None:
-        before = list(self.module.parameters())
+        before, trained = list(self.module.parameters()), [param.requires_grad for param in self.module.parameters()]
         for model in (self.module, self.bare):
             change(model.units)
-        self.reference.has_shards = False  # until the next step
-        if hasattr(self, "handle") and list(map(id, before)) != list(map(id, self.module.parameters())):
+        is_same = list(map(id, before)) == list(map(id, self.module.parameters()))
+        if not is_same and hasattr(self, "handle"):
             self.make_optimizers()
+        if not is_same or trained != [param.requires_grad for param in self.module.parameters()]:
+            self.reference.has_shards = False  # until the next step
 
     # What else a user does
 
@@ -331,7 +351,8 @@ class Run:
         """Gradients of the user's own."""
         for model in (self.module, self.bare):
             for param in model.units[int(index)].parameters():
-                param.grad = noise(*param.shape, step=self.num_forwards).to(param.dtype)
+                values = noise(param.numel(), step=self.num_forwards).view(param.shape)
+                param.grad = torch.empty_like(param).copy_(values)
 
     def scale(self, how: str = "in-place") -> None:
         """Gradients are scaled, in place or by new data, as for clipping."""

@@ -135,26 +135,26 @@ class Nested(torch.autograd.Function):
 
 
 def reentrant(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=True)
+    return checkpoint(layer, x if x.requires_grad else x.clone().requires_grad_(), use_reentrant=True)
 
 
 # Gradients come in parts, some of them perhaps after their bucket has left.
 IN_PARTS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "reentrant": reentrant,
+    "nested": lambda layer, x: Nested.apply(x, layer, 1),
     "twice-reentrant": lambda layer, x: reentrant(layer, reentrant(layer, x).tanh()),
     "thrice-reentrant": lambda layer, x: reentrant(layer, reentrant(layer, reentrant(layer, x).tanh())),
     "inside-reentrant": lambda layer, x: reentrant(lambda x: layer(reentrant(layer, x)), x),
     "plain-and-reentrant": lambda layer, x: layer(reentrant(layer, x)) + reentrant(layer, x),
     "twice-nested": lambda layer, x: Nested.apply(x, layer, 2),
     "nested-and-plain": lambda layer, x: layer(Nested.apply(x, layer, 2).tanh()),
+    "written": lambda layer, x: Written.apply(x, layer),
     "written-and-used": lambda layer, x: linear(layer(Written.apply(x, layer)).tanh(), layer.weight),
 }
 WAYS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     **IN_PARTS,
     "twice": lambda layer, x: layer(layer(x).tanh()),
     "checkpoint": lambda layer, x: checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False),
-    "reentrant": reentrant,
-    "nested": lambda layer, x: Nested.apply(x, layer, 1),
-    "written": lambda layer, x: Written.apply(x, layer),
 }
 UNITS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
@@ -182,7 +182,7 @@ def made(kind: str, seed: int) -> nn.Module:
 
 
 class Units(nn.Module):
-    """Units that a call runs one after the other in the order it names, or leaves out."""
+    """Units that a call runs one after the other in the order it names, or leaves out; "-" names none."""
 
     def __init__(self, kinds: str) -> None:
         super().__init__()
@@ -192,6 +192,6 @@ class Units(nn.Module):
                 unit.weight = self.units[0].weight
 
     def forward(self, x: Tensor, order: str) -> Tensor:
-        for unit in (self.units[int(index)] for index in order):
+        for unit in (self.units[int(index)] for index in order.strip("-")):
             x = unit(x.to(next(unit.parameters()).dtype.to_real())).float().tanh()
         return x
