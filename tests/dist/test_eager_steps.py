@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -18,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from support.errors import text_of
+from support.inside import assembly_of, late_calls, late_ops
 from support.models import CASES, Fragile, noise
 from support.ranks import Ranks, in_ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
-from support.sharded import delay, optimizer_for, parameters, require_equal, trained, training
+from support.sharded import optimizer_for, parameters, require_equal, trained, training
 from undertow import ConfigError, DistributedDataParallel, PeerFailed, PhaseError, ShardedOptimizer, SyncConfig, attach
 from undertow.plan import GathersBehind, LaneTimes
 from undertow.schedule import OpKind
@@ -48,10 +48,6 @@ def tied_step(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: in
 def one_step(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
     backward(ddp, opt, step)
     opt.step()
-
-
-def assembly_of(ddp: DistributedDataParallel) -> Any:
-    return ddp.sync._engine.formation.assembly
 
 
 @in_ranks(2)
@@ -228,7 +224,7 @@ def test_a_delay_at_any_op_changes_nothing(kind: OpKind, late_rank: int) -> None
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         nonlocal late
         if step == 1:
-            late = delay(ddp, kind, late_rank, seconds=0.004)
+            late = late_ops(ddp, kind, late_rank, seconds=0.004)
         tied_step(ddp, opt, step)
 
     require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))
@@ -243,13 +239,7 @@ def test_nor_does_one_in_a_thread(where: str) -> None:
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step == 1:
             owner = opt if where == "update" else assembly_of(ddp).reducer.sharding.exchanges
-            act = getattr(owner, where)
-
-            def late(*args: Any, **kwargs: Any) -> Any:
-                time.sleep(0.003 * (dist.get_rank() == 0))
-                return act(*args, **kwargs)
-
-            setattr(owner, where, late)
+            late_calls(owner, where, seconds=0.003, rank=0)
         tied_step(ddp, opt, step)
 
     require_equal(expected, trained(TIED, "zero1", "SGD", num_steps=5, each=each, eager=True, **ORDERED))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from support.inside import issued_ops, late_ops
 from support.models import CASES, Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import Ranks
@@ -44,29 +44,11 @@ def collectives() -> Iterator[list[str]]:
             setattr(dist, name, original)
 
 
-def executor_of(ddp: nn.Module) -> Any:
-    return ddp.sync._engine.formation.assembly.executor
-
-
-def recorded_ops(ddp: nn.Module) -> list[str]:
-    """The ops of the present plan's executor, from now on."""
-    ops: list[str] = []
-    table = executor_of(ddp)._table
-    for kind, act in list(table.items()):
-
-        def recorded(executor: Any, bucket: int, *, kind: OpKind = kind, act: Any = act) -> None:
-            ops.append(f"{kind} b{bucket}")
-            act(executor, bucket)
-
-        table[kind] = recorded
-    return ops
-
-
 def ops_of_a_step(settings: dict[str, Any], order_by_rank: list[tuple[int, ...]]) -> tuple[list[str], list[str]]:
     """The ops of one step and of an accumulating backward; three layers, a bucket for each."""
     with wrapped(Branches(), bucket_cap_mb=8e-5, **{"order": "reverse", **settings}) as ddp:
         assert [bucket.params for bucket in ddp.plan.buckets] == [(5, 4), (3, 2), (1, 0)]
-        ops = recorded_ops(ddp)
+        ops = issued_ops(ddp)
         ddp(noise(2, 4), order_by_rank[dist.get_rank()]).sum().backward()
         synchronised = list(ops)
         ops.clear()
@@ -196,21 +178,14 @@ def test_a_pinned_plan_stays(ranks: Ranks) -> None:
 def delayed(kind: OpKind, late_rank: int) -> None:
     case = CASES["mlp"]
     with wrapped_and_bare(case.model(), bucket_cap_mb=1e-6, order="reverse") as (ddp, bare):
-        table = executor_of(ddp)._table
-        act = table[kind]
-
-        def late(*args: Any) -> None:
-            if dist.get_rank() == late_rank:
-                time.sleep(0.01)
-            act(*args)
-
-        table[kind] = late
+        late = late_ops(ddp, kind, late_rank, seconds=0.01)
         for step in range(3):
             for model in (ddp, bare):
                 model.zero_grad()
                 case.loss(model, step).backward()
             naive_mean(bare)
             require_same_gradients(ddp, bare)
+        assert (dist.get_rank() == late_rank) == (late != [])
 
 
 @pytest.mark.parametrize("late_rank", [0, 1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from itertools import count
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support.errors import text_of
 from support.hybrid import destroy, hybrid, mean_row_by_row, mesh_of, trained_naively, trained_on_mesh
+from support.inside import late_calls, late_ops, observe, sharding_of
 from support.models import CASES, Fragile
 from support.ranks import Ranks, in_ranks
-from support.sharded import OPTIMIZERS, delay, parameters, require_equal
+from support.sharded import OPTIMIZERS, parameters, require_equal
 from undertow import (
     ConfigError,
     Desync,
@@ -50,10 +50,6 @@ def require_same_everywhere(found: dict[str, Tensor]) -> None:
     dist.all_gather_object(gathered, found)
     for other in gathered:
         require_equal(found, other)
-
-
-def sharding_of(ddp: DistributedDataParallel) -> Any:
-    return ddp.sync._engine.formation.assembly.reducer.sharding
 
 
 @in_ranks(4)
@@ -212,7 +208,7 @@ def test_a_delay_at_any_op_changes_nothing(kind: OpKind, late_rank: int, eager: 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         nonlocal late
         if step == 1:
-            late = delay(ddp, kind, late_rank, seconds=0.003)
+            late = late_ops(ddp, kind, late_rank, seconds=0.003)
         opt.zero_grad()
         TIED.loss(ddp, step).backward()
         opt.step()
@@ -229,14 +225,7 @@ def test_nor_does_one_in_a_thread_of_either_axis(axis: str, where: str, eager: b
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step == 1:
-            owner = getattr(sharding_of(ddp), axis)
-            act = getattr(owner, where)
-
-            def late(*args: Any, **kwargs: Any) -> Any:
-                time.sleep(0.003 * (dist.get_rank() == 1))
-                return act(*args, **kwargs)
-
-            setattr(owner, where, late)
+            late_calls(getattr(sharding_of(ddp), axis), where, seconds=0.003, rank=1)
         opt.zero_grad()
         TIED.loss(ddp, step).backward()
         opt.step()
@@ -253,18 +242,15 @@ def test_backward_waits_for_neither_axis(eager: bool) -> None:
 
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         if step == 1:
-            table, inside = ddp.sync._engine.formation.assembly.executor._table, sharding_of(ddp).exchanges
-            bind, post = table[OpKind.BIND], inside._post_reduce_scatter
-
-            def bound(*args: Any) -> None:
-                is_over.set()
-                bind(*args)
+            inside = sharding_of(ddp).exchanges
+            post = inside._post_reduce_scatter
+            observe(ddp, before=lambda op: is_over.set() if op.kind is OpKind.BIND else None)
 
             def posted(*args: Any) -> Any:
                 assert is_over.wait(40.0)
                 return post(*args)
 
-            table[OpKind.BIND], inside._post_reduce_scatter = bound, posted
+            inside._post_reduce_scatter = posted
         one_step(ddp, opt, step)
 
     require_equal(expected, trained_on_mesh(MLP, "SGD", num_steps=3, each=each, eager=eager, **ORDERED))

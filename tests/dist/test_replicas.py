@@ -11,11 +11,12 @@ from torch import nn
 
 from support.errors import text_of
 from support.hybrid import hybrid
+from support.inside import late_ops
 from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
 from support.models import mlp, noise
 from support.ranks import Ranks, RanksFailed
-from support.sharded import delay, training
+from support.sharded import training
 from undertow import DistributedDataParallel, ExpertGroup, ReplicaMismatch, SyncConfig
 from undertow.schedule import OpKind
 
@@ -74,7 +75,7 @@ def compared_well(strategy: str, eager: bool) -> None:
     for every in (1, None):
         with training(same_mlp(), strategy, eager=eager, check_replicas_every=every, auto_tune=False) as (ddp, optimizer):
             train(ddp, optimizer, None, num_steps=3)
-            late = [] if strategy == "ddp" else delay(ddp, OpKind.ALL_GATHER, 1, seconds=0.05)
+            late = [] if strategy == "ddp" else late_ops(ddp, OpKind.ALL_GATHER, 1, seconds=0.05)
             train(ddp, optimizer, None, num_steps=6)
             ddp.wait()
             assert (strategy != "ddp" and dist.get_rank() == 1) == (late != [])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from support.errors import text_of
+from support.inside import exchanges_of, late_gathers
 from support.models import CASES, Branches, Case, noise
 from support.naive import naive_mean, require_same_gradients
 from support.ranks import Ranks, in_ranks
@@ -25,18 +26,6 @@ from undertow.plan import Piece
 
 MLP = CASES["mlp"]
 SMALL = {"bucket_cap_mb": 1e-4, "reduction": "ordered"}
-
-
-def late_gathers(ddp: DistributedDataParallel, *, delay_s: float = 0.1) -> None:
-    """Every gather of this rank's leaves late."""
-    exchanges = ddp.sync._engine.formation.assembly.reducer.sharding.exchanges
-    post = exchanges._post_all_gather
-
-    def late(*args: Any) -> Any:
-        time.sleep(delay_s)
-        return post(*args)
-
-    exchanges._post_all_gather = late
 
 
 def step_of(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int, case: Case = MLP) -> None:
@@ -114,7 +103,7 @@ def test_a_read_at_a_new_place_waits() -> None:
             ddp(tokens=tokens).square().mean().backward()
             opt.step()
             if step == 1:
-                late_gathers(ddp)
+                late_gathers(ddp, seconds=0.1)
         with torch.no_grad():
             ddp.eval()
             got = ddp(vectors=vectors)
@@ -198,7 +187,7 @@ def test_writers_wait_for_gathers(write: str) -> None:
     with training(MLP.model(), **SMALL) as (ddp, opt):
         step_of(ddp, opt, 0)
         step_of(ddp, opt, 1)
-        late_gathers(ddp)
+        late_gathers(ddp, seconds=0.1)
         step_of(ddp, opt, 2)
         opt.zero_grad()
         if write == "broadcast":
@@ -310,7 +299,7 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come(eager: bool, keeping
         for step in range(3):
             step_of(ddp, opt, step)
             if step == 1:
-                late_gathers(ddp)
+                late_gathers(ddp, seconds=0.1)
         if dist.get_rank() == keeping:
             kept.append(ddp)
 
@@ -355,7 +344,7 @@ def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing() -> None:
     """Which may be the one that brings what would be waited for."""
     ddp, opt = stepped_twice()
     held, is_dropped = [ddp, opt], threading.Event()
-    posting = ddp.sync._engine.formation.assembly.reducer.sharding.exchanges._posting
+    posting = exchanges_of(ddp)._posting
     step_of(ddp, opt, 2)
 
     def drop() -> None:

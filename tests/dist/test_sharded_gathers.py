@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from support.inside import gathers_of, late_ops, sharding_of, slow_gathers
 from support.models import CASES, Branches, Case, noise
 from support.ranks import Ranks, in_ranks
 from support.sharded import (
     SMALL,
     Parameters,
-    SlowGathers,
-    delay,
-    gathers_of,
     parameters,
     require_equal,
     step_of,
@@ -26,7 +24,6 @@ from support.sharded import (
 )
 from undertow import DistributedDataParallel
 from undertow.runtime import private
-from undertow.runtime.gathers import Gathers
 from undertow.schedule import OpKind
 
 MLP = CASES["mlp"]
@@ -38,13 +35,13 @@ def test_a_module_waits_for_its_own_parameters_only() -> None:
     with training(MLP.model(), **SMALL) as (ddp, opt):
         for number in range(3):
             step_of(ddp, opt, MLP, number)
-        slow = SlowGathers(ddp)
+        waited = slow_gathers(ddp)
         step_of(ddp, opt, MLP, 3)
-        slow.waited.clear()
+        waited.clear()
         assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets)
         hidden = ddp.module[0](noise(5, 6))
         own = {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
-        assert set(slow.waited) == own
+        assert set(waited) == own
         assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets) - len(own)
         ddp.module[2](hidden.relu())
         assert gathers_of(ddp).in_flight == {}
@@ -55,17 +52,17 @@ def test_the_whole_model_waits_for_nothing_that_its_first_layer_does_not_need() 
     with training(MLP.model(), **SMALL) as (ddp, opt):
         for number in range(4):
             step_of(ddp, opt, MLP, number)
-        slow = SlowGathers(ddp)
+        waited = slow_gathers(ddp)
         seen: list[int] = []
-        watch = ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(len(slow.waited)))
+        watch = ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(len(waited)))
         step_of(ddp, opt, MLP, 4)  # whose gathers are the next forward's
-        slow.waited.clear()
+        waited.clear()
         seen.clear()
         MLP.loss(ddp, 5)
         watch.remove()
         own = {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
         assert seen == [len(own)]  # by the first layer's forward nobody has waited for more than its parameters
-        assert sorted(slow.waited) == [bucket.index for bucket in ddp.plan.buckets]
+        assert sorted(waited) == [bucket.index for bucket in ddp.plan.buckets]
 
 
 @in_ranks(2, 3)
@@ -119,7 +116,7 @@ def read_in_another_module(delay_s: float) -> None:
             for number in range(6):
                 step_of(ddp, opt, MLP, number)
                 if strategy != "ddp" and number == 2:
-                    SlowGathers(ddp, delay_s=delay_s)
+                    slow_gathers(ddp, seconds=delay_s)
             return parameters(ddp)
 
     require_equal(run("ddp"), run("zero1"))
@@ -145,15 +142,10 @@ def test_a_method_of_the_module_reads_parameters_that_have_come(eager: bool) -> 
                 ddp.module.loss(noise(5, 6, step=number)).backward()
                 opt.step()
                 if strategy != "ddp" and number == 2:
-                    SlowGathers(ddp)
+                    slow_gathers(ddp)
             return parameters(ddp)
 
     require_equal(run("ddp"), run("zero1"))
-
-
-def gathers_of_or_none(ddp: DistributedDataParallel) -> Gathers | None:
-    sharding = ddp.sync._engine.formation.assembly.reducer.sharding
-    return None if sharding is None else sharding.gathers
 
 
 @in_ranks(2, 3)
@@ -165,8 +157,8 @@ def test_another_order_of_layers_is_right() -> None:
         order = [(0, 1, 2), (2, 1, 0), (1,), (0, 2), (2, 0, 1, 2)][step % 5]
         ddp(noise(3, 4, step=step), order).square().sum().backward()
         opt.step()
-        if step == 2 and gathers_of_or_none(ddp) is not None:
-            SlowGathers(ddp, delay_s=0.005)
+        if step == 2 and sharding_of(ddp) is not None:
+            slow_gathers(ddp, seconds=0.005)
 
     case = Case(Branches, lambda model, step: model(noise(3, 4, step=step)).sum())
     expected = trained(case, "ddp", "SGD", num_steps=10, each=each, reduction="ordered")
@@ -242,7 +234,7 @@ def test_a_delay_at_any_op_changes_nothing(kind: OpKind, late_rank: int, strateg
     def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
         nonlocal late
         if step == 1:
-            late = delay(ddp, kind, late_rank, seconds=0.004)
+            late = late_ops(ddp, kind, late_rank, seconds=0.004)
         step_of(ddp, opt, TIED, step)
 
     require_equal(expected, trained(TIED, strategy, "SGD", num_steps=5, each=each, reduction="ordered", **SMALL))
@@ -290,7 +282,7 @@ def test_buffers_travel_beside_gathers() -> None:
             for number in range(5):
                 step_of(ddp, opt, case, number)
                 if number == 1 and strategy != "ddp":
-                    SlowGathers(ddp, delay_s=0.003)
+                    slow_gathers(ddp, seconds=0.003)
             return {name: value.clone() for name, value in ddp.state_dict().items()}
 
     require_equal(run("ddp"), run("zero1"))

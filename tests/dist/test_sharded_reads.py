@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from support.inside import gathers_of, slow_gathers
 from support.models import CASES, noise
 from support.ranks import Ranks, in_ranks
-from support.sharded import SMALL, SlowGathers, gathers_of, parameters, require_equal, step_of, training
+from support.sharded import SMALL, parameters, require_equal, step_of, training
 from undertow import ConfigError, DistributedDataParallel, PhaseError, RankLost
 
 MLP = CASES["mlp"]
@@ -89,7 +90,7 @@ def test_a_read_between_steps_sees_what_was_stepped(strategy: str, settings: dic
     kept = Kept(model)
     with training(model, strategy, "SGD", reduction="ordered", **settings) as (ddp, opt):
         step_of(ddp, opt, MLP, 0)
-        SlowGathers(ddp)
+        slow_gathers(ddp)
         for number, (name, read) in enumerate(READS.items(), start=1):
             step_of(ddp, opt, MLP, number)
             found = [value.detach().clone() for value in read(ddp, kept)]
@@ -103,7 +104,7 @@ def read_while_in_flight(name: str) -> int:
     """Returns how many gathers were on their way when the read began: what was held before training would have ended them."""
     with training(MLP.model(), "zero1", "SGD", reduction="ordered", **SMALL) as (ddp, opt):
         step_of(ddp, opt, MLP, 0)
-        SlowGathers(ddp)
+        slow_gathers(ddp)
         step_of(ddp, opt, MLP, 1)
         num_in_flight = len(gathers_of(ddp).in_flight)
         kept = Kept.__new__(Kept)
@@ -131,7 +132,7 @@ def averaged(strategy: str, follow: str) -> list[Tensor]:
         for number in range(5):
             step_of(ddp, opt, MLP, number)
             if strategy != "ddp" and number == 1:
-                SlowGathers(ddp)
+                slow_gathers(ddp)
             with torch.no_grad():
                 match follow:
                     case "AveragedModel":
@@ -200,7 +201,7 @@ def test_a_write_between_steps_is_trained_on(how: str, dtype: torch.dtype, eager
                 ddp(noise(5, 6, step=number).to(dtype)).float().square().sum().backward()
                 opt.step()
                 if strategy != "ddp" and number == 1:
-                    SlowGathers(ddp)
+                    slow_gathers(ddp)
                 WRITES[how](params)
             return parameters(ddp)
 
@@ -337,7 +338,7 @@ def test_a_compiled_function_sees_what_was_stepped() -> None:
         total = torch.compile(lambda: sum(param.detach().sum() for param in params), backend="eager")
         total()
         step_of(ddp, opt, MLP, 0)
-        SlowGathers(ddp)
+        slow_gathers(ddp)
         for number in range(1, 4):
             step_of(ddp, opt, MLP, number)
             found = total()
@@ -374,7 +375,7 @@ def test_a_tensor_that_is_swapped_with_a_parameter_can_be_read() -> None:
         step_of(ddp, opt, MLP, 0)
         params = list(ddp.module.parameters())
         others = [nn.Parameter(torch.zeros_like(param)) for param in params]
-        SlowGathers(ddp)
+        slow_gathers(ddp)
         step_of(ddp, opt, MLP, 1)
         for param, other in zip(params, others, strict=True):
             torch.utils.swap_tensors(param, other)
@@ -405,7 +406,7 @@ def test_a_thread_that_read_before_the_next_step_leaves_that_to_its_own_readers(
             reader.start()
             has_come.wait()
             ddp.wait()
-            SlowGathers(ddp)
+            slow_gathers(ddp)
             step_of(ddp, opt, MLP, 2)
             goes_on.set()
             reader.join()

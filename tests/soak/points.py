@@ -17,7 +17,6 @@ import undertow.sync
 from soak.injections import NAN, Injection
 from undertow import DistributedDataParallel
 from undertow.runtime.exchange import Exchange
-from undertow.runtime.executor import Executor
 from undertow.runtime.waiting import Waiting
 
 
@@ -91,9 +90,8 @@ class Points:
 
 
 def put_between(points: Points) -> None:
-    """Has our ops and waits pass their points, for as long as this process lives."""
+    """Has our waits, threads and broadcasts pass their points, for as long as this process lives; ops are their model's."""
     _around_waits(points)
-    _around_ops(points)
     for name, point in (("begin", "post"), ("complete", "complete")):
         _before(points, Exchange, name, point)
     _before(points, undertow.sync, "broadcast_buffers", "buffers")
@@ -124,23 +122,3 @@ def _around_waits(points: Points) -> None:
             points.passes("behind wait")
 
     Waiting.__enter__, Waiting.__exit__ = enters, leaves
-
-
-def _around_ops(points: Points) -> None:
-    make = Executor.__init__
-
-    def makes(executor: Executor, *args: Any) -> None:
-        make(executor, *args)
-        for kind, act in executor._table.items():
-            executor._table[kind] = _around(points, kind.value, act)
-
-    Executor.__init__ = makes
-
-
-def _around(points: Points, op: str, act: Callable[..., None]) -> Callable[..., None]:
-    def passes_around(*args: Any) -> None:
-        points.passes(f"before {op}")
-        act(*args)
-        points.passes(f"behind {op}")
-
-    return passes_around

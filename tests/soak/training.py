@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from soak.injections import NAN, NAN_SKIPPED, NUM_STEPS, Injection
 from soak.points import Points
 from support.hybrid import chain, mesh_of
+from support.inside import observe
 from support.models import noise
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 
@@ -77,6 +78,11 @@ def _made(
     strategy = "zero1" if injection.strategy == "eager" else injection.strategy
     mesh = stack.enter_context(_mesh()) if strategy == "hybrid" else None
     model = DistributedDataParallel(_net(), device_mesh=mesh, config=SyncConfig(strategy=strategy, **how))
+    observe(
+        model,
+        before=lambda op: points.passes(f"before {op.kind}"),
+        after=lambda op: points.passes(f"behind {op.kind}"),
+    )
     stack.callback(points.script_ends, model)
     if strategy == "ddp":
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.models import Case
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
-from undertow.runtime.gathers import Gathers
-from undertow.schedule import OpKind
 
 Parameters = dict[str, Tensor]
 OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -86,51 +82,8 @@ def require_equal(first: Parameters, second: Parameters, *, what: str = "") -> N
     assert different == [], what
 
 
-def delay(ddp: DistributedDataParallel, kind: OpKind, late_rank: int, *, seconds: float) -> list[OpKind]:
-    """From now on that rank is late with every op of this kind, under the present plan; what it has been late with."""
-    table = ddp.sync._engine.formation.assembly.executor._table
-    act, delayed = table[kind], []
-
-    def late(*args: Any) -> None:
-        if dist.get_rank() == late_rank:
-            delayed.append(kind)
-            time.sleep(seconds)
-        act(*args)
-
-    table[kind] = late
-    return delayed
-
-
 # Most parameters are in pieces.
 SMALL = {"bucket_cap_mb": 1e-4}
-
-
-class SlowGathers:
-    """Has every gather take long on the wire, on one rank or all."""
-
-    def __init__(self, ddp: DistributedDataParallel, *, delay_s: float = 0.02) -> None:
-        self.waited: list[int] = []
-        gathers = gathers_of(ddp)
-        wait = gathers.wait
-
-        def noted(buckets: Any) -> None:
-            chosen = [bucket for bucket in buckets if bucket in gathers.in_flight]
-            self.waited += chosen
-            wait(chosen)
-
-        gathers.wait = noted  # type: ignore[method-assign]
-        exchanges = gathers._exchanges
-        post = exchanges._send  # type: ignore[attr-defined]
-
-        def late(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(delay_s * (dist.get_rank() == 0))
-            return post(*args, **kwargs)
-
-        exchanges._send = late  # type: ignore[attr-defined]
-
-
-def gathers_of(ddp: DistributedDataParallel) -> Gathers:
-    return ddp.sync._engine.formation.assembly.reducer.sharding.gathers
 
 
 def step_of(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, case: Any, number: int) -> None:

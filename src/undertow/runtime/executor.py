@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -19,7 +19,7 @@ from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import Handle
 from undertow.runtime.comm_hook import HookedBucket, HookHandle, QueuedHook
 from undertow.runtime.finite import FiniteCheck
-from undertow.runtime.recorder import Recorder
+from undertow.runtime.recorder import Observer, Recorder
 from undertow.runtime.reducer import Reducer
 from undertow.runtime.sharded_binding import ShardedBinding
 from undertow.runtime.sharding import Sharding
@@ -131,9 +131,10 @@ class Executor:
                 this_round.readings.append(reading)
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Issues `ops` in the given order."""
+        """Issues `ops` in the given order, and tells the observer of each, if there is one."""
+        observer = self._recorder.observer
         with self._group.launching() if ops and ops[0].kind is not OpKind.BIND else self._group.waiting():
-            for op in ops:
+            for op in ops if observer is None else _observed(ops, observer):
                 with _profiler_range(op):
                     self._table[op.kind](self, op.bucket or 0)
 
@@ -417,6 +418,14 @@ def _binding(bucket: Bucket, params: Sequence[Tensor]) -> Binding:
     if bucket.is_sparse:
         return SparseBinding(GradientBucket(bucket.index, 0, (), layout=bucket), params)
     return DenseBinding(GradientBucket(bucket.index, bucket.num_bytes, params, layout=bucket), params)
+
+
+def _observed(ops: Sequence[Op], observer: Observer) -> Iterator[Op]:
+    """Yields each op between the observer's calls; an op that raises has no second one."""
+    for op in ops:
+        observer.before(op)
+        yield op
+        observer.after(op)
 
 
 def _rescale(values: Sequence[Tensor], this_round: Round) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from undertow.runtime.collectives import Handle
+from undertow.schedule import Op
 from undertow.trace import BucketRecord, StepRecord
 
 _NUM_KEPT_IN_SUMMARY = 64
@@ -109,10 +110,25 @@ class _StepMarks:
         return self.backwards[-1][1] if self.backwards else self.forwards[-1][1]
 
 
+class Observer(Protocol):
+    """Is called around every op that a model's executors issue, in the thread that issues it.
+
+    Tests count ops with it, delay them, and let them fail; a step that has no observer pays nothing for it.
+    """
+
+    def before(self, op: Op) -> None: ...
+
+    def after(self, op: Op) -> None: ...
+
+
 class Recorder:
-    """The marks of the last steps. A step begins with the first forward after a synchronisation."""
+    """The marks of the last steps. A step begins with the first forward after a synchronisation.
+
+    The `observer` stays when a plan is replaced: executors belong to a plan, and all of them ask the model's recorder for it.
+    """
 
     def __init__(self, clock: Clock, *, rank: int, level: str) -> None:
+        self.observer: Observer | None = None
         self._clock = clock
         self._rank = rank
         self._is_on = level != "off"
