@@ -15,6 +15,7 @@ NUM_STEPS = 3
 # Sharded optimizers step on shards of 32 bits at least, without rows; an eager step has no second part of a gradient.
 NOT_SHARDED = ("table", "bag", "bfloat16", "half")
 NOT_APART = ("written", "written-and-used")  # what something else than autograd adds cannot be told from an earlier result
+LATE = ("pack", "all_reduce", "reduce_scatter", "step", "bind", "all_gather")
 
 
 def drawn(seed: int, num_ranks: int) -> Program:
@@ -30,9 +31,16 @@ class Drawing:
         self.is_plain = self.strategy == "ddp"
         self.is_eager = not self.is_plain and self.likely(0.3)
         self.divides = chance.choice(["by ranks", "by ranks", "by weights", "by nothing"])
-        barred = [kind for kinds, is_barred in (
-            (NOT_SHARDED, not self.is_plain), (IN_PARTS, self.is_eager), (NOT_APART, self.divides != "by ranks")
-        ) if is_barred for kind in kinds]
+        barred = [
+            kind
+            for kinds, is_barred in (
+                (NOT_SHARDED, not self.is_plain),
+                (IN_PARTS, self.is_eager),
+                (NOT_APART, self.divides != "by ranks"),
+            )
+            if is_barred
+            for kind in kinds
+        ]
         self.units = ["linear", *chance.choices([kind for kind in UNITS if kind not in barred], k=chance.randint(1, 4))]
         self.units += ["linear"]
         self.num_units = len(self.units)
@@ -66,10 +74,19 @@ class Drawing:
     def step(self) -> Iterator[str]:
         change = self.change() if self.likely(0.3) else ""
         yield change
+        yield f"late {self.chance.randrange(self.num_ranks)} {self.chance.choice(LATE)}" if self.likely(0.15) else ""
         yield "zero" if change or self.is_eager else self.chance.choice(self.clearings())
-        yield self.chance.choice(["fail now", "fail now|", "fail |now"]) if not self.is_eager and self.likely(0.05) else ""
+        yield (
+            self.chance.choice(["fail backward", "fail backward|", "fail |backward"])
+            if not self.is_eager and self.likely(0.05)
+            else ""
+        )
         for _ in range(self.chance.choice([0, 0, 1, 2])):
-            yield from (self.forward(), self.weight(), self.chance.choice(["accumulate", "accumulate flagged", "accumulate leaves"]))
+            yield from (
+                self.forward(),
+                self.weight(),
+                self.chance.choice(["accumulate", "accumulate flagged", "accumulate leaves"]),
+            )
         # Parameters that are new are written to in the first synchronization: no other graph may have them.
         yield from self.synchronization(is_plain=self.is_eager or change.startswith(("append", "replace")))
         if not self.is_eager and self.likely(0.2):
@@ -114,7 +131,8 @@ class Drawing:
         indices = "".join(map(str, range(self.num_units)))
         picked = "".join(self.chance.choices(indices, k=self.chance.randint(1, self.num_units + 1)))
         order = self.chance.choice([indices, indices[::-1], picked, picked, *(["-"] * self.likely(0.3))])
-        may_be_empty = not {"norm", "written", "written-and-used"}.intersection(self.units)  # what is written is zero
+        # Zeros that a function has written, or that came late, look like gradients that were thrown away.
+        may_be_empty = not {"norm", *NOT_APART, *(IN_PARTS if self.divides == "by weights" else ())}.intersection(self.units)
         return (f"0{order.strip('-')}" if reaches else order) + (" empty" if may_be_empty and self.likely(0.2) else "")
 
     def weight(self) -> str:

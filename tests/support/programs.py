@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from support.hybrid import chain, mesh_of
+from support.inside import late_ops, sharding_of
 from support.models import noise
 from support.units import IN_PARTS, WIDTH, Units, made
 from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, attach
+from undertow.schedule import OpKind
 
 ROWS = 3
 LEARNING_RATE = 0.125
@@ -63,7 +65,7 @@ class Reference:
     def __init__(self, model: nn.Module, program: Program) -> None:
         self.model, self.program, self.num_ranks = model, program, dist.get_world_size()
         self.op = program.settings.get("op", "mean")
-        self.is_weighted = self.has_shards = False
+        self.is_weighted = self.has_shards = False  # shards come with the first step, and go with a change of parameters
         self.new: set[Tensor] = set()  # parameters with a gradient since the last synchronization
         self.used: set[Tensor] = set()  # in this step
         self.results: set[Tensor] = set()  # parameters whose `.grad` is a result
@@ -185,7 +187,7 @@ class Run:
     def close(self) -> None:
         self.handle.close()
         for grad, copied in self.held:
-            assert torch.equal(grad, copied), "a gradient that the user holds has changed"
+            assert torch.equal(grad.to_dense(), copied.to_dense()), "a gradient that the user holds has changed"
 
     # Training
 
@@ -203,9 +205,9 @@ class Run:
     def forward(self, order: str, *words: str) -> None:
         """Another batch each time; it may be "empty", or run "quiet", while backwards would only accumulate, or "inside"."""
         self.num_forwards += 1
-        if self.is_synchronized:
+        if self.is_synchronized and "inside" not in words:  # of which nobody knows
             self.reference.used.clear()
-        self.is_synchronized = False
+            self.is_synchronized = False
         x = noise(0 if "empty" in words else ROWS, WIDTH, step=self.num_forwards)
         with self.handle.no_sync() if "quiet" in words else contextlib.nullcontext():
             ours = (self.module.forward if "inside" in words else self.model)(x, order)
@@ -238,6 +240,7 @@ class Run:
         """A forward and a backward; a rank that has "none" only joins."""
         if order == "none":
             self.handle.finish()
+            self.reference.used.clear()
             self.reference.backward(torch.zeros(()))
         else:
             self.forward(order)
@@ -260,6 +263,7 @@ class Run:
             torch.optim.SGD(self.module.parameters(), lr=0.0).step()
         elif not ours.requires_grad and (self.sends_micro_batches or not self.sync.is_accumulating):
             self.handle.finish()
+        self.reference.has_shards = sharding_of(self.sync) is not None
         self.reference.backward(wanted, retain_graph="retain" in words)
 
     def _synchronize(self, *, op: str | None = None, is_last: bool = True) -> None:
@@ -269,8 +273,8 @@ class Run:
         if not self.program.is_eager or not reference.has_shards:
             self.compare_gradients()
         if is_last:
-            trained = {name: param for name, param in self.bare.named_parameters() if param.requires_grad}
-            assert set(self.sync.unused_parameters) == {name for name, param in trained.items() if param not in reference.used}
+            used = {name for name, param in self.bare.named_parameters() if param in reference.used}
+            assert set(self.sync.unused_parameters) == {spec.name for spec in self.sync.plan.params} - used
 
     def compare_gradients(self) -> None:
         for (name, param), wanted in zip(self.module.named_parameters(), self.bare.parameters(), strict=True):
@@ -292,7 +296,7 @@ class Run:
         is_finite = all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None)
         for optimizer in self.optimizers[: 2 if is_finite else 1]:
             optimizer.step()
-        self.reference.has_shards = self.program.strategy != "ddp"
+        self.reference.has_shards = sharding_of(self.sync) is not None
         self.reference.used.clear()
         self.sync.wait()
         for (name, ours), wanted in zip(self.module.named_parameters(), self.bare.parameters(), strict=True):
@@ -330,20 +334,23 @@ class Run:
         what = getattr(torch, how)
         self._change(lambda units: units.to(**{"memory_format" if isinstance(what, torch.memory_format) else "dtype": what}))
 
+    def assign(self) -> None:
+        """A state dict is loaded whose tensors become the parameters."""
+        self._change(
+            lambda units: units.load_state_dict({key: it.clone() for key, it in units.state_dict().items()}, assign=True)
+        )
+
     def move(self) -> None:
         """New data for every parameter."""
         for param in (*self.module.parameters(), *self.bare.parameters()):
             param.data = param.data * 0.5
 
     def _change(self, change: Callable[[nn.ModuleList], object]) -> None:
-        before, trained = list(self.module.parameters()), [param.requires_grad for param in self.module.parameters()]
+        before = list(self.module.parameters())
         for model in (self.module, self.bare):
             change(model.units)
-        is_same = list(map(id, before)) == list(map(id, self.module.parameters()))
-        if not is_same and hasattr(self, "handle"):
+        if hasattr(self, "handle") and list(map(id, before)) != list(map(id, self.module.parameters())):
             self.make_optimizers()
-        if not is_same or trained != [param.requires_grad for param in self.module.parameters()]:
-            self.reference.has_shards = False  # until the next step
 
     # What else a user does
 
@@ -398,14 +405,21 @@ class Run:
             ours, wanted = self.losses[0]
             self.losses[0] = ours * float("inf"), wanted * float("inf")
 
+    def late(self, rank: str, kind: str) -> None:
+        """From now on a rank is late with every op of a kind."""
+        late_ops(self.sync, OpKind(kind), int(rank), seconds=0.005)
+
     def fail(self, where: str = "") -> None:
-        """A backward fails on the ranks that name a place, and on the others therefore; all drop their gradients."""
-        loss = self.model(noise(ROWS, WIDTH), "0").sum()
-        hook = next(self.module.units[0].parameters()).register_hook(stop if where else lambda _: None)
+        """A forward or a backward fails on the ranks that say where, and backward on the others therefore; all drop gradients."""
+        unit = self.module.units[0]
+        hooks = [unit.register_forward_hook(stop)] if where == "forward" else []
+        trained = [param for param in unit.parameters() if param.requires_grad]
+        hooks += [trained[0].register_hook(stop)] if where == "backward" else []
         with pytest.raises(ZeroDivisionError if where else PeerFailed):
-            loss.backward()
-        hook.remove()
-        self.handle.finish()
+            self.model(noise(ROWS, WIDTH), "".join(map(str, range(len(self.module.units))))).sum().backward()
+        for hook in hooks:
+            hook.remove()
+        self.handle.finish() if where != "forward" else None
         self.zero()
 
 
