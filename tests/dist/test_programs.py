@@ -1,0 +1,428 @@
+"""Programs of training steps against the naive reference: drawn at random, and the special cases by name.
+
+A drawn program that fails is printed, and can be pasted into EXAMPLES with a name. `python -m support.drawn SEED NUM_RANKS`
+prints a smaller one that fails too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+from support.drawn import drawn
+from support.programs import PLANS, Program, run
+from support.ranks import in_ranks
+from support.units import IN_PARTS
+
+NUM_DRAWN, NUM_DRAWN_THOROUGHLY = 40, 400
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        is_thorough = metafunc.config.getoption("thorough")
+        metafunc.parametrize("seed", range(NUM_DRAWN_THOROUGHLY if is_thorough else NUM_DRAWN))
+
+
+@in_ranks(2, 3, 4)
+def test_a_drawn_program_has_the_results_of_the_reference(seed: int, num_ranks: int) -> None:
+    run(drawn(seed, num_ranks))
+
+
+def kinds(*names: str) -> dict[str, Program]:
+    return {f"{name} units train": Program(units=f"linear {name} linear", events=ACCUMULATES) for name in names}
+
+
+ACCUMULATES = "zero, forward 012, accumulate, forward 012, backward, step"
+OF_EVERY_KIND = {
+    **kinds(
+        "linear", "tied", "double", "bfloat16", "half", "complex", "complex128", "odd", "strided", "channels", "table", "bag"
+    ),
+    **kinds("norm", "twice", "checkpoint", *IN_PARTS),
+    "units of every kind train together": Program(
+        units="tied double complex128 odd bfloat16 strided half channels complex table",
+        events="zero, forward 0123456789, backward, step",
+    ),
+    "a model of nothing but empty and single numbers trains": Program(units="odd", events="zero, forward 0, backward, step"),
+    "a batch norm allows two forwards before a backward": Program(
+        units="linear norm linear", events="zero, forward 012, forward 012, backward together, step"
+    ),
+    "a part that comes late on one rank only is added": Program(
+        units="linear twice-reentrant linear", events="zero, forward 012|02, backward, step, zero, forward 02|012, backward, step"
+    ),
+    "parts that come more often from rank to rank are added": Program(
+        units="linear reentrant linear", events="zero, forward 012|0112, backward, step", times=4
+    ),
+}
+
+# By step, the units that each rank uses.
+USES = {
+    "one rank leaves one out": "012|02, 012|02, 012|02",
+    "rank 0 leaves one out": "02|012, 02|012",
+    "every rank leaves another one out": "01|12, 01|12",
+    "all ranks leave the same out": "02, 02, 02",
+    "only the first step leaves some out": "0|1, 012, 012",
+    "another one in each step": "0|1, 1|2, 20|0, 012|0, 0|012",
+    "one comes late into use": "01, 01|012, 012",
+    "some are used several times, in another order": "010200|201, 210|012",
+    "one rank has an empty batch": "012 empty|012, 012|012 empty",
+    "one rank uses nothing": "012|-, 012|-, 012",
+}
+
+
+def steps(uses: str, *, before: str = "zero, ", after: str = ", backward, step") -> str:
+    return ", ".join(f"{before}forward {use.strip()}{after}" for use in uses.split(","))
+
+
+USED = {
+    **{name: Program(events=steps(uses), times=1) for name, uses in USES.items()},
+    **{f"{name}, gradients kept": Program(events=steps(uses, before=""), times=1) for name, uses in USES.items()},
+    **{f"{name}, under a hook": Program(events=steps(uses), times=1, has_hook=True) for name, uses in USES.items()},
+    **{
+        f"{name}, in a table": Program(units="table bag linear", events=steps(uses), times=1)
+        for name, uses in USES.items()
+        if "several" not in name
+    },
+    "a rank that uses nothing joins at the optimizer's step": Program(
+        events="zero, forward 012|-, backward by-step, step, zero, forward 012|-, backward by-step, step, zero, forward 012, backward, step"
+    ),
+    "a rank without data joins": Program(events="zero, train 012|none, finish, finish, step, zero, train 012, finish, step"),
+    "an old gradient that nobody adds to stays": Program(
+        events="forward 012, backward, scale, forward 02, backward, forward 0, backward"
+    ),
+    "an accumulated gradient that nobody adds to stays": Program(
+        events="zero, forward 01, accumulate, reduce, scale, forward 02, backward, forward 02, backward"
+    ),
+    "a gradient of the user's that nobody adds to stays": Program(
+        events="write 1, forward 02, backward, forward 02, backward, zero in-place, forward 02, backward", times=2
+    ),
+    "a backward adds to gradients of the user's": Program(
+        events="zero, write 0, forward 012, backward, step, zero, write 1, forward 012, backward, step, write 2, forward 012, backward"
+    ),
+    "a unit used in one micro-batch is used": Program(events="zero, forward 01, accumulate, forward 0, backward, step"),
+    "a gradient that was thrown away was not used": Program(events="forward 012, accumulate, zero, forward 0, backward, step"),
+    "one more forward on one rank starts nothing": Program(events="zero, forward 012, backward, look now|, step"),
+    "a mean of zeros is a result after one more forward": Program(events="zero, forward 012 empty, backward, look now|, step"),
+    "a mean of zeros is a result after finish": Program(events="zero, forward 012 empty, backward, finish, step"),
+    "a rank joins after a step that was left out": Program(
+        events="zero, forward 012, backward, step, zero, forward 012, backward, zero, train 012|none, step, zero, forward 012|-, backward, step"
+    ),
+    "a rank joins after a step that was left out, zeroed in place": Program(
+        events="zero in-place, forward 012, backward, step, zero in-place, forward 012, backward, zero in-place, train 012|none, step"
+    ),
+}
+
+ACCUMULATED = {
+    "micro-batches are summed here and averaged once": Program(
+        events="zero, forward 012, accumulate, forward 012|02, accumulate, forward 012, backward, step"
+    ),
+    "micro-batches are summed where gradients are zeroed in place": Program(
+        events="zero in-place, forward 012, accumulate, forward 01, backward, step", plan="default"
+    ),
+    "no_sync around the forward too changes nothing": Program(
+        events="zero, forward 012 quiet, accumulate, forward 012 quiet, backward, step"
+    ),
+    "the flag counts when backward runs": Program(
+        events="zero, forward 012 quiet, forward 012, forward 012 quiet, accumulate flagged, accumulate flagged, backward, step"
+    ),
+    "an exception inside no_sync ends it": Program(events="zero, forward 012, accumulate leaves, forward 012, backward, step"),
+    "a second backward adds the mean of what is new": Program(events="forward 012, backward, forward 012, backward"),
+    "two forwards before two backwards": Program(events="zero, forward 012, forward 012, backward, backward, step"),
+    "a graph that is retained": Program(events="zero, forward 012, backward retain, backward retain, backward, step"),
+    "one backward of two losses": Program(events="zero, forward 012, forward 02|012, backward together, step"),
+    "what was accumulated is reduced by hand": Program(
+        events="zero, forward 012, accumulate, forward 01, accumulate, reduce, step"
+    ),
+    "a static graph may begin with no_sync": Program(events=ACCUMULATES),
+    "an attached model accumulates": Program(is_attached=True, events=ACCUMULATES),
+    "a loss from a method of the module": Program(
+        events="zero, forward 012 inside, accumulate, forward 012 inside, backward, step"
+    ),
+    "a hook reduces what was accumulated": Program(has_hook=True, events=ACCUMULATES),
+    "a hook adds to gradients that were kept": Program(has_hook=True, events="forward 012, backward"),
+    "sparse gradients accumulate": Program(units="table linear bag", events=ACCUMULATES),
+    "sparse gradients that are kept are added to": Program(units="table linear bag", events="forward 012, backward"),
+    "sparse gradients that are zeroed in place": Program(units="table linear bag", events="zero in-place, forward 012, backward"),
+    "gradients that get new data": Program(
+        events="zero, forward 012, backward, scale data, step, forward 012, backward, scale data, step", times=2
+    ),
+    "a gradient that the user holds": Program(events="hold, forward 012, backward, step", plan="one", times=4),
+    "a step is skipped for an infinity of one rank": Program(
+        events="zero, forward 012, overflow |now, backward, step, zero, forward 012, backward, step",
+        settings={"nonfinite": "skip"},
+    ),
+    **{
+        f"reduced by hand as a {op}, configured as a {configured}, {strategy}": Program(
+            events="zero, forward 012, accumulate, forward 01, accumulate, reduce " + op,
+            strategy=strategy,
+            settings={"op": configured},
+        )
+        for op, configured in (("sum", "mean"), ("mean", "mean"), ("mean", "sum"))
+        for strategy in ("ddp", "zero1")
+    },
+}
+
+# The first unit is frozen when the model is wrapped, the last may get another parameter.
+CHANGES = {
+    "thawed": "thaw 0",
+    "frozen": "freeze 1",
+    "exchanged": "freeze 1, freeze 2, thaw 0",
+    "extended": "extend 2",
+    "appended": "append",
+    "a parameter replaced": "renew 1",
+    "a unit replaced": "replace 1",
+    "a larger unit": "replace 1 odd",
+    "all replaced": "replace 0, replace 1, replace 2",
+    "all assigned": "assign",
+    "removed": "remove",
+    "new data": "move",
+    "cast to double": "to float64",
+    "cast to bfloat16": "to bfloat16",
+    "channels last": "to channels_last",
+}
+IN_A_GRAPH = ("thawed", "frozen", "extended", "appended")  # of tensors that are there still
+# A change comes at "*".
+SITUATIONS = {
+    "before the first step": "*, zero, forward 012, backward, step, zero, forward 012, backward, step",
+    "after the first step": "zero, forward 012, backward, step, *, zero, forward 012, backward, step, zero, forward 012, backward, step",
+    "with gradients kept": "forward 012, backward, step, forward 012, backward, step, *, forward 012, backward, step, forward 012, backward",
+    "while accumulating": "zero, forward 012, backward, step, zero, forward 012, accumulate, *, forward 012, accumulate, forward 012, backward, step",
+    "between forward and backward": "zero, forward 012, backward, step, zero, forward 012, *, backward, step, zero, forward 012, backward",
+    "of which no forward tells": "zero, forward 012 inside, backward, step, *, zero, forward 012 inside, backward by-step, step",
+    "after a forward that told of another one": "zero, forward 012, backward, step, thaw 0, look now, *, zero, forward 012 inside, backward by-step, step",
+}
+
+
+def changed(situation: str, change: str, **how: Any) -> Program:
+    before, after = SITUATIONS[situation].split("*")
+    order = {"appended": "0123", "removed": "01"}.get(change, "012")
+    units = "channels channels channels" if change == "channels last" else "linear linear shift"
+    return Program(units=units, before="freeze 0", events=before + CHANGES[change] + after.replace("012", order), times=1, **how)
+
+
+CHANGED = {
+    **{
+        f"{change}, {situation}": changed(situation, change, is_attached=number % 2 == 1, plan=list(PLANS)[number % len(PLANS)])
+        for number, situation in enumerate(SITUATIONS)
+        for change in CHANGES
+        if situation != "between forward and backward" or change in IN_A_GRAPH
+    },
+    "the last unit thawed, of which no forward tells": Program(
+        before="freeze 0, freeze 2",
+        events="zero, forward 012 inside, backward, thaw 2, zero, forward 012 inside, backward, step",
+        times=2,
+    ),
+    "the last unit thawed, after a forward that told of another one": Program(
+        before="freeze 0, freeze 2",
+        events="zero, forward 012, backward, thaw 0, look now, thaw 2, zero, forward 012 inside, backward",
+        times=1,
+    ),
+    "a gradient from before the change counts": Program(
+        before="freeze 2",
+        events="zero, forward 012, backward, zero, forward 01, accumulate, thaw 2, forward 20, backward, step, zero, forward 02, backward, step",
+        times=1,
+    ),
+    "units take turns": Program(
+        before="freeze 1, freeze 2",
+        events="zero, forward 012, backward, step, freeze 0, thaw 1, zero, forward 012, backward, step, freeze 1, thaw 2, zero, forward 012, "
+        "backward, step, freeze 2, thaw 0",
+    ),
+    "everything is frozen for a while": Program(
+        events="zero, forward 012, backward, step, freeze 0, freeze 1, freeze 2, zero, forward 012, backward, forward 012, backward, "
+        "thaw 0, thaw 1, thaw 2"
+    ),
+    "a change under a hook": Program(
+        before="freeze 0",
+        has_hook=True,
+        events="zero, forward 012, backward, step, thaw 0, freeze 1, zero, forward 012, backward, step, freeze 0",
+    ),
+    **{
+        f"a unit thawed between two backwards, {strategy}, {first}": Program(
+            before="freeze 2",
+            events=f"thaw 0, thaw 1, freeze 2, zero, forward 01 inside, {first}, freeze 0, freeze 1, thaw 2, forward 12 inside, backward, "
+            "thaw 0, thaw 1, step",
+            strategy=strategy,
+            is_eager=is_eager,
+        )
+        for strategy, is_eager, first in (
+            ("ddp", False, "backward"),
+            ("ddp", False, "accumulate"),
+            ("zero1", False, "backward"),
+            ("zero1", False, "accumulate"),
+            ("zero2", False, "accumulate"),
+            ("zero1", True, "accumulate"),
+        )
+    },
+}
+
+# a: a backward that accumulates, s: one that synchronizes, z and 0: zero_grad() with and without set_to_none,
+# r: what was accumulated is reduced by hand. Rank 0 uses two units, other ranks one.
+LETTERS = {"a": "forward 01|0, {}accumulate", "s": "forward 01|0, {}backward", "z": "zero", "0": "zero in-place", "r": "reduce"}
+PATTERNS = ["ar", "sar", "s", "as", "aas", "ss", "sss", "sas", "szs", "s0s", "azs", "a0s", "sazs", "sa0s", "saas", "sasas"]
+
+
+def combined(kind: str, letters: str, **how: Any) -> Program:
+    """Sums over ranks, or means over all that the ranks have said their losses are sums over."""
+    weights = ["weight 3|5, ", "weight 6|10, "] if kind == "weights" else [""]
+    events = [LETTERS[letter].format(weight) for letter, weight in zip(letters, cycle(weights), strict=False)]
+    settings = {"op": "sum" if kind == "sum" else "mean", **how.pop("settings", {})}
+    return Program(events=", ".join(["zero", *events, "step"]), settings=settings, **how)
+
+
+COMBINED = {
+    **{f"{kind}, {letters}": combined(kind, letters) for kind in ("sum", "weights") for letters in PATTERNS},
+    **{
+        f"{kind}, {letters}, {strategy}": combined(kind, letters, strategy=strategy)
+        for kind in ("sum", "weights")
+        for strategy in ("zero1", "zero2")
+        for letters in ("s", "as", "ss", "sas", "szs", "s0s")
+    },
+    **{
+        f"{kind}, {it}, eager": combined(kind, "as", strategy=it, is_eager=True)
+        for kind in ("sum", "weights")
+        for it in ("zero1", "zero2")
+    },
+    **{
+        f"{kind}, {setting}": combined(kind, "sas", strategy=strategy, settings={setting: value})
+        for kind in ("sum", "weights")
+        for setting, value, strategy in (
+            ("reduction", "native", "ddp"),
+            ("overlap", False, "zero1"),
+            ("overlap", False, "ddp"),
+            ("average_in_collective", False, "ddp"),
+        )
+    },
+    **{
+        f"weights {first} and {second} of two backwards, {how}, {strategy}": Program(
+            events=f"zero, forward 01|0, weight {first}, {how}, forward 01|0, weight {second}, backward, step", strategy=strategy
+        )
+        for strategy in ("ddp", "zero1", "zero2")
+        for how in ("accumulate", "backward")
+        for first, second in ((0, 3), (3, 0))
+        if (how, first) != ("backward", 0)
+    },
+    "a rank without data has weight 0": Program(events="zero, weight 3|0, train 01|none, zero, weight 5|4, train 01|0"),
+    "a rank without data needs no weight": Program(
+        events="zero, weight 5|4, train 01|0, zero, weight 3|, train 01|none, zero, weight 6|8, train 0|01"
+    ),
+    "a plain mean between weights": Program(
+        events="zero, train 01|0, step, zero, weight 3|5, train 01|0, step, zero, train 0, step", settings={"reduction": "native"}
+    ),
+    "sums that are kept over a step": Program(events="forward 01|0, backward, step", settings={"op": "sum"}),
+    "weighted means that are kept over a step": Program(events="forward 01|0, weight 3|5, backward, step"),
+    **{
+        f"{kind}, {name}": Program(units=units, before=before, events=events.format(weight), settings={"op": op})
+        for kind, op, weight in (("sum", "sum", ""), ("weights", "mean", "weight 3|5, "))
+        for name, units, before, events in (
+            ("parts that come late", "linear twice-reentrant linear", "", "zero, forward 012, {0}backward, step"),
+            ("sparse", "table linear", "", "zero, forward 01|10, {0}backward, forward 0, {0}backward, step"),
+            (
+                "units exchanged",
+                "linear linear linear",
+                "freeze 1",
+                "zero, forward 01, {0}backward, step, freeze 0, thaw 1, zero, forward 01|10, {0}backward, forward 1, {0}backward, thaw 0, freeze 1",
+            ),
+            (
+                "a unit frozen with an accumulated gradient",
+                "linear linear linear",
+                "",
+                "zero, forward 01, {0}accumulate, freeze 0, forward 01, {0}backward, step, thaw 0, zero, forward 0, {0}backward",
+            ),
+            (
+                "a failed backward leaves all as before",
+                "linear linear linear",
+                "",
+                "zero, forward 01, {0}backward, zero, {0}fail backward, forward 01, {0}backward, step",
+            ),
+        )
+    },
+}
+
+WRITTEN = {
+    **{
+        f"a written gradient {where}, {strategy}, {zero}, {number} micro-batches": Program(
+            units=f"linear {kind} linear linear",
+            events=f"{zero}, forward {order}, {'accumulate, forward 02, ' if number == 2 else ''}backward, step",
+            strategy=strategy,
+        )
+        for where, kind, order in (
+            ("in the middle", "written", "012"),
+            ("ahead of all hooks", "written", "021"),
+            ("used by autograd too", "written-and-used", "012"),
+        )
+        for strategy, zero, number in (
+            ("ddp", "zero", 1),
+            ("ddp", "zero in-place", 1),
+            ("ddp", "zero", 2),
+            ("zero1", "zero", 1),
+            ("zero1", "zero in-place", 2),
+            ("zero2", "zero", 1),
+        )
+    },
+    "a gradient is written on one rank only": Program(
+        units="linear written linear", events="zero, forward 012|02, backward, scale, forward 02, backward, step"
+    ),
+    "a gradient is written ahead of all hooks under sums": Program(
+        units="linear written linear", events="zero, forward 021, backward, step", settings={"op": "sum"}
+    ),
+    "a gradient is written ahead of all hooks with weights": Program(
+        units="linear written linear", events="zero, forward 021, weight 1, backward, step"
+    ),
+}
+
+DISTURBED = {
+    **{
+        f"all ranks fail in {where}, {when}": Program(events=f"{first}fail {where}, forward 012, backward, step, zero", times=1)
+        for where in ("forward", "backward")
+        for when, first in (("in the first step", ""), ("later", "forward 012, backward, step, zero, "))
+    },
+    "one rank fails in backward": Program(events="zero, forward 012, backward, step, zero, fail |backward"),
+    "one rank fails in backward, with shards": Program(
+        events="zero, fail |backward, forward 012, backward, step", strategy="zero1"
+    ),
+    **{
+        f"rank {rank} is late with {kind}, {strategy}": Program(
+            events=f"zero, forward 012, backward, step, late {rank} {kind}, zero, forward 01|20, backward, step",
+            times=2,
+            strategy=strategy,
+        )
+        for rank in (0, 1)
+        for strategy, kind in (
+            ("ddp", "pack"),
+            ("ddp", "all_reduce"),
+            ("ddp", "bind"),
+            ("zero1", "reduce_scatter"),
+            ("zero2", "all_gather"),
+        )
+    },
+    "a rank evaluates alone": Program(events="zero, forward 012, backward, step, evaluate now|"),
+    "a state dict goes round": Program(events="zero, forward 012, backward, step, reload", strategy="zero1", plan="pieces"),
+}
+
+EXAMPLES = {**OF_EVERY_KIND, **USED, **ACCUMULATED, **CHANGED, **COMBINED, **WRITTEN, **DISTURBED}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@in_ranks(2)
+def test_an_example_has_the_results_of_the_reference(name: str) -> None:
+    run(EXAMPLES[name])
+
+
+# The mean of three equal values may have other bits, and a third rank is neither the first nor the last.
+@pytest.mark.parametrize("name", [*USED, *list(COMBINED)[:32], "twice-reentrant units train", "an attached model accumulates"])
+@pytest.mark.parametrize("plan", ["default", "each"])
+@in_ranks(3)
+def test_an_example_has_them_on_three_ranks(name: str, plan: str) -> None:
+    run(dataclasses.replace(EXAMPLES[name], plan=plan))
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+@in_ranks(4)
+def test_rows_of_a_mesh_have_them(*, is_eager: bool) -> None:
+    run(
+        Program(
+            strategy="hybrid", is_eager=is_eager, events="zero, forward 012|01, accumulate, forward 012|-|02|1, backward, step"
+        )
+    )

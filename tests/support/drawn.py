@@ -1,0 +1,180 @@
+"""Programs drawn at random, the same on every rank, and how one that fails is made smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections.abc import Callable, Iterator
+
+from support.programs import PLANS, Program, events_of, run
+from support.ranks import Ranks, RanksFailed
+from support.units import IN_PARTS, UNITS
+
+NUM_STEPS = 3
+# Sharded optimizers step on shards of 32 bits at least, without rows; an eager step has no second part of a gradient.
+NOT_SHARDED = ("table", "bag", "bfloat16", "half")
+NOT_APART = ("written", "written-and-used")  # what something else than autograd adds cannot be told from an earlier result
+LATE = ("pack", "all_reduce", "reduce_scatter", "step", "bind", "all_gather")
+
+
+def drawn(seed: int, num_ranks: int) -> Program:
+    return Drawing(random.Random(seed), num_ranks).program()
+
+
+class Drawing:
+    """One program on its way; what is drawn first bars some of what may follow."""
+
+    def __init__(self, chance: random.Random, num_ranks: int) -> None:
+        self.chance, self.num_ranks = chance, num_ranks
+        self.strategy = chance.choice(["ddp", "ddp", "ddp", "zero1", "zero2", *(["hybrid"] * (num_ranks == 4))])
+        self.is_plain = self.strategy == "ddp"
+        self.is_eager = not self.is_plain and self.likely(0.3)
+        self.divides = chance.choice(["by ranks", "by ranks", "by weights", "by nothing"])
+        barred = [
+            kind
+            for kinds, is_barred in (
+                (NOT_SHARDED, not self.is_plain),
+                (IN_PARTS, self.is_eager),
+                (NOT_APART, self.divides != "by ranks"),
+            )
+            if is_barred
+            for kind in kinds
+        ]
+        self.units = ["linear", *chance.choices([kind for kind in UNITS if kind not in barred], k=chance.randint(1, 4))]
+        self.units += ["linear"]
+        self.num_units = len(self.units)
+        self.has_hook = self.is_plain and self.divides == "by ranks" and self.likely(0.15)
+
+    def likely(self, probability: float) -> bool:
+        return self.chance.random() < probability
+
+    def program(self) -> Program:
+        settings = {
+            "reduction": self.chance.choice(["ordered", "native"]),
+            "op": "sum" if self.divides == "by nothing" else "mean",
+            "order": self.chance.choice(["observed", "reverse", "largest_first"]),
+            "overlap": self.is_eager or self.likely(0.8),
+            "average_in_collective": self.likely(0.8),
+            "nonfinite": "ignore" if self.is_eager else "skip",
+        }
+        return Program(
+            units=" ".join(self.units),
+            before=self.chance.choice(["", "", f"freeze {self.unit()}"]),
+            events=", ".join(event for _ in range(NUM_STEPS) for event in self.step() if event),
+            times=1,
+            strategy=self.strategy,
+            is_eager=self.is_eager,
+            is_attached=self.is_plain and self.likely(0.2),
+            has_hook=self.has_hook,
+            plan=self.chance.choice(list(PLANS)),
+            settings=settings,
+        )
+
+    def step(self) -> Iterator[str]:
+        change = self.change() if self.likely(0.3) else ""
+        yield change
+        yield f"late {self.chance.randrange(self.num_ranks)} {self.chance.choice(LATE)}" if self.likely(0.15) else ""
+        yield "zero" if change or self.is_eager else self.chance.choice(self.clearings())
+        yield (
+            self.chance.choice(["fail backward", "fail backward|", "fail |backward"])
+            if not self.is_eager and self.likely(0.05)
+            else ""
+        )
+        for _ in range(self.chance.choice([0, 0, 1, 2])):
+            yield from (
+                self.forward(),
+                self.weight(),
+                self.chance.choice(["accumulate", "accumulate flagged", "accumulate leaves"]),
+            )
+        # Parameters that are new are written to in the first synchronization: no other graph may have them.
+        yield from self.synchronization(is_plain=self.is_eager or change.startswith(("append", "replace")))
+        if not self.is_eager and self.likely(0.2):
+            yield from self.synchronization(is_plain=False)
+        yield f"look {self.of_ranks(['now', ''])}" if not self.is_eager and "norm" not in self.units and self.likely(0.1) else ""
+        yield "scale" if self.is_plain and self.likely(0.1) else ""
+        if not self.is_eager and self.likely(0.1):
+            return  # without a step
+        yield "step"
+        yield f"evaluate {self.of_ranks(['now', ''])}" if self.likely(0.1) else ""
+        yield "reload" if self.likely(0.1) else ""
+
+    def clearings(self) -> list[str]:
+        return ["zero", "zero", "zero in-place", "", *(["hold"] if self.is_plain else [])] + (
+            [f"zero, write {self.unit()}"] if self.is_plain and self.divides == "by ranks" else []
+        )
+
+    def synchronization(self, *, is_plain: bool) -> Iterator[str]:
+        """A rank that reaches nothing joins once for each forward; in all but the plain way it must reach something."""
+        how = 1.0 if is_plain else self.chance.random()
+        yield self.forward(reaches=how < 0.4)
+        if how < 0.1:
+            yield from (self.weight(), "accumulate", "reduce")
+        elif how < 0.2:
+            yield from (self.weight(), "backward retain", self.weight(), "backward")
+        elif how < 0.3:
+            yield from (self.forward(reaches=True), self.weight(), "backward", self.weight(), "backward")
+        elif how < 0.4:
+            yield from (self.forward(reaches=True), self.weight(), "backward together")
+        elif how < 0.45:
+            overflow = f"overflow {self.of_ranks(['now', ''])}"
+            yield from (overflow, self.weight(), "backward", "step", "zero", self.forward(), self.weight(), "backward")
+        else:
+            yield from (self.weight(), "backward")
+
+    def forward(self, *, reaches: bool = False) -> str:
+        word = self.chance.choice(["", "", "", " quiet"])
+        return f"forward {'|'.join(self.order(reaches=reaches or word != '') + word for _ in range(self.num_ranks))}"
+
+    def order(self, *, reaches: bool) -> str:
+        """Unit 0 is never frozen."""
+        indices = "".join(map(str, range(self.num_units)))
+        picked = "".join(self.chance.choices(indices, k=self.chance.randint(1, self.num_units + 1)))
+        order = self.chance.choice([indices, indices[::-1], picked, picked, *(["-"] * self.likely(0.3))])
+        # Zeros that a function has written, or that came late, look like gradients that were thrown away.
+        may_be_empty = not {"norm", *NOT_APART, *(IN_PARTS if self.divides == "by weights" else ())}.intersection(self.units)
+        return (f"0{order.strip('-')}" if reaches else order) + (" empty" if may_be_empty and self.likely(0.2) else "")
+
+    def weight(self) -> str:
+        return f"weight {self.of_ranks('1234567')}" if self.divides == "by weights" else ""
+
+    def unit(self) -> int:
+        """One that may be frozen: what writes gradients does not ask."""
+        units = [index for index, kind in enumerate(self.units) if index > 0 and not kind.startswith("written")]
+        return self.chance.choice(units)
+
+    def change(self) -> str:
+        may_grow = self.is_plain and not self.has_hook and self.num_units < 8
+        change = self.chance.choice(["freeze", "thaw", *(["append", "replace", "move"] if may_grow else [])])
+        self.num_units += change == "append"
+        return change if change in ("append", "move") else f"{change} {self.unit()}"
+
+    def of_ranks(self, words: str | list[str]) -> str:
+        return "|".join(self.chance.choice(words) for _ in range(self.num_ranks))
+
+
+def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """Without the events and settings that it fails without as well."""
+    for number in reversed(range(len(list(events_of(program.events))))):
+        events = list(events_of(program.events))
+        smaller = dataclasses.replace(program, events=", ".join(events[:number] + events[number + 1 :]))
+        program = smaller if fails(smaller) else program
+    return program
+
+
+def main(seed: int, num_ranks: int) -> None:
+    """Prints the smallest program that fails as that of `seed` does."""
+    with Ranks(num_ranks) as ranks:
+
+        def fails(program: Program) -> bool:
+            try:
+                ranks.run(run, program, timeout_s=10.0)
+            except RanksFailed:
+                return True
+            return False
+
+        print(shrunk(drawn(seed, num_ranks), fails))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,442 @@
+"""Programs of training steps, drawn at random or written down, and the naive reference that they are compared with.
+
+A program is data, the same on every rank: a model of a few units, and events. An event is a verb, which is a method of `Run`,
+and words for it. Words may differ from rank to rank: "forward 012|02" leaves out unit 1 on every second rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from support.hybrid import chain, mesh_of
+from support.inside import late_ops, sharding_of
+from support.models import noise
+from support.units import IN_PARTS, WIDTH, Units, made
+from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, attach
+from undertow.schedule import OpKind
+
+ROWS = 3
+LEARNING_RATE = 0.125
+# The largest bucket in MiB.
+PLANS: dict[str, Any] = {"each": 1e-6, "pieces": 3e-5, "several": 1.5e-4, "one": 25.0, "default": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What all ranks run: `times` the `events`, with a model of `units` to which `before` happens before it is wrapped."""
+
+    units: str = "linear linear linear"
+    before: str = ""
+    events: str = "zero, forward 012, backward, step"
+    times: int = 3
+    strategy: str = "ddp"
+    is_eager: bool = False
+    is_attached: bool = False
+    has_hook: bool = False
+    plan: str = "each"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def has(self, *kinds: str) -> bool:
+        return not set(kinds).isdisjoint(self.units.split())
+
+    def is_exact(self, num_ranks: int) -> bool:
+        """True if the reference adds up in the same order; a part of a gradient that comes late is averaged alone."""
+        is_native = self.settings.get("reduction") == "native" or self.has_hook or self.has("table", "bag")
+        return not self.has(*IN_PARTS) and (num_ranks == 2 or not is_native)
+
+
+class Reference:
+    """A bare model on each rank; one all-gather of everything makes its gradients what they are to be.
+
+    A gradient is the mean over ranks of what each rank's `.grad` holds, if some rank has added to it since the last
+    synchronization. If `is_apart`, the results of earlier synchronizations are not reduced again, but added.
+    """
+
+    def __init__(self, model: nn.Module, program: Program) -> None:
+        self.model, self.program, self.num_ranks = model, program, dist.get_world_size()
+        self.op = program.settings.get("op", "mean")
+        self.is_weighted = self.has_shards = False  # shards come with the first step, and go with a change of parameters
+        self.new: set[Tensor] = set()  # parameters with a gradient since the last synchronization
+        self.used: set[Tensor] = set()  # in this step
+        self.results: set[Tensor] = set()  # parameters whose `.grad` is a result
+        self.earlier: dict[Tensor, Tensor] = {}  # results that were taken out of `.grad`
+        self.next: float | None = None  # the weight of the backward that comes
+        self.weight: float | None = None  # of backwards since the last synchronization
+        self.total: float | None = None  # of the results that are there
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    @property
+    def is_apart(self) -> bool:
+        return self.op == "sum" or self.is_weighted or self.has_shards
+
+    def backward(self, loss: Tensor, **how: Any) -> None:
+        self.take()
+        before = {param: param.grad for param in self.params}
+        for param in before:
+            param.grad = None
+        if loss.requires_grad:
+            self.weigh()
+            loss.backward(**how)
+        self.new |= {param for param in before if param.grad is not None}
+        for param, grad in before.items():
+            if grad is not None:
+                param.grad = grad if param.grad is None else grad + param.grad
+
+    def take(self) -> None:
+        """Puts results aside that are not to be reduced again."""
+        for param in [param for param in self.results if self.is_apart and param.grad is not None]:
+            self.earlier[param], param.grad = param.grad, None
+        self.results.clear()
+
+    def weigh(self) -> None:
+        if self.next is not None:
+            self.weight, self.next = (self.weight or 0.0) + self.next, None
+
+    def accumulated(self) -> None:
+        """A result to which nothing was added is a result again."""
+        for param in [param for param in self.earlier if param.grad is None]:
+            param.grad = self.earlier.pop(param)
+            self.results.add(param)
+
+    def synchronize(self, *, op: str | None = None) -> None:
+        self.weigh()
+        self.take()
+        mine = [(None if (grad := param.grad) is None else grad.to_dense(), param in self.new) for param in self.params]
+        everyone: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(everyone, (mine, self.weight))
+        weights = [weight for _, weight in everyone if weight is not None]
+        total = sum(weights) + (self.total or 0.0)
+        keep = (self.total or 1.0) / (total or 1.0) if weights and self.total is not None else 1.0
+        self.weight, self.total = None, total if weights else None
+        for index, param in enumerate(self.params):
+            parts = [grads[index] for grads, _ in everyone]
+            if any(is_new for _, is_new in parts):
+                grad = self.reduced([torch.zeros_like(param) if grad is None else grad for grad, _ in parts], op or self.op)
+                param.grad = torch.empty_like(param).copy_(grad / ((total or 1.0) / self.num_ranks) if weights else grad)
+            if param in self.earlier:
+                earlier = self.earlier[param] * keep
+                param.grad = earlier if param.grad is None else param.grad + earlier
+        self.used |= self.new
+        self.results = {param for param in self.params if param.grad is not None}
+        self.new.clear()
+        self.earlier.clear()
+
+    def reduced(self, parts: list[Tensor], op: str) -> Tensor:
+        """Added up in rank order, row by row on a mesh, with 32 bits at least."""
+        wide = [part.float() if part.dtype.itemsize == 2 else part for part in parts]
+        rows = [wide[:2], wide[2:]] if self.program.strategy == "hybrid" else [wide]
+        return (chain([chain(row) for row in rows]) / (1 if op == "sum" else self.num_ranks)).to(parts[0].dtype)
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        self.model.zero_grad(set_to_none=set_to_none)
+        self.weight, self.total = None, None
+        for noted in (self.earlier, self.results, *((self.new, self.used) if set_to_none else ())):
+            noted.clear()
+
+
+def stop(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+class Run:
+    """One rank's run of a program: whatever happens to the synchronized model happens to the reference's too."""
+
+    def __init__(self, program: Program, **target: Any) -> None:
+        self.program, self.rank = program, dist.get_rank()
+        self.module, self.bare = Units(program.units), Units(program.units)
+        self.reference = Reference(self.bare, program)
+        self.losses: list[tuple[Tensor, Tensor]] = []  # of forwards whose backward is to come
+        self.held: list[tuple[Tensor, Tensor]] = []
+        self.num_forwards, self.is_synchronized = 0, False
+        for event in events_of(program.before):
+            self.happen(event)
+        given = {"strategy": program.strategy, "reduction": "ordered", "bucket_cap_mb": PLANS[program.plan], **program.settings}
+        make: Any = attach if program.is_attached else DistributedDataParallel
+        self.handle = make(self.module, config=SyncConfig(**given), **target)
+        self.model, self.sync = (self.module, self.handle) if program.is_attached else (self.handle, self.handle.sync)
+        if program.has_hook:
+            self.handle.register_comm_hook(None, allreduce_hook)
+        self.make_optimizers()
+
+    def make_optimizers(self) -> None:
+        how = {"lr": LEARNING_RATE}
+        if not self.program.has("table", "bag"):
+            how |= {"momentum": 0.5, "weight_decay": 0.01}
+        self.optimizers: list[Any] = [torch.optim.SGD(model.parameters(), **how) for model in (self.module, self.bare)]
+        if self.program.strategy != "ddp":
+            self.optimizers[0] = ShardedOptimizer(torch.optim.SGD, self.handle, eager=self.program.is_eager, **how)
+
+    def happen(self, event: str) -> None:
+        verb, _, words = event.partition(" ")
+        of_ranks = words.split("|")
+        getattr(self, verb)(*of_ranks[self.rank % len(of_ranks)].split())
+
+    def close(self) -> None:
+        self.handle.close()
+        for grad, copied in self.held:
+            assert torch.equal(grad.to_dense(), copied.to_dense()), "a gradient that the user holds has changed"
+
+    # Training
+
+    def zero(self, how: str = "") -> None:
+        self.model.zero_grad(set_to_none=how != "in-place")
+        self.reference.zero_grad(set_to_none=how != "in-place")
+
+    def weight(self, weight: str = "") -> None:
+        """Of the backward that comes."""
+        self.reference.is_weighted = True
+        if weight:
+            self.handle.weight(float(weight))
+            self.reference.next = float(weight)
+
+    def forward(self, order: str, *words: str) -> None:
+        """Another batch each time; it may be "empty", or run "quiet", while backwards would only accumulate, or "inside"."""
+        self.num_forwards += 1
+        if self.is_synchronized and "inside" not in words:  # of which nobody knows
+            self.reference.used.clear()
+            self.is_synchronized = False
+        x = noise(0 if "empty" in words else ROWS, WIDTH, step=self.num_forwards)
+        with self.handle.no_sync() if "quiet" in words else contextlib.nullcontext():
+            ours = (self.module.forward if "inside" in words else self.model)(x, order)
+        self.losses.append((ours.square().sum() / ROWS, self.bare(x, order).square().sum() / ROWS))
+
+    def backward(self, *words: str) -> None:
+        """Of the oldest loss, or of all "together"; or it will "retain" the graph. A rank that reaches nothing joins."""
+        self._backward(*words)
+        self._synchronize()
+
+    def accumulate(self, *words: str) -> None:
+        """A backward that only accumulates, "flagged" so, or in a context that it "leaves" by an exception."""
+        with contextlib.suppress(ZeroDivisionError), contextlib.nullcontext() if "flagged" in words else self.handle.no_sync():
+            self.sync.is_accumulating = True
+            self._backward(*words)
+            self.sync.is_accumulating = "flagged" not in words
+            stop() if "leaves" in words else None
+        if self.sends_micro_batches:
+            self._synchronize(is_last=False)
+            return
+        self.reference.accumulated()
+        if not self.reference.has_shards:
+            self.compare_gradients()
+
+    @property
+    def sends_micro_batches(self) -> bool:
+        return self.program.strategy == "zero2" and self.reference.has_shards
+
+    def train(self, order: str) -> None:
+        """A forward and a backward; a rank that has "none" only joins."""
+        if order == "none":
+            self.handle.finish()
+            self.reference.used.clear()
+            self.reference.backward(torch.zeros(()))
+        else:
+            self.forward(order)
+            self._backward()
+        self._synchronize()
+
+    def reduce(self, op: str | None = None) -> None:
+        """By hand, of what was accumulated."""
+        self.handle.reduce_gradients_async(op).wait()
+        self._synchronize(op=op)
+
+    def _backward(self, *words: str) -> None:
+        losses = list(self.losses) if "together" in words else self.losses[:1]
+        if "retain" not in words:
+            del self.losses[: len(losses)]
+        ours, wanted = (sum(each) for each in zip(*losses, strict=True))
+        if ours.requires_grad:
+            ours.backward(retain_graph="retain" in words)
+        if "by-step" in words:  # of an optimizer; else a rank that reaches nothing is to say so
+            torch.optim.SGD(self.module.parameters(), lr=0.0).step()
+        elif not ours.requires_grad and (self.sends_micro_batches or not self.sync.is_accumulating):
+            self.handle.finish()
+        self.reference.has_shards = sharding_of(self.sync) is not None
+        self.reference.backward(wanted, retain_graph="retain" in words)
+
+    def _synchronize(self, *, op: str | None = None, is_last: bool = True) -> None:
+        reference = self.reference
+        reference.synchronize(op=op)
+        self.is_synchronized = is_last
+        if not self.program.is_eager or not reference.has_shards:
+            self.compare_gradients()
+        if is_last:
+            used = {name for name, param in self.bare.named_parameters() if param in reference.used}
+            assert set(self.sync.unused_parameters) == {spec.name for spec in self.sync.plan.params} - used
+
+    def compare_gradients(self) -> None:
+        for (name, param), wanted in zip(self.module.named_parameters(), self.bare.parameters(), strict=True):
+            ours = self.handle.full_gradient(param) if self.reference.has_shards else param.grad
+            if ours is None or wanted.grad is None:
+                assert ours is wanted.grad, (name, ours, wanted.grad)
+                continue
+            assert ours.is_sparse or self.reference.has_shards or ours.stride() == torch.empty_like(param).stride(), name
+            # (a + b) / 2 + (c + d) / 2 for ((a + c) + (b + d)) / 2, or sums in another order: some units in the last place.
+            is_exact = self.program.is_exact(dist.get_world_size()) or not wanted.numel()
+            largest = 0.0 if is_exact else float(wanted.grad.to_dense().abs().nan_to_num(0.0, 0.0).max())
+            tolerance = 4 * torch.finfo(wanted.dtype).eps * largest
+            how: dict[str, Any] = {"rtol": 0.0, "atol": tolerance, "equal_nan": True, "msg": f"{name}: {{}}".format}
+            torch.testing.assert_close(ours.to_dense(), wanted.grad.to_dense(), **how)
+            if not is_exact:  # nor may the difference grow
+                wanted.grad = ours.to_dense().clone()
+
+    def step(self) -> None:
+        is_finite = all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None)
+        for optimizer in self.optimizers[: 2 if is_finite else 1]:
+            optimizer.step()
+        self.reference.has_shards = sharding_of(self.sync) is not None
+        self.reference.used.clear()
+        self.sync.wait()
+        for (name, ours), wanted in zip(self.module.named_parameters(), self.bare.parameters(), strict=True):
+            assert torch.equal(ours, wanted), name
+        for ours, wanted in zip(self.module.buffers(), self.bare.buffers(), strict=True):
+            assert self.rank > 0 or torch.equal(ours, wanted)  # statistics follow rank 0
+
+    # Changes of the model
+
+    def freeze(self, index: str) -> None:
+        self._change(lambda units: units[int(index)].requires_grad_(False))
+
+    def thaw(self, index: str) -> None:
+        self._change(lambda units: units[int(index)].requires_grad_(True))
+
+    def replace(self, index: str, kind: str = "linear") -> None:
+        self._change(lambda units: units.__setitem__(int(index), made(kind, 40 + self.num_forwards)))
+
+    def renew(self, index: str) -> None:
+        """Another tensor for one parameter."""
+        weight = made("linear", 60).weight.detach()
+        self._change(lambda units: setattr(units[int(index)], "weight", nn.Parameter(weight.clone())))
+
+    def extend(self, index: str) -> None:
+        """A parameter more for a unit that may have one."""
+        self._change(lambda units: setattr(units[int(index)], "shift", nn.Parameter(torch.full((WIDTH,), 0.5))))
+
+    def append(self, kind: str = "linear") -> None:
+        self._change(lambda units: units.append(made(kind, 50 + self.num_forwards)))
+
+    def remove(self) -> None:
+        self._change(lambda units: units.__delitem__(-1))
+
+    def to(self, how: str) -> None:
+        what = getattr(torch, how)
+        self._change(lambda units: units.to(**{"memory_format" if isinstance(what, torch.memory_format) else "dtype": what}))
+
+    def assign(self) -> None:
+        """A state dict is loaded whose tensors become the parameters."""
+        self._change(
+            lambda units: units.load_state_dict({key: it.clone() for key, it in units.state_dict().items()}, assign=True)
+        )
+
+    def move(self) -> None:
+        """New data for every parameter."""
+        for param in (*self.module.parameters(), *self.bare.parameters()):
+            param.data = param.data * 0.5
+
+    def _change(self, change: Callable[[nn.ModuleList], object]) -> None:
+        before = list(self.module.parameters())
+        for model in (self.module, self.bare):
+            change(model.units)
+        if hasattr(self, "handle") and list(map(id, before)) != list(map(id, self.module.parameters())):
+            self.make_optimizers()
+
+    # What else a user does
+
+    def write(self, index: str) -> None:
+        """Gradients of the user's own."""
+        for model in (self.module, self.bare):
+            for param in model.units[int(index)].parameters():
+                values = noise(param.numel(), step=self.num_forwards).view(param.shape)
+                param.grad = torch.empty_like(param).copy_(values)
+
+    def scale(self, how: str = "in-place") -> None:
+        """Gradients are scaled, in place or by new data, as for clipping."""
+        for param in (*self.module.parameters(), *self.bare.parameters()):
+            if param.grad is not None and how == "in-place":
+                param.grad.mul_(0.3)
+            elif param.grad is not None:
+                param.grad.data = param.grad.data * 0.3
+
+    def hold(self) -> None:
+        """The user keeps these gradients, of which there are new ones from now on."""
+        self.held += [(grad, grad.clone()) for param in self.module.parameters() if (grad := param.grad) is not None]
+        self.zero()
+
+    def finish(self) -> None:
+        """When nothing is owed it does nothing."""
+        self.handle.finish()
+
+    def look(self, now: str = "") -> None:
+        """One more training forward on some ranks, for a look at the loss."""
+        if now:
+            self.model(noise(ROWS, WIDTH), "0")
+
+    def evaluate(self, now: str = "") -> None:
+        if now:
+            with torch.no_grad():
+                ours, wanted = (model.eval()(noise(ROWS, WIDTH), "0") for model in (self.model, self.bare))
+            assert torch.equal(ours, wanted)
+            for model in (self.model, self.bare):
+                model.train()
+
+    def reload(self) -> None:
+        """A state dict is saved, and loaded when the parameters were lost."""
+        state = copy.deepcopy(self.model.state_dict())
+        with torch.no_grad():
+            for param in self.module.parameters():
+                param.zero_()
+        self.model.load_state_dict(state)
+
+    def overflow(self, now: str = "") -> None:
+        """The oldest loss is infinite."""
+        if now:
+            ours, wanted = self.losses[0]
+            self.losses[0] = ours * float("inf"), wanted * float("inf")
+
+    def late(self, rank: str, kind: str) -> None:
+        """From now on a rank is late with every op of a kind."""
+        late_ops(self.sync, OpKind(kind), int(rank), seconds=0.005)
+
+    def fail(self, where: str = "") -> None:
+        """A forward or a backward fails on the ranks that say where, and backward on the others therefore; all drop gradients."""
+        unit = self.module.units[0]
+        hooks = [unit.register_forward_hook(stop)] if where == "forward" else []
+        trained = [param for param in unit.parameters() if param.requires_grad]
+        hooks += [trained[0].register_hook(stop)] if where == "backward" else []
+        with pytest.raises(ZeroDivisionError if where else PeerFailed):
+            self.model(noise(ROWS, WIDTH), "".join(map(str, range(len(self.module.units))))).sum().backward()
+        for hook in hooks:
+            hook.remove()
+        self.handle.finish() if where != "forward" else None
+        self.zero()
+
+
+def events_of(text: str) -> Iterator[str]:
+    return filter(None, map(str.strip, text.split(",")))
+
+
+def run(program: Program) -> None:
+    """Runs a program on this rank; a failure names the event and the program."""
+    with mesh_of(2, 2) if program.strategy == "hybrid" else contextlib.nullcontext() as mesh:
+        of_rank = Run(program) if mesh is None else Run(program, device_mesh=mesh)
+        try:
+            for number, event in enumerate([*events_of(program.events)] * program.times):
+                try:
+                    of_rank.happen(event)
+                except Exception as error:
+                    error.add_note(f"event {number}, {event!r}, of\n{program}")
+                    raise
+        finally:
+            of_rank.close()
