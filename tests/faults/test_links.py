@@ -17,7 +17,7 @@ from benchmarks.matrix.links import Network, shaped_network
 
 from faults.conftest import Record
 from faults.test_lost_ranks import WITHIN_S
-from support.faults import Outcome
+from support.processes import Ended
 
 pytestmark = pytest.mark.usefixtures("needs_namespaces")
 NUM_RANKS = 3
@@ -136,7 +136,7 @@ def test_a_cut_link_is_found_and_names_who_cannot_be_reached(
         others = "rank (0|1|0, 1) cannot be reached from rank 2" if rank == 2 else "rank 2 cannot be reached from rank [01]"
         assert kind == "RankLost"
         assert re.match(others + r": nothing has been acknowledged for \d+ s\.\n  synchronisation \d+, rank \d\n  The step", text)
-        found.append(Outcome(kind=kind, text=text, seconds=float(at) - cut_s))
+        found.append(Ended(words={"kind": kind, "text": text, "seconds": float(at) - cut_s}))
         assert found[-1].seconds < WITHIN_S
     record("link cut", found)
 

@@ -209,7 +209,7 @@ def waits_for_another_wrapper(rank: Rank) -> str:
         text = error_of(lambda: DistributedDataParallel(nn.Linear(2, 2), config=LIMITS))
     elif rank.number == 0:
         assert set(map(without_frames, rank.logged)) == {"\n".join(NO_SUCH_WRAPPER)}
-        assert len(rank.logged) <= 2  # before the time is over, and perhaps as it is
+        assert 1 <= len(rank.logged) <= 4  # every 0.4 s, as patience is shortened, and when the time is over
     third = DistributedDataParallel(nn.Linear(2, 2), config=LIMITS)
     third(torch.ones(2, 2)).sum().backward()
     first.close()

@@ -1,0 +1,19 @@
+"""The command `undertow`, called inside this process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from undertow.cli import main
+
+
+def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of the command with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["undertow", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
