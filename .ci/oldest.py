@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 AT = ROOT / "out" / "oldest"
 TESTS = [
-    "tests/unit/test_report.py",  # rich
-    "tests/unit/test_simulate_command.py",  # typer, matplotlib
-    "tests/unit/test_private_torch.py",
+    "tests/unit/report",  # rich
+    "tests/unit/cli",  # typer, matplotlib
+    "tests/unit/runtime/test_private.py",
     "tests/dist/test_gradients.py",
     "tests/dist/test_buffers.py",
     "tests/dist/test_checkpoints.py",  # numpy
