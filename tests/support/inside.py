@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -137,6 +139,29 @@ class _Observers:
     def after(self, op: Op) -> None:
         for call in self._after:
             call(op)
+
+
+def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[object]:
+    """`with` it Ctrl-C comes where the end of a backward would have the rest of its ops issued."""
+    return mock.patch.object(assembly_of(model)._synchronising, "end_backward", side_effect=KeyboardInterrupt)
+
+
+@contextlib.contextmanager
+def settles_after_the_round(model: Model) -> Iterator[None]:
+    """`with` it buckets that are stepped in backward are settled only when this rank has ended its synchronization."""
+    engine, settle, has_ended = engine_of(model), Executor._settle, threading.Event()
+    end = engine._end_round
+
+    def ending(this: Any) -> Any:
+        has_ended.set()
+        return end(this)
+
+    def late(*args: Any, **kwargs: Any) -> bool:
+        assert has_ended.wait(30.0)
+        return settle(*args, **kwargs)
+
+    with mock.patch.object(engine, "_end_round", ending), mock.patch.object(Executor, "_settle", late):
+        yield
 
 
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
