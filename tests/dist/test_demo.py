@@ -15,7 +15,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from undertow.demo import DemoSettings, run, run_demo
+from support.inside import demo_ranks
+from undertow.demo import DemoSettings, run_demo
 
 PATIENCE_S = 60.0
 
@@ -67,9 +68,9 @@ def fail_in_rank_1(rank: int, *arguments: object) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_failed_rank_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_run_rank", fail_in_rank_1)
-    code, text = run_and_read(DemoSettings(out=tmp_path))
+def test_a_failed_rank_is_exit_code_1(tmp_path: Path) -> None:
+    with demo_ranks(fail_in_rank_1):
+        code, text = run_and_read(DemoSettings(out=tmp_path))
     assert code == 1
     assert "rank 1 has failed.\n  It ended with exit code 3." in text
 

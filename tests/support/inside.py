@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import undertow.demo.run
 import undertow.sync
 from undertow import Sync, SyncConfig
 from undertow.plan import ParamSpec
@@ -139,6 +140,11 @@ class _Observers:
     def after(self, op: Op) -> None:
         for call in self._after:
             call(op)
+
+
+def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
+    """`with` it ranks of the demo call that function."""
+    return mock.patch.object(undertow.demo.run, "_run_rank", target)
 
 
 def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[object]:
@@ -382,7 +388,8 @@ def hearing_rank() -> Callable[[bytes], None]:
 
 def shorten_patience(factor: float) -> None:
     """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
-    for name in ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S"):
+    waits = ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S")
+    for name in (*waits, "PING_S", "SILENT_S"):
         setattr(patience, name, factor * getattr(patience, name))
 
 
