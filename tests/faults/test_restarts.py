@@ -175,9 +175,9 @@ def test_the_example_says_how_it_is_used(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)  # for as many as are asked for
 def test_every_run_of_the_example_learns_and_ends_with_exit_code_0(request: pytest.FixtureRequest) -> None:
     num_runs = request.config.getoption("--exits", default=1)
-    for run in range(num_runs):
+    for number in range(num_runs):
         done = run_under_torchrun(ROOT / "examples" / "train.py", num_ranks=2, folder=ROOT)
-        assert (done.exit_code, "Warning" in done.log) == (0, False), f"run {run} of {num_runs}: {done.log}"
+        assert (done.exit_code, "Warning" in done.log) == (0, False), f"run {number} of {num_runs}: {done.log}"
         first, last = losses_in(done.out, 4)
         assert last < first
         assert "Where a step goes" in done.out
