@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import copy
-import threading
+import re
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from support.errors import text_of
 from support.hybrid import hybrid
+from support.inside import interrupted_at_the_end_of_backward, member_of, settles_after_the_round
 from support.models import CASES, Fragile, noise
-from support.ranks import Ranks
+from support.ranks import in_ranks
 from support.sharded import Parameters, parameters, require_equal, training
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, load_checkpoint, save_checkpoint
-from undertow.runtime.executor import Executor
 
 LOSS = CASES["mlp"].loss
 SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
@@ -43,6 +44,13 @@ def one_step(ddp: DistributedDataParallel, opt: Any, step: int, *, weight: float
         ddp.weight(weight)
     LOSS(ddp, step).backward()
     opt.step()
+
+
+def train(ddp: DistributedDataParallel, opt: Any, num_steps: int = 3, **how: Any) -> Parameters:
+    """The parameters after so many steps."""
+    for step in range(num_steps):
+        one_step(ddp, opt, step, **how)
+    return parameters(ddp)
 
 
 def failing_backward(ddp: DistributedDataParallel, opt: Any, num_failing: int, *, weight: float | None = None) -> None:
@@ -85,11 +93,9 @@ def require_same_on_every_rank(found: Parameters) -> None:
         require_equal(found, other)
 
 
-def read_after_a_failure(what: str, num_failing: int, on_mesh: bool) -> None:
+def require_whole_reads_after_a_failure(what: str, num_failing: int, *, on_mesh: bool) -> None:
     with started(on_mesh=on_mesh) as (ddp, opt):
-        for step in range(3):
-            one_step(ddp, opt, step)
-        before = parameters(ddp)
+        before = train(ddp, opt)
         failing_backward(ddp, opt, num_failing)
         found = cloned(READS[what](ddp, opt))
         ddp.wait()
@@ -102,122 +108,95 @@ def read_after_a_failure(what: str, num_failing: int, on_mesh: bool) -> None:
         require_same_on_every_rank(parameters(ddp))
 
 
+@in_ranks(2)
 @pytest.mark.parametrize("num_failing", [1, 2])
 @pytest.mark.parametrize("what", READS)
-def test_what_is_read_after_a_failed_backward_is_whole(two_ranks: Ranks, what: str, num_failing: int) -> None:
-    two_ranks.run(read_after_a_failure, what, num_failing, False)
+def test_what_is_read_after_a_failed_backward_is_whole(what: str, num_failing: int) -> None:
+    require_whole_reads_after_a_failure(what, num_failing, on_mesh=False)
 
 
+@in_ranks(4)
 @pytest.mark.parametrize("num_failing", [1, 3])
-def test_so_is_what_is_read_on_a_mesh(four_ranks: Ranks, num_failing: int) -> None:
-    four_ranks.run(read_after_a_failure, "the state dict", num_failing, True)
+def test_so_is_what_is_read_on_a_mesh(num_failing: int) -> None:
+    require_whole_reads_after_a_failure("the state dict", num_failing, on_mesh=True)
 
 
-def saved_after_a_failure(path: Path, num_failing: int) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_a_checkpoint_in_an_except_block_is_whole(tmp_path: Path, num_failing: int) -> None:
     with started() as (ddp, opt):
-        for step in range(3):
-            one_step(ddp, opt, step)
+        train(ddp, opt)
         failing_backward(ddp, opt, num_failing)
-        save_checkpoint(path, ddp, opt)
+        save_checkpoint(tmp_path / "saved", ddp, opt)
         after, state = parameters(ddp), cloned(of_optimizer(opt))
     with started() as (ddp, opt):
-        load_checkpoint(path, ddp, opt)
+        load_checkpoint(tmp_path / "saved", ddp, opt)
         require_equal(after, parameters(ddp))
         require_equal(state, of_optimizer(opt))
 
 
-@pytest.mark.parametrize("num_failing", [1, 2])
-def test_a_checkpoint_in_an_except_block_is_whole(two_ranks: Ranks, tmp_path: Path, num_failing: int) -> None:
-    two_ranks.run(saved_after_a_failure, tmp_path / "saved", num_failing)
-
-
-def saved_after_failures_at_different_points(path: Path) -> None:
+@in_ranks(2)
+def test_a_rank_that_has_updated_nothing_takes_part_in_what_others_end(tmp_path: Path) -> None:
     """On rank 0 no bucket is full yet, and rank 1 has sent some."""
 
     def fails(_gradient: Tensor) -> None:
         raise ZeroDivisionError
 
     with started() as (ddp, opt):
-        for step in range(3):
-            one_step(ddp, opt, step)
-        before = parameters(ddp)
+        before = train(ddp, opt)
         ddp.module.fails = dist.get_rank() == 1
         if dist.get_rank() == 0:
             ddp.module.last.weight.register_hook(fails)
         with pytest.raises(ZeroDivisionError):
             one_step(ddp, opt, 3)
-        save_checkpoint(path, ddp, opt)
+        save_checkpoint(tmp_path / "saved", ddp, opt)
         require_equal(before, parameters(ddp))
     with started() as (ddp, opt):
-        load_checkpoint(path, ddp, opt)
+        load_checkpoint(tmp_path / "saved", ddp, opt)
         require_equal(before, parameters(ddp))
 
 
-def test_a_rank_that_has_updated_nothing_takes_part_in_what_others_end(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(saved_after_failures_at_different_points, tmp_path / "saved")
-
-
-def read_while_the_backward_runs() -> list[str]:
-    """In another thread, when the last layer's buckets are on their way."""
-    errors: list[str] = []
-    with started() as (ddp, opt):
-        for step in range(3):
-            one_step(ddp, opt, step)
-
-        def read() -> None:
-            try:
-                ddp.state_dict()
-            except PhaseError as error:
-                errors.append(str(error))
+@in_ranks(2)
+def test_another_thread_is_told_that_a_backward_updates_what_it_reads() -> None:
+    """When the last layer's buckets are on their way."""
+    with started() as (ddp, opt), ThreadPoolExecutor(1) as thread:
+        train(ddp, opt)
+        reads: list[Future[object]] = []
 
         def in_a_thread(_gradient: Tensor) -> None:
-            reader = threading.Thread(target=read)
-            reader.start()
-            reader.join()
+            reads.append(thread.submit(ddp.state_dict))
+            reads[0].exception()
 
         hook = ddp.module.first.weight.register_hook(in_a_thread)
         one_step(ddp, opt, 3)
         hook.remove()
         one_step(ddp, opt, 4)
         require_same_on_every_rank(parameters(ddp))
-    return errors
+        first, where, remedy = text_of(PhaseError, reads[0].result).splitlines()
+    assert first == "parameters are read that a backward updates: the shards of other ranks are not there yet."
+    assert re.fullmatch(rf"  ShardedOptimizer\(\.\.\., eager=True\), bucket .*, rank {dist.get_rank()}", where)
+    assert remedy == "  Read them in the thread that trains, behind backward. If none runs, start again from a checkpoint."
+    assert len(reads) == 1
 
 
-def test_another_thread_is_told_that_a_backward_updates_what_it_reads(two_ranks: Ranks) -> None:
-    for rank, errors in enumerate(two_ranks.run(read_while_the_backward_runs)):
-        assert len(errors) == 1
-        first, where, remedy = errors[0].splitlines()
-        assert first == ("parameters are read that a backward updates: the shards of other ranks are not there yet.")
-        assert where.startswith("  ShardedOptimizer(..., eager=True), bucket ")
-        assert where.endswith(f", rank {rank}")
-        assert remedy == "  Read them in the thread that trains, behind backward. If none runs, start again from a checkpoint."
-
-
-def interrupted_where_the_round_ends() -> None:
-    """What cannot be ended any more is neither read nor trained on."""
+@in_ranks(2)
+def test_what_cannot_be_made_whole_raises_wherever_it_is_read() -> None:
+    """An interrupt where the synchronization ends: what cannot be ended any more is neither read nor trained on."""
     with started() as (ddp, opt):
-        for step in range(3):
-            one_step(ddp, opt, step)
-        engine = ddp.sync._engine
-        releases = engine.formation.assembly._synchronising
-        with mock.patch.object(releases, "end_backward", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        train(ddp, opt)
+        with interrupted_at_the_end_of_backward(ddp), pytest.raises(KeyboardInterrupt):
             one_step(ddp, opt, 3)
         for act in (ddp.state_dict, lambda: LOSS(ddp, 4).backward(), ddp.state_dict, ddp.close):
             with pytest.raises(PhaseError, match="parameters are read that a backward updates"):
                 act()
 
 
-def test_what_cannot_be_made_whole_raises_wherever_it_is_read(two_ranks: Ranks) -> None:
-    two_ranks.run(interrupted_where_the_round_ends)
-
-
-def lost_in_the_middle() -> None:
+@in_ranks(2, is_fresh=True)
+def test_what_a_lost_rank_leaves_in_part_is_not_read() -> None:
     """Of a backward that has updated a part; the other rank will never send its shards."""
     with started() as (ddp, opt):
-        for step in range(3):
-            one_step(ddp, opt, step)
-        member = ddp.sync.own_group.member
-        assert member is not None
+        train(ddp, opt)
+        member = member_of(ddp)
 
         def fails(_gradient: Tensor) -> None:
             if dist.get_rank() == 1:
@@ -226,22 +205,17 @@ def lost_in_the_middle() -> None:
                 member.ring.condition.wait_for(lambda: member.known_fault)
 
         ddp.module.first.weight.register_hook(fails)
-        with pytest.raises(PeerFailed, match="rank 1 has failed: ZeroDivisionError"):
-            one_step(ddp, opt, 3)
-        for read in [*READS.values()] * 2:
+        for act in [lambda *_: one_step(ddp, opt, 3), *READS.values(), *READS.values()]:
             with pytest.raises(PeerFailed, match="rank 1 has failed: ZeroDivisionError"):
-                read(ddp, opt)
+                act(ddp, opt)
 
 
-def test_what_a_lost_rank_leaves_in_part_is_not_read(fresh_pair: Ranks) -> None:
-    fresh_pair.run(lost_in_the_middle)
-
-
-def micro_batch_that_fails(num_failing: int) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_steps_behind_a_micro_batch_that_failed_are_as_ever(num_failing: int) -> None:
     def trained(*, fails: bool) -> Parameters:
         with training(fragile(), "zero2", "SGD", eager=True, **SMALL) as (ddp, opt):
-            for step in range(3):
-                one_step(ddp, opt, step)
+            train(ddp, opt)
             if fails:
                 with ddp.no_sync():
                     failing_backward(ddp, opt, num_failing)
@@ -252,39 +226,14 @@ def micro_batch_that_fails(num_failing: int) -> None:
     require_equal(trained(fails=False), trained(fails=True))
 
 
-@pytest.mark.parametrize("num_failing", [1, 2])
-def test_steps_behind_a_micro_batch_that_failed_are_as_ever(two_ranks: Ranks, num_failing: int) -> None:
-    two_ranks.run(micro_batch_that_fails, num_failing)
-
-
-def weighted_bucket_that_has_left(on_mesh: bool) -> None:
-    """Rank 0 fails, and gives the round up, before what it has sent of the last layer is complete."""
+def require_divided_by_weights(*, on_mesh: bool) -> None:
+    """Rank 0 fails, and gives the synchronization up, before what it has sent of the last layer is complete."""
     weight = 3.0 + dist.get_rank()
-
-    def each(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-        one_step(ddp, opt, step, weight=weight)
-
     with started(on_mesh=on_mesh) as (ddp, opt):
-        for step in range(4):
-            each(ddp, opt, step)
-        healthy = parameters(ddp)
+        healthy = train(ddp, opt, 4, weight=weight)
     with started(on_mesh=on_mesh) as (ddp, opt):
-        for step in range(3):
-            each(ddp, opt, step)
-        before = parameters(ddp)
-        engine, settle = ddp.sync._engine, Executor._settle
-        has_given_up = threading.Event()
-        end = engine._end_round
-
-        def ending(this: Any) -> Any:
-            has_given_up.set()
-            return end(this)
-
-        def late(*args: Any, **kwargs: Any) -> bool:
-            assert has_given_up.wait(30.0)
-            return settle(*args, **kwargs)
-
-        with mock.patch.object(engine, "_end_round", ending), mock.patch.object(Executor, "_settle", late):
+        before = train(ddp, opt, weight=weight)
+        with settles_after_the_round(ddp):
             failing_backward(ddp, opt, 1, weight=weight)
             after = parameters(ddp)
     require_same_on_every_rank(after)
@@ -293,9 +242,11 @@ def weighted_bucket_that_has_left(on_mesh: bool) -> None:
     assert torch.equal(after["module.last.bias"], healthy["module.last.bias"])
 
 
-def test_a_bucket_that_left_before_the_failure_is_divided_by_its_weights(two_ranks: Ranks) -> None:
-    two_ranks.run(weighted_bucket_that_has_left, False)
+@in_ranks(2)
+def test_a_bucket_that_left_before_the_failure_is_divided_by_its_weights() -> None:
+    require_divided_by_weights(on_mesh=False)
 
 
-def test_nor_do_replicas_come_apart(four_ranks: Ranks) -> None:
-    four_ranks.run(weighted_bucket_that_has_left, True)
+@in_ranks(4)
+def test_nor_do_replicas_come_apart() -> None:
+    require_divided_by_weights(on_mesh=True)

@@ -1,4 +1,4 @@
-"""What the examples print, on forked ranks that end as scripts do; tests/faults/test_clean_exit.py has one under torchrun."""
+"""What the examples print, on forked ranks that end as scripts do; tests/faults/test_restarts.py has one under torchrun."""
 
 from __future__ import annotations
 

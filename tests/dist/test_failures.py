@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from support.errors import text_of
-from support.inside import member_of, own_group_of, skip_a_round
+from support.inside import cloned_group, interrupt, is_gone, member_of, own_group_of, skip_a_round
 from support.models import Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped_and_bare
 from support.ranks import in_ranks
@@ -278,3 +279,41 @@ def train_until_rank_1_fails(where: str, path: Path) -> None:
                 time.sleep(0.01)
         if where != "join":
             save_checkpoint(path, ddp)
+
+
+# What is relied on of gloo where a rank fails: torch's waits end, and a connection tells whether its peer is there.
+
+
+def receive(group: dist.ProcessGroup) -> dist.Work:
+    return dist.irecv(torch.zeros(4), group=group, group_src=1)
+
+
+def reduce(group: dist.ProcessGroup) -> dist.Work:
+    return dist.all_reduce(torch.zeros(4), group=group, async_op=True)
+
+
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("start", [receive, reduce])
+def test_what_waits_wakes_up_and_other_groups_go_on(start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+    """Rank 0 waits for what rank 1 never sends, and is woken on this rank alone."""
+    group = cloned_group()
+    dist.barrier()  # it is made on both
+    if dist.get_rank() == 0:
+        work = start(group)
+        waker = threading.Timer(0.2, interrupt, [group])
+        waker.start()
+        with pytest.raises(RuntimeError, match=r"^Application timeout caused pair closure$"):
+            work.wait()
+        waker.join()
+        del work
+    dist.barrier()  # of another group, which goes on
+    dist.destroy_process_group(group)
+
+
+@in_ranks(2)
+def test_a_rank_that_is_there_is_not_gone() -> None:
+    other = 1 - dist.get_rank()
+    dist.barrier()
+    assert [is_gone(other) for _ in range(3)] == [False] * 3
+    dist.barrier()
+    dist.all_reduce(torch.ones(3))  # the looks have left nothing behind

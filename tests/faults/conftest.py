@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seed", default=0, type=int, help="of the faults that are injected at random")
     parser.addoption("--exits", default=1, type=int, help="how often the example runs, and has to end well")
     parser.addoption("--reliability", default=None, help="file that gets a table of the faults and of the seconds they took")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ends_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends the tests as Ctrl-C does, so that what they have started is ended and their namespaces are removed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

@@ -6,172 +6,167 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from benchmarks.matrix.links import Network, shaped_network
+from torch import Tensor, nn
 
 from faults.conftest import Record
-from faults.test_lost_ranks import WITHIN_S
-from support.processes import Ended
+from faults.places import WITHIN_S
+from support import processes
+from support.models import noise
+from support.namespaces import enter
+from support.processes import Ended, Rank, run_ranks
+from undertow import DistributedDataParallel, SyncConfig
 
-pytestmark = pytest.mark.usefixtures("needs_namespaces")
+pytestmark = [pytest.mark.usefixtures("needs_namespaces"), pytest.mark.root, pytest.mark.waits]
 NUM_RANKS = 3
 PATIENCE_S = 240.0
+STEPS, PROCESS, WARNINGS = range(3)  # what a rank tells
 
-SCRIPT = """
-    import sys, time, torch, torch.distributed as dist
-    from pathlib import Path
-    import undertow
 
-    rank, num_ranks, here = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(here / "meeting-point"), num_ranks), rank=rank, world_size=num_ranks)
+def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(noise(4, 700, step=step, rank=rank)).square().mean()
+
+
+def trains_until_told(network: Network, here: Path, rank: Rank) -> bool:
+    """True if rank 0 comes to the same bits alone."""
+    enter(network.namespaces[rank.number])
+    os.environ["GLOO_SOCKET_IFNAME"] = network.interface
+    store = dist.FileStore(str(here / "meeting-point"), NUM_RANKS)  # the harness has its own beyond the namespaces
+    dist.init_process_group("gloo", store=store, rank=rank.number, world_size=NUM_RANKS)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.Tanh(), torch.nn.Linear(700, 700))  # 4 MB
-    bare = [param.detach().clone() for param in model.parameters()]
-    ddp = undertow.DistributedDataParallel(model, config=undertow.SyncConfig(reduction="ordered"))
+    model = nn.Sequential(nn.Linear(700, 700), nn.Tanh(), nn.Linear(700, 700))  # 4 MB
+    begins = [param.detach().clone() for param in model.parameters()]
+    ddp = DistributedDataParallel(model, config=SyncConfig(reduction="ordered"))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-
-    def loss(model, step, rank):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        return model(torch.randn(4, 700, generator=generator)).square().mean()
-
     num_steps = 0
-    try:
-        while not (here / "last").exists() or num_steps < int((here / "last").read_text()):
-            optimizer.zero_grad()
-            loss(ddp, num_steps, rank).backward()
-            optimizer.step()
-            num_steps += 1
-            (here / f"coming-{rank}").write_text(str(num_steps))
-            (here / f"coming-{rank}").rename(here / f"steps-{rank}")  # who reads finds it whole
-    except undertow.errors.UndertowError as error:
-        at = time.monotonic()
-        (here / f"error-{rank}").write_text(f"{at}\\n{type(error).__name__}\\n{error}")
-        raise
+    while not (here / "last").exists() or num_steps < int((here / "last").read_text()):
+        optimizer.zero_grad()
+        loss(ddp, num_steps, rank.number).backward()
+        optimizer.step()
+        num_steps += 1
+        write(here / f"rank-{rank.number}", f"{num_steps} {os.getpid()} {sum('slow' in text for text in rank.logged)}")
+    ddp.close()
+    return rank.number > 0 or is_trained_alone(model, begins, num_steps)
+
+
+def is_trained_alone(model: nn.Module, begins: list[Tensor], num_steps: int) -> bool:
+    """True if a plain loop comes to the parameters that the model has."""
     ours = [param.detach().clone() for param in model.parameters()]
     with torch.no_grad():
-        for param, value in zip(model.parameters(), bare, strict=True):
+        for param, value in zip(model.parameters(), begins, strict=True):
             param.copy_(value)
-    alone = torch.optim.SGD(model.parameters(), lr=0.1)
-    ddp.close()
-    for step in range(num_steps if rank == 0 else 0):  # what all ranks have done, by one of them
-        of_ranks = []
-        for other in range(num_ranks):
-            alone.zero_grad()
-            loss(model, step, other).backward()
-            of_ranks.append([param.grad for param in model.parameters()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        of_ranks = [torch.autograd.grad(loss(model, step, rank), tuple(model.parameters())) for rank in range(NUM_RANKS)]
         for param, *gradients in zip(model.parameters(), *of_ranks, strict=True):
-            param.grad = sum(gradients[1:], start=gradients[0]) / num_ranks
-        alone.step()
-    if rank == 0:
-        same = all(map(torch.equal, ours, model.parameters()))
-        (here / "bits").write_text("the same" if same else "others")
-"""
-Ranks = list[subprocess.Popen[str]]
+            param.grad = sum(gradients[1:], start=gradients[0]) / NUM_RANKS
+        optimizer.step()
+    return all(map(torch.equal, ours, model.parameters()))
+
+
+def write(path: Path, text: str) -> None:
+    """Who reads finds it whole."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.rename(path)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks that train, each in its namespace."""
+
+    network: Network
+    here: Path
+    ended: Future[list[Ended]]
+
+    def told(self, what: int) -> list[int]:
+        """What each rank has told after its last step."""
+        paths = [self.here / f"rank-{rank}" for rank in range(NUM_RANKS)]
+        return [int(path.read_text().split()[what]) if path.exists() else 0 for path in paths]
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < until_s
+            assert not self.ended.done(), self.ended.result()
+            time.sleep(0.05)
+
+    def goes_on(self) -> None:
+        """Returns when all ranks have made another step."""
+        steps = min(self.told(STEPS))
+        self.wait_until(lambda: min(self.told(STEPS)) > steps)
+
+    def change(self, *what: str) -> None:
+        """Changes the link of rank 2."""
+        subprocess.run([what[0], "-n", self.network.namespaces[2], *what[1:]], check=True)
+
+    def end(self) -> list[Ended]:
+        """Has all ranks end after the same step, with the right bits."""
+        write(self.here / "last", str(min(self.told(STEPS)) + 20))
+        found = self.ended.result()
+        assert [(rank.exit_code, rank.words.get("value")) for rank in found] == [(0, True)] * NUM_RANKS, found[0].log
+        return found
 
 
 @pytest.fixture
-def network() -> Iterator[Network]:
-    with shaped_network("1gbit", NUM_RANKS) as made:
-        yield made
+def job(tmp_path: Path) -> Iterator[Job]:
+    with shaped_network("1gbit", NUM_RANKS) as network, ThreadPoolExecutor(1) as thread:
+        trains = partial(trains_until_told, network, tmp_path)
+        started = Job(network, tmp_path, thread.submit(run_ranks, trains, NUM_RANKS, patience_s=PATIENCE_S))
+        try:
+            started.wait_until(lambda: min(started.told(STEPS)) >= 3)
+            yield started
+        finally:
+            for process in () if started.ended.done() else filter(None, started.told(PROCESS)):
+                os.kill(process, signal.SIGKILL)
 
 
-@pytest.fixture
-def ranks(network: Network, tmp_path: Path) -> Iterator[Ranks]:
-    """Processes that train, each in its namespace."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": network.interface}
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    started = []
-    for rank in range(NUM_RANKS):
-        where = network.command(rank, [*command, str(rank), str(NUM_RANKS), str(tmp_path)])
-        with (tmp_path / f"log-{rank}").open("w") as log:
-            started.append(subprocess.Popen(where, env=environment, stderr=log, text=True))
-    try:
-        wait_until(lambda: num_steps(tmp_path) >= 3)
-        yield started
-    finally:
-        for rank in started:
-            rank.kill()
-            rank.wait()
-
-
-def num_steps(directory: Path) -> int:
-    """That all ranks have made."""
-    found = [directory / f"steps-{rank}" for rank in range(NUM_RANKS)]
-    return min(int(path.read_text()) if path.exists() else 0 for path in found)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-
-
-def end(directory: Path) -> None:
-    """Has all ranks end after the same step."""
-    (directory / "to come").write_text(str(num_steps(directory) + 20))
-    (directory / "to come").rename(directory / "last")
-
-
-def change(network: Network, rank: int, *what: str) -> None:
-    subprocess.run([what[0], "-n", network.namespaces[rank], *what[1:]], check=True)
-
-
-def test_a_cut_link_is_found_and_names_who_cannot_be_reached(
-    network: Network, ranks: Ranks, tmp_path: Path, record: Record
-) -> None:
+def test_a_cut_link_is_found_and_names_who_cannot_be_reached(job: Job, record: Record) -> None:
     cut_s = time.monotonic()
-    change(network, 2, "ip", "link", "set", "eth0", "down")
-    found = []
-    for rank in range(NUM_RANKS):
-        ranks[rank].wait(PATIENCE_S)
-        at, kind, text = (tmp_path / f"error-{rank}").read_text().split("\n", 2)
-        others = "rank (0|1|0, 1) cannot be reached from rank 2" if rank == 2 else "rank 2 cannot be reached from rank [01]"
-        assert kind == "RankLost"
-        assert re.match(others + r": nothing has been acknowledged for \d+ s\.\n  synchronisation \d+, rank \d\n  The step", text)
-        found.append(Ended(words={"kind": kind, "text": text, "seconds": float(at) - cut_s}))
-        assert found[-1].seconds < WITHIN_S
-    record("link cut", found)
+    job.change("ip", "link", "set", "eth0", "down")
+    for number, rank in enumerate(job.ended.result()):
+        others = "rank (0|1|0, 1) cannot be reached from rank 2" if number == 2 else "rank 2 cannot be reached from rank [01]"
+        text = others + r": nothing has been acknowledged for \d+ s\.\n  synchronisation \d+, rank \d\n  The step"
+        assert rank.kind == "RankLost", rank.log
+        assert re.match(text, rank.text), rank.text
+        rank.words["seconds"] = rank.words["at"] - cut_s
+        assert rank.seconds < WITHIN_S
+        record("link cut", [rank])
 
 
-def test_a_slow_link_is_told_with_its_rank_and_figures_and_training_goes_on(
-    network: Network, ranks: Ranks, tmp_path: Path
-) -> None:
-    before = num_steps(tmp_path)
+def test_a_slow_link_is_told_with_its_rank_and_figures_and_training_goes_on(job: Job) -> None:
+    before = min(job.told(STEPS))
     time.sleep(12.0)  # that two windows are measured in
-    assert num_steps(tmp_path) > before
+    assert min(job.told(STEPS)) > before
     shape = ("dev", "eth0", "root", "tbf", "rate", "10mbit", "burst", "128kb", "latency", "100ms")
-    change(network, 2, "tc", "qdisc", "change", *shape)
-    logs = [tmp_path / f"log-{rank}" for rank in range(NUM_RANKS)]
-    wait_until(lambda: all("slow" in log.read_text() for log in logs))
-    steps = num_steps(tmp_path)
-    wait_until(lambda: num_steps(tmp_path) > steps)
-    change(network, 2, "tc", "qdisc", "change", *(("1gbit" if word == "10mbit" else word) for word in shape))
-    end(tmp_path)
-    assert [rank.wait(PATIENCE_S) for rank in ranks] == [0] * NUM_RANKS
-    assert (tmp_path / "bits").read_text() == "the same"
-    for log in logs:
+    job.change("tc", "qdisc", "change", *shape)
+    job.wait_until(lambda: min(job.told(WARNINGS)) > 0)
+    job.goes_on()
+    job.change("tc", "qdisc", "change", *(("1gbit" if word == "10mbit" else word) for word in shape))
+    for rank in job.end():
         assert re.search(
-            r"undertow: (a link is|\d links are) slow, and training goes on at that pace: look at the network of rank 2\.\n"
+            r"(a link is|\d links are) slow, and training goes on at that pace: look at the network of rank 2\.\n"
             r"(.*\n)*  rank 2 sends \d\.\d MB/s to rank [01] \(10\.77\.0\.[12]\); \d+\.\d MB/s before, "
-            r"\d+\.\d MB/s on links of other ranks\n",
-            log.read_text(),
+            r"\d+\.\d MB/s on links of other ranks",
+            "\n".join(rank.words["logged"]),
         )
 
 
-def test_a_process_that_is_stopped_is_not_taken_to_be_unreachable(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_process_that_is_stopped_is_not_taken_to_be_unreachable(job: Job) -> None:
     """Its machine acknowledges what others send."""
-    ranks[1].send_signal(signal.SIGSTOP)
-    time.sleep(1.5 * WITHIN_S)
-    steps = num_steps(tmp_path)
-    ranks[1].send_signal(signal.SIGCONT)
-    wait_until(lambda: num_steps(tmp_path) > steps)
-    end(tmp_path)
-    assert [rank.wait(PATIENCE_S) for rank in ranks] == [0] * NUM_RANKS
+    process = job.told(PROCESS)[1]
+    os.kill(process, signal.SIGSTOP)
+    time.sleep(20.0 * processes.PATIENCE)  # four times as long as a machine may be silent
+    os.kill(process, signal.SIGCONT)
+    job.goes_on()
+    job.end()

@@ -1,4 +1,4 @@
-"""A job whose rank is killed starts again, and ends as if nothing had happened."""
+"""Jobs: one whose rank is killed starts again and ends as if nothing had happened; one whose results are right ends well."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from support.elastic import (
     EXAMPLE,
     PATIENCE_S,
     is_killed_in_a_checkpoint,
+    losses_in,
     run,
     run_under_torchrun,
     steps_of,
@@ -26,6 +27,7 @@ from support.elastic import (
     trained_alone,
 )
 from support.processes import Ended
+from support.project import ROOT
 
 OPTIONS = ["--epochs", "1", "--checkpoint-every", "4", "--save-model", "model.pt"]
 ORDER: list[int] = runpy.run_path(str(EXAMPLE))["sample_order"](1)
@@ -166,3 +168,16 @@ def test_the_example_says_how_it_is_used(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py" in done.out
     assert "--kill-rank RANK" in done.out
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.timeout(3600)  # for as many as are asked for
+def test_every_run_of_the_example_learns_and_ends_with_exit_code_0(request: pytest.FixtureRequest) -> None:
+    num_runs = request.config.getoption("--exits", default=1)
+    for number in range(num_runs):
+        done = run_under_torchrun(ROOT / "examples" / "train.py", num_ranks=2, folder=ROOT)
+        assert (done.exit_code, "Warning" in done.log) == (0, False), f"run {number} of {num_runs}: {done.log}"
+        first, last = losses_in(done.out, 4)
+        assert last < first
+        assert "Where a step goes" in done.out

@@ -6,8 +6,7 @@ from itertools import count
 
 import pytest
 
-from soak.injecting import inject, judged
-from soak.injections import ENDINGS, KINDS, WAYS, injection, points_of
+from soak.injections import ENDINGS, KINDS, WAYS, inject, injection, judged, points_of
 from support.faults import NUM_STEPS
 from support.processes import Ended
 

@@ -87,21 +87,6 @@ def exposed_s(costs: TrainCosts | None = None, conditions: Conditions | None = N
     return step_s(costs, conditions, backward_s=backward_s) - compute_s(backward_s=backward_s)
 
 
-def skew_for_claim() -> float:
-    """Relative standard deviation of computing times between ranks."""
-    return solve(lambda skew: exposed_s(conditions=Conditions(skew=skew)), EXPOSED_S, low=0.0, high=0.1)
-
-
-def contention_for_claim() -> float:
-    """Share of its speed that computation loses while the network works."""
-    return solve(lambda share: exposed_s(conditions=Conditions(contention=share)), EXPOSED_S, low=0.0, high=0.5)
-
-
-def bucket_us_for_claim() -> float:
-    """Time of one 40 MB bucket."""
-    return solve(lambda us: exposed_s(TrainCosts(bucket_us=us)), EXPOSED_S, low=0.0, high=1e3)
-
-
 def needed_compute_s(*, speedup: float) -> float:
     """Computing time for which sending 3.2 s after backward is that much slower than exposing 0.3 s of them."""
     return (COMMUNICATION_S - speedup * EXPOSED_S) / (speedup - 1)
@@ -129,14 +114,16 @@ def inputs_table() -> str:
 
 def claim_table() -> str:
     """What would expose 0.3 s, each alone, as Markdown."""
-    bucket_us = bucket_us_for_claim()
+    skew = solve(lambda skew: exposed_s(conditions=Conditions(skew=skew)), EXPOSED_S, low=0.0, high=0.1)
+    contention = solve(lambda share: exposed_s(conditions=Conditions(contention=share)), EXPOSED_S, low=0.0, high=0.5)
+    bucket_us = solve(lambda us: exposed_s(TrainCosts(bucket_us=us)), EXPOSED_S, low=0.0, high=1e3)
     rows = [
         (
             "skew between ranks, standard deviation",
-            f"{skew_for_claim():.1%}",
+            f"{skew:.1%}",
             "waits for the slowest of 64 ranks, not for the wire",
         ),
-        ("contention, speed lost while sending", f"{contention_for_claim():.1%}", "a longer backward, nothing waits"),
+        ("contention, speed lost while sending", f"{contention:.1%}", "a longer backward, nothing waits"),
         ("time of a 40 MB bucket", f"{bucket_us:.0f} us", f"{bucket_us * num_buckets() / 1e6:.1f} s of communication, not 3.2 s"),
     ]
     return (

@@ -8,8 +8,7 @@ import time
 from collections import defaultdict
 from statistics import median
 
-from soak.injecting import Verdict, inject
-from soak.injections import Injection, injection
+from soak.injections import Injection, Verdict, inject, injection
 
 
 def main() -> int:

@@ -1,19 +1,5 @@
-"""A group without ranks that could be lost."""
+"""A group without ranks that could be lost: what a communication hook asks of the group of its model."""
 
-from __future__ import annotations
+from types import SimpleNamespace
 
-from concurrent.futures import Future
-from typing import Any
-
-
-class Alone:
-    """What a communication hook asks of the group of its model."""
-
-    is_broken = False
-    member = "of one"
-
-    def result(self, future: Future[Any]) -> Any:
-        return future.result()
-
-
-ALONE = Alone()
+ALONE = SimpleNamespace(is_broken=False, member="of one", result=lambda future: future.result())

@@ -93,8 +93,12 @@ def torchrun(path: Path, *options: str, num_ranks: int, folder: Path, max_restar
 def run_under_torchrun(path: Path, *options: str, num_ranks: int, folder: Path, max_restarts: int = 0) -> Ended:
     """How torchrun has ended, which itself fails if a rank does."""
     how = torchrun(path, *options, num_ranks=num_ranks, folder=folder, max_restarts=max_restarts)
-    done = subprocess.run(**how, check=False, capture_output=True, timeout=PATIENCE_S)
-    return Ended(exit_code=done.returncode, out=done.stdout, log=done.stderr)
+    with subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        try:
+            out, log = job.communicate(timeout=PATIENCE_S)
+        finally:
+            job.terminate()  # where the tests are interrupted it ends its ranks; killed it would leave them
+    return Ended(exit_code=job.returncode, out=out, log=log)
 
 
 def losses_in(text: str, num_losses: int) -> tuple[float, float]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import undertow.demo.run
 import undertow.sync
 from undertow import Sync, SyncConfig
 from undertow.plan import ParamSpec
@@ -137,6 +140,34 @@ class _Observers:
     def after(self, op: Op) -> None:
         for call in self._after:
             call(op)
+
+
+def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
+    """`with` it ranks of the demo call that function."""
+    return mock.patch.object(undertow.demo.run, "_run_rank", target)
+
+
+def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[object]:
+    """`with` it Ctrl-C comes where the end of a backward would have the rest of its ops issued."""
+    return mock.patch.object(assembly_of(model)._synchronising, "end_backward", side_effect=KeyboardInterrupt)
+
+
+@contextlib.contextmanager
+def settles_after_the_round(model: Model) -> Iterator[None]:
+    """`with` it buckets that are stepped in backward are settled only when this rank has ended its synchronization."""
+    engine, settle, has_ended = engine_of(model), Executor._settle, threading.Event()
+    end = engine._end_round
+
+    def ending(this: Any) -> Any:
+        has_ended.set()
+        return end(this)
+
+    def late(*args: Any, **kwargs: Any) -> bool:
+        assert has_ended.wait(30.0)
+        return settle(*args, **kwargs)
+
+    with mock.patch.object(engine, "_end_round", ending), mock.patch.object(Executor, "_settle", late):
+        yield
 
 
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
@@ -357,7 +388,8 @@ def hearing_rank() -> Callable[[bytes], None]:
 
 def shorten_patience(factor: float) -> None:
     """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
-    for name in ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S"):
+    waits = ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S")
+    for name in (*waits, "PING_S", "SILENT_S"):
         setattr(patience, name, factor * getattr(patience, name))
 
 

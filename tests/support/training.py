@@ -133,16 +133,12 @@ class Training:
 
 
 class OnMesh(Training):
-    """Ranks wait for others of their row, and of their column."""
-
     def wrapped(self) -> DistributedDataParallel:
         mesh = init_device_mesh("cpu", (2, self.fault.num_ranks // 2), mesh_dim_names=("replicate", "shard"))
         return DistributedDataParallel(net(), device_mesh=mesh, config=self.config)
 
 
 class WithExperts(Training):
-    """Ranks wait in threads for all others, and for those that have the same experts."""
-
     def wrapped(self) -> DistributedDataParallel:
         groups = [dist.new_group(list(range(first, self.fault.num_ranks, 2))) for first in (0, 1)]
         experts = (ExpertGroup(match="last.*", process_group=groups[self.rank.number % 2]),)
@@ -155,24 +151,18 @@ class WithExperts(Training):
 
 
 class WithGroup(Training):
-    """Over a group whose collectives may take a second."""
-
     def wrapped(self) -> DistributedDataParallel:
         group = dist.new_group(range(self.fault.num_ranks), timeout=TIMEOUT)
         return DistributedDataParallel(net(), process_group=group, config=self.config)
 
 
 class WithGroupThatCloses(Training):
-    """Another collective than the one that is waited for is the first whose time is over, and gloo closes all connections."""
-
     def begin_step(self) -> None:
         if (self.points.step, self.rank.number) == (FAULTY_STEP, 0):
             threading.Timer(TIMEOUT.total_seconds(), interrupt, [own_group_of(self.model).process_group]).start()
 
 
 class WithSecondModel(Training):
-    """Of the same ranks, made after the first one."""
-
     def train(self, num_steps: int = 0) -> None:
         group = dist.new_group(range(self.fault.num_ranks), timeout=TIMEOUT)
         self.points.passes("second model")
@@ -180,8 +170,6 @@ class WithSecondModel(Training):
 
 
 class WithEvaluation(Training):
-    """Which a rank runs alone, at a place where the others go on training."""
-
     def begin_step(self) -> None:
         if self.points.step == FAULTY_STEP:
             with torch.no_grad():
@@ -190,16 +178,12 @@ class WithEvaluation(Training):
 
 
 class WithWeights(Training):
-    """When gradients are weighed for the first time their sum leaves after all buckets."""
-
     def begin_step(self) -> None:
         if self.points.step >= FAULTY_STEP:
             self.model.weight(4)
 
 
 class WithCheckpoints(Training):
-    """Whose collectives are torch's, over the user's own group."""
-
     def end_step(self) -> None:
         self.points.passes("save")
         model = self.net if self.strategy == "ddp" else self.model
@@ -207,8 +191,6 @@ class WithCheckpoints(Training):
 
 
 class WithJoin(Training):
-    """All others have run out of data, and wait for what the faulty rank does next."""
-
     def train(self, num_steps: int = NUM_STEPS) -> None:
         with self.model.join():
             super().train(NUM_STEPS if self.points.is_faulty else FAULTY_STEP)
@@ -217,8 +199,6 @@ class WithJoin(Training):
 
 
 class GoesOn(Training):
-    """A script that is not ended by an exception: nobody learns of the failure from its end."""
-
     def train(self, num_steps: int = NUM_STEPS) -> None:
         try:
             super().train()
@@ -230,8 +210,6 @@ class GoesOn(Training):
 
 
 class WithHook(Training):
-    """A communication hook, whose collectives go over the user's own group."""
-
     def wrapped(self) -> DistributedDataParallel:
         model = super().wrapped()
         model.register_comm_hook(None, self.hook)
@@ -288,20 +266,29 @@ WAYS: dict[str, Callable[[Points], Training]] = {
     "zero1": partial(Training, strategy="zero1"),
     "zero2": partial(Training, strategy="zero2"),
     "eager": partial(Training, strategy="zero1", is_eager=True),
+    # Ranks wait for others of their row, and of their column.
     "hybrid": partial(OnMesh, strategy="hybrid"),
+    # Ranks wait in threads for all others, and for those that have the same experts.
     "experts": partial(WithExperts, strategy="zero1"),
+    # Its collectives may take a second.
     "an impatient group": WithGroup,
+    # Another collective than the one that is waited for is the first whose time is over, and gloo closes all connections.
     "a group that closes": WithGroupThatCloses,
     "a second model": WithSecondModel,
+    # Each rank runs it alone, at a place where the others may go on training.
     "an evaluation": WithEvaluation,
+    # When gradients are weighed for the first time their sum leaves after all buckets.
     "weights": WithWeights,
+    # Their collectives are torch's, over the user's own group; and so are those of a hook.
     "checkpoints": WithCheckpoints,
     "sharded checkpoints": partial(WithCheckpoints, strategy="zero1"),
-    "join": partial(WithJoin, strategy="zero1"),
-    "goes on": GoesOn,
     "a hook": WithHook,
     "a hook of a stopped rank": WithHookOfAStoppedRank,
     "trailers of a stopped rank": partial(WithHookOfAStoppedRank, sends_last=False),
+    # All others have run out of data, and wait for what the faulty rank does next.
+    "join": partial(WithJoin, strategy="zero1"),
+    # The script is not ended by an exception: nobody learns of the failure from its end.
+    "goes on": GoesOn,
 }
 
 

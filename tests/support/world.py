@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +68,7 @@ class World:
 
     def finish_us(self, plan: Plan) -> float:
         """When all gradients are through, without noise."""
-        steady = World(**{**self._settings(), "noise": 0.0})
-        return steady.measure(plan).synchronised_us
+        return replace(self, noise=0.0).measure(plan).synchronised_us
 
     def best_us(self) -> float:
         """Under the best plan of buckets of one size."""
@@ -96,20 +95,13 @@ class World:
             samples=samples,
         )
 
-    def _settings(self) -> dict[str, object]:
-        names = ("cost", "params", "backward_us", "contention_us", "noise", "is_queued", "has_shards", "num_ranks", "seed")
-        return {name: getattr(self, name) for name in names}
-
-    def _ready_us(self) -> NDArray[np.float64]:
-        num = len(self.params)
-        return self.backward_us * (1 - np.arange(num) / num)
-
     def _wobble(self) -> float:
         return float(np.exp(self.noise * self._random.standard_normal()))
 
     def _step(self, plan: Plan) -> tuple[float, list[Transfer], list[Transfer], NDArray[np.float64]]:
         """When it is through, its reductions, its gathers, which begin with forward, and when its gradients came."""
-        ready = self._ready_us() * self._wobble() + self.contention_us(plan)
+        shares = 1 - np.arange(len(self.params)) / len(self.params)
+        ready = self.backward_us * shares * self._wobble() + self.contention_us(plan)
         launches = [FORWARD_US + max(ready[piece_of(member, self.params).param] for member in group) for group in plan.groups]
         launches[-1] = max(launches[-1], FORWARD_US + self.backward_us + self.contention_us(plan))
         launches = np.maximum.accumulate(launches).tolist()

@@ -1,0 +1,21 @@
+"""Tests that last, and are not collected: test_interrupted.py runs them and interrupts them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from benchmarks.matrix.links import shaped_network
+
+from faults.places import PLACES
+from support.faults import outcomes
+
+
+def test_with_a_rank_that_is_stopped() -> None:
+    outcomes(PLACES["in data"].fault("stopped", 2))
+
+
+@pytest.mark.usefixtures("needs_namespaces")
+def test_with_namespaces() -> None:
+    with shaped_network("1gbit", 2):
+        time.sleep(120.0)

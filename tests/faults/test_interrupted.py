@@ -1,0 +1,77 @@
+"""Tests that are interrupted leave no processes and no namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from benchmarks.matrix.links import NAMESPACES, PREFIX, remove_abandoned
+
+from support.project import ROOT
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 120.0
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+
+
+@contextlib.contextmanager
+def lasting(name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run of that test."""
+    path = Path(__file__).with_name("lasting.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{path}::{name}"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as tests:
+        try:
+            yield tests
+        finally:
+            tests.kill()
+
+
+def awaited(tests: subprocess.Popen[bytes], look: Callable[[], Sequence[object]]) -> None:
+    """Returns when `look` finds something."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not look():
+        assert tests.poll() is None, "the tests have ended"
+        assert time.monotonic() < until_s, "nothing has been found"
+        time.sleep(0.05)
+
+
+def stopped(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.status() == psutil.STATUS_STOPPED]
+
+
+@SIGNALS
+def test_interrupted_tests_leave_no_process(number: signal.Signals) -> None:
+    """Not even one that is stopped."""
+    with lasting("test_with_a_rank_that_is_stopped") as tests:
+        of_tests = psutil.Process(tests.pid)
+        awaited(tests, lambda: stopped(of_tests.children(recursive=True)))
+        processes = of_tests.children(recursive=True)
+        assert len(processes) >= 3  # two ranks, and the server that they are forked off
+        tests.send_signal(number)
+        tests.wait(PATIENCE_S)
+        assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
+
+
+@SIGNALS
+@pytest.mark.root
+@pytest.mark.usefixtures("needs_namespaces")
+def test_interrupted_tests_leave_no_namespace(number: signal.Signals) -> None:
+    """Those of tests that are killed go when the next ones begin."""
+    with lasting("test_with_namespaces") as tests:
+
+        def namespaces() -> list[str]:
+            return [path.name for path in NAMESPACES.glob(f"{PREFIX}{tests.pid}-*")]
+
+        awaited(tests, namespaces)
+        tests.send_signal(number)
+        tests.wait(PATIENCE_S)
+        if number is signal.SIGKILL:
+            assert remove_abandoned()[1] is None
+        assert namespaces() == []
