@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -196,18 +197,27 @@ def test_what_a_lost_rank_leaves_in_part_is_not_read() -> None:
     """Of a backward that has updated a part; the other rank will never send its shards."""
     with started() as (ddp, opt):
         train(ddp, opt)
-        member = member_of(ddp)
+        member, has_updated, update = member_of(ddp), threading.Event(), opt.update
+
+        def noted(bucket: int) -> None:
+            update(bucket)
+            has_updated.set()
 
         def fails(_gradient: Tensor) -> None:
+            assert has_updated.wait(30.0)
             if dist.get_rank() == 1:
                 member.ring.say("failed", text="ZeroDivisionError")
+                raise ZeroDivisionError
             with member.ring.condition:
                 member.ring.condition.wait_for(lambda: member.known_fault)
 
+        opt.update = noted
         ddp.module.first.weight.register_hook(fails)
-        for act in [lambda *_: one_step(ddp, opt, 3), *READS.values(), *READS.values()]:
+        with pytest.raises((PeerFailed, ZeroDivisionError)):
+            one_step(ddp, opt, 3)
+        for read in [*READS.values()] * 2:
             with pytest.raises(PeerFailed, match="rank 1 has failed: ZeroDivisionError"):
-                act(ddp, opt)
+                read(ddp, opt)
 
 
 @in_ranks(2)
