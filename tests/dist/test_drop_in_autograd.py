@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, squares, with_both_plans
 from support.models import mlp, noise
 from support.naive import gradients, naive_mean, require_same, require_same_gradients
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 
 NUM_STEPS = 3
 
@@ -22,7 +22,9 @@ def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def gradient_penalty(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+def test_a_penalty_on_the_gradient_is_synchronised(bucket_cap_mb: float | None) -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
         result = squares(5, 6, step=step)(model)
         slopes = torch.autograd.grad(result, list(model.parameters()), create_graph=True)
@@ -33,18 +35,15 @@ def gradient_penalty(bucket_cap_mb: float | None) -> None:
             side.step(lambda model, step=step: loss(model, step))
 
 
-@with_both_plans
-def test_a_penalty_on_the_gradient_is_synchronised(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(gradient_penalty, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
 def backward_with_graph(loss: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True will create a reference cycle")
         loss.backward(create_graph=True)
 
 
-def graph_of_a_synchronised_backward(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+def test_gradients_with_a_graph_are_averaged(bucket_cap_mb: float | None) -> None:
     with SideBySide(smooth(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             side.zero_grad()
@@ -56,12 +55,9 @@ def graph_of_a_synchronised_backward(bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_gradients_with_a_graph_are_averaged(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(graph_of_a_synchronised_backward, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def graph_of_a_backward_in_no_sync(bucket_cap_mb: float | None) -> None:
+def test_gradients_made_in_no_sync_keep_their_graph(bucket_cap_mb: float | None) -> None:
     """The first backward only makes slopes; the second one, through them, is synchronised."""
     with SideBySide(smooth(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
@@ -77,12 +73,9 @@ def graph_of_a_backward_in_no_sync(bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_gradients_made_in_no_sync_keep_their_graph(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(graph_of_a_backward_in_no_sync, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def gradients_by_hand(bucket_cap_mb: float | None) -> None:
+def test_what_autograd_grad_returns_is_this_ranks_own(bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(4):
             by_hand = [torch.autograd.grad(squares(5, 6, step=step)(model), list(model.parameters())) for model in side.both]
@@ -92,11 +85,6 @@ def gradients_by_hand(bucket_cap_mb: float | None) -> None:
         sums = [torch.zeros(()) for _ in range(dist.get_world_size())]
         dist.all_gather(sums, by_hand[0][0].sum())
         assert len(set(map(float, sums))) == len(sums)
-
-
-@with_both_plans
-def test_what_autograd_grad_returns_is_this_ranks_own(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(gradients_by_hand, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def autocast(bucket_cap_mb: float | None) -> None:
@@ -165,7 +153,11 @@ HOOKS = {
 WHEN = ["before wrapping", "between two steps", "after a forward"]
 
 
-def hooks_of_the_user(name: str, when: str, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_the_user_see_and_change_this_ranks_gradient(name: str, when: str, bucket_cap_mb: float | None) -> None:
     def register(modules: Iterable[nn.Module]) -> None:
         for module in modules:
             for param in list(module.parameters())[::2]:
@@ -189,16 +181,9 @@ def hooks_of_the_user(name: str, when: str, bucket_cap_mb: float | None) -> None
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_of_the_user_see_and_change_this_ranks_gradient(
-    ranks: Ranks, name: str, when: str, bucket_cap_mb: float | None
-) -> None:
-    ranks.run(hooks_of_the_user, name, when, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def what_a_hook_sees(bucket_cap_mb: float | None) -> None:
+def test_a_hook_of_the_user_finds_a_gradient(bucket_cap_mb: float | None) -> None:
     """A hook that only looks, such as one that logs norms, finds the gradient of this rank."""
     with SideBySide(mlp(), bucket_cap_mb) as side:
         seen: dict[nn.Module, list[Tensor]] = {model: [] for model in side.both}
@@ -209,11 +194,6 @@ def what_a_hook_sees(bucket_cap_mb: float | None) -> None:
             side.step(squares(5, 6, step=step))
             assert all(map(torch.equal, seen[side.ddp], seen[side.bare]))
             assert len(seen[side.ddp]) == 4 * (step + 1)
-
-
-@with_both_plans
-def test_a_hook_of_the_user_finds_a_gradient(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(what_a_hook_sees, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def compiled_before(backend: str) -> None:

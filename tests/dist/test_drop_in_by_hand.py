@@ -15,7 +15,7 @@ from dist.test_events import collectives
 from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, groups_of, require_same_tensors, squares, with_both_plans
 from support.models import Branches, mlp, noise
 from support.naive import naive_mean
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 
 NUM_STEPS = 3
 
@@ -29,7 +29,15 @@ def grads_of(model: nn.Module) -> list[Tensor | None]:
     return [param.grad for param in model.parameters()]
 
 
-def trained_by_hand(make: Callable[[], nn.Module], shape: tuple[int, ...], bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(mlp, (5, 6)), (MixedDtypes, (3, 4)), (Strided, (3, 4))],
+)
+def test_gradients_made_by_hand_are_averaged(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], bucket_cap_mb: float | None
+) -> None:
     """No backward of the wrapped model ever accumulates into `.grad`."""
     models = []
     for _ in range(2):
@@ -55,18 +63,9 @@ def trained_by_hand(make: Callable[[], nn.Module], shape: tuple[int, ...], bucke
             side.compare_parameters()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [(mlp, (5, 6)), (MixedDtypes, (3, 4)), (Strided, (3, 4))],
-)
-def test_gradients_made_by_hand_are_averaged(
-    ranks: Ranks, make: Callable[[], nn.Module], shape: tuple[int, ...], bucket_cap_mb: float | None
-) -> None:
-    ranks.run(trained_by_hand, make, shape, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def between_backwards(bucket_cap_mb: float | None) -> None:
+def test_averaging_by_hand_does_not_disturb_a_backward(bucket_cap_mb: float | None) -> None:
     """A step by hand leaves nothing behind for the next plain one."""
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(4):
@@ -76,16 +75,13 @@ def between_backwards(bucket_cap_mb: float | None) -> None:
             side.step(squares(5, 6, step=step))
 
 
-@with_both_plans
-def test_averaging_by_hand_does_not_disturb_a_backward(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(between_backwards, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
 # Layers that each rank uses; a third rank uses what the first one does.
 USES = {"another one on each rank": ((0, 1), (1, 2)), "one on no rank": ((0, 2), (2,)), "none on rank 1": ((0, 2), ())}
 
 
-def with_missing_ones(name: str) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("name", USES)
+def test_a_gradient_that_no_rank_has_stays_none(name: str) -> None:
     model, bare = Branches(), Branches()
     bare.load_state_dict(model.state_dict())
     params = list(model.parameters())
@@ -101,11 +97,6 @@ def with_missing_ones(name: str) -> None:
         require_same_tensors(averaged, grads_of(bare))
         if name == "one on no rank":
             assert [grad is None for grad in averaged] == [False, False, True, True, False, False]
-
-
-@pytest.mark.parametrize("name", USES)
-def test_a_gradient_that_no_rank_has_stays_none(ranks: Ranks, name: str) -> None:
-    ranks.run(with_missing_ones, name, timeout_s=TIMEOUT_S)
 
 
 def within_a_group() -> list[float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, with_both_plans
 from support.models import Branches, noise
 from support.naive import gradients
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel, attach, clip_grad_norm_
 
 NUM_STEPS_AFTER = 2
@@ -146,7 +146,9 @@ def test_a_change_is_followed_in_the_same_step(ranks: Ranks, change: Change, sit
     ranks.run(is_followed, change, *SITUATIONS[situation], timeout_s=TIMEOUT_S)
 
 
-def is_followed_with_gradients(change: Change) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_every_change
+def test_a_change_keeps_the_gradients_that_are_there(change: Change) -> None:
     with SideBySide(Layers()) as side:
         for step in range(4):
             if step == 2:
@@ -155,11 +157,6 @@ def is_followed_with_gradients(change: Change) -> None:
             side.backward(lambda model, step=step: loss(model, step))
             side.compare()
             side.optimize()
-
-
-@with_every_change
-def test_a_change_keeps_the_gradients_that_are_there(ranks: Ranks, change: Change) -> None:
-    ranks.run(is_followed_with_gradients, change, timeout_s=TIMEOUT_S)
 
 
 @contextlib.contextmanager
@@ -173,7 +170,9 @@ def nothing_frozen(module: nn.Module) -> Iterator[None]:
         param.requires_grad_(False)
 
 
-def is_followed_while_accumulating(change: Change) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_every_change
+def test_a_change_while_accumulating_is_followed(change: Change) -> None:
     with SideBySide(Layers(), 1e-6) as side:
         for step in range(3):
             side.zero_grad()
@@ -189,12 +188,9 @@ def is_followed_while_accumulating(change: Change) -> None:
             side.optimize()
 
 
-@with_every_change
-def test_a_change_while_accumulating_is_followed(ranks: Ranks, change: Change) -> None:
-    ranks.run(is_followed_while_accumulating, change, timeout_s=TIMEOUT_S)
-
-
-def used_before_the_change_only(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+def test_what_was_accumulated_before_a_change_counts(bucket_cap_mb: float | None) -> None:
     """Layer 1 has its gradient from before layer 2 was unfrozen, and none since."""
     model = Branches()
     model.layers[2].requires_grad_(False)
@@ -211,12 +207,10 @@ def used_before_the_change_only(bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_what_was_accumulated_before_a_change_counts(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(used_before_the_change_only, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def is_followed_after_the_forward(change: Change, bucket_cap_mb: float | None) -> None:
+@pytest.mark.parametrize("change", [unfrozen, frozen, parameter_added, submodule_added])
+def test_a_change_between_forward_and_backward_is_followed(change: Change, bucket_cap_mb: float | None) -> None:
     with SideBySide(Layers(), bucket_cap_mb) as side:
         for step in range(4):
             side.zero_grad()
@@ -230,13 +224,9 @@ def is_followed_after_the_forward(change: Change, bucket_cap_mb: float | None) -
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize("change", [unfrozen, frozen, parameter_added, submodule_added])
-def test_a_change_between_forward_and_backward_is_followed(ranks: Ranks, change: Change, bucket_cap_mb: float | None) -> None:
-    ranks.run(is_followed_after_the_forward, change, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def exchanged_in_every_step(bucket_cap_mb: float | None) -> None:
+def test_parameters_may_take_turns(bucket_cap_mb: float | None) -> None:
     with SideBySide(Layers(), bucket_cap_mb) as side:
         for step in range(6):
             for module in side.both_modules:
@@ -246,12 +236,9 @@ def exchanged_in_every_step(bucket_cap_mb: float | None) -> None:
             assert [grad is not None for grad in gradients(side.module).values()].count(True) == 2
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_parameters_may_take_turns(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(exchanged_in_every_step, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def frozen_for_a_while(bucket_cap_mb: float | None) -> None:
+def test_everything_may_be_frozen_for_a_while(bucket_cap_mb: float | None) -> None:
     with SideBySide(Layers(), bucket_cap_mb) as side:
         for step in range(5):
             for module in side.both_modules:
@@ -264,17 +251,15 @@ def frozen_for_a_while(bucket_cap_mb: float | None) -> None:
                 side.step(lambda model, step=step: loss(model, step))
 
 
-@with_both_plans
-def test_everything_may_be_frozen_for_a_while(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(frozen_for_a_while, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
 def head_unfrozen(module: Layers) -> None:
     """Whose gradient is the first of a backward: it is there before any that was watched."""
     module.layers[2].requires_grad_(True)
 
 
-def changed_and_trained_through_a_method(change: Change, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("change", [unfrozen, head_unfrozen, exchanged, parameter_added, submodule_added, parameter_replaced])
+def test_a_change_is_followed_where_a_method_of_the_module_is_trained(change: Change, bucket_cap_mb: float | None) -> None:
     """No forward of the wrapper tells of the change: what came before it was seen must count."""
     layers = Layers()
     layers.layers[2].requires_grad_(change is not head_unfrozen)
@@ -291,15 +276,9 @@ def changed_and_trained_through_a_method(change: Change, bucket_cap_mb: float | 
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize("change", [unfrozen, head_unfrozen, exchanged, parameter_added, submodule_added, parameter_replaced])
-def test_a_change_is_followed_where_a_method_of_the_module_is_trained(
-    ranks: Ranks, change: Change, bucket_cap_mb: float | None
-) -> None:
-    ranks.run(changed_and_trained_through_a_method, change, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def changed_again_behind_a_forward(bucket_cap_mb: float | None) -> None:
+def test_a_second_change_that_no_forward_has_told_of_is_followed(bucket_cap_mb: float | None) -> None:
     """The forward tells of one change; of the other, which a method then trains, nothing does."""
     layers = Layers()
     layers.layers[2].requires_grad_(False)
@@ -318,12 +297,8 @@ def changed_again_behind_a_forward(bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
-@with_both_plans
-def test_a_second_change_that_no_forward_has_told_of_is_followed(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(changed_again_behind_a_forward, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def clipped_on_one_rank() -> None:
+@in_ranks(2)
+def test_one_rank_clips_behind_a_change() -> None:
     """Where no round ends what a change has begun."""
     model = Layers()
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -339,11 +314,9 @@ def clipped_on_one_rank() -> None:
     dist.destroy_process_group(group)
 
 
-def test_one_rank_clips_behind_a_change(two_ranks: Ranks) -> None:
-    two_ranks.run(clipped_on_one_rank)
-
-
-def added_with_values_of_each_ranks_own(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+def test_a_parameter_that_is_added_takes_rank_0s_value(bucket_cap_mb: float | None) -> None:
     """The loss is linear in what is added: when its value becomes rank 0's does not change a gradient."""
     with SideBySide(Layers(), bucket_cap_mb) as side:
         for step in range(4):
@@ -351,11 +324,6 @@ def added_with_values_of_each_ranks_own(bucket_cap_mb: float | None) -> None:
                 for module, value in zip(side.both_modules, (1.0 + dist.get_rank(), 1.0), strict=True):
                     module.shift = nn.Parameter(torch.full((4,), value))
             side.step(lambda model, step=step: model(noise(3, 4, step=step)).mean())
-
-
-@with_both_plans
-def test_a_parameter_that_is_added_takes_rank_0s_value(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(added_with_values_of_each_ranks_own, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def of_as_many_elements() -> tuple[int, ...]:

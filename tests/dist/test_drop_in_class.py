@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from support.models import mlp, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel
 
 # Every public attribute that torch's class has and nn.Module has not.
@@ -105,7 +105,8 @@ def test_trainers_take_it_for_torchs_class(two_ranks: Ranks) -> None:
     assert two_ranks.run(classes_of_a_wrapper)[0] == (True, True)
 
 
-def reducer_is_asked() -> None:
+@in_ranks(2)
+def test_what_frameworks_call_on_the_reducer_changes_nothing() -> None:
     with wrapped_and_bare(mlp()) as (ddp, bare):
         assert ddp.reducer._rebuild_buckets() is False
         outputs = ddp(noise(3, 6))
@@ -115,10 +116,6 @@ def reducer_is_asked() -> None:
         bare(noise(3, 6)).sum().backward()
         naive_mean(bare)
         require_same_gradients(ddp, bare)
-
-
-def test_what_frameworks_call_on_the_reducer_changes_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(reducer_is_asked)
 
 
 def test_any_other_method_of_the_reducer_is_an_error_that_says_what_to_use() -> None:
@@ -149,7 +146,8 @@ def test_torchs_checkpointing_unwraps_it(two_ranks: Ranks) -> None:
     assert two_ranks.run(checkpointed) == [(names, names)] * 2
 
 
-def clipped() -> None:
+@in_ranks(2)
+def test_torchs_clipping_works_on_it() -> None:
     with wrapped_and_bare(mlp()) as (ddp, bare):
         for model in (ddp, bare):
             model(noise(3, 6)).sum().backward()
@@ -158,7 +156,3 @@ def clipped() -> None:
         assert torch.equal(*norms)
         vectors = [torch.nn.utils.parameters_to_vector(param.grad for param in model.parameters()) for model in (ddp, bare)]
         assert torch.equal(*vectors)
-
-
-def test_torchs_clipping_works_on_it(two_ranks: Ranks) -> None:
-    two_ranks.run(clipped)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from support.drop_in import TIMEOUT_S, SideBySide, squares, with_both_plans
 from support.models import Branches, mlp, noise
 from support.naive import require_same_gradients
-from support.ranks import Ranks
+from support.ranks import in_ranks
 
 NUM_STEPS = 3
 
@@ -43,7 +43,10 @@ def compare(side: SideBySide, hook: Callable[..., Any]) -> None:
 TORCHS_HOOKS = pytest.mark.parametrize("hook", [allreduce_hook, fp16_compress_hook])
 
 
-def hook_of_torch(hook: Callable[..., Any], bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@TORCHS_HOOKS
+def test_a_hook_of_torchs_reduces(hook: Callable[..., Any], bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         side.ddp.register_comm_hook(None, hook)
         for step in range(NUM_STEPS):
@@ -53,13 +56,10 @@ def hook_of_torch(hook: Callable[..., Any], bucket_cap_mb: float | None) -> None
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
 @TORCHS_HOOKS
-def test_a_hook_of_torchs_reduces(ranks: Ranks, hook: Callable[..., Any], bucket_cap_mb: float | None) -> None:
-    ranks.run(hook_of_torch, hook, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def hook_after_accumulation(hook: Callable[..., Any], bucket_cap_mb: float | None) -> None:
+def test_a_hook_reduces_what_was_accumulated(hook: Callable[..., Any], bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         side.ddp.register_comm_hook(dist.group.WORLD, hook)
         for step in range(NUM_STEPS):
@@ -72,23 +72,14 @@ def hook_after_accumulation(hook: Callable[..., Any], bucket_cap_mb: float | Non
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@TORCHS_HOOKS
-def test_a_hook_reduces_what_was_accumulated(ranks: Ranks, hook: Callable[..., Any], bucket_cap_mb: float | None) -> None:
-    ranks.run(hook_after_accumulation, hook, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def hook_with_gradients_kept(bucket_cap_mb: float | None) -> None:
+def test_a_hook_adds_to_gradients_that_were_kept(bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         side.ddp.register_comm_hook(None, allreduce_hook)
         for step in range(NUM_STEPS):
             side.backward(squares(5, 6, step=step))
             side.compare()
-
-
-@with_both_plans
-def test_a_hook_adds_to_gradients_that_were_kept(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(hook_with_gradients_kept, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 # By step, what each rank uses; a third rank uses what the first one does.
@@ -99,18 +90,15 @@ USES = {
 }
 
 
-def hook_with_unused_parameters(name: str, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("name", USES)
+def test_a_hook_allows_unused_parameters(name: str, bucket_cap_mb: float | None) -> None:
     with SideBySide(Branches(), bucket_cap_mb) as side:
         side.ddp.register_comm_hook(None, allreduce_hook)
         for step, uses in enumerate(USES[name]):
             order = uses[dist.get_rank() % 2]
             side.step(lambda model, step=step, order=order: model(noise(2, 4, step=step), order).square().mean())
-
-
-@with_both_plans
-@pytest.mark.parametrize("name", USES)
-def test_a_hook_allows_unused_parameters(ranks: Ranks, name: str, bucket_cap_mb: float | None) -> None:
-    ranks.run(hook_with_unused_parameters, name, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def completed(value: Tensor) -> torch.futures.Future[Tensor]:
@@ -143,7 +131,9 @@ def look_around(seen, bucket):
     return completed(buffer)
 
 
-def buckets_of_a_step(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+def test_a_hook_is_given_a_bucket_with_torchs_methods(bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         seen = Seen()
         side.ddp.register_comm_hook(seen, look_around)
@@ -160,11 +150,6 @@ def buckets_of_a_step(bucket_cap_mb: float | None) -> None:
             assert seen.are_last == [index == num_buckets - 1 for index in range(num_buckets)]
             assert {id(param) for param in seen.params} == {id(param) for param in side.module.parameters()}
             require_same_gradients(side.ddp, side.bare)  # the hook has not reduced them
-
-
-@with_both_plans
-def test_a_hook_is_given_a_bucket_with_torchs_methods(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(buckets_of_a_step, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def triple(_state, bucket):
@@ -186,7 +171,10 @@ def triple_in_a_chain(_state, bucket):
     return completed(bucket.buffer()).then(lambda future: 3 * future.value())
 
 
-def result_of_the_hook(hook: Callable[..., Any], bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("hook", [triple, triple_by_set_buffer, triple_in_place, triple_in_a_chain])
+def test_what_the_future_of_a_hook_holds_becomes_the_gradient(hook: Callable[..., Any], bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         side.ddp.register_comm_hook(None, hook)
         for step in range(NUM_STEPS):
@@ -197,15 +185,9 @@ def result_of_the_hook(hook: Callable[..., Any], bucket_cap_mb: float | None) ->
             require_same_gradients(side.ddp, side.bare)
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize("hook", [triple, triple_by_set_buffer, triple_in_place, triple_in_a_chain])
-def test_what_the_future_of_a_hook_holds_becomes_the_gradient(
-    ranks: Ranks, hook: Callable[..., Any], bucket_cap_mb: float | None
-) -> None:
-    ranks.run(result_of_the_hook, hook, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def hook_and_a_change(bucket_cap_mb: float | None) -> None:
+def test_a_change_is_followed_under_a_hook(bucket_cap_mb: float | None) -> None:
     """A layer is frozen, and another one unfrozen, while a hook owns the buckets."""
     model = Branches()
     model.layers[0].requires_grad_(False)
@@ -217,8 +199,3 @@ def hook_and_a_change(bucket_cap_mb: float | None) -> None:
                     module.layers[0].requires_grad_(True)
                     module.layers[1].requires_grad_(False)
             side.step(squares(2, 4, step=step))
-
-
-@with_both_plans
-def test_a_change_is_followed_under_a_hook(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(hook_and_a_change, bucket_cap_mb, timeout_s=TIMEOUT_S)

@@ -19,7 +19,7 @@ from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, groups_of, squ
 from support.errors import text_of
 from support.models import mlp, noise
 from support.naive import naive_mean, require_same_gradients
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import ConfigError, DistributedDataParallel, attach
 
 
@@ -42,7 +42,10 @@ Way = Callable[[nn.Module], nn.Module]
 with_every_way = pytest.mark.parametrize("way", [deep_copied, pickled, saved])
 
 
-def copies_train(way: Way, num_steps_before: int, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(("num_steps_before", "bucket_cap_mb"), [(0, None), (1, 1e-6), (2, None)])
+@with_every_way
+def test_a_copy_of_the_wrapper_trains_on(way: Way, num_steps_before: int, bucket_cap_mb: float | None) -> None:
     """The copy and its origin go on in turns, on data of their own."""
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(num_steps_before):
@@ -56,13 +59,9 @@ def copies_train(way: Way, num_steps_before: int, bucket_cap_mb: float | None) -
                 side.step(squares(5, 6, step=step))
 
 
-@pytest.mark.parametrize(("num_steps_before", "bucket_cap_mb"), [(0, None), (1, 1e-6), (2, None)])
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_every_way
-def test_a_copy_of_the_wrapper_trains_on(ranks: Ranks, way: Way, num_steps_before: int, bucket_cap_mb: float | None) -> None:
-    ranks.run(copies_train, way, num_steps_before, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def copied_with_gradients(way: Way) -> None:
+def test_copying_in_the_middle_of_a_step_does_not_disturb_it(way: Way) -> None:
     """In the middle of an accumulation: the origin's gradients are none of the copy's business."""
     with SideBySide(mlp()) as side:
         with side.accumulating():
@@ -74,12 +73,9 @@ def copied_with_gradients(way: Way) -> None:
         twin.close()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_every_way
-def test_copying_in_the_middle_of_a_step_does_not_disturb_it(ranks: Ranks, way: Way) -> None:
-    ranks.run(copied_with_gradients, way, timeout_s=TIMEOUT_S)
-
-
-def copied_on_rank_0_alone(way: Way) -> None:
+def test_one_rank_may_copy_the_wrapper_alone(way: Way) -> None:
     """As for a checkpoint, or for a moving average of the weights: nobody else takes part."""
     with SideBySide(mlp()) as side:
         for step in range(3):
@@ -92,12 +88,10 @@ def copied_on_rank_0_alone(way: Way) -> None:
             side.step(squares(5, 6, step=step))
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
 @with_every_way
-def test_one_rank_may_copy_the_wrapper_alone(ranks: Ranks, way: Way) -> None:
-    ranks.run(copied_on_rank_0_alone, way, timeout_s=TIMEOUT_S)
-
-
-def copy_of_an_attached_model(way: Way, bucket_cap_mb: float | None) -> None:
+def test_a_copy_of_an_attached_model_is_bare_and_can_be_attached(way: Way, bucket_cap_mb: float | None) -> None:
     """The copy is bare, and trains alone on rank 0; attached in its turn, it trains beside its origin."""
     with SideBySide(mlp(), bucket_cap_mb, is_attached=True) as side:
         side.step(squares(5, 6, step=0))
@@ -118,13 +112,8 @@ def copy_of_an_attached_model(way: Way, bucket_cap_mb: float | None) -> None:
                 side.step(squares(5, 6, step=step))
 
 
-@with_both_plans
-@with_every_way
-def test_a_copy_of_an_attached_model_is_bare_and_can_be_attached(ranks: Ranks, way: Way, bucket_cap_mb: float | None) -> None:
-    ranks.run(copy_of_an_attached_model, way, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def state_dict_goes_round() -> None:
+@in_ranks(2)
+def test_a_state_dict_can_be_saved_and_loaded() -> None:
     with SideBySide(mlp()) as side:
         side.ddp(noise(5, 6)).sum().backward()
         file = io.BytesIO()
@@ -136,10 +125,6 @@ def state_dict_goes_round() -> None:
         side.ddp.load_state_dict(torch.load(file))
         side.compare_parameters()
         side.ddp(noise(5, 6)).sum().backward()
-
-
-def test_a_state_dict_can_be_saved_and_loaded(two_ranks: Ranks) -> None:
-    two_ranks.run(state_dict_goes_round)
 
 
 def copy_without_the_hook(way: Way) -> list[str]:
@@ -263,7 +248,14 @@ def step_alone(model: nn.Module, steps_of_rank: dict[int, list[int]], divisor: i
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
 
 
-def join_uneven_inputs(name: str, divides_by_all: bool, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("divides_by_all", "bucket_cap_mb"),
+    [(True, None), (True, 1e-6), (False, 1e-6)],
+    ids=["by all ranks", "by all ranks, a bucket per parameter", "by active ranks"],
+)
+@pytest.mark.parametrize("name", BATCHES)
+def test_join_allows_uneven_inputs(name: str, divides_by_all: bool, bucket_cap_mb: float | None) -> None:
     batches = BATCHES[name][: dist.get_world_size()]
     with SideBySide(mlp(), bucket_cap_mb) as side:
         optimizer = torch.optim.SGD(side.ddp.parameters(), lr=LEARNING_RATE)
@@ -281,17 +273,9 @@ def join_uneven_inputs(name: str, divides_by_all: bool, bucket_cap_mb: float | N
         side.step(squares(5, 6, step=9))  # and without the context everybody counts again
 
 
-@pytest.mark.parametrize(
-    ("divides_by_all", "bucket_cap_mb"),
-    [(True, None), (True, 1e-6), (False, 1e-6)],
-    ids=["by all ranks", "by all ranks, a bucket per parameter", "by active ranks"],
-)
-@pytest.mark.parametrize("name", BATCHES)
-def test_join_allows_uneven_inputs(ranks: Ranks, name: str, divides_by_all: bool, bucket_cap_mb: float | None) -> None:
-    ranks.run(join_uneven_inputs, name, divides_by_all, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def join_that_accumulates(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+def test_join_allows_accumulation(bucket_cap_mb: float | None) -> None:
     """Every second micro-batch synchronises; rank 0 has one pair fewer."""
     num_pairs = [1, 2, 2][: dist.get_world_size()]
     with SideBySide(mlp(), bucket_cap_mb) as side:
@@ -306,11 +290,6 @@ def join_that_accumulates(bucket_cap_mb: float | None) -> None:
             steps = {rank: [2 * pair, 2 * pair + 1] for rank, num in enumerate(num_pairs) if pair < num}
             step_alone(side.bare, steps, divisor=len(num_pairs))
         side.compare_parameters()
-
-
-@with_both_plans
-def test_join_allows_accumulation(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(join_that_accumulates, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def join_that_throws() -> str:
@@ -331,11 +310,8 @@ def test_join_can_throw_on_all_ranks_when_one_has_run_out(ranks: Ranks) -> None:
     assert others == ["Detected at least one rank that exhausted inputs. Throwing across all ranks."] * len(others)
 
 
-def join_switched_off() -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+def test_join_can_be_switched_off() -> None:
     with SideBySide(mlp()) as side, side.ddp.join(enable=False):
         for step in range(2):
             side.step(squares(5, 6, step=step))
-
-
-def test_join_can_be_switched_off(ranks: Ranks) -> None:
-    ranks.run(join_switched_off, timeout_s=TIMEOUT_S)

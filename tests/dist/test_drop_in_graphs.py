@@ -16,33 +16,27 @@ from torch.utils.checkpoint import checkpoint
 
 from support.drop_in import TIMEOUT_S, SideBySide, squares, with_both_plans
 from support.models import CASES, Branches, mlp, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 
 NUM_STEPS = 3
 
 
-def shared_weights(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3)
+@with_both_plans
+def test_tied_weights_have_one_gradient(bucket_cap_mb: float | None) -> None:
     case = CASES["tied transformer"]
     with SideBySide(case.model(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             side.step(lambda model, step=step: case.loss(model, 2 * step))
 
 
+@in_ranks(2, 3)
 @with_both_plans
-def test_tied_weights_have_one_gradient(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(shared_weights, bucket_cap_mb)
-
-
-def reused_modules(bucket_cap_mb: float | None) -> None:
+def test_a_module_may_be_used_several_times(bucket_cap_mb: float | None) -> None:
     with SideBySide(Branches(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             order = (0, 1, 0, 2, 0, 0) if dist.get_rank() == 0 else (2, 0, 1)
             side.step(lambda model, step=step, order=order: model(noise(2, 4, step=step), order).square().mean())
-
-
-@with_both_plans
-def test_a_module_may_be_used_several_times(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(reused_modules, bucket_cap_mb)
 
 
 class Checkpointed(nn.Module):
@@ -77,7 +71,9 @@ def test_a_layer_may_be_checkpointed(ranks: Ranks, num_times: int, use_reentrant
     ranks.run(checkpoints, num_times, use_reentrant, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
-def batch_norm_with_two_forwards(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3)
+@with_both_plans
+def test_batch_norm_allows_two_forwards_before_backward(bucket_cap_mb: float | None) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     with SideBySide(model, bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
@@ -85,11 +81,6 @@ def batch_norm_with_two_forwards(bucket_cap_mb: float | None) -> None:
         for ours, wanted in zip(side.module.buffers(), side.bare.buffers(), strict=True):
             # Statistics follow rank 0, for which nothing differs.
             assert dist.get_rank() > 0 or torch.equal(ours, wanted)
-
-
-@with_both_plans
-def test_batch_norm_allows_two_forwards_before_backward(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(batch_norm_with_two_forwards, bucket_cap_mb)
 
 
 class Scaled(nn.Module):
@@ -154,21 +145,18 @@ def in_backward(side: SideBySide, step: int) -> None:
         handle.remove()
 
 
-def fails_on_all_ranks(where: Callable[[SideBySide, int], None], at_step: int, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("at_step", [0, 1])
+@pytest.mark.parametrize("where", [in_no_sync, in_forward, in_backward])
+def test_the_step_after_an_exception_is_right(
+    where: Callable[[SideBySide, int], None], at_step: int, bucket_cap_mb: float | None
+) -> None:
     with SideBySide(Branches(), bucket_cap_mb) as side:
         for step in range(3):
             if step == at_step:
                 where(side, step)
             side.step(squares(2, 4, step=step))
-
-
-@with_both_plans
-@pytest.mark.parametrize("at_step", [0, 1])
-@pytest.mark.parametrize("where", [in_no_sync, in_forward, in_backward])
-def test_the_step_after_an_exception_is_right(
-    ranks: Ranks, where: Callable[..., None], at_step: int, bucket_cap_mb: float | None
-) -> None:
-    ranks.run(fails_on_all_ranks, where, at_step, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 Both = namedtuple("Both", "left right")
@@ -211,7 +199,9 @@ class TwoOutputs(nn.Module):
         return self.made
 
 
-def nested_output(name: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_comes_back_as_it_is_and_trains(name: str) -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
         out = model(noise(5, 6, step=step))
         assert model is side.bare or out is side.module.made
@@ -223,12 +213,10 @@ def nested_output(name: str) -> None:
             side.step(lambda model, step=step: loss(model, step))
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output_comes_back_as_it_is_and_trains(ranks: Ranks, name: str) -> None:
-    ranks.run(nested_output, name)
-
-
-def output_changed_in_place(arguments: dict[str, bool], bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3)
+@with_both_plans
+@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+def test_an_output_may_be_changed_in_place(arguments: dict[str, bool], bucket_cap_mb: float | None) -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
         out = model(noise(5, 6, step=step))
         out.mul_(2).add_(1)
@@ -240,13 +228,10 @@ def output_changed_in_place(arguments: dict[str, bool], bucket_cap_mb: float | N
             side.step(lambda model, step=step: loss(model, step))
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
-def test_an_output_may_be_changed_in_place(ranks: Ranks, arguments: dict[str, bool], bucket_cap_mb: float | None) -> None:
-    ranks.run(output_changed_in_place, arguments, bucket_cap_mb)
-
-
-def with_other_parameters(of_the_wrapper: bool, bucket_cap_mb: float | None) -> None:
+@pytest.mark.parametrize("of_the_wrapper", [True, False], ids=["of the wrapper", "of the module"])
+def test_a_functional_call_trains_what_its_parameters_are_made_from(of_the_wrapper: bool, bucket_cap_mb: float | None) -> None:
     """Every second step runs on tensors that are made from the parameters."""
 
     def loss(model: nn.Module, step: int) -> Tensor:
@@ -257,11 +242,3 @@ def with_other_parameters(of_the_wrapper: bool, bucket_cap_mb: float | None) -> 
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(4):
             side.step((lambda model, step=step: loss(model, step)) if step % 2 else squares(5, 6, step=step))
-
-
-@with_both_plans
-@pytest.mark.parametrize("of_the_wrapper", [True, False], ids=["of the wrapper", "of the module"])
-def test_a_functional_call_trains_what_its_parameters_are_made_from(
-    ranks: Ranks, of_the_wrapper: bool, bucket_cap_mb: float | None
-) -> None:
-    ranks.run(with_other_parameters, of_the_wrapper, bucket_cap_mb, timeout_s=TIMEOUT_S)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from support.drop_in import TIMEOUT_S, SideBySide, require_same_on_every_rank, squares
 from support.errors import text_of
 from support.models import noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel, PhaseError, attach
 
 
@@ -92,7 +92,9 @@ def step_in_backward(model: nn.Module, **settings: float) -> None:
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), settings)
 
 
-def optimizers_in_backward(through_the_module: bool) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("through_the_module", [False, True], ids=["through the wrapper", "through the module"])
+def test_optimizers_in_backward_step_on_the_mean_until_close(through_the_module: bool) -> None:
     """They step on the mean while the module is wrapped, and by themselves again afterwards."""
     model = linear()
     bare = linear()
@@ -118,11 +120,6 @@ def optimizers_in_backward(through_the_module: bool) -> None:
     assert model.weight.grad is None
 
 
-@pytest.mark.parametrize("through_the_module", [False, True], ids=["through the wrapper", "through the module"])
-def test_optimizers_in_backward_step_on_the_mean_until_close(two_ranks: Ranks, through_the_module: bool) -> None:
-    two_ranks.run(optimizers_in_backward, through_the_module, timeout_s=TIMEOUT_S)
-
-
 class Body(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +133,8 @@ class Body(nn.Module):
         return self.layer(x)
 
 
-def replaced_inside() -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_layer_of_an_inner_wrapper_may_be_replaced() -> None:
     """An inner wrapper whose only layer is exchanged belongs to the outer one as before."""
     inner = DistributedDataParallel(Body())
     outer = DistributedDataParallel(nn.Sequential(inner, nn.Linear(4, 1)))
@@ -148,10 +146,6 @@ def replaced_inside() -> None:
         torch.optim.SGD(outer.parameters(), lr=0.125).step()
         require_same_on_every_rank(outer)  # whose inputs differ
     outer.close()
-
-
-def test_a_layer_of_an_inner_wrapper_may_be_replaced(two_ranks: Ranks) -> None:
-    two_ranks.run(replaced_inside, timeout_s=TIMEOUT_S)
 
 
 def dropped_with_a_cycle(is_attached: bool) -> bool:
@@ -170,7 +164,8 @@ def test_a_model_whose_child_refers_to_it_is_freed(two_ranks: Ranks, is_attached
     assert two_ranks.run(dropped_with_a_cycle, is_attached) == [True, True]
 
 
-def groups_of_different_numbers() -> None:
+@in_ranks(3, is_fresh=True, timeout_s=TIMEOUT_S)
+def test_ranks_may_be_in_different_numbers_of_groups() -> None:
     """Rank 1 is in both groups, and rank 0 has let go of a wrapper that rank 1 still has."""
     members = [[0, 1], [1, 2]]
     groups = {tuple(ranks): dist.new_group(ranks) for ranks in members}
@@ -189,7 +184,3 @@ def groups_of_different_numbers() -> None:
         ddp.close()
     for group in mine:
         dist.destroy_process_group(group)
-
-
-def test_ranks_may_be_in_different_numbers_of_groups(fresh_ranks: Ranks) -> None:
-    fresh_ranks.run(groups_of_different_numbers, timeout_s=TIMEOUT_S)

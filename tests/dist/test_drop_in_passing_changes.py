@@ -13,7 +13,7 @@ from torch.func import functional_call
 from support.drop_in import TIMEOUT_S, SideBySide, with_both_plans
 from support.errors import text_of
 from support.models import noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel, PhaseError
 
 
@@ -39,7 +39,13 @@ Teacher = Callable[[nn.Module], dict[str, nn.Parameter]]
 with_every_teacher = pytest.mark.parametrize("teacher", [frozen_teacher, trained_teacher, half_of_a_teacher])
 
 
-def distilled(teacher: Teacher, is_first: bool, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("is_first", [True, False], ids=["teacher first", "teacher last"])
+@with_every_teacher
+def test_a_functional_call_with_other_parameters_changes_nothing(
+    teacher: Teacher, is_first: bool, bucket_cap_mb: float | None
+) -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
         x = noise(5, 6, step=step)
         calls = [lambda: functional_call(model, teacher(model), (x,)), lambda: model(x)]
@@ -53,16 +59,8 @@ def distilled(teacher: Teacher, is_first: bool, bucket_cap_mb: float | None) -> 
         assert [spec.name for spec in side.sync.plan.params] == [name for name, _ in side.module.named_parameters()]
 
 
-@with_both_plans
-@pytest.mark.parametrize("is_first", [True, False], ids=["teacher first", "teacher last"])
-@with_every_teacher
-def test_a_functional_call_with_other_parameters_changes_nothing(
-    ranks: Ranks, teacher: Teacher, is_first: bool, bucket_cap_mb: float | None
-) -> None:
-    ranks.run(distilled, teacher, is_first, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def one_rank_asks_a_teacher() -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+def test_a_rank_may_ask_a_teacher_alone() -> None:
     with SideBySide(mlp(), 1e-6) as side:
         for step in range(4):
             if dist.get_rank() == step % 2:
@@ -71,10 +69,6 @@ def one_rank_asks_a_teacher() -> None:
                 functional_call(side.ddp.eval(), trained_teacher(side.ddp), (x,)).sum().backward()
                 side.ddp.train()
             side.step(lambda model, step=step: model(noise(5, 6, step=step)).square().mean())
-
-
-def test_a_rank_may_ask_a_teacher_alone(ranks: Ranks) -> None:
-    ranks.run(one_rank_asks_a_teacher, timeout_s=TIMEOUT_S)
 
 
 class Pair(nn.Module):
@@ -123,7 +117,9 @@ def test_a_discriminator_that_is_frozen_in_turns_is_not_planned_anew(ranks: Rank
     assert all(max(generations) <= 1 for generations in ranks.run(adversarial, timeout_s=TIMEOUT_S))
 
 
-def another_wrappers_parameters_for_a_look(in_backward: bool) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("in_backward", [False, True], ids=["parameters", "tensors too"])
+def test_a_wrapper_may_be_called_with_the_parameters_of_another_one(in_backward: bool) -> None:
     """A is called with B's parameters for a moment; B goes on as if nothing had been."""
     other = DistributedDataParallel(mlp(), bucket_cap_mb=1e-6)
     with SideBySide(mlp(), 1e-6) as side:
@@ -139,11 +135,6 @@ def another_wrappers_parameters_for_a_look(in_backward: bool) -> None:
             side.compare()
             side.optimize()
     other.close()
-
-
-@pytest.mark.parametrize("in_backward", [False, True], ids=["parameters", "tensors too"])
-def test_a_wrapper_may_be_called_with_the_parameters_of_another_one(ranks: Ranks, in_backward: bool) -> None:
-    ranks.run(another_wrappers_parameters_for_a_look, in_backward, timeout_s=TIMEOUT_S)
 
 
 def added_and_frozen_while_accumulating() -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, with_both_plans
 from support.naive import naive_mean, require_same
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 
 NUM_STEPS = 3
 NUM_WORDS = 7
@@ -76,7 +76,10 @@ def sparse_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
-def sparse_gradients_train(make_optimizers: Optimizers, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("make_optimizers", [sgd, sparse_adam])
+def test_sparse_gradients_stay_sparse_and_train(make_optimizers: Optimizers, bucket_cap_mb: float | None) -> None:
     with SideBySide(Words(), bucket_cap_mb) as side:
         optimizers = [*make_optimizers(side.ddp), *make_optimizers(side.bare)]
         for step in range(NUM_STEPS):
@@ -90,12 +93,6 @@ def sparse_gradients_train(make_optimizers: Optimizers, bucket_cap_mb: float | N
             side.compare_parameters()
 
 
-@with_both_plans
-@pytest.mark.parametrize("make_optimizers", [sgd, sparse_adam])
-def test_sparse_gradients_stay_sparse_and_train(ranks: Ranks, make_optimizers: Optimizers, bucket_cap_mb: float | None) -> None:
-    ranks.run(sparse_gradients_train, make_optimizers, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
 # By step, what each rank uses, and what is sparse afterwards; a third rank uses what the first one does.
 ONE, OTHER = ("single", "dense"), ("bag", "dense")
 USES = {
@@ -106,7 +103,10 @@ USES = {
 }
 
 
-def used_on_some_ranks(name: str, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("name", USES)
+def test_a_table_may_be_used_on_some_ranks_only(name: str, bucket_cap_mb: float | None) -> None:
     with SideBySide(Words(), bucket_cap_mb) as side:
         for step, (first, second, sparse) in enumerate(USES[name]):
             uses = (first, second)[dist.get_rank() % 2]
@@ -116,13 +116,9 @@ def used_on_some_ranks(name: str, bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize("name", USES)
-def test_a_table_may_be_used_on_some_ranks_only(ranks: Ranks, name: str, bucket_cap_mb: float | None) -> None:
-    ranks.run(used_on_some_ranks, name, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def accumulated(bucket_cap_mb: float | None) -> None:
+def test_sparse_gradients_accumulate(bucket_cap_mb: float | None) -> None:
     with SideBySide(Words(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             side.zero_grad()
@@ -131,11 +127,6 @@ def accumulated(bucket_cap_mb: float | None) -> None:
             side.backward(lambda model, step=step: model(2 * step + 1))
             require_means(side)
             side.optimize()
-
-
-@with_both_plans
-def test_sparse_gradients_accumulate(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(accumulated, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def kept(set_to_none: bool, bucket_cap_mb: float | None) -> None:
@@ -155,7 +146,10 @@ def test_sparse_gradients_that_are_there_are_added_to(ranks: Ranks, set_to_none:
     ranks.run(kept, set_to_none, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
-def tied_with_a_dense_use(dense_on: str, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("dense_on", ["all ranks", "rank 0"])
+def test_a_sparse_table_may_be_tied_to_a_dense_layer(dense_on: str, bucket_cap_mb: float | None) -> None:
     """A gradient with a dense part is dense; what the others make of it, where it is so on one rank only, is free."""
     uses = ("single", "tied") if dense_on == "all ranks" or dist.get_rank() == 0 else ("single",)
     with SideBySide(Words(), bucket_cap_mb) as side:
@@ -165,9 +159,3 @@ def tied_with_a_dense_use(dense_on: str, bucket_cap_mb: float | None) -> None:
             require_means(side, [] if not side.module.single.weight.grad.is_sparse else ["single.weight"])
             assert dense_on == "rank 0" or not side.module.single.weight.grad.is_sparse
             side.optimize()
-
-
-@with_both_plans
-@pytest.mark.parametrize("dense_on", ["all ranks", "rank 0"])
-def test_a_sparse_table_may_be_tied_to_a_dense_layer(ranks: Ranks, dense_on: str, bucket_cap_mb: float | None) -> None:
-    ranks.run(tied_with_a_dense_use, dense_on, bucket_cap_mb, timeout_s=TIMEOUT_S)

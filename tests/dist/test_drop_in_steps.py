@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from support.drop_in import TIMEOUT_S, SideBySide, squares, with_both_plans
 from support.models import Branches, mlp, noise
 from support.naive import gradients, naive_mean, require_same_gradients
-from support.ranks import Ranks
+from support.ranks import in_ranks
 
 NUM_STEPS = 3
 ALL, NONE = (0, 1, 2), ()
@@ -28,7 +28,9 @@ def along(order: tuple[int, ...], step: int) -> Callable[[nn.Module], Tensor]:
     return lambda model: model(noise(2, 4, step=step), order).square().mean()
 
 
-def two_forwards_before_two_backwards(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+def test_two_forwards_before_two_backwards_are_both_synchronised(bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             side.zero_grad()
@@ -40,12 +42,9 @@ def two_forwards_before_two_backwards(bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_two_forwards_before_two_backwards_are_both_synchronised(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(two_forwards_before_two_backwards, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def backward_twice_through_one_graph(bucket_cap_mb: float | None) -> None:
+def test_a_graph_that_is_retained_is_synchronised_every_time(bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             side.zero_grad()
@@ -55,11 +54,6 @@ def backward_twice_through_one_graph(bucket_cap_mb: float | None) -> None:
                     losses[model].backward(retain_graph=retain_graph)
                 side.compare()
             side.optimize()
-
-
-@with_both_plans
-def test_a_graph_that_is_retained_is_synchronised_every_time(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(backward_twice_through_one_graph, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def by_the_context(ddp: nn.Module, micro_losses: list[Tensor]) -> None:
@@ -85,9 +79,10 @@ def by_the_flag_for_a_moment(ddp: nn.Module, micro_losses: list[Tensor]) -> None
     last.backward()
 
 
-def mode_changes_between_forward_and_backward(
-    way: Callable[[nn.Module, list[Tensor]], None], bucket_cap_mb: float | None
-) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("way", [by_the_context, by_the_flag, by_the_flag_for_a_moment])
+def test_the_mode_when_backward_runs_counts(way: Callable[[nn.Module, list[Tensor]], None], bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             side.zero_grad()
@@ -102,13 +97,9 @@ def mode_changes_between_forward_and_backward(
             side.optimize()
 
 
+@in_ranks(2, 3)
 @with_both_plans
-@pytest.mark.parametrize("way", [by_the_context, by_the_flag, by_the_flag_for_a_moment])
-def test_the_mode_when_backward_runs_counts(ranks: Ranks, way: Callable[..., None], bucket_cap_mb: float | None) -> None:
-    ranks.run(mode_changes_between_forward_and_backward, way, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def nothing_is_sent_while_accumulating(bucket_cap_mb: float | None) -> None:
+def test_a_loss_from_outside_is_not_sent_inside_no_sync(bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         before = loss(side.ddp, 0)
         with side.accumulating():
@@ -117,12 +108,9 @@ def nothing_is_sent_while_accumulating(bucket_cap_mb: float | None) -> None:
         require_same_gradients(side.ddp, side.bare)
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_a_loss_from_outside_is_not_sent_inside_no_sync(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(nothing_is_sent_while_accumulating, bucket_cap_mb)
-
-
-def static_graph_accumulates_first(bucket_cap_mb: float | None) -> None:
+def test_a_static_graph_may_begin_with_no_sync(bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb, static_graph=True) as side:
         for step in range(NUM_STEPS):
             side.zero_grad()
@@ -131,11 +119,6 @@ def static_graph_accumulates_first(bucket_cap_mb: float | None) -> None:
             side.backward(lambda model, step=step: loss(model, 2 * step + 1))
             side.compare()
             side.optimize()
-
-
-@with_both_plans
-def test_a_static_graph_may_begin_with_no_sync(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(static_graph_accumulates_first, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 class WithLoss(nn.Module):
@@ -149,7 +132,9 @@ class WithLoss(nn.Module):
         return self.layers(x).square().mean()
 
 
-def method_of_the_module(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+def test_a_loss_from_a_method_of_the_module_is_synchronised(bucket_cap_mb: float | None) -> None:
     with SideBySide(WithLoss(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             side.zero_grad()
@@ -161,12 +146,9 @@ def method_of_the_module(bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_a_loss_from_a_method_of_the_module_is_synchronised(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(method_of_the_module, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def set_by_hand(bucket_cap_mb: float | None) -> None:
+def test_backward_adds_to_gradients_that_were_set_by_hand(bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             for model in side.both:
@@ -178,11 +160,6 @@ def set_by_hand(bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
-@with_both_plans
-def test_backward_adds_to_gradients_that_were_set_by_hand(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(set_by_hand, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
 # By step, what each rank uses; a third rank uses what the first one does.
 USES = {
     "unused on all ranks": [((0, 2), (0, 2))] * NUM_STEPS,
@@ -191,19 +168,18 @@ USES = {
 }
 
 
-def unused_parameters(name: str, bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("name", USES)
+def test_unused_parameters_need_no_flag(name: str, bucket_cap_mb: float | None) -> None:
     with SideBySide(Branches(), bucket_cap_mb) as side:
         for step, uses in enumerate(USES[name]):
             side.step(along(uses[dist.get_rank() % 2], step))
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize("name", USES)
-def test_unused_parameters_need_no_flag(ranks: Ranks, name: str, bucket_cap_mb: float | None) -> None:
-    ranks.run(unused_parameters, name, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def old_gradients_stay(bucket_cap_mb: float | None) -> None:
+def test_a_gradient_that_nobody_adds_to_stays_to_the_bit(bucket_cap_mb: float | None) -> None:
     """Layer 1 has a gradient from the first step, and nobody uses it afterwards."""
     with SideBySide(Branches(), bucket_cap_mb) as side:
         side.step(along(ALL, 0))
@@ -221,12 +197,10 @@ def old_gradients_stay(bucket_cap_mb: float | None) -> None:
                 require_same_gradients(side.module.layers[index], side.bare.layers[index])
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_a_gradient_that_nobody_adds_to_stays_to_the_bit(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(old_gradients_stay, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def a_rank_without_any_use(end: str, bucket_cap_mb: float | None) -> None:
+@pytest.mark.parametrize("end", ["finish", "optimizer"])
+def test_a_rank_that_uses_nothing_joins_in(end: str, bucket_cap_mb: float | None) -> None:
     """Rank 1's loss reaches no parameter in any step but the last."""
     with SideBySide(Branches(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
@@ -244,12 +218,6 @@ def a_rank_without_any_use(end: str, bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
-@with_both_plans
-@pytest.mark.parametrize("end", ["finish", "optimizer"])
-def test_a_rank_that_uses_nothing_joins_in(ranks: Ranks, end: str, bucket_cap_mb: float | None) -> None:
-    ranks.run(a_rank_without_any_use, end, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
 class TwoHeads(nn.Module):
     """Two outputs with parameters of their own."""
 
@@ -262,28 +230,20 @@ class TwoHeads(nn.Module):
         return self.left(hidden), self.right(hidden)
 
 
-def only_some_outputs(side_of_rank: tuple[int, int, int], bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("side_of_rank", [(0, 0, 0), (0, 1, 0)], ids=["on all ranks", "another one on rank 1"])
+def test_the_loss_need_not_use_every_output(side_of_rank: tuple[int, int, int], bucket_cap_mb: float | None) -> None:
     with SideBySide(TwoHeads(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             index = side_of_rank[dist.get_rank()]
             side.step(lambda model, step=step, index=index: model(noise(5, 6, step=step))[index].square().mean())
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize("side_of_rank", [(0, 0, 0), (0, 1, 0)], ids=["on all ranks", "another one on rank 1"])
-def test_the_loss_need_not_use_every_output(
-    ranks: Ranks, side_of_rank: tuple[int, int, int], bucket_cap_mb: float | None
-) -> None:
-    ranks.run(only_some_outputs, side_of_rank, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def an_empty_batch(bucket_cap_mb: float | None) -> None:
+def test_an_empty_batch_on_one_rank_adds_zeros(bucket_cap_mb: float | None) -> None:
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(NUM_STEPS):
             num_samples = 0 if dist.get_rank() == step % 2 else 5
             side.step(lambda model, step=step, num=num_samples: model(noise(num, 6, step=step)).square().sum() / 20)
-
-
-@with_both_plans
-def test_an_empty_batch_on_one_rank_adds_zeros(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(an_empty_batch, bucket_cap_mb, timeout_s=TIMEOUT_S)

@@ -13,7 +13,7 @@ from dist.test_events import collectives
 from support.drop_in import TIMEOUT_S, SideBySide, groups_of, squares, with_both_plans
 from support.models import Branches, convolutions, mlp, noise
 from support.naive import require_same_gradients
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 
 NUM_STEPS = 3
 
@@ -106,7 +106,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def trains(name: str, bucket_cap_mb: float | None) -> None:
+def require_strides_of_the_bare_ones(side: SideBySide) -> None:
+    """What torch promises of `.grad`: the strides of the parameter, if that fills its memory, else those of a new tensor."""
+    strides = [[param.grad is not None and param.grad.stride() for param in module.parameters()] for module in side.both_modules]
+    assert strides[0] == strides[1]
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_both_plans
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_of_every_kind_train(name: str, bucket_cap_mb: float | None) -> None:
     make, shape = MODELS[name]
     models = []
     for _ in range(2):
@@ -123,19 +132,9 @@ def trains(name: str, bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
-def require_strides_of_the_bare_ones(side: SideBySide) -> None:
-    """What torch promises of `.grad`: the strides of the parameter, if that fills its memory, else those of a new tensor."""
-    strides = [[param.grad is not None and param.grad.stride() for param in module.parameters()] for module in side.both_modules]
-    assert strides[0] == strides[1]
-
-
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-@pytest.mark.parametrize("name", MODELS)
-def test_parameters_of_every_kind_train(ranks: Ranks, name: str, bucket_cap_mb: float | None) -> None:
-    ranks.run(trains, name, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def gradients_get_new_data(bucket_cap_mb: float | None) -> None:
+def test_a_gradient_may_get_new_data(bucket_cap_mb: float | None) -> None:
     """`.grad.data = ...` is a common way to scale or to clip; it gives the same tensor another memory."""
     with SideBySide(mlp(), bucket_cap_mb) as side:
         for step in range(4):
@@ -150,12 +149,9 @@ def gradients_get_new_data(bucket_cap_mb: float | None) -> None:
             side.optimize()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_a_gradient_may_get_new_data(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(gradients_get_new_data, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def channels_last_after_wrapping(bucket_cap_mb: float | None) -> None:
+def test_a_model_may_become_channels_last(bucket_cap_mb: float | None) -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3))
     with SideBySide(model, bucket_cap_mb) as side:
         for step in range(4):
@@ -165,12 +161,9 @@ def channels_last_after_wrapping(bucket_cap_mb: float | None) -> None:
             side.step(squares(2, 2, 6, 6, step=step))
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_a_model_may_become_channels_last(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(channels_last_after_wrapping, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def without_parameters(bucket_cap_mb: float | None) -> None:
+def test_a_module_without_parameters_can_be_wrapped(bucket_cap_mb: float | None) -> None:
     with pytest.warns(UserWarning, match="Flatten has no parameter that requires a gradient"):
         wrapped = SideBySide(nn.Flatten(), bucket_cap_mb)
     with wrapped as side:
@@ -183,12 +176,9 @@ def without_parameters(bucket_cap_mb: float | None) -> None:
             side.ddp.finish()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @with_both_plans
-def test_a_module_without_parameters_can_be_wrapped(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(without_parameters, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def with_everything_frozen(bucket_cap_mb: float | None) -> None:
+def test_a_frozen_module_can_be_wrapped(bucket_cap_mb: float | None) -> None:
     with pytest.warns(UserWarning, match="Sequential has no parameter that requires a gradient"):
         wrapped = SideBySide(mlp().requires_grad_(False), bucket_cap_mb)
     with wrapped as side:
@@ -200,11 +190,6 @@ def with_everything_frozen(bucket_cap_mb: float | None) -> None:
             side.ddp.finish()
             side.optimize()
             require_same_gradients(side.ddp, side.bare)
-
-
-@with_both_plans
-def test_a_frozen_module_can_be_wrapped(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(with_everything_frozen, bucket_cap_mb, timeout_s=TIMEOUT_S)
 
 
 def one_rank(bucket_cap_mb: float | None) -> list[str]:
@@ -243,7 +228,9 @@ def test_one_rank_runs_no_collective(ranks: Ranks, bucket_cap_mb: float | None) 
     assert ranks.run(one_rank, bucket_cap_mb, timeout_s=TIMEOUT_S) == [[]] * ranks.num_ranks
 
 
-def torn_while_another_is_held(clears: bool) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("clears", [True, False])
+def test_new_data_of_a_gradient_is_noticed_while_another_is_held(clears: bool) -> None:
     with SideBySide(mlp(), 1.0) as side:
         side.step(squares(5, 6))
         held = side.module[0].weight.grad.detach()
@@ -257,12 +244,15 @@ def torn_while_another_is_held(clears: bool) -> None:
         assert held.shape == (8, 6)
 
 
-@pytest.mark.parametrize("clears", [True, False])
-def test_new_data_of_a_gradient_is_noticed_while_another_is_held(ranks: Ranks, clears: bool) -> None:
-    ranks.run(torn_while_another_is_held, clears)
+class Float(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
 
 
-def finer_gradients(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@with_both_plans
+def test_gradients_may_have_a_dtype_of_their_own(bucket_cap_mb: float | None) -> None:
     """Parameters of half the precision that accumulate in the full one."""
 
     def model() -> nn.Module:
@@ -281,14 +271,3 @@ def finer_gradients(bucket_cap_mb: float | None) -> None:
             side.backward(lambda model, step=step: model(noise(5, 6, step=2 * step + 1).bfloat16()).square().mean())
             side.compare()
             assert {param.grad.dtype for param in side.module.parameters()} == {torch.float32}
-
-
-class Float(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float()
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-@with_both_plans
-def test_gradients_may_have_a_dtype_of_their_own(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(finer_gradients, bucket_cap_mb, timeout_s=TIMEOUT_S)

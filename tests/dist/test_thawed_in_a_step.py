@@ -17,7 +17,7 @@ from support.drop_in import TIMEOUT_S, average_each, require_same_on_every_rank
 from support.errors import text_of
 from support.models import Branches, mlp, noise
 from support.naive import require_same
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig, attach
 
 
@@ -109,7 +109,20 @@ def branches() -> Branches:
     return model
 
 
-def trained_in_turns(strategy: str, eager: bool, with_no_sync: bool) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("strategy", "eager", "with_no_sync"),
+    [
+        ("ddp", False, False),
+        ("ddp", False, True),
+        ("zero1", False, False),
+        ("zero1", False, True),
+        ("zero2", False, True),
+        ("zero1", True, True),
+    ],
+    ids=lambda it: str(it),
+)
+def test_a_parameter_thawed_between_two_backwards_is_averaged(strategy: str, eager: bool, with_no_sync: bool) -> None:
     """Layer 2 is frozen when the model is wrapped, and trained in every second backward."""
     model, bare = branches(), branches()
     ddp = DistributedDataParallel(model, config=SyncConfig(strategy=strategy, bucket_cap_mb=1e-6))
@@ -134,24 +147,6 @@ def trained_in_turns(strategy: str, eager: bool, with_no_sync: bool) -> None:
         require_same(*({key: it.detach() for key, it in each.named_parameters()} for each in (model, bare)))
         require_same_on_every_rank(model)
     ddp.close()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "eager", "with_no_sync"),
-    [
-        ("ddp", False, False),
-        ("ddp", False, True),
-        ("zero1", False, False),
-        ("zero1", False, True),
-        ("zero2", False, True),
-        ("zero1", True, True),
-    ],
-    ids=lambda it: str(it),
-)
-def test_a_parameter_thawed_between_two_backwards_is_averaged(
-    two_ranks: Ranks, strategy: str, eager: bool, with_no_sync: bool
-) -> None:
-    two_ranks.run(trained_in_turns, strategy, eager, with_no_sync, timeout_s=TIMEOUT_S)
 
 
 def steps_of(model: nn.Module, bare: nn.Module, run: Callable[[nn.Module, nn.Module, int], Tensor]) -> None:
@@ -202,7 +197,9 @@ class Thaws(nn.Module):
         return self.head(hidden).square().sum()
 
 
-def thawed_or_made_in(where: str) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("where", ["made", "the forward", "a hook of a layer", "a call of other parameters"])
+def test_a_parameter_that_is_thawed_or_made_within_the_forward_is_averaged_at_once(where: str) -> None:
     model = Grows() if where == "made" else Thaws(where)
     bare, ddp = copy.deepcopy(model), DistributedDataParallel(model, bucket_cap_mb=1e-6)
 
@@ -215,12 +212,8 @@ def thawed_or_made_in(where: str) -> None:
     ddp.close()
 
 
-@pytest.mark.parametrize("where", ["made", "the forward", "a hook of a layer", "a call of other parameters"])
-def test_a_parameter_that_is_thawed_or_made_within_the_forward_is_averaged_at_once(two_ranks: Ranks, where: str) -> None:
-    two_ranks.run(thawed_or_made_in, where, timeout_s=TIMEOUT_S)
-
-
-def part_of_two_wrappers() -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_what_another_wrapper_trains_is_its_own() -> None:
     """One holds a frozen discriminator, which is trained in turns by the wrapper that it has to itself."""
     bare, module = Recipe(), Recipe()
     for each in (bare, module):
@@ -242,10 +235,6 @@ def part_of_two_wrappers() -> None:
     assert len(ddp.plan.params) == len(inner.plan.params) == 2
     inner.close()
     ddp.close()
-
-
-def test_what_another_wrapper_trains_is_its_own(two_ranks: Ranks) -> None:
-    two_ranks.run(part_of_two_wrappers, timeout_s=TIMEOUT_S)
 
 
 def thawed_on_one_rank(situation: str) -> str:
@@ -319,7 +308,9 @@ class LowRank(nn.Module):
         return self.layer(x) + x @ self.left @ self.right
 
 
-def replaced_as_a_whole(kind: str) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("kind", ["low rank", "loaded by assignment"])
+def test_parameters_that_replace_all_that_were_trained_are_averaged_before_their_first_step(kind: str) -> None:
     """No hook of ours is on what is trained, and no forward of the wrapper tells of it: the optimizer's step does."""
     model, bare = branches(), branches()
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-6)
@@ -340,12 +331,15 @@ def replaced_as_a_whole(kind: str) -> None:
     ddp.close()
 
 
-@pytest.mark.parametrize("kind", ["low rank", "loaded by assignment"])
-def test_parameters_that_replace_all_that_were_trained_are_averaged_before_their_first_step(two_ranks: Ranks, kind: str) -> None:
-    two_ranks.run(replaced_as_a_whole, kind, timeout_s=TIMEOUT_S)
+def thawed_and_stepped(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    ddp(noise(5, 6)).square().sum().backward()
+    ddp.module[2].requires_grad_(True)
+    optimizer.step()
 
 
-def frozen_in_the_meantime(strategy: str) -> None:
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_gradient_that_was_frozen_out_of_its_synchronisation_is_not_stepped_in_silence(strategy: str) -> None:
     """Accumulated, then frozen for the backward that synchronises, and thawed before the step: nobody averages that gradient."""
     ddp = DistributedDataParallel(mlp(), config=SyncConfig(strategy=strategy))
     optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
@@ -360,16 +354,3 @@ def frozen_in_the_meantime(strategy: str) -> None:
     text = text_of(PhaseError, lambda: thawed_and_stepped(ddp, optimizer))
     assert text.startswith(("the optimizer steps on a gradient that is not synchronised", "the parameters have changed while"))
     ddp.close()
-
-
-def thawed_and_stepped(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    ddp(noise(5, 6)).square().sum().backward()
-    ddp.module[2].requires_grad_(True)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_a_gradient_that_was_frozen_out_of_its_synchronisation_is_not_stepped_in_silence(
-    fresh_pair: Ranks, strategy: str
-) -> None:
-    fresh_pair.run(frozen_in_the_meantime, strategy, timeout_s=TIMEOUT_S)

@@ -18,7 +18,7 @@ from support.errors import text_of
 from support.hybrid import mesh_of
 from support.models import mlp, noise
 from support.naive import require_same
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import OPTIMIZERS, parameters, require_equal
 from undertow import DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig
 
@@ -216,7 +216,8 @@ def on_a_mesh(loop: Loop) -> None:
             torch.testing.assert_close(value, wanted[name], rtol=0.0, atol=1e-6)
 
 
-def two_epochs() -> None:
+@in_ranks(2, 3, timeout_s=60.0)
+def test_a_second_epoch_begins_alike_on_every_rank() -> None:
     """Whoever has left the first epoch early has the hyper-parameters and the state of the others in the second."""
     ddp = DistributedDataParallel(fresh_mlp(), config=SyncConfig(reduction="ordered"))
     optimizer = ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.01)
@@ -234,10 +235,6 @@ def two_epochs() -> None:
     dist.broadcast(first, 0)
     assert torch.equal(mine, first)
     ddp.close()
-
-
-def test_a_second_epoch_begins_alike_on_every_rank(ranks: Ranks) -> None:
-    ranks.run(two_epochs, timeout_s=60.0)
 
 
 def gradients_and_buffers() -> list[dict[str, Any]]:
@@ -286,13 +283,10 @@ def accumulated_with_buffers(wrapper: type[nn.parallel.DistributedDataParallel])
     return dict(ddp.module.state_dict())
 
 
-def accumulated_with_both_classes() -> None:
+@in_ranks(2, timeout_s=20.0)
+def test_a_rank_without_data_does_not_wait_for_buffers_while_others_accumulate() -> None:
     wrappers = (DistributedDataParallel, nn.parallel.DistributedDataParallel)
     require_same(*(accumulated_with_buffers(wrapper) for wrapper in wrappers))
-
-
-def test_a_rank_without_data_does_not_wait_for_buffers_while_others_accumulate(two_ranks: Ranks) -> None:
-    two_ranks.run(accumulated_with_both_classes, timeout_s=20.0)
 
 
 def refusals() -> dict[str, str]:
