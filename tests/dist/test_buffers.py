@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from support.alike import of_all_ranks
 from support.models import CASES, noise
 from support.naive import wrapped
 from support.ranks import in_ranks
-from undertow import DistributedDataParallel, attach
 
 CASE = CASES["convolutions"]
 WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.float64: torch.float64}
@@ -41,9 +39,17 @@ FOLLOWED: dict[str, Callable[[list[Tensor], Tensor], Tensor]] = {
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize(
-    ("setting", "training"), [("rank0", True), ("mean", True), ("off", True), ("rank0", False), ("mean", False)]
+    ("setting", "mode", "followed"),
+    [
+        ("rank0", "training", "rank0"),
+        ("mean", "training", "mean"),
+        ("off", "training", "off"),
+        ("rank0", "evaluation", "off"),
+        ("mean", "evaluation", "off"),
+        ("rank0", "switched off", "off"),
+    ],
 )
-def test_a_forward_finds_buffers_as_the_setting_says(setting: str, training: bool) -> None:
+def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, followed: str) -> None:
     """In a training forward: in an evaluation each rank has its own."""
     found: list[dict[str, Tensor]] = []
     model = CASE.model()
@@ -51,13 +57,13 @@ def test_a_forward_finds_buffers_as_the_setting_says(setting: str, training: boo
         for step in range(2):
             CASE.loss(ddp, step).backward()
         mine = copies(model)
-        ddp.train(training)
+        ddp.train(mode != "evaluation")
+        ddp.require_forward_param_sync = mode != "switched off"
         model[0][0].register_forward_pre_hook(lambda *_: found.append(copies(model)))
         CASE.loss(ddp, 2)
     of_ranks = of_all_ranks(mine)
     assert not torch.equal(of_ranks[0]["0.1.running_mean"], of_ranks[1]["0.1.running_mean"])
-    follow = FOLLOWED[setting if training else "off"]
-    wanted = {name: follow([it[name] for it in of_ranks], buffer) for name, buffer in mine.items()}
+    wanted = {name: FOLLOWED[followed]([it[name] for it in of_ranks], buffer) for name, buffer in mine.items()}
     assert found[0].keys() == wanted.keys()
     assert [name for name in wanted if found[0][name].dtype != wanted[name].dtype] == []
     assert [name for name in wanted if not torch.equal(found[0][name], wanted[name])] == []
@@ -220,17 +226,6 @@ def test_buffers_do_not_travel_while_accumulating() -> None:
         with ddp.no_sync():
             CASE.loss(ddp, 1).backward()
         assert model[0][1].running_mean is before
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("way", [attach, DistributedDataParallel])
-def test_a_closed_model_goes_on_alone(way: Callable[[nn.Module], Any]) -> None:
-    model = CASE.model()
-    way(model).close()
-    for step in range(2):
-        CASE.loss(model, step).backward()
-    first, *others = of_all_ranks(model[0][1].running_mean)
-    assert not any(torch.equal(first, other) for other in others)
 
 
 def cached() -> Buffered:

@@ -19,12 +19,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import undertow
-from support.alike import backward_alike
+from support.alike import backward_alike, require_equal_values
 from support.drop_in import TIMEOUT_S, groups_of
 from support.errors import text_of
 from support.inside import bucket_of_a_hook
 from support.models import CASES, mlp, noise
-from support.naive import gradients, naive_mean, require_same, wrapped
+from support.naive import naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel
 from undertow.demo.corpus import load_corpus
@@ -38,13 +38,19 @@ with warnings.catch_warnings():
 MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 MATRIX = 16 * 16 * 4  # bytes
 Hook = Callable[..., Any]
+Loss = Callable[[nn.Module, int], Tensor]
 
 
+def completed(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+# Hooks have no annotations, as torch's own wrapper demands: it compares them, and these would be text.
 def scale(factor, bucket):
     """A hook that does not communicate."""
-    done = torch.futures.Future()
-    done.set_result(bucket.buffer().mul_(factor))
-    return done
+    return completed(bucket.buffer().mul_(factor))
 
 
 def power_state(rank: int = 1, *, start: int = 2) -> PowerSGDState:
@@ -80,18 +86,13 @@ def both_classes(make: Callable[[], nn.Module], **settings: Any) -> Iterator[tup
         yield ours, theirs
 
 
-def train_both(
-    models: tuple[nn.Module, nn.Module], optimizers: list[Any], backward: Callable[[Any, int], object], *, num_steps: int
-) -> None:
+def train_both(models: tuple[nn.Module, nn.Module], optimizers: list[Any], loss: Loss, *, num_steps: int) -> None:
     """Gradients and parameters of both must be the same."""
     for step in range(num_steps):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            backward(model, step)
-        require_same(*map(gradients, models))
+        backward_alike(*models, loss, steps=[step], mean=lambda _: None)
         for optimizer in optimizers:
             optimizer.step()
-        require_same(*({name: param.detach() for name, param in model.named_parameters()} for model in models))
+        require_equal_values(*models)
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
@@ -99,15 +100,15 @@ def train_both(
 @pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer"])
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_does_what_it_does_under_torchs_class(name: str, case: str, bucket_cap_mb: float | None) -> None:
-    def backward(model: Any, step: int) -> None:
+    def loss(model: Any, step: int) -> Tensor:
         with model.no_sync():
             CASES[case].loss(model, 2 * step).backward()
-        CASES[case].loss(model, 2 * step + 1).backward()
+        return CASES[case].loss(model, 2 * step + 1)
 
     with both_classes(CASES[case].model, bucket_cap_mb=bucket_cap_mb) as models:
         for model in models:
             model.register_comm_hook(*HOOKS[name]())
-        train_both(models, [torch.optim.SGD(model.parameters(), lr=0.05) for model in models], backward, num_steps=4)
+        train_both(models, [torch.optim.SGD(model.parameters(), lr=0.05) for model in models], loss, num_steps=4)
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
@@ -120,7 +121,7 @@ def test_post_local_sgd_trains_as_under_torchs_class(post_local_gradient_allredu
             model.register_comm_hook(PostLocalSGDState(None, subgroup, 2, post_local_gradient_allreduce), post_localSGD_hook)
         inner = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         optimizers = [PostLocalSGDOptimizer(each, PeriodicModelAverager(period=2, warmup_steps=2)) for each in inner]
-        train_both(models, optimizers, lambda model, step: MLP.loss(model, step).backward(), num_steps=8)
+        train_both(models, optimizers, MLP.loss, num_steps=8)
     dist.destroy_process_group(subgroup)
 
 
@@ -197,6 +198,62 @@ def test_a_hook_reduces_sparse_gradients_too() -> None:
             mean=mean_of_dense,
         )
         assert ddp.report(show=False).sent_bytes > 0
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(("bucket_cap_mb", "num_buckets"), [(1e-6, 4), (None, 1)])
+def test_a_hook_is_given_a_bucket_with_torchs_methods(bucket_cap_mb: float | None, num_buckets: int) -> None:
+    """It reduces nothing, and is not called for what only accumulates."""
+
+    def look_around(seen, bucket):
+        buffer, pieces, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        assert buffer.shape == (sum(param.numel() for param in params),)  # without padding or trailer
+        assert [piece.shape for piece in pieces] == [param.shape for param in params]
+        begin = buffer.data_ptr()
+        assert all(begin <= piece.data_ptr() < begin + buffer.nbytes for piece in pieces)
+        seen.append((bucket.index(), bucket.is_last(), set(map(id, params))))
+        return completed(buffer)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        with ddp.no_sync():
+            MLP.loss(model, 2 * step).backward()
+        return MLP.loss(model, 2 * step + 1)
+
+    def require_seen(_bare: nn.Module) -> None:
+        assert [(index, is_last) for index, is_last, _ in seen] == [(at, at == num_buckets - 1) for at in range(num_buckets)]
+        assert set().union(*(params for *_, params in seen)) == set(map(id, ddp.parameters()))
+        seen.clear()
+
+    seen: list[tuple[int, bool, set[int]]] = []
+    bare = mlp()
+    with hooked(copy.deepcopy(bare), seen, look_around, bucket_cap_mb=bucket_cap_mb) as ddp:
+        backward_alike(ddp, bare, loss, mean=require_seen)
+
+
+def triple(_state, bucket):
+    return completed(3 * bucket.buffer())
+
+
+def triple_by_set_buffer(_state, bucket):
+    bucket.set_buffer(3 * bucket.buffer())
+    return completed(bucket.buffer())
+
+
+def triple_in_place(_state, bucket):
+    torch._foreach_mul_(bucket.gradients(), 3)
+    return completed(bucket.buffer())
+
+
+def triple_in_a_chain(_state, bucket):
+    return completed(bucket.buffer()).then(lambda future: 3 * future.value())
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("hook", [triple, triple_by_set_buffer, triple_in_place, triple_in_a_chain])
+def test_what_the_future_of_a_hook_holds_becomes_the_gradient(hook: Hook) -> None:
+    bare = mlp()
+    with hooked(copy.deepcopy(bare), None, hook, bucket_cap_mb=None if hook is triple else 1e-6) as ddp:
+        backward_alike(ddp, bare, MLP.loss, mean=lambda bare: torch._foreach_mul_([it.grad for it in bare.parameters()], 3))
 
 
 FAILING: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {

@@ -219,8 +219,9 @@ def test_a_module_may_be_wrapped_anew(earlier: str, later: str, close: str) -> N
     if close == "in between":
         first.close()
     backward_alike(called, bare, MLP.loss, steps=[2, 3])
-    second.close()
-    first.close()
+    for sync in (second, first, second):
+        sync.close()
+    attach(model[0]).close()  # what was closed is free, in parts too
     backward_alike(model, bare, MLP.loss, steps=[4], mean=lambda _: None)  # and now each rank trains alone
 
 
@@ -250,18 +251,6 @@ def test_a_part_of_what_is_wrapped_is_not_wrapped_again_nor_over_other_ranks() -
         backward_alike(ddp, bare, MLP.loss)  # the earlier one goes on
     if is_inside:
         dist.destroy_process_group(group)
-
-
-@in_ranks(2, 3)
-def test_what_was_closed_can_be_wrapped_in_every_way() -> None:
-    model = mlp()
-    bare = copy.deepcopy(model)
-    for way in WRAP.values():
-        sync = way(model)
-        backward_alike(model, bare, MLP.loss, steps=[0])
-        sync.close()
-        sync.close()
-        attach(model[0]).close()  # what was closed is free, in parts too
 
 
 @in_ranks(2)

@@ -1,38 +1,67 @@
-"""Beyond a plain backward: graphs of gradients, gradients by hand, mixed precision, hooks of the user's, compilers."""
+"""Losses, outputs, hooks and gradients of every kind, beyond what programs have: graphs of gradients, autocast, other dtypes."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, squares, with_both_plans
-from support.models import mlp, noise
-from support.naive import gradients, naive_mean, require_same, require_same_gradients
-from support.ranks import Ranks, in_ranks
+from support.alike import backward_alike, of_all_ranks
+from support.drop_in import TIMEOUT_S
+from support.models import CASES, mlp, noise
+from support.naive import naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
+from support.ranks import in_ranks
+from undertow import average_gradients
 
-NUM_STEPS = 3
+MLP = CASES["mlp"]
 
 
 def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@with_both_plans
-def test_a_penalty_on_the_gradient_is_synchronised(bucket_cap_mb: float | None) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        result = squares(5, 6, step=step)(model)
-        slopes = torch.autograd.grad(result, list(model.parameters()), create_graph=True)
-        return result + sum(slope.square().sum() for slope in slopes)
+def with_a_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    value = model(x).square().mean()
+    return value + sum(it.square().sum() for it in torch.autograd.grad(value, list(model.parameters()), create_graph=True))
 
-    with SideBySide(smooth(), bucket_cap_mb) as side:
-        for step in range(NUM_STEPS):
-            side.step(lambda model, step=step: loss(model, step))
+
+def in_bfloat16(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(x).float().square().mean()
+
+
+def changed_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x).mul_(2).add_(1)
+    out[:, 0] = 0
+    return out.square().mean()
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("loss", [with_a_penalty, in_bfloat16, changed_in_place])
+def test_the_loss_may_do_anything_with_a_forward(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    with wrapped_and_bare(smooth(), bucket_cap_mb=1e-6) as (ddp, bare):
+        backward_alike(ddp, bare, lambda model, step: loss(model, noise(5, 6, step=step)))
+        assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("of_the_wrapper", [True, False], ids=["of the wrapper", "of the module"])
+def test_a_functional_call_trains_what_its_parameters_are_made_from(of_the_wrapper: bool) -> None:
+    """Every second step runs on tensors that are made from the parameters."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        called = ddp.module if model is ddp and not of_the_wrapper and step % 2 else model
+        doubled = {name: 2 * param for name, param in called.named_parameters()}
+        return functional_call(called, doubled if step % 2 else {}, (noise(5, 6, step=step),)).square().mean()
+
+    with wrapped_and_bare(mlp(), bucket_cap_mb=1e-6 if of_the_wrapper else None) as (ddp, bare):
+        backward_alike(ddp, bare, loss, steps=range(4))
 
 
 def backward_with_graph(loss: Tensor) -> None:
@@ -42,197 +71,185 @@ def backward_with_graph(loss: Tensor) -> None:
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@with_both_plans
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, None])
 def test_gradients_with_a_graph_are_averaged(bucket_cap_mb: float | None) -> None:
-    with SideBySide(smooth(), bucket_cap_mb) as side:
-        for step in range(NUM_STEPS):
-            side.zero_grad()
-            for model in side.both:
-                backward_with_graph(squares(5, 6, step=step)(model))
-            for param in side.bare.parameters():
-                param.grad = param.grad.detach()
-            side.compare()
-            side.optimize()
-
-
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@with_both_plans
-def test_gradients_made_in_no_sync_keep_their_graph(bucket_cap_mb: float | None) -> None:
-    """The first backward only makes slopes; the second one, through them, is synchronised."""
-    with SideBySide(smooth(), bucket_cap_mb) as side:
-        for step in range(NUM_STEPS):
-            for model in side.both:
-                model.zero_grad()
-                with side.accumulating():
-                    backward_with_graph(squares(5, 6, step=step)(model))
-                slopes = [param.grad for param in model.parameters()]
-                assert all(slope.requires_grad for slope in slopes[:-1]), [slope.requires_grad for slope in slopes]
-                model.zero_grad()
-                sum(slope.square().sum() for slope in slopes).backward()
-            side.compare()
-            side.optimize()
-
-
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@with_both_plans
-def test_what_autograd_grad_returns_is_this_ranks_own(bucket_cap_mb: float | None) -> None:
-    with SideBySide(mlp(), bucket_cap_mb) as side:
-        for step in range(4):
-            by_hand = [torch.autograd.grad(squares(5, 6, step=step)(model), list(model.parameters())) for model in side.both]
-            assert all(map(torch.equal, *by_hand))
-            if step % 2:  # nothing is left of it in a step that follows, nor in one that does not
-                side.step(squares(5, 6, step=step))
-        sums = [torch.zeros(()) for _ in range(dist.get_world_size())]
-        dist.all_gather(sums, by_hand[0][0].sum())
-        assert len(set(map(float, sums))) == len(sums)
-
-
-def autocast(bucket_cap_mb: float | None) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(noise(5, 6, step=step)).float().square().mean()
-
-    with SideBySide(mlp(), bucket_cap_mb) as side:
-        for step in range(NUM_STEPS):
-            side.step(lambda model, step=step: loss(model, step))
-            assert {param.grad.dtype for param in side.module.parameters()} == {torch.float32}
-
-
-@with_both_plans
-def test_autocast_trains(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(autocast, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def scaled(bucket_cap_mb: float | None) -> list[float]:
-    """In the second step rank 1 has an infinity; every rank skips it, and halves its scale."""
-    scales = []
-    with SideBySide(mlp(), bucket_cap_mb) as side:
-        scalers = {model: torch.amp.GradScaler("cpu", init_scale=1024.0) for model in side.both}
-        optimizers = {model: torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in side.both}
-        for step in range(4):
-            before = [param.clone() for param in side.module.parameters()]
-            for model, scaler in scalers.items():
-                model.zero_grad()
-                factor = float("inf") if step == 1 and dist.get_rank() == 1 else 1.0
-                scaler.scale(squares(5, 6, step=step)(model) * factor).backward()
-                if model is side.bare:
-                    naive_mean(model)
-                scaler.unscale_(optimizers[model])
-            if step != 1:
-                require_same_gradients(side.ddp, side.bare)
-            for model, scaler in scalers.items():
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                scaler.step(optimizers[model])
-                scaler.update()
-            scales.append(scalers[side.ddp].get_scale())
-            side.compare_parameters()
-            assert (step == 1) == all(map(torch.equal, before, side.module.parameters()))
-    return scales
-
-
-@with_both_plans
-def test_a_grad_scaler_skips_on_all_ranks_alike(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    for scales in ranks.run(scaled, bucket_cap_mb, timeout_s=TIMEOUT_S):
-        assert scales == [1024.0, 512.0, 512.0, 512.0]
-
-
-def doubled(grad: Tensor) -> Tensor:
-    return 2 * grad
-
-
-def double_in_place(param: Tensor) -> None:
-    param.grad.mul_(2)
-
-
-HOOKS = {
-    "on tensors": lambda param: param.register_hook(doubled),
-    "after accumulation": lambda param: param.register_post_accumulate_grad_hook(double_in_place),
-}
-
-
-WHEN = ["before wrapping", "between two steps", "after a forward"]
-
-
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@with_both_plans
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_of_the_user_see_and_change_this_ranks_gradient(name: str, when: str, bucket_cap_mb: float | None) -> None:
-    def register(modules: Iterable[nn.Module]) -> None:
-        for module in modules:
-            for param in list(module.parameters())[::2]:
-                HOOKS[name](param)
-
-    model = mlp()
-    bare = _same(model)
-    if when == WHEN[0]:
-        register([model, bare])
-    with SideBySide(model, bucket_cap_mb, bare=bare) as side:
+    with wrapped_and_bare(smooth(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
         for step in range(3):
-            if when == WHEN[1] and step == 1:
-                register(side.both_modules)
-            side.zero_grad()
-            losses = [squares(5, 6, step=step)(each) for each in side.both]
-            if when == WHEN[2] and step == 1:
-                register(side.both_modules)
-            for each in losses:
-                each.backward()
-            side.compare()
-            side.optimize()
+            for model in (ddp, bare):
+                model.zero_grad()
+                backward_with_graph(MLP.loss(model, step))
+            for param in bare.parameters():
+                param.grad = param.grad.detach()
+            naive_mean(bare)
+            require_same_gradients(ddp, bare)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@with_both_plans
-def test_a_hook_of_the_user_finds_a_gradient(bucket_cap_mb: float | None) -> None:
-    """A hook that only looks, such as one that logs norms, finds the gradient of this rank."""
-    with SideBySide(mlp(), bucket_cap_mb) as side:
-        seen: dict[nn.Module, list[Tensor]] = {model: [] for model in side.both}
-        for model in side.both:
-            for param in model.parameters():
-                param.register_post_accumulate_grad_hook(lambda param, model=model: seen[model].append(param.grad.clone()))
-        for step in range(NUM_STEPS):
-            side.step(squares(5, 6, step=step))
-            assert all(map(torch.equal, seen[side.ddp], seen[side.bare]))
-            assert len(seen[side.ddp]) == 4 * (step + 1)
+def test_gradients_made_in_no_sync_keep_their_graph() -> None:
+    """The first backward only makes slopes; the second one, through them, is synchronised."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        with ddp.no_sync():
+            backward_with_graph(MLP.loss(model, step))
+        slopes = [param.grad for param in model.parameters()]
+        assert [slope.requires_grad for slope in slopes[:-1]] == [True] * 3
+        model.zero_grad()
+        return sum(slope.square().sum() for slope in slopes)
+
+    with wrapped_and_bare(smooth()) as (ddp, bare):
+        backward_alike(ddp, bare, loss)
 
 
-def compiled_before(backend: str) -> None:
-    model = mlp()
-    with SideBySide(torch.compile(model, backend=backend), 1e-6, bare=_same(model)) as side:
-        train_by_position(side, side.ddp)
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("averages", [False, True])
+def test_what_autograd_grad_returns_is_this_ranks_own(averages: bool) -> None:
+    """Nothing is left of it, averaged by hand or not, in a step that follows, nor in one that does not."""
+    with wrapped_and_bare(mlp()) as (ddp, bare):
+        for step in range(4):
+            by_hand = [torch.autograd.grad(MLP.loss(model, step), list(model.parameters())) for model in (ddp, bare)]
+            assert all(map(torch.equal, *by_hand))
+            if averages:
+                average_gradients(by_hand[0])
+            if step % 2:
+                backward_alike(ddp, bare, MLP.loss, steps=[step])
+        assert len({*of_all_ranks(float(by_hand[0][0].sum()))}) == dist.get_world_size()
 
 
-def compiled_after(backend: str) -> None:
-    with SideBySide(mlp(), 1e-6) as side:
-        train_by_position(side, torch.compile(side.ddp, backend=backend))
+HOOKS: dict[str, Callable[[Tensor], object]] = {
+    "on tensors": lambda param: param.register_hook(lambda grad: 2 * grad),
+    "after accumulation": lambda param: param.register_post_accumulate_grad_hook(lambda param: torch._foreach_mul_([param.grad], 2)),
+}
+BEFORE, BETWEEN, AFTER = "before wrapping", "between two steps", "after a forward"
 
 
-def _same(model: nn.Module) -> nn.Module:
-    other = mlp()
-    other.load_state_dict(model.state_dict())
-    return other
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("when", [BEFORE, BETWEEN, AFTER])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_the_user_see_and_change_this_ranks_gradient(name: str, when: str) -> None:
+    def register(model: nn.Module) -> None:
+        for param in [*model.parameters()][::2]:
+            HOOKS[name](param)
+            param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        if (step, when) == (1, BETWEEN):
+            register(model)
+        value = MLP.loss(model, step)
+        if (step, when) == (1, AFTER):
+            register(model)
+        return value
+
+    seen: list[Tensor] = []  # of a step, two of the wrapped model, then two of the bare one
+    model, bare = MLP.model(), MLP.model()
+    for each in (model, bare) if when == BEFORE else ():
+        register(each)
+    with wrapped(model) as ddp:
+        backward_alike(ddp, bare, loss)
+    assert len(seen) == 2 * 2 * (3 if when == BEFORE else 2)
+    assert all(torch.equal(seen[at], seen[at + 2]) for step in range(0, len(seen), 4) for at in (step, step + 1))
 
 
-def train_by_position(side: SideBySide, compiled: nn.Module) -> None:
-    """A compiled model calls its parameters by other names."""
-    torch._dynamo.reset()  # of what other tests have compiled in this process
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in (compiled, side.bare)]
-    for step in range(4):
-        for model in (compiled, side.bare):
-            model.zero_grad()
-        with side.accumulating():
-            squares(5, 6, step=2 * step)(compiled).backward()
-        squares(5, 6, step=2 * step)(side.bare).backward()
-        for model in (compiled, side.bare):
-            squares(5, 6, step=2 * step + 1)(model).backward()
-        naive_mean(side.bare)
-        require_same(*(dict(enumerate(gradients(model).values())) for model in side.both_modules))
-        for optimizer in optimizers:
-            optimizer.step()
-        require_same(*(dict(enumerate(param.detach() for param in model.parameters())) for model in side.both_modules))
+class TwoOutputs(nn.Module):
+    """Returns two tensors with parameters of their own in an object, and remembers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        self.made = SimpleNamespace(left=self.left(x), more={"right": [self.right(x), None]})
+        return self.made
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("way", [compiled_before, compiled_after])
-def test_a_compiled_model_trains(ranks: Ranks, way: Callable[[str], None], backend: str) -> None:
-    ranks.run(way, backend)
+@in_ranks(2, 3)
+def test_an_output_comes_back_as_it_is_and_trains() -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        out = model(noise(5, 6, step=step))
+        assert out is getattr(model, "module", model).made
+        return out.left.square().mean() + (out.more["right"][0].square().mean() if step != 1 else 0)
+
+    with wrapped_and_bare(TwoOutputs(), bucket_cap_mb=1e-6) as (ddp, bare):
+        backward_alike(ddp, bare, loss)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("clears", [True, False])
+def test_new_data_of_a_gradient_is_noticed_while_another_is_held(clears: bool) -> None:
+    with wrapped_and_bare(mlp(), bucket_cap_mb=1.0) as (ddp, bare):
+        backward_alike(ddp, bare, MLP.loss, steps=[0])
+        held, torn = ddp.module[0].weight.grad.detach(), ddp.module[2].weight.grad
+        torn.data = torn.data * 0.5
+        for model in (ddp, bare):
+            model.zero_grad(set_to_none=clears)
+            MLP.loss(model, 1).backward()
+        naive_mean(bare)
+        require_same_gradients(ddp, bare)
+        assert held.shape == (8, 6)
+
+
+class Float(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_gradients_may_have_a_dtype_of_their_own() -> None:
+    """Parameters of half the precision that accumulate in the full one."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(6, 5).bfloat16(), Float(), nn.Linear(5, 3))
+        for param in layers[0].parameters():
+            param.grad_dtype = torch.float32
+        return layers
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        first, second = (noise(5, 6, step=2 * step + part).bfloat16() for part in (0, 1))
+        with ddp.no_sync():
+            model(first).square().mean().backward()
+        return model(second).square().mean()
+
+    ours, bare = model(), model()
+    with wrapped(ours, bucket_cap_mb=1e-6) as ddp:
+        backward_alike(ddp, bare, loss)
+    assert {param.grad.dtype for param in ours.parameters()} == {torch.float32}
+
+
+def integers(high: int, *shape: int, step: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(1000 * dist.get_rank() + step))
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("dense_on", [(), (0,), (0, 1, 2)], ids=["nowhere", "rank 0", "all ranks"])
+def test_a_gradient_is_sparse_unless_a_rank_has_a_dense_part(dense_on: tuple[int, ...]) -> None:
+    """A table, tied to a dense layer on some ranks. Gradients are integers, and none is zero: no row of a sum goes away."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        words, factors = integers(7, 5, step=step), 1.0 + integers(4, 5, 3, step=step)
+        value = (model(words) * factors).sum()
+        return value + (factors @ next(model.parameters()).t()).sum() if dist.get_rank() in dense_on else value
+
+    with wrapped_and_bare(nn.Embedding(7, 3, sparse=True)) as (ddp, bare):
+        for step in range(3):
+            for model in (ddp, bare):
+                model.zero_grad()
+                loss(model, step).backward()
+            ours, bare.weight.grad = ddp.module.weight.grad, bare.weight.grad.to_dense()
+            naive_mean(bare)
+            require_same({"table": ours.to_dense()}, {"table": bare.weight.grad})
+            assert dense_on == (0,) or ours.is_sparse == (dense_on == ())  # what others make of a part of rank 0 alone is free
+
+
+@in_ranks(2, 3)
+def test_torchs_flag_says_which_backward_synchronises() -> None:
+    with wrapped_and_bare(mlp()) as both:
+        ddp, bare = both
+        for is_synchronised in (False, True):
+            ddp.require_backward_grad_sync = is_synchronised
+            assert ddp.require_backward_grad_sync == is_synchronised
+            for model in both:
+                MLP.loss(model, 0).backward()
+            if is_synchronised:
+                naive_mean(bare)
+            require_same_gradients(ddp, bare)

@@ -402,7 +402,11 @@ DISTURBED = {
     "a state dict goes round": Program(events="zero, forward 012, backward, step, reload", strategy="zero1", plan="pieces"),
 }
 
-EXAMPLES = {**OF_EVERY_KIND, **USED, **ACCUMULATED, **CHANGED, **COMBINED, **WRITTEN, **DISTURBED}
+DROPPED_IN = {
+    "a state dict of a model without shards goes round": Program(events="zero, forward 012, backward, step, reload"),
+}
+
+EXAMPLES = {**OF_EVERY_KIND, **USED, **ACCUMULATED, **CHANGED, **COMBINED, **WRITTEN, **DISTURBED, **DROPPED_IN}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
