@@ -243,17 +243,3 @@ def test_a_gradient_is_sparse_unless_a_rank_has_a_dense_part(dense_on: tuple[int
             naive_mean(bare)
             require_same({"table": ours.to_dense()}, {"table": bare.weight.grad})
             assert dense_on == (0,) or ours.is_sparse == (dense_on == ())  # what others make of a part of rank 0 alone is free
-
-
-@in_ranks(2, 3)
-def test_torchs_flag_says_which_backward_synchronises() -> None:
-    with wrapped_and_bare(mlp()) as both:
-        ddp, bare = both
-        for is_synchronised in (False, True):
-            ddp.require_backward_grad_sync = is_synchronised
-            assert ddp.require_backward_grad_sync == is_synchronised
-            for model in both:
-                MLP.loss(model, 0).backward()
-            if is_synchronised:
-                naive_mean(bare)
-            require_same_gradients(ddp, bare)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -187,15 +186,6 @@ def test_close_inside_a_backward_is_refused() -> None:
     ]
 
 
-@in_ranks(2)
-def test_dropped_wrappers_leave_no_process_group() -> None:
-    before = len(dist.distributed_c10d._world.pg_map)
-    for _ in range(3):
-        DistributedDataParallel(linear())(batch()).sum().backward()
-        gc.collect()
-    assert len(dist.distributed_c10d._world.pg_map) == before
-
-
 def step_in_backward(model: nn.Module, **settings: float) -> None:
     """Has torch put an SGD on each parameter."""
     with warnings.catch_warnings():
@@ -281,19 +271,27 @@ with_every_way = pytest.mark.parametrize("way", [copy.deepcopy, pickled, saved])
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("num_steps_before", [0, 1, 2])
+@WRAP
 @with_every_way
-def test_a_copy_of_the_wrapper_trains_on(way: Way, num_steps_before: int) -> None:
-    """The copy and its origin go on in turns, on data and with parameters of their own."""
-    with wrapped_and_bare(mlp(), bucket_cap_mb=1e-6 if num_steps_before == 1 else None) as (ddp, bare):
-        backward_alike(ddp, bare, MLP.loss, steps=range(num_steps_before))
-        twin, other = way(ddp), copy.deepcopy(bare)
-        assert type(twin) is DistributedDataParallel
-        for param in (*twin.parameters(), *other.parameters()):
-            param.data.mul_(0.5)
-        for step in range(3):
-            backward_alike(twin, other, MLP.loss, steps=[10 + step])
-            backward_alike(ddp, bare, MLP.loss, steps=[step])
-        twin.close()
+def test_a_copy_trains_on(way: Way, wrap: Callable[..., Any], num_steps_before: int) -> None:
+    """The copy and its origin go on in turns, on data and with parameters of their own. That of an attached model is bare."""
+    model = MLP.model()
+    bare, is_attached = copy.deepcopy(model), wrap is attach
+    holder = wrap(model, config=SyncConfig(bucket_cap_mb=1e-6 if num_steps_before == 1 else None))
+    origin = model if is_attached else holder
+    backward_alike(origin, bare, MLP.loss, steps=range(num_steps_before))
+    twin, other = way(origin), copy.deepcopy(bare)
+    assert type(twin) is type(origin)
+    if is_attached and dist.get_rank() == 0:
+        backward_alike(twin, other, MLP.loss, mean=lambda _: None)
+    holders = [holder, attach(twin) if is_attached else twin]
+    for param in (*twin.parameters(), *other.parameters()):
+        param.data.mul_(0.5)
+    for step in range(3):
+        backward_alike(twin, other, MLP.loss, steps=[10 + step])
+        backward_alike(origin, bare, MLP.loss, steps=[step])
+    for each in holders:
+        each.close()
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
@@ -314,23 +312,6 @@ def test_one_rank_may_copy_the_wrapper_alone_in_the_middle_of_a_step(way: Way) -
 
     with wrapped_and_bare(mlp()) as (ddp, bare):
         backward_alike(ddp, bare, loss)
-
-
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@with_every_way
-def test_a_copy_of_an_attached_model_is_bare_and_can_be_attached(way: Way) -> None:
-    """The copy is bare, and trains alone on rank 0; attached in its turn, it trains beside its origin."""
-    model = MLP.model()
-    bare = copy.deepcopy(model)
-    with contextlib.closing(attach(model)):
-        backward_alike(model, bare, MLP.loss, steps=[0])
-        twin, other = way(model), copy.deepcopy(bare)
-        if dist.get_rank() == 0:
-            backward_alike(twin, other, MLP.loss, steps=[1], mean=lambda _: None)
-        with contextlib.closing(attach(twin)):
-            for step in range(2, 5):
-                backward_alike(twin, other, MLP.loss, steps=[step])
-                backward_alike(model, bare, MLP.loss, steps=[step])
 
 
 def doubled(_state, bucket):

@@ -21,7 +21,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from dist.test_events import collectives
-from support.alike import backward_alike, heard, require_equal_values
+from support.alike import backward_alike, heard, require_equal_values, require_same_by_position
 from support.drop_in import TIMEOUT_S, groups_of
 from support.inside import engine_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
@@ -34,51 +34,35 @@ MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
 
 
+def require_nearly_same(ours: nn.Module, bare: nn.Module) -> None:
+    """A part that came late is averaged alone: (a + b) / 2 + (c + d) / 2 in place of ((a + c) + (b + d)) / 2."""
+    for mine, wanted in zip(ours.parameters(), bare.parameters(), strict=True):
+        tolerance = 4 * torch.finfo(wanted.dtype).eps * float(wanted.grad.abs().max())
+        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0.0, atol=tolerance)
+
+
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])
+@pytest.mark.parametrize("what", ["unchanged", "changed", "late parts"])
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["same order", "other order"])
-def test_several_models_in_one_backward_are_right(is_reversed: bool, changes: bool) -> None:
-    """Each runs on the output of the one before; on rank 1 in the opposite order."""
+def test_several_models_in_one_backward_are_right(is_reversed: bool, what: str) -> None:
+    """Each runs on the output of the one before; on rank 1 in the opposite order. Late are parts of reentrant checkpoints."""
     models = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    bare = copy.deepcopy(models)
-    wrappers = nn.ModuleList(map(DistributedDataParallel, models))
-
-    def loss(chain: nn.ModuleList, step: int) -> Tensor:
-        x = noise(2, 4, step=step)
-        for model in reversed(chain) if is_reversed and dist.get_rank() == 1 else chain:
-            x = model(x).tanh()
-        return x.sum()
-
-    for step in range(3):
-        for model in (*models, *bare) if changes and step > 0 else ():
-            model.weight = nn.Parameter(torch.full((4, 4), 0.25 * step))
-        backward_alike(wrappers, bare, loss, steps=[step])
-    for wrapper in wrappers:
-        wrapper.close()
-
-
-@in_ranks(2, timeout_s=TIMEOUT_S)
-def test_late_parts_of_several_models_do_not_wait_for_each_other() -> None:
-    """The middle layer of each runs twice in reentrant checkpoints; rank 1 runs the models in the other order."""
-    models = nn.ModuleList(Branches(3) for _ in range(2))
     bare = copy.deepcopy(models)
     wrappers = nn.ModuleList(DistributedDataParallel(model, bucket_cap_mb=1e-6) for model in models)
 
     def loss(chain: nn.ModuleList, step: int) -> Tensor:
         x = noise(2, 4, step=step).requires_grad_()
-        for model in list(chain)[:: 1 if dist.get_rank() == 0 else -1]:
-            x = model(x)
-            for _ in range(2):
-                x = checkpoint(getattr(model, "module", model).layers[1], x, use_reentrant=True)
+        for model in reversed(chain) if is_reversed and dist.get_rank() == 1 else chain:
+            x = model(x).tanh()
+            for _ in range(2 if what == "late parts" else 0):
+                x = checkpoint(getattr(model, "module", model), x, use_reentrant=True)
         return x.sum()
 
-    def require_nearly_same(ours: nn.Module, bare: nn.Module) -> None:
-        """A part that came late is averaged alone: (a + b) / 2 + (c + d) / 2 in place of ((a + c) + (b + d)) / 2."""
-        for mine, wanted in zip(ours.parameters(), bare.parameters(), strict=True):
-            tolerance = 4 * torch.finfo(wanted.dtype).eps * float(wanted.grad.abs().max())
-            torch.testing.assert_close(mine.grad, wanted.grad, rtol=0.0, atol=tolerance)
-
-    backward_alike(wrappers, bare, loss, require=require_nearly_same)
+    for step in range(3):
+        for model in (*models, *bare) if what == "changed" and step > 0 else ():
+            model.weight = nn.Parameter(torch.full((4, 4), 0.25 * step))
+        require = require_nearly_same if what == "late parts" else require_same_by_position
+        backward_alike(wrappers, bare, loss, steps=[step], require=require)
     for wrapper in wrappers:
         wrapper.close()
 
