@@ -78,22 +78,29 @@ def test_parts_of_a_model_can_be_attached_one_by_one() -> None:
 @in_ranks(3, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("way", WRAP)
 def test_gradients_are_averaged_inside_subgroups_one_after_another(way: str) -> None:
-    """Ranks may be in different numbers of other groups, and late to theirs."""
-    rank, extra = dist.get_rank(), dist.new_group([0], use_local_synchronization=True)
+    """Ranks may be in different numbers of other groups, late to theirs, and have let go of a wrapper that others still have."""
+    rank, groups, kept = dist.get_rank(), [dist.new_group([0], use_local_synchronization=True)], []
     for members, mean, late_s in (([0, 2], 2.0, 0.0), ([2, 1], 2.5, 0.0), ([0, 2], 2.0, 1.0)):
-        group = dist.new_group(members)
+        groups.append(dist.new_group(members))
         if rank not in members:
             continue
         time.sleep(late_s if rank == 2 else 0.0)
-        model = nn.Linear(1, 1, bias=False)
-        with contextlib.closing(WRAP[way](model, process_group=group)) as sync:
+        for _ in range(2):
+            model = nn.Linear(1, 1, bias=False)
+            kept.append(WRAP[way](model, process_group=groups[-1]))
             for _ in range(3):
                 model.zero_grad()
-                (model if way == "attach" else sync)(torch.full((1, 1), rank + 1.0)).sum().backward()
+                (model if way == "attach" else kept[-1])(torch.full((1, 1), rank + 1.0)).sum().backward()
                 assert model.weight.grad == mean
-        dist.destroy_process_group(group)
-    if rank == 0:
-        dist.destroy_process_group(extra)
+        kept.pop().close()
+        if rank == 0:
+            kept.clear()
+            gc.collect()
+    for sync in kept:
+        sync.close()
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
 
 
 @in_ranks(3)

@@ -424,22 +424,12 @@ def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
     assert positional[: len(torchs)] == torchs
 
 
-@in_ranks(2)
-def test_what_frameworks_call_on_the_reducer_changes_nothing() -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        ddp.reducer.prepare_for_backward([])
-        value = MLP.loss(model, step)
-        ddp.reducer._delay_all_reduce()
-        return value
-
-    with wrapped_and_bare(mlp()) as (ddp, bare):
-        assert ddp.reducer._rebuild_buckets() is False
-        backward_alike(ddp, bare, loss)
-
-
-def test_any_other_method_of_the_reducer_is_an_error_that_says_what_to_use() -> None:
-    assert not hasattr(DistributedDataParallel.reducer, "_get_backward_stats")
-    assert text_of(AttributeError, lambda: DistributedDataParallel.reducer._push_all_rebuilt_params()) == (
+def test_the_reducer_answers_frameworks_and_for_any_other_method_says_what_to_use() -> None:
+    reducer = DistributedDataParallel.reducer
+    assert reducer._rebuild_buckets() is False
+    assert reducer.prepare_for_backward([]) is reducer._delay_all_reduce() is None
+    assert not hasattr(reducer, "_get_backward_stats")
+    assert text_of(AttributeError, lambda: reducer._push_all_rebuilt_params()) == (
         "model.reducer has no '_push_all_rebuilt_params': Undertow's DistributedDataParallel has no C++ reducer.\n"
         "  model.reducer only answers frameworks: it has _delay_all_reduce, _rebuild_buckets and prepare_for_backward.\n"
         "  See model.plan for the buckets and model.report() for times; no_sync() and backward() need no preparation."
