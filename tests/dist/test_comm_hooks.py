@@ -29,7 +29,7 @@ from support.ranks import in_ranks
 from undertow import DistributedDataParallel
 from undertow.demo.corpus import load_corpus
 from undertow.demo.model import Gpt, GptShape
-from undertow.errors import PlanMismatch
+from undertow.errors import PlanMismatch, WrongType
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it compiles scripts, which is deprecated
@@ -254,6 +254,45 @@ def test_what_the_future_of_a_hook_holds_becomes_the_gradient(hook: Hook) -> Non
     bare = mlp()
     with hooked(copy.deepcopy(bare), None, hook, bucket_cap_mb=None if hook is triple else 1e-6) as ddp:
         backward_alike(ddp, bare, MLP.loss, mean=lambda bare: torch._foreach_mul_([it.grad for it in bare.parameters()], 3))
+
+
+def no_future(_state, bucket):
+    return bucket.buffer()
+
+
+def too_short(_state, bucket):
+    return completed(bucket.buffer()[1:])
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (
+            no_future,
+            "expected the communication hook to return a torch.futures.Future, got Tensor.\n"
+            "  no_future, bucket 0\n"
+            "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
+        ),
+        (
+            too_short,
+            "expected the communication hook's future to hold a tensor of 92 elements, got (91,).\n"
+            "  too_short\n"
+            "  Let the future hold a tensor with the shape of bucket.buffer().",
+        ),
+    ],
+)
+def test_a_hook_that_breaks_its_promise_is_told_so_in_backward(hook: Hook, text: str) -> None:
+    with hooked(mlp(), None, hook) as ddp:
+        assert text_of(WrongType, MLP.loss(ddp, 0).backward) == text
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(("name", "hook"), [("ALLREDUCE", default.allreduce_hook), ("FP16_COMPRESS", default.fp16_compress_hook)])
+def test_torchs_builtin_hooks_go_by_their_names(name: str, hook: Hook) -> None:
+    with wrapped(MLP.model()) as ddp, hooked(MLP.model(), None, hook) as other:
+        ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+        backward_alike(ddp, other, MLP.loss, mean=lambda _: None)
 
 
 FAILING: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {

@@ -197,11 +197,6 @@ def test_new_data_of_a_gradient_is_noticed_while_another_is_held(clears: bool) -
         assert held.shape == (8, 6)
 
 
-class Float(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float()
-
-
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 def test_gradients_may_have_a_dtype_of_their_own() -> None:
@@ -209,7 +204,8 @@ def test_gradients_may_have_a_dtype_of_their_own() -> None:
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(6, 5).bfloat16(), Float(), nn.Linear(5, 3))
+        layers = nn.Sequential(nn.Linear(6, 5).bfloat16(), nn.Linear(5, 3))
+        layers[0].register_forward_hook(lambda _layer, _inputs, out: out.float())
         for param in layers[0].parameters():
             param.grad_dtype = torch.float32
         return layers

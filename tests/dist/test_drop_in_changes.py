@@ -297,15 +297,13 @@ class Thaws(nn.Module):
         return self.head(self.run(self.body, x)).square().sum()
 
 
-def thawed(body: nn.Module) -> dict[str, Tensor]:
-    return {name: param.requires_grad_(True) for name, param in body.named_parameters()}
-
-
 WITHIN: dict[str, Run] = {
     "made": lambda body, x: body(x),
     "the forward": lambda body, x: body.requires_grad_(True)(x),
     "a hook of a layer": lambda body, x: body(x),
-    "a call of other parameters": lambda body, x: functional_call(body, thawed(body), (x,)),
+    "a call of other parameters": lambda body, x: functional_call(
+        body, {name: param.requires_grad_(True) for name, param in body.named_parameters()}, (x,)
+    ),
 }
 
 

@@ -260,14 +260,14 @@ def test_a_copy_trains_on(way: Way, wrap: Callable[..., Any], num_steps_before: 
     assert type(twin) is type(origin)
     if is_attached and dist.get_rank() == 0:
         backward_alike(twin, other, MLP.loss, mean=lambda _: None)
-    holders = [holder, attach(twin) if is_attached else twin]
+    again = attach(twin) if is_attached else twin
     for param in (*twin.parameters(), *other.parameters()):
         param.data.mul_(0.5)
     for step in range(3):
         backward_alike(twin, other, MLP.loss, steps=[10 + step])
         backward_alike(origin, bare, MLP.loss, steps=[step])
-    for each in holders:
-        each.close()
+    again.close()
+    holder.close()
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)

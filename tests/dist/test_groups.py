@@ -118,7 +118,7 @@ def test_gradients_by_hand_are_averaged_within_a_group_and_one_rank_alone_has_no
 @pytest.mark.parametrize("way", WRAP)
 def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, members: list[int]) -> None:
     is_world = len(members) == 3
-    group = dist.group.WORLD if is_world else dist.new_group(members)
+    group = dist.group.WORLD if is_world else dist.new_group(members, timeout=timedelta(seconds=77))
     if dist.get_rank() not in members:
         return
     holder = WRAP[way](mlp(), process_group=None if is_world else group)
@@ -126,6 +126,8 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, member
     own = sync.own_group.process_group
     assert sync.process_group is holder.process_group is group
     assert own is not group
+    assert timeout_of(own) == timeout_of(group)
+    assert (timeout_of(own) == timedelta(seconds=77)) == (not is_world)
     assert (dist.get_process_group_ranks(own), own.group_desc) == (members, "undertow")
     if not is_world:
         dist.destroy_process_group(group)
@@ -133,17 +135,6 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, member
     gc.collect()
     assert sync.process_group is (dist.group.WORLD if is_world else own)
     holder.close()
-
-
-@in_ranks(2, 3)
-def test_our_group_waits_as_long_as_the_users() -> None:
-    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=77))
-    with wrapped(mlp(), process_group=group) as ddp, wrapped(mlp()) as other:
-        found = [timeout_of(each.sync.own_group.process_group) for each in (ddp, other)]
-    usual = timeout_of(dist.group.WORLD)
-    assert found == [timedelta(seconds=77), usual]
-    assert usual != found[0]
-    dist.destroy_process_group(group)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)

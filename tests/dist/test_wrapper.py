@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import BuiltinCommHookType
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -26,7 +25,7 @@ from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
 from support.inside import of_version, on_device
 from support.models import CASES, mlp, noise
-from support.naive import require_same_gradients, wrapped, wrapped_and_bare
+from support.naive import wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, SyncConfig, WrongType, attach
 
@@ -472,51 +471,6 @@ def test_what_hooks_and_switches_refuse() -> None:
         ddp.register_comm_hook(None, allreduce_hook)
         again = text_of(PhaseError, lambda: ddp.register_comm_hook(None, allreduce_hook))
         assert again == ONCE.format("allreduce_hook is registered")
-
-
-def no_future(_state, bucket):
-    return bucket.buffer()
-
-
-def too_short(_state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer()[1:])
-    return future
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize(
-    ("hook", "text"),
-    [
-        (
-            no_future,
-            "expected the communication hook to return a torch.futures.Future, got Tensor.\n"
-            "  no_future, bucket 0\n"
-            "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
-        ),
-        (
-            too_short,
-            "expected the communication hook's future to hold a tensor of 92 elements, got (91,).\n"
-            "  too_short\n"
-            "  Let the future hold a tensor with the shape of bucket.buffer().",
-        ),
-    ],
-)
-def test_a_hook_that_breaks_its_promise_is_told_so_in_backward(hook: Callable[..., Any], text: str) -> None:
-    with wrapped(mlp()) as ddp:
-        ddp.register_comm_hook(None, hook)
-        assert text_of(WrongType, MLP.loss(ddp, 0).backward) == text
-
-
-@in_ranks(2)
-@pytest.mark.parametrize(("name", "hook"), [("ALLREDUCE", allreduce_hook), ("FP16_COMPRESS", fp16_compress_hook)])
-def test_torchs_builtin_hooks_go_by_their_names(name: str, hook: Callable[..., Any]) -> None:
-    with wrapped(MLP.model()) as ddp, wrapped(MLP.model()) as other:
-        ddp._register_builtin_comm_hook(getattr(BuiltinCommHookType, name))
-        other.register_comm_hook(None, hook)
-        for model in (ddp, other):
-            MLP.loss(model, 0).backward()
-        require_same_gradients(ddp, other)
 
 
 class Counting(nn.Module):
