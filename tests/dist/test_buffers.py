@@ -16,8 +16,10 @@ from support.naive import wrapped
 from support.ranks import in_ranks
 
 CASE = CASES["convolutions"]
-WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.float64: torch.float64}
-WIDE |= dict.fromkeys((torch.complex64, torch.complex128), torch.complex128)
+WIDE = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex128), torch.complex128),
+}
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:

@@ -38,7 +38,6 @@ with warnings.catch_warnings():
 MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 MATRIX = 16 * 16 * 4  # bytes
 Hook = Callable[..., Any]
-Loss = Callable[[nn.Module, int], Tensor]
 
 
 def completed(value):
@@ -86,7 +85,9 @@ def both_classes(make: Callable[[], nn.Module], **settings: Any) -> Iterator[tup
         yield ours, theirs
 
 
-def train_both(models: tuple[nn.Module, nn.Module], optimizers: list[Any], loss: Loss, *, num_steps: int) -> None:
+def train_both(
+    models: tuple[nn.Module, nn.Module], optimizers: list[Any], loss: Callable[[nn.Module, int], Tensor], *, num_steps: int
+) -> None:
     """Gradients and parameters of both must be the same."""
     for step in range(num_steps):
         backward_alike(*models, loss, steps=[step], mean=lambda _: None)
@@ -304,8 +305,7 @@ FAILING: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 @in_ranks(2)
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_hook_that_failed_on_all_ranks_is_called_again_in_the_next_round(kind: str) -> None:
-    make, inputs = FAILING[kind]
-    calls = []
+    calls, (make, inputs) = [], FAILING[kind]
 
     def hook(_state, bucket):
         calls.append(bucket.index())
@@ -334,9 +334,9 @@ def test_hooks_of_two_models_take_turns() -> None:
     """One backward through both, whose hooks send over the same group: in one order on every rank."""
     models = nn.Sequential(mlp(), nn.Linear(4, 2))
     bare = copy.deepcopy(models)
-    with contextlib.ExitStack() as stack:
-        wrappers = [stack.enter_context(hooked(it, None, default.allreduce_hook, bucket_cap_mb=1e-6)) for it in models]
-        backward_alike(nn.Sequential(*wrappers), bare, MLP.loss, steps=range(20))
+    ways = (None, default.allreduce_hook)
+    with hooked(models[0], *ways, bucket_cap_mb=1e-6) as first, hooked(models[1], *ways, bucket_cap_mb=1e-6) as second:
+        backward_alike(nn.Sequential(first, second), bare, MLP.loss, steps=range(20))
 
 
 @in_ranks(2)
@@ -429,15 +429,15 @@ def test_the_report_shows_what_a_hook_really_sends(name: str, record: str) -> No
             ddp(noise(5, 16, step=step)).square().mean().backward()
         report, buckets = ddp.report(show=False), ddp.plan.buckets
     trailers = [(bucket.storage_numel - bucket.trailer.start) * 4 for bucket in buckets]
-    by_plan = [bucket.wire_bytes for bucket in buckets]
     sent = [bucket.sent_bytes for bucket in report.buckets]
-    assert sent == (by_plan if name == "none" else [SENDING[name][1] + trailer for trailer in trailers])
+    assert sent == (
+        [bucket.wire_bytes for bucket in buckets] if name == "none" else [SENDING[name][1] + trailer for trailer in trailers]
+    )
     assert report.sent_bytes == sum(sent)
     assert len(sent) == 3
 
 
 SHAPE = GptShape(num_layers=2, num_heads=4, width=128, context=32, batch=8)
-NUM_TRAINED, NUM_LAST = 80, 20
 
 
 def gpt_losses(*, is_compressed: bool) -> tuple[float, int]:
@@ -450,14 +450,14 @@ def gpt_losses(*, is_compressed: bool) -> tuple[float, int]:
             ddp.register_comm_hook(power_state(4, start=10), powerSGD_hook)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
         losses = []
-        for _ in range(NUM_TRAINED):
+        for _ in range(80):
             starts = torch.randint(len(text) - SHAPE.context, (SHAPE.batch, 1), generator=shuffle)
             optimizer.zero_grad()
             loss = ddp(text[starts + torch.arange(SHAPE.context + 1)].long())
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        of_all = torch.tensor(mean(losses[-NUM_LAST:]), dtype=torch.float64)
+        of_all = torch.tensor(mean(losses[-20:]), dtype=torch.float64)
         dist.all_reduce(of_all)
         return float(of_all) / dist.get_world_size(), ddp.report(show=False).sent_bytes
 

@@ -102,15 +102,14 @@ def test_changes_that_differ_from_rank_to_rank_are_an_error_on_all(of_last: str,
 def test_one_rank_clips_behind_a_change() -> None:
     """Where no round ends what a change has begun."""
     model, group = branches(frozen=0), dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    sync = attach(model, process_group=group)
-    for step in range(4):
-        if step == 2:
-            model.layers[0].requires_grad_(True)
-        model.zero_grad()
-        model.forward(noise(3, 4, step=step)).sum().backward()  # past the hooks of forwards
-        clip_grad_norm_(sync, 1.0)
-        torch.optim.SGD(model.parameters(), lr=0.125).step()
-    sync.close()
+    with contextlib.closing(attach(model, process_group=group)) as sync:
+        for step in range(4):
+            if step == 2:
+                model.layers[0].requires_grad_(True)
+            model.zero_grad()
+            model.forward(noise(3, 4, step=step)).sum().backward()  # past the hooks of forwards
+            clip_grad_norm_(sync, 1.0)
+            torch.optim.SGD(model.parameters(), lr=0.125).step()
     dist.destroy_process_group(group)
 
 

@@ -49,10 +49,11 @@ def test_parameters_and_buffers_of_rank_0_arrive_everywhere(way: str) -> None:
 
 # Arguments, the warning that they cause, whose parameters and buffers are there afterwards (-1: each rank's own), and
 # whether buffers follow rank 0 in training.
-DEPRECATED = "`broadcast_buffers` is deprecated"
-STILL_EQUAL = " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal at the start."
-RENAMED = f"{DEPRECATED}. Use `forward_sync_buffers` instead.{STILL_EQUAL}"
-IGNORED = f"{DEPRECATED} and ignored when `forward_sync_buffers` is provided.{STILL_EQUAL}"
+RENAMED, IGNORED = (
+    f"`broadcast_buffers` is deprecated{what} Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers "
+    "equal at the start."
+    for what in (". Use `forward_sync_buffers` instead.", " and ignored when `forward_sync_buffers` is provided.")
+)
 NO_CHECK = "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it."
 STARTS: list[tuple[dict[str, bool], list[str], int, int, bool]] = [
     ({}, [], 0, 0, True),
@@ -229,13 +230,6 @@ def test_a_wrapper_may_be_wrapped() -> None:
         assert list(outer.state_dict()) == [f"module.module.{name}" for name in bare.state_dict()]
 
 
-ALREADY = (
-    "a part of this module is synchronised already.\n"
-    "  parameter '0.weight' belongs to an earlier attach() or DistributedDataParallel\n"
-    "  Call close() on the earlier one first."
-)
-
-
 @in_ranks(2, 3)
 def test_a_part_of_what_is_wrapped_is_not_wrapped_again_nor_over_other_ranks() -> None:
     group, is_inside = dist.new_group([0, 1]), dist.get_rank() < 2
@@ -244,7 +238,11 @@ def test_a_part_of_what_is_wrapped_is_not_wrapped_again_nor_over_other_ranks() -
         calls = [lambda: attach(model[0]), lambda: DistributedDataParallel(model[0]), lambda: attach(model, ignore=["2.bias"])]
         if is_inside and dist.get_world_size() > 2:
             calls.append(lambda: attach(model, process_group=group))
-        assert {text_of(ConfigError, call).replace("'weight'", "'0.weight'") for call in calls} == {ALREADY}
+        assert {text_of(ConfigError, call).replace("'weight'", "'0.weight'") for call in calls} == {
+            "a part of this module is synchronised already.\n"
+            "  parameter '0.weight' belongs to an earlier attach() or DistributedDataParallel\n"
+            "  Call close() on the earlier one first."
+        }
         backward_alike(ddp, bare, MLP.loss)  # the earlier one goes on
     if is_inside:
         dist.destroy_process_group(group)
@@ -253,25 +251,15 @@ def test_a_part_of_what_is_wrapped_is_not_wrapped_again_nor_over_other_ranks() -
 @in_ranks(2)
 @pytest.mark.parametrize("by_settings", [False, True])
 @pytest.mark.parametrize("way", WRAP)
-def test_sharded_parameters_may_be_ignored(way: str, by_settings: bool) -> None:
+def test_sharded_parameters_may_be_ignored_and_a_mesh_of_one_dimension_names_the_ranks(way: str, by_settings: bool) -> None:
     """Tensor parallelism's, for example, whose gradients are no affair of ours."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     model[1].weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)]))
     how = {"config": SyncConfig(ignore=("1.weight",))} if by_settings else {"ignore": (it for it in [model[1]])}
-    sync = WRAP[way](model, **how)
-    model[0](torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
-    assert torch.equal(model[0].weight.grad, torch.full((2, 2), (dist.get_world_size() + 1) / 2))
-    sync.close()
-
-
-@in_ranks(2, 3)
-def test_a_mesh_with_one_dimension_names_the_ranks() -> None:
-    model = mlp()
-    bare = copy.deepcopy(model)
-    sync = attach(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    backward_alike(model, bare, MLP.loss)
-    sync.close()
+    with contextlib.closing(WRAP[way](model, **how, **{"mesh" if way == "attach" else "device_mesh": mesh})):
+        model[0](torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert torch.equal(model[0].weight.grad, torch.full((2, 2), (dist.get_world_size() + 1) / 2))
 
 
 @in_ranks(2)
@@ -297,9 +285,8 @@ def test_what_was_accumulated_before_wrapping_anew_is_averaged() -> None:
 @in_ranks(2)
 @pytest.mark.parametrize("arguments", [{"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [0]}], ids=str)
 def test_a_cap_of_zero_gives_every_parameter_a_bucket_as_in_torch(arguments: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(mlp(), **arguments)
-    assert len(ddp.plan.buckets) == 4
-    ddp.close()
+    with contextlib.closing(DistributedDataParallel(mlp(), **arguments)) as ddp:
+        assert len(ddp.plan.buckets) == 4
 
 
 NOTHING = (
@@ -404,15 +391,29 @@ SET = {
 
 
 @in_ranks(2)
-def test_every_public_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose() -> None:
+def test_every_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose() -> None:
     names = {name for name in dir(TorchDistributedDataParallel(mlp())) if not name.startswith("_")} - set(dir(nn.Module()))
     assert names == DEFINED | INHERITED | SET
     assert {name for name in names if name in vars(DistributedDataParallel)} == DEFINED
+    values = {
+        "dim": 0,
+        "device_ids": None,
+        "output_device": None,
+        "device_type": "cpu",
+        "is_multi_device_module": False,
+        "device_mesh": None,
+        "static_graph": False,
+        "device": torch.device("cpu"),
+        "process_group": dist.group.WORLD,
+        "join_process_group": dist.group.WORLD,
+        "join_device": torch.device("cpu"),
+    }
     with wrapped(mlp()) as ddp:
         assert ({*vars(ddp), "module"}) & names == SET
         assert [name for name in names if not hasattr(ddp, name)] == []
         assert isinstance(ddp, TorchDistributedDataParallel)
         assert isinstance(ddp, Joinable)
+        assert {name: getattr(ddp, name) for name in values} == values
 
 
 def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
@@ -571,22 +572,3 @@ def test_switches_of_torchs_are_accepted() -> None:
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
     said = [(str(each.message), each.filename == __file__) for each in caught]
     assert said == [("You've set static_graph to be True, no need to set it again.", True)]
-
-
-@in_ranks(2)
-def test_the_wrapper_has_torchs_attributes() -> None:
-    attributes = {
-        "dim": 0,
-        "device_ids": None,
-        "output_device": None,
-        "device_type": "cpu",
-        "is_multi_device_module": False,
-        "device_mesh": None,
-        "static_graph": False,
-        "device": torch.device("cpu"),
-        "process_group": dist.group.WORLD,
-        "join_process_group": dist.group.WORLD,
-        "join_device": torch.device("cpu"),
-    }
-    with wrapped(mlp()) as ddp:
-        assert {name: getattr(ddp, name) for name in attributes} == attributes
