@@ -404,6 +404,9 @@ DISTURBED = {
 
 DROPPED_IN = {
     "a state dict of a model without shards goes round": Program(events="zero, forward 012, backward, step, reload"),
+    "empty and single parameters are left out": Program(
+        units="linear odd", events="zero, forward 01|0, backward, step, forward 0, backward, zero, forward 0, backward, step"
+    ),
 }
 
 EXAMPLES = {**OF_EVERY_KIND, **USED, **ACCUMULATED, **CHANGED, **COMBINED, **WRITTEN, **DISTURBED, **DROPPED_IN}

@@ -290,21 +290,22 @@ def test_a_cap_of_zero_gives_every_parameter_a_bucket_as_in_torch(arguments: dic
 
 
 NOTHING = (
-    r"^Linear has no parameter that requires a gradient: nothing is averaged until it has one\.\n"
+    r"^{} has no parameter that requires a gradient: nothing is averaged until it has one\.\n"
     r"  {}\(\.\.\.\)\n"
     r"  Look at requires_grad, and at what `ignore` names\. If parameters are unfrozen later, filter this warning\.$"
 )
 
 
 @in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("kind", ["Linear", "Flatten"])
 @pytest.mark.parametrize("way", WRAP)
-def test_a_rank_that_trains_nothing_needs_no_other_one(way: str) -> None:
-    module = nn.Linear(4, 3).requires_grad_(False)
-    with pytest.warns(UserWarning, match=NOTHING.format(way)):
+def test_a_rank_that_trains_nothing_needs_no_other_one(way: str, kind: str) -> None:
+    module = {"Linear": nn.Linear(4, 3), "Flatten": nn.Flatten()}[kind].requires_grad_(False)
+    with pytest.warns(UserWarning, match=NOTHING.format(kind, way)):
         model = WRAP[way](module)
     called: Callable[..., Any] = model if isinstance(model, nn.Module) else module
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     x, store = torch.ones(2, 4, requires_grad=True), dist.distributed_c10d._get_default_store()
+    optimizer = torch.optim.SGD([*module.parameters(), x], lr=0.1)
     if dist.get_rank() == 1:
         store.wait([f"left {way}"])
     for _ in range(2 if dist.get_rank() == 1 else 0):
