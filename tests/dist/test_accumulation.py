@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from support.errors import text_of
 from support.models import CASES, Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from support.sharded import parameters, require_equal, trained, training
 from undertow import ConfigError, Desync, DistributedDataParallel, PhaseError, attach
 
@@ -43,7 +43,11 @@ def nested(ddp: nn.Module, step: int) -> None:
 WAYS = {way.__name__: way for way in (around_both, around_backward_only, nested)}
 
 
-def sums_are_synchronised(way: str, bucket_cap_mb: float, set_to_none: bool) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
+@pytest.mark.parametrize("way", WAYS)
+def test_micro_batches_are_summed_here_and_averaged_once(way: str, bucket_cap_mb: float, set_to_none: bool) -> None:
     with wrapped_and_bare(CASE.model(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
         for step in range(0, 4 * NUM_MICRO_BATCHES, NUM_MICRO_BATCHES):
             ddp.zero_grad(set_to_none=set_to_none)
@@ -58,14 +62,8 @@ def sums_are_synchronised(way: str, bucket_cap_mb: float, set_to_none: bool) -> 
             require_same_gradients(ddp, bare)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
-@pytest.mark.parametrize("way", WAYS)
-def test_micro_batches_are_summed_here_and_averaged_once(ranks: Ranks, way: str, bucket_cap_mb: float, set_to_none: bool) -> None:
-    ranks.run(sums_are_synchronised, way, bucket_cap_mb, set_to_none)
-
-
-def no_sync_around_forward_only_synchronises() -> None:
+@in_ranks(2, 3)
+def test_no_sync_around_forward_only_changes_nothing() -> None:
     with wrapped_and_bare(CASE.model()) as (ddp, bare):
         for step in range(3):
             with ddp.no_sync():
@@ -78,11 +76,8 @@ def no_sync_around_forward_only_synchronises() -> None:
             require_same_gradients(ddp, bare)
 
 
-def test_no_sync_around_forward_only_changes_nothing(ranks: Ranks) -> None:
-    ranks.run(no_sync_around_forward_only_synchronises)
-
-
-def an_exception_leaves_the_context() -> None:
+@in_ranks(2, 3)
+def test_an_exception_inside_the_context_ends_accumulation() -> None:
     with wrapped_and_bare(CASE.model()) as (ddp, bare):
         with contextlib.suppress(ZeroDivisionError), ddp.no_sync():
             CASE.loss(ddp, 0).backward()
@@ -94,22 +89,15 @@ def an_exception_leaves_the_context() -> None:
         require_same_gradients(ddp, bare)
 
 
-def test_an_exception_inside_the_context_ends_accumulation(ranks: Ranks) -> None:
-    ranks.run(an_exception_leaves_the_context)
-
-
-def backwards_without_zero_grad(bucket_cap_mb: float) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
+def test_a_second_synchronised_backward_adds_the_mean_of_what_is_new(bucket_cap_mb: float) -> None:
     with wrapped_and_bare(CASE.model(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
         for step in range(4):
             for model in (ddp, bare):
                 CASE.loss(model, step).backward()
             naive_mean(bare)
             require_same_gradients(ddp, bare)
-
-
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
-def test_a_second_synchronised_backward_adds_the_mean_of_what_is_new(ranks: Ranks, bucket_cap_mb: float) -> None:
-    ranks.run(backwards_without_zero_grad, bucket_cap_mb)
 
 
 def two_forwards_then_two_backwards(model: nn.Module) -> None:
@@ -137,7 +125,10 @@ SEVERAL = {
 }
 
 
-def several_losses(way: str, bucket_cap_mb: float) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
+@pytest.mark.parametrize("way", SEVERAL)
+def test_several_losses_in_one_step_are_right(way: str, bucket_cap_mb: float) -> None:
     with wrapped_and_bare(CASE.model(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
         for _ in range(3):
             for model in (ddp, bare):
@@ -147,13 +138,8 @@ def several_losses(way: str, bucket_cap_mb: float) -> None:
             require_same_gradients(ddp, bare)
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
-@pytest.mark.parametrize("way", SEVERAL)
-def test_several_losses_in_one_step_are_right(ranks: Ranks, way: str, bucket_cap_mb: float) -> None:
-    ranks.run(several_losses, way, bucket_cap_mb)
-
-
-def reduction_by_hand_is_right() -> None:
+@in_ranks(2, 3)
+def test_what_was_accumulated_can_be_reduced_by_hand() -> None:
     with wrapped_and_bare(CASE.model(), bucket_cap_mb=1e-6) as (ddp, bare):
         for step in range(3):
             for model in (ddp, bare):
@@ -164,21 +150,6 @@ def reduction_by_hand_is_right() -> None:
             ddp.reduce_gradients_async().wait()
             naive_mean(bare)
             require_same_gradients(ddp, bare)
-
-
-def test_what_was_accumulated_can_be_reduced_by_hand(ranks: Ranks) -> None:
-    ranks.run(reduction_by_hand_is_right)
-
-
-def waited_for_by(end: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
-    with wrapped_and_bare(CASE.model(), bucket_cap_mb=1e-6) as (ddp, bare):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-        around_both(ddp, 0)
-        ddp.reduce_gradients_async()
-        end(ddp, optimizer)
-        CASE.loss(bare, 0).backward()
-        naive_mean(bare)
-        require_same_gradients(ddp, bare)
 
 
 def step_of_the_optimizer(_ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -197,9 +168,17 @@ def finish(ddp: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
     ddp.finish()
 
 
+@in_ranks(2)
 @pytest.mark.parametrize("end", [step_of_the_optimizer, next_forward, wait, finish])
-def test_a_reduction_that_nobody_waited_for_is_completed(two_ranks: Ranks, end: Callable[..., None]) -> None:
-    two_ranks.run(waited_for_by, end)
+def test_a_reduction_that_nobody_waited_for_is_completed(end: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
+    with wrapped_and_bare(CASE.model(), bucket_cap_mb=1e-6) as (ddp, bare):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        around_both(ddp, 0)
+        ddp.reduce_gradients_async()
+        end(ddp, optimizer)
+        CASE.loss(bare, 0).backward()
+        naive_mean(bare)
+        require_same_gradients(ddp, bare)
 
 
 def errors_of_reductions() -> dict[str, str]:
@@ -282,7 +261,10 @@ def test_where_one_rank_reduces_at_the_wrong_time_all_are_told(ranks: Ranks, str
     assert ranks.run(reduces_too_much, strategy, which) == [(expected, True)] * ranks.num_ranks
 
 
-def reduced_with(op: str | None, configured: str, strategy: str) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize(("op", "configured"), [("sum", "mean"), ("mean", "mean"), ("mean", "sum"), (None, "sum")])
+def test_a_reduction_by_hand_has_an_op_of_its_own(op: str | None, configured: str, strategy: str) -> None:
     case, num_ranks = CASE, dist.get_world_size()
     bare = case.model()
     with training(case.model(), strategy, "SGD", op=configured, bucket_cap_mb=1e-4, reduction="ordered") as (ddp, opt):
@@ -305,12 +287,6 @@ def reduced_with(op: str | None, configured: str, strategy: str) -> None:
                     wanted = wanted * num_ranks  # as it says: the mean, times the number of ranks
                 assert torch.equal(ours, wanted), (step, name)
             opt.step()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-@pytest.mark.parametrize(("op", "configured"), [("sum", "mean"), ("mean", "mean"), ("mean", "sum"), (None, "sum")])
-def test_a_reduction_by_hand_has_an_op_of_its_own(two_ranks: Ranks, op: str | None, configured: str, strategy: str) -> None:
-    two_ranks.run(reduced_with, op, configured, strategy)
 
 
 def refused_ops() -> list[str]:
@@ -353,7 +329,8 @@ def test_an_op_that_cannot_be_right_is_refused_on_every_rank(two_ranks: Ranks) -
         assert texts == [text.format(rank=rank) for text in expected]
 
 
-def zero2_by_hand() -> None:
+@in_ranks(2)
+def test_what_zero2_has_accumulated_can_be_reduced_by_hand_in_every_step() -> None:
     def each(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
         opt.zero_grad()
         for micro in range(2):
@@ -369,10 +346,6 @@ def zero2_by_hand() -> None:
 
     expected = trained(CASE, "zero2", "SGD", num_steps=4, each=usual)
     require_equal(expected, trained(CASE, "zero2", "SGD", num_steps=4, each=each))
-
-
-def test_what_zero2_has_accumulated_can_be_reduced_by_hand_in_every_step(two_ranks: Ranks) -> None:
-    two_ranks.run(zero2_by_hand)
 
 
 def alone_at_the_wrong_time() -> list[str]:
@@ -414,7 +387,8 @@ def test_a_backward_during_a_reduction_is_an_error(two_ranks: Ranks) -> None:
         )
 
 
-def a_failed_micro_batch_does_not_swallow_the_next_one() -> None:
+@in_ranks(2, 3)
+def test_a_failed_micro_batch_does_not_keep_the_next_backward_from_synchronising() -> None:
     """The loss that synchronises was made before another one failed while accumulating."""
     with wrapped_and_bare(CASE.model(), bucket_cap_mb=1e-6) as (ddp, bare):
         last = CASE.loss(ddp, 1)
@@ -431,11 +405,8 @@ def a_failed_micro_batch_does_not_swallow_the_next_one() -> None:
         require_same_gradients(ddp, bare)
 
 
-def test_a_failed_micro_batch_does_not_keep_the_next_backward_from_synchronising(ranks: Ranks) -> None:
-    ranks.run(a_failed_micro_batch_does_not_swallow_the_next_one)
-
-
-def attached_accumulates() -> None:
+@in_ranks(2, 3)
+def test_an_attached_model_accumulates() -> None:
     model, bare = CASE.model(), CASE.model()
     sync = attach(model)
     for each, context in ((model, sync.accumulate), (bare, contextlib.nullcontext)):
@@ -445,7 +416,3 @@ def attached_accumulates() -> None:
     naive_mean(bare)
     require_same_gradients(model, bare)
     sync.close()
-
-
-def test_an_attached_model_accumulates(ranks: Ranks) -> None:
-    ranks.run(attached_accumulates)

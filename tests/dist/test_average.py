@@ -14,7 +14,7 @@ from dist.test_events import collectives
 from support.errors import text_of
 from support.models import CASES, noise
 from support.naive import naive_mean, require_same
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import ConfigError, PhaseError, PlanMismatch, WrongType, average_gradients
 from undertow.runtime import group as group_module
 
@@ -30,7 +30,9 @@ def naive(gradients: list[Tensor]) -> list[Tensor]:
     return [param.grad for param in holder]
 
 
-def same_as_naive(case_name: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("case_name", CASES)
+def test_the_mean_is_that_of_an_all_reduce_per_gradient(case_name: str) -> None:
     case = CASES[case_name]
     model = case.model()
     params = dict(model.named_parameters())
@@ -40,11 +42,6 @@ def same_as_naive(case_name: str) -> None:
         require_same(dict(zip(params, averaged, strict=True)), dict(zip(params, naive(list(local)), strict=True)))
         for mean, gradient in zip(averaged, local, strict=True):
             assert mean.numel() == 0 or mean.stride() == torch.empty_like(gradient).stride()
-
-
-@pytest.mark.parametrize("case_name", CASES)
-def test_the_mean_is_that_of_an_all_reduce_per_gradient(ranks: Ranks, case_name: str) -> None:
-    ranks.run(same_as_naive, case_name)
 
 
 def collectives_of_mixed_dtypes() -> list[str]:

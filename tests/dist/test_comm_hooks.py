@@ -19,17 +19,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import undertow
-from support.alike import backward_alike
+from support.alike import backward_alike, require_equal_values
 from support.drop_in import TIMEOUT_S, groups_of
 from support.errors import text_of
 from support.inside import bucket_of_a_hook
 from support.models import CASES, mlp, noise
-from support.naive import gradients, naive_mean, require_same, wrapped
+from support.naive import naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel
 from undertow.demo.corpus import load_corpus
 from undertow.demo.model import Gpt, GptShape
-from undertow.errors import PlanMismatch
+from undertow.errors import PlanMismatch, WrongType
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it compiles scripts, which is deprecated
@@ -40,11 +40,16 @@ MATRIX = 16 * 16 * 4  # bytes
 Hook = Callable[..., Any]
 
 
+def completed(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+# Hooks have no annotations, as torch's own wrapper demands: it compares them, and these would be text.
 def scale(factor, bucket):
     """A hook that does not communicate."""
-    done = torch.futures.Future()
-    done.set_result(bucket.buffer().mul_(factor))
-    return done
+    return completed(bucket.buffer().mul_(factor))
 
 
 def power_state(rank: int = 1, *, start: int = 2) -> PowerSGDState:
@@ -81,17 +86,14 @@ def both_classes(make: Callable[[], nn.Module], **settings: Any) -> Iterator[tup
 
 
 def train_both(
-    models: tuple[nn.Module, nn.Module], optimizers: list[Any], backward: Callable[[Any, int], object], *, num_steps: int
+    models: tuple[nn.Module, nn.Module], optimizers: list[Any], loss: Callable[[nn.Module, int], Tensor], *, num_steps: int
 ) -> None:
     """Gradients and parameters of both must be the same."""
     for step in range(num_steps):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            backward(model, step)
-        require_same(*map(gradients, models))
+        backward_alike(*models, loss, steps=[step], mean=lambda _: None)
         for optimizer in optimizers:
             optimizer.step()
-        require_same(*({name: param.detach() for name, param in model.named_parameters()} for model in models))
+        require_equal_values(*models)
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
@@ -99,15 +101,15 @@ def train_both(
 @pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer"])
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_does_what_it_does_under_torchs_class(name: str, case: str, bucket_cap_mb: float | None) -> None:
-    def backward(model: Any, step: int) -> None:
+    def loss(model: Any, step: int) -> Tensor:
         with model.no_sync():
             CASES[case].loss(model, 2 * step).backward()
-        CASES[case].loss(model, 2 * step + 1).backward()
+        return CASES[case].loss(model, 2 * step + 1)
 
     with both_classes(CASES[case].model, bucket_cap_mb=bucket_cap_mb) as models:
         for model in models:
             model.register_comm_hook(*HOOKS[name]())
-        train_both(models, [torch.optim.SGD(model.parameters(), lr=0.05) for model in models], backward, num_steps=4)
+        train_both(models, [torch.optim.SGD(model.parameters(), lr=0.05) for model in models], loss, num_steps=4)
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
@@ -120,7 +122,7 @@ def test_post_local_sgd_trains_as_under_torchs_class(post_local_gradient_allredu
             model.register_comm_hook(PostLocalSGDState(None, subgroup, 2, post_local_gradient_allreduce), post_localSGD_hook)
         inner = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         optimizers = [PostLocalSGDOptimizer(each, PeriodicModelAverager(period=2, warmup_steps=2)) for each in inner]
-        train_both(models, optimizers, lambda model, step: MLP.loss(model, step).backward(), num_steps=8)
+        train_both(models, optimizers, MLP.loss, num_steps=8)
     dist.destroy_process_group(subgroup)
 
 
@@ -199,6 +201,101 @@ def test_a_hook_reduces_sparse_gradients_too() -> None:
         assert ddp.report(show=False).sent_bytes > 0
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(("bucket_cap_mb", "num_buckets"), [(1e-6, 4), (None, 1)])
+def test_a_hook_is_given_a_bucket_with_torchs_methods(bucket_cap_mb: float | None, num_buckets: int) -> None:
+    """It reduces nothing, and is not called for what only accumulates."""
+
+    def look_around(seen, bucket):
+        buffer, pieces, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        assert buffer.shape == (sum(param.numel() for param in params),)  # without padding or trailer
+        assert [piece.shape for piece in pieces] == [param.shape for param in params]
+        begin = buffer.data_ptr()
+        assert all(begin <= piece.data_ptr() < begin + buffer.nbytes for piece in pieces)
+        seen.append((bucket.index(), bucket.is_last(), set(map(id, params))))
+        return completed(buffer)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        with ddp.no_sync():
+            MLP.loss(model, 2 * step).backward()
+        return MLP.loss(model, 2 * step + 1)
+
+    def require_seen(_bare: nn.Module) -> None:
+        assert [(index, is_last) for index, is_last, _ in seen] == [(at, at == num_buckets - 1) for at in range(num_buckets)]
+        assert set().union(*(params for *_, params in seen)) == set(map(id, ddp.parameters()))
+        seen.clear()
+
+    seen: list[tuple[int, bool, set[int]]] = []
+    bare = mlp()
+    with hooked(copy.deepcopy(bare), seen, look_around, bucket_cap_mb=bucket_cap_mb) as ddp:
+        backward_alike(ddp, bare, loss, mean=require_seen)
+
+
+def triple(_state, bucket):
+    return completed(3 * bucket.buffer())
+
+
+def triple_by_set_buffer(_state, bucket):
+    bucket.set_buffer(3 * bucket.buffer())
+    return completed(bucket.buffer())
+
+
+def triple_in_place(_state, bucket):
+    torch._foreach_mul_(bucket.gradients(), 3)
+    return completed(bucket.buffer())
+
+
+def triple_in_a_chain(_state, bucket):
+    return completed(bucket.buffer()).then(lambda future: 3 * future.value())
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("hook", [triple, triple_by_set_buffer, triple_in_place, triple_in_a_chain])
+def test_what_the_future_of_a_hook_holds_becomes_the_gradient(hook: Hook) -> None:
+    bare = mlp()
+    with hooked(copy.deepcopy(bare), None, hook, bucket_cap_mb=None if hook is triple else 1e-6) as ddp:
+        backward_alike(ddp, bare, MLP.loss, mean=lambda bare: torch._foreach_mul_([it.grad for it in bare.parameters()], 3))
+
+
+def no_future(_state, bucket):
+    return bucket.buffer()
+
+
+def too_short(_state, bucket):
+    return completed(bucket.buffer()[1:])
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (
+            no_future,
+            "expected the communication hook to return a torch.futures.Future, got Tensor.\n"
+            "  no_future, bucket 0\n"
+            "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
+        ),
+        (
+            too_short,
+            "expected the communication hook's future to hold a tensor of 92 elements, got (91,).\n"
+            "  too_short\n"
+            "  Let the future hold a tensor with the shape of bucket.buffer().",
+        ),
+    ],
+)
+def test_a_hook_that_breaks_its_promise_is_told_so_in_backward(hook: Hook, text: str) -> None:
+    with hooked(mlp(), None, hook) as ddp:
+        assert text_of(WrongType, MLP.loss(ddp, 0).backward) == text
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(("name", "hook"), [("ALLREDUCE", default.allreduce_hook), ("FP16_COMPRESS", default.fp16_compress_hook)])
+def test_torchs_builtin_hooks_go_by_their_names(name: str, hook: Hook) -> None:
+    with wrapped(MLP.model()) as ddp, hooked(MLP.model(), None, hook) as other:
+        ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+        backward_alike(ddp, other, MLP.loss, mean=lambda _: None)
+
+
 FAILING: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "dense": (mlp, lambda step: noise(5, 6, step=step)),
     "sparse": (lambda: nn.Embedding(7, 4, sparse=True), lambda step: torch.tensor([step, dist.get_rank()])),
@@ -208,8 +305,7 @@ FAILING: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 @in_ranks(2)
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_hook_that_failed_on_all_ranks_is_called_again_in_the_next_round(kind: str) -> None:
-    make, inputs = FAILING[kind]
-    calls = []
+    calls, (make, inputs) = [], FAILING[kind]
 
     def hook(_state, bucket):
         calls.append(bucket.index())
@@ -238,36 +334,28 @@ def test_hooks_of_two_models_take_turns() -> None:
     """One backward through both, whose hooks send over the same group: in one order on every rank."""
     models = nn.Sequential(mlp(), nn.Linear(4, 2))
     bare = copy.deepcopy(models)
-    with contextlib.ExitStack() as stack:
-        wrappers = [stack.enter_context(hooked(it, None, default.allreduce_hook, bucket_cap_mb=1e-6)) for it in models]
-        backward_alike(nn.Sequential(*wrappers), bare, MLP.loss, steps=range(20))
-
-
-UNLIKE: dict[str, tuple[Hook | None, Hook | None, str]] = {
-    "on rank 0": (default.allreduce_hook, None, "'allreduce_hook' on rank 0 and None on rank 1"),
-    "on rank 1": (None, default.allreduce_hook, "None on rank 0 and 'allreduce_hook' on rank 1"),
-    "two": (
-        default.allreduce_hook,
-        default.fp16_compress_hook,
-        "'allreduce_hook' on rank 0 and 'fp16_compress_hook' on rank 1",
-    ),
-}
+    ways = (None, default.allreduce_hook)
+    with hooked(models[0], *ways, bucket_cap_mb=1e-6) as first, hooked(models[1], *ways, bucket_cap_mb=1e-6) as second:
+        backward_alike(nn.Sequential(first, second), bare, MLP.loss, steps=range(20))
 
 
 @in_ranks(2)
 @pytest.mark.parametrize("num_steps_before", [0, 1, 4])
-@pytest.mark.parametrize("which", UNLIKE)
-def test_hooks_that_differ_are_told_on_every_rank(which: str, num_steps_before: int) -> None:
+@pytest.mark.parametrize(
+    "hooks",
+    [(default.allreduce_hook, None), (None, default.allreduce_hook), (default.allreduce_hook, default.fp16_compress_hook)],
+)
+def test_hooks_that_differ_are_told_on_every_rank(hooks: tuple[Hook | None, Hook | None], num_steps_before: int) -> None:
     """Their messages of two sizes would end a process."""
-    *hooks, names = UNLIKE[which]
+    mine, (first, second) = hooks[dist.get_rank()], (getattr(hook, "__name__", None) for hook in hooks)
     with wrapped(mlp()) as ddp:
         for step in range(num_steps_before):
             MLP.loss(ddp, step).backward()
-        if hooks[dist.get_rank()] is not None:
-            ddp.register_comm_hook(None, hooks[dist.get_rank()])
+        if mine is not None:
+            ddp.register_comm_hook(None, mine)
         text = text_of(PlanMismatch, lambda: MLP.loss(ddp, 0).backward())
     assert text.startswith("ranks disagree on the settings.\n")
-    assert f"first difference: communication hook is {names}\n" in text
+    assert f"first difference: communication hook is {first!r} on rank 0 and {second!r} on rank 1\n" in text
 
 
 @in_ranks(2)
@@ -341,15 +429,15 @@ def test_the_report_shows_what_a_hook_really_sends(name: str, record: str) -> No
             ddp(noise(5, 16, step=step)).square().mean().backward()
         report, buckets = ddp.report(show=False), ddp.plan.buckets
     trailers = [(bucket.storage_numel - bucket.trailer.start) * 4 for bucket in buckets]
-    by_plan = [bucket.wire_bytes for bucket in buckets]
     sent = [bucket.sent_bytes for bucket in report.buckets]
-    assert sent == (by_plan if name == "none" else [SENDING[name][1] + trailer for trailer in trailers])
+    assert sent == (
+        [bucket.wire_bytes for bucket in buckets] if name == "none" else [SENDING[name][1] + trailer for trailer in trailers]
+    )
     assert report.sent_bytes == sum(sent)
     assert len(sent) == 3
 
 
 SHAPE = GptShape(num_layers=2, num_heads=4, width=128, context=32, batch=8)
-NUM_TRAINED, NUM_LAST = 80, 20
 
 
 def gpt_losses(*, is_compressed: bool) -> tuple[float, int]:
@@ -362,14 +450,14 @@ def gpt_losses(*, is_compressed: bool) -> tuple[float, int]:
             ddp.register_comm_hook(power_state(4, start=10), powerSGD_hook)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
         losses = []
-        for _ in range(NUM_TRAINED):
+        for _ in range(80):
             starts = torch.randint(len(text) - SHAPE.context, (SHAPE.batch, 1), generator=shuffle)
             optimizer.zero_grad()
             loss = ddp(text[starts + torch.arange(SHAPE.context + 1)].long())
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        of_all = torch.tensor(mean(losses[-NUM_LAST:]), dtype=torch.float64)
+        of_all = torch.tensor(mean(losses[-20:]), dtype=torch.float64)
         dist.all_reduce(of_all)
         return float(of_all) / dist.get_world_size(), ddp.report(show=False).sent_bytes
 

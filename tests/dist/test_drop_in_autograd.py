@@ -1,41 +1,73 @@
-"""Beyond a plain backward: graphs of gradients, gradients by hand, mixed precision, hooks of the user's, compilers."""
+"""Graphs beyond what programs have: losses, outputs, hooks, gradients of gradients, other dtypes, and compiled models."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel.distributed import _MixedPrecision
 
-from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, squares, with_both_plans
-from support.models import mlp, noise
-from support.naive import gradients, naive_mean, require_same, require_same_gradients
-from support.ranks import Ranks
+import undertow
+from support.alike import backward_alike, heard, of_all_ranks, require_equal_values, train
+from support.drop_in import TIMEOUT_S
+from support.models import CASES, mlp, noise
+from support.naive import naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
+from support.ranks import in_ranks
+from support.sharded import parameters, require_equal, training
+from undertow import DistributedDataParallel, SyncConfig, attach, average_gradients, clip_grad_norm_
 
-NUM_STEPS = 3
+MLP = CASES["mlp"]
 
 
 def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def gradient_penalty(bucket_cap_mb: float | None) -> None:
+def with_a_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    value = model(x).square().mean()
+    return value + sum(it.square().sum() for it in torch.autograd.grad(value, list(model.parameters()), create_graph=True))
+
+
+def in_bfloat16(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(x).float().square().mean()
+
+
+def changed_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x).mul_(2).add_(1)
+    out[:, 0] = 0
+    return out.square().mean()
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("loss", [with_a_penalty, in_bfloat16, changed_in_place])
+def test_the_loss_may_do_anything_with_a_forward(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    with wrapped_and_bare(smooth(), bucket_cap_mb=1e-6) as (ddp, bare):
+        backward_alike(ddp, bare, lambda model, step: loss(model, noise(5, 6, step=step)))
+        assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("of_the_wrapper", [True, False], ids=["of the wrapper", "of the module"])
+def test_a_functional_call_trains_what_its_parameters_are_made_from(of_the_wrapper: bool) -> None:
+    """Every second step runs on tensors that are made from the parameters."""
+
     def loss(model: nn.Module, step: int) -> Tensor:
-        result = squares(5, 6, step=step)(model)
-        slopes = torch.autograd.grad(result, list(model.parameters()), create_graph=True)
-        return result + sum(slope.square().sum() for slope in slopes)
+        called = ddp.module if model is ddp and not of_the_wrapper and step % 2 else model
+        doubled = {name: 2 * param for name, param in called.named_parameters()}
+        return functional_call(called, doubled if step % 2 else {}, (noise(5, 6, step=step),)).square().mean()
 
-    with SideBySide(smooth(), bucket_cap_mb) as side:
-        for step in range(NUM_STEPS):
-            side.step(lambda model, step=step: loss(model, step))
-
-
-@with_both_plans
-def test_a_penalty_on_the_gradient_is_synchronised(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(gradient_penalty, bucket_cap_mb, timeout_s=TIMEOUT_S)
+    with wrapped_and_bare(mlp(), bucket_cap_mb=1e-6 if of_the_wrapper else None) as (ddp, bare):
+        backward_alike(ddp, bare, loss, steps=range(4))
 
 
 def backward_with_graph(loss: Tensor) -> None:
@@ -44,215 +76,382 @@ def backward_with_graph(loss: Tensor) -> None:
         loss.backward(create_graph=True)
 
 
-def graph_of_a_synchronised_backward(bucket_cap_mb: float | None) -> None:
-    with SideBySide(smooth(), bucket_cap_mb) as side:
-        for step in range(NUM_STEPS):
-            side.zero_grad()
-            for model in side.both:
-                backward_with_graph(squares(5, 6, step=step)(model))
-            for param in side.bare.parameters():
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, None])
+def test_gradients_with_a_graph_are_averaged(bucket_cap_mb: float | None) -> None:
+    with wrapped_and_bare(smooth(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
+        for step in range(3):
+            for model in (ddp, bare):
+                model.zero_grad()
+                backward_with_graph(MLP.loss(model, step))
+            for param in bare.parameters():
                 param.grad = param.grad.detach()
-            side.compare()
-            side.optimize()
+            naive_mean(bare)
+            require_same_gradients(ddp, bare)
 
 
-@with_both_plans
-def test_gradients_with_a_graph_are_averaged(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(graph_of_a_synchronised_backward, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def graph_of_a_backward_in_no_sync(bucket_cap_mb: float | None) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+def test_gradients_made_in_no_sync_keep_their_graph() -> None:
     """The first backward only makes slopes; the second one, through them, is synchronised."""
-    with SideBySide(smooth(), bucket_cap_mb) as side:
-        for step in range(NUM_STEPS):
-            for model in side.both:
-                model.zero_grad()
-                with side.accumulating():
-                    backward_with_graph(squares(5, 6, step=step)(model))
-                slopes = [param.grad for param in model.parameters()]
-                assert all(slope.requires_grad for slope in slopes[:-1]), [slope.requires_grad for slope in slopes]
-                model.zero_grad()
-                sum(slope.square().sum() for slope in slopes).backward()
-            side.compare()
-            side.optimize()
 
-
-@with_both_plans
-def test_gradients_made_in_no_sync_keep_their_graph(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(graph_of_a_backward_in_no_sync, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def gradients_by_hand(bucket_cap_mb: float | None) -> None:
-    with SideBySide(mlp(), bucket_cap_mb) as side:
-        for step in range(4):
-            by_hand = [torch.autograd.grad(squares(5, 6, step=step)(model), list(model.parameters())) for model in side.both]
-            assert all(map(torch.equal, *by_hand))
-            if step % 2:  # nothing is left of it in a step that follows, nor in one that does not
-                side.step(squares(5, 6, step=step))
-        sums = [torch.zeros(()) for _ in range(dist.get_world_size())]
-        dist.all_gather(sums, by_hand[0][0].sum())
-        assert len(set(map(float, sums))) == len(sums)
-
-
-@with_both_plans
-def test_what_autograd_grad_returns_is_this_ranks_own(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(gradients_by_hand, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def autocast(bucket_cap_mb: float | None) -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(noise(5, 6, step=step)).float().square().mean()
+        with ddp.no_sync():
+            backward_with_graph(MLP.loss(model, step))
+        slopes = [param.grad for param in model.parameters()]
+        assert [slope.requires_grad for slope in slopes[:-1]] == [True] * 3
+        model.zero_grad()
+        return sum(slope.square().sum() for slope in slopes)
 
-    with SideBySide(mlp(), bucket_cap_mb) as side:
-        for step in range(NUM_STEPS):
-            side.step(lambda model, step=step: loss(model, step))
-            assert {param.grad.dtype for param in side.module.parameters()} == {torch.float32}
-
-
-@with_both_plans
-def test_autocast_trains(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(autocast, bucket_cap_mb, timeout_s=TIMEOUT_S)
+    with wrapped_and_bare(smooth()) as (ddp, bare):
+        backward_alike(ddp, bare, loss)
 
 
-def scaled(bucket_cap_mb: float | None) -> list[float]:
-    """In the second step rank 1 has an infinity; every rank skips it, and halves its scale."""
-    scales = []
-    with SideBySide(mlp(), bucket_cap_mb) as side:
-        scalers = {model: torch.amp.GradScaler("cpu", init_scale=1024.0) for model in side.both}
-        optimizers = {model: torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in side.both}
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("averages", [False, True])
+def test_what_autograd_grad_returns_is_this_ranks_own(averages: bool) -> None:
+    """Nothing is left of it, averaged by hand or not, in a step that follows, nor in one that does not."""
+    with wrapped_and_bare(mlp()) as (ddp, bare):
         for step in range(4):
-            before = [param.clone() for param in side.module.parameters()]
-            for model, scaler in scalers.items():
-                model.zero_grad()
-                factor = float("inf") if step == 1 and dist.get_rank() == 1 else 1.0
-                scaler.scale(squares(5, 6, step=step)(model) * factor).backward()
-                if model is side.bare:
-                    naive_mean(model)
-                scaler.unscale_(optimizers[model])
-            if step != 1:
-                require_same_gradients(side.ddp, side.bare)
-            for model, scaler in scalers.items():
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                scaler.step(optimizers[model])
-                scaler.update()
-            scales.append(scalers[side.ddp].get_scale())
-            side.compare_parameters()
-            assert (step == 1) == all(map(torch.equal, before, side.module.parameters()))
-    return scales
-
-
-@with_both_plans
-def test_a_grad_scaler_skips_on_all_ranks_alike(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    for scales in ranks.run(scaled, bucket_cap_mb, timeout_s=TIMEOUT_S):
-        assert scales == [1024.0, 512.0, 512.0, 512.0]
-
-
-def doubled(grad: Tensor) -> Tensor:
-    return 2 * grad
+            by_hand = [torch.autograd.grad(MLP.loss(model, step), list(model.parameters())) for model in (ddp, bare)]
+            assert all(map(torch.equal, *by_hand))
+            if averages:
+                average_gradients(by_hand[0])
+            if step % 2:
+                backward_alike(ddp, bare, MLP.loss, steps=[step])
+        assert len({*of_all_ranks(float(by_hand[0][0].sum()))}) == dist.get_world_size()
 
 
 def double_in_place(param: Tensor) -> None:
     param.grad.mul_(2)
 
 
-HOOKS = {
-    "on tensors": lambda param: param.register_hook(doubled),
+HOOKS: dict[str, Callable[[Tensor], object]] = {
+    "on tensors": lambda param: param.register_hook(lambda grad: 2 * grad),
     "after accumulation": lambda param: param.register_post_accumulate_grad_hook(double_in_place),
 }
+BEFORE, BETWEEN, AFTER = "before wrapping", "between two steps", "after a forward"
 
 
-WHEN = ["before wrapping", "between two steps", "after a forward"]
-
-
-def hooks_of_the_user(name: str, when: str, bucket_cap_mb: float | None) -> None:
-    def register(modules: Iterable[nn.Module]) -> None:
-        for module in modules:
-            for param in list(module.parameters())[::2]:
-                HOOKS[name](param)
-
-    model = mlp()
-    bare = _same(model)
-    if when == WHEN[0]:
-        register([model, bare])
-    with SideBySide(model, bucket_cap_mb, bare=bare) as side:
-        for step in range(3):
-            if when == WHEN[1] and step == 1:
-                register(side.both_modules)
-            side.zero_grad()
-            losses = [squares(5, 6, step=step)(each) for each in side.both]
-            if when == WHEN[2] and step == 1:
-                register(side.both_modules)
-            for each in losses:
-                each.backward()
-            side.compare()
-            side.optimize()
-
-
-@with_both_plans
-@pytest.mark.parametrize("when", WHEN)
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("when", [BEFORE, BETWEEN, AFTER])
 @pytest.mark.parametrize("name", HOOKS)
-def test_hooks_of_the_user_see_and_change_this_ranks_gradient(
-    ranks: Ranks, name: str, when: str, bucket_cap_mb: float | None
+def test_hooks_of_the_user_see_and_change_this_ranks_gradient(name: str, when: str) -> None:
+    def register(model: nn.Module) -> None:
+        for param in [*model.parameters()][::2]:
+            HOOKS[name](param)
+            param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        if (step, when) == (1, BETWEEN):
+            register(model)
+        value = MLP.loss(model, step)
+        if (step, when) == (1, AFTER):
+            register(model)
+        return value
+
+    seen: list[Tensor] = []  # of a step, two of the wrapped model, then two of the bare one
+    model, bare = MLP.model(), MLP.model()
+    for each in (model, bare) if when == BEFORE else ():
+        register(each)
+    with wrapped(model) as ddp:
+        backward_alike(ddp, bare, loss)
+    assert len(seen) == 2 * 2 * (3 if when == BEFORE else 2)
+    assert all(torch.equal(seen[at], seen[at + 2]) for step in range(0, len(seen), 4) for at in (step, step + 1))
+
+
+class TwoOutputs(nn.Module):
+    """Returns two tensors with parameters of their own in an object, and remembers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        self.made = SimpleNamespace(left=self.left(x), more={"right": [self.right(x), None]})
+        return self.made
+
+
+@in_ranks(2, 3)
+def test_an_output_comes_back_as_it_is_and_trains() -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        out = model(noise(5, 6, step=step))
+        assert out is getattr(model, "module", model).made
+        return out.left.square().mean() + (out.more["right"][0].square().mean() if step != 1 else 0)
+
+    with wrapped_and_bare(TwoOutputs(), bucket_cap_mb=1e-6) as (ddp, bare):
+        backward_alike(ddp, bare, loss)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("clears", [True, False])
+def test_new_data_of_a_gradient_is_noticed_while_another_is_held(clears: bool) -> None:
+    with wrapped_and_bare(mlp(), bucket_cap_mb=1.0) as (ddp, bare):
+        backward_alike(ddp, bare, MLP.loss, steps=[0])
+        held, torn = ddp.module[0].weight.grad.detach(), ddp.module[2].weight.grad
+        torn.data = torn.data * 0.5
+        for model in (ddp, bare):
+            model.zero_grad(set_to_none=clears)
+            MLP.loss(model, 1).backward()
+        naive_mean(bare)
+        require_same_gradients(ddp, bare)
+        assert held.shape == (8, 6)
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_gradients_may_have_a_dtype_of_their_own() -> None:
+    """Parameters of half the precision that accumulate in the full one."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(6, 5).bfloat16(), nn.Linear(5, 3))
+        layers[0].register_forward_hook(lambda _layer, _inputs, out: out.float())
+        for param in layers[0].parameters():
+            param.grad_dtype = torch.float32
+        return layers
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        first, second = (noise(5, 6, step=2 * step + part).bfloat16() for part in (0, 1))
+        with ddp.no_sync():
+            model(first).square().mean().backward()
+        return model(second).square().mean()
+
+    ours, bare = model(), model()
+    with wrapped(ours, bucket_cap_mb=1e-6) as ddp:
+        backward_alike(ddp, bare, loss)
+    assert {param.grad.dtype for param in ours.parameters()} == {torch.float32}
+
+
+def integers(high: int, *shape: int, step: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(1000 * dist.get_rank() + step))
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("dense_on", [(), (0,), (0, 1, 2)], ids=["nowhere", "rank 0", "all ranks"])
+def test_a_gradient_is_sparse_unless_a_rank_has_a_dense_part(dense_on: tuple[int, ...]) -> None:
+    """A table, tied to a dense layer on some ranks. Gradients are integers, and none is zero: no row of a sum goes away."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        words, factors = integers(7, 5, step=step), 1.0 + integers(4, 5, 3, step=step)
+        value = (model(words) * factors).sum()
+        return value + (factors @ next(model.parameters()).t()).sum() if dist.get_rank() in dense_on else value
+
+    with wrapped_and_bare(nn.Embedding(7, 3, sparse=True)) as (ddp, bare):
+        for step in range(3):
+            for model in (ddp, bare):
+                model.zero_grad()
+                loss(model, step).backward()
+            ours, bare.weight.grad = ddp.module.weight.grad, bare.weight.grad.to_dense()
+            naive_mean(bare)
+            require_same({"table": ours.to_dense()}, {"table": bare.weight.grad})
+            assert dense_on == (0,) or ours.is_sparse == (dense_on == ())  # what others make of a part of rank 0 alone is free
+
+
+# Compiled models: where graphs are cut, that buckets leave between them, and that nothing of the library is compiled.
+
+NUM_LAYERS, WIDTH, SMALL = 5, 600, 60  # 1.4 MB each: torch cuts graphs of 1 MiB and more
+MIB = 1.2
+Call = Callable[[], Any]
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def sequential(width: int = WIDTH) -> nn.Module:
+    return nn.Sequential(*Layers(width).layers)
+
+
+def loss(model: nn.Module, step: int, *, width: int = WIDTH) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of what is no leaf
+        return model(noise(4, width, step=step)).float().square().mean()
+
+
+def logging_backend(log: list[str]) -> Callable[..., Any]:
+    """Runs graphs as they are, and says when one's backward runs."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def backward_of(graph: Any, _inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            log.append("backward")
+            return graph.forward(*args)
+
+        return make_boxed_func(run)
+
+    made = aot_autograd(fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward), bw_compiler=backward_of)
+    return made  # type: ignore[no-any-return]
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(("make", "width"), [(Layers, WIDTH), (sequential, WIDTH), (Layers, SMALL)])
+@pytest.mark.parametrize("when", ["before", "after", "before attach", "after attach", "in place, attach"])
+def test_graphs_are_cut_where_buckets_end_and_a_small_model_is_one(
+    make: Callable[[int], nn.Module], width: int, when: str
 ) -> None:
-    ranks.run(hooks_of_the_user, name, when, bucket_cap_mb, timeout_s=TIMEOUT_S)
+    """`when`: "before" or "after" it is wrapped, with "attach" in place of the wrapper, or "in place" under it."""
+    torch._dynamo.reset()
+    log: list[str] = []
+    model, bare, backend = make(width), make(width), logging_backend(log)
+    config = SyncConfig(bucket_cap_mb=MIB, order="reverse")
+    inner = torch.compile(model, backend=backend) if "before" in when else model
+    ddp = attach(inner, config=config) if "attach" in when else DistributedDataParallel(inner, config=config)
+    wrapped = inner if "attach" in when else ddp
+    run = torch.compile(wrapped, backend=backend) if "after" in when else wrapped
+    if "in place" in when:
+        model.compile(backend=backend)
+    for index, param in enumerate(model.parameters()):
+        param.register_post_accumulate_grad_hook(lambda _, index=index: log.append(f"gradient {index}"))
+    for step in range(3):
+        log.clear()
+        backward_alike(run, bare, partial(loss, width=width), steps=[step])
+    assert ddp.report(show=False).is_one_graph == (width < WIDTH)
+    ddp.close()
+    assert of_all_ranks(log) == [log] * 2
+    assert log.count("backward") == (NUM_LAYERS if width == WIDTH else 1)
+    if width == WIDTH:
+        # The gradients of the last layer are there before the next graph's backward, and so on.
+        between = [set(part.split()) for part in " ".join(text.replace(" ", "_") for text in log).split("backward")[1:]]
+        assert between == [{f"gradient_{2 * layer}", f"gradient_{2 * layer + 1}"} for layer in reversed(range(NUM_LAYERS))]
 
 
-def what_a_hook_sees(bucket_cap_mb: float | None) -> None:
-    """A hook that only looks, such as one that logs norms, finds the gradient of this rank."""
-    with SideBySide(mlp(), bucket_cap_mb) as side:
-        seen: dict[nn.Module, list[Tensor]] = {model: [] for model in side.both}
-        for model in side.both:
-            for param in model.parameters():
-                param.register_post_accumulate_grad_hook(lambda param, model=model: seen[model].append(param.grad.clone()))
-        for step in range(NUM_STEPS):
-            side.step(squares(5, 6, step=step))
-            assert all(map(torch.equal, seen[side.ddp], seen[side.bare]))
-            assert len(seen[side.ddp]) == 4 * (step + 1)
+@in_ranks(2)
+def test_mixed_precision_cuts_no_graph() -> None:
+    """fullgraph=True is an error where anything cuts the graph."""
+    torch._dynamo.reset()
+    narrow = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    compiled = torch.compile(Layers(SMALL), backend="aot_eager", fullgraph=True)
+    ddp = DistributedDataParallel(compiled, mixed_precision=narrow)
+
+    def narrow_loss(model: nn.Module, step: int) -> Tensor:
+        if model is ddp:
+            return loss(ddp, step, width=SMALL)
+        copies = {name: param.bfloat16() for name, param in model.named_parameters()}
+        return loss(lambda x: torch.func.functional_call(model, copies, (x.bfloat16(),)), step, width=SMALL)
+
+    backward_alike(ddp, Layers(SMALL), narrow_loss)
+    ddp.close()
 
 
-@with_both_plans
-def test_a_hook_of_the_user_finds_a_gradient(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(what_a_hook_sees, bucket_cap_mb, timeout_s=TIMEOUT_S)
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
+    torch._dynamo.reset()
+    graphs: list[str] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(" ".join(sorted({str(node.target) for node in graph.graph.nodes if node.op.startswith("call")})))
+        return graph.forward
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+
+    model, bare = Layers(), Layers()
+    ddp = DistributedDataParallel(model, config=SyncConfig(bucket_cap_mb=MIB))
+    optimizer, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (model, bare))
+    compiled = torch.compile(step, backend=backend)
+    with heard("torch._dynamo") as texts:
+        for number in range(4):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the output
+                compiled(noise(4, WIDTH, step=number))
+            theirs.zero_grad()
+            loss(bare, number).backward()
+            naive_mean(bare)
+            theirs.step()
+            require_equal_values(model, bare)
+    ddp.close()
+    assert [text for text in texts if "Profiler" not in text] == []  # that one is of torch's optimizer
+    # The model, the loss, and the optimizer's step.
+    assert [graph for graph in graphs if "linear" not in graph and "tanh" not in graph] == ["mean square", "add_"]
 
 
-def compiled_before(backend: str) -> None:
-    model = mlp()
-    with SideBySide(torch.compile(model, backend=backend), 1e-6, bare=_same(model)) as side:
-        train_by_position(side, side.ddp)
+@in_ranks(2)
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after wrapping"])
+def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, eager: bool) -> None:
+    torch._dynamo.reset()
+    found = []
+    for is_compiled in (False, True):
+        model = Layers()
+        inner = torch.compile(model, backend="aot_eager") if is_compiled and is_before else model
+        with training(inner, "zero1", "SGD", bucket_cap_mb=MIB, reduction="ordered", eager=eager) as (ddp, opt):
+            run = torch.compile(ddp, backend="aot_eager") if is_compiled and not is_before else ddp
+            train(run, opt, loss, steps=range(5))
+            ddp.wait()
+            found.append({str(at): param.detach().clone() for at, param in enumerate(model.parameters())})
+    require_equal(*found)
 
 
-def compiled_after(backend: str) -> None:
-    with SideBySide(mlp(), 1e-6) as side:
-        train_by_position(side, torch.compile(side.ddp, backend=backend))
+def calls_of_a_step(ddp: Any, opt: Any, step: int, *, eager: bool) -> dict[str, Call]:
+    """Everything between one forward and the next, in an order in which each is right."""
+    weight, is_sharded = ddp.module[0].weight, isinstance(opt, undertow.ShardedOptimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    value: Tensor = MLP.loss(ddp, step)
+    with_barrier: dict[str, Call] = {
+        "unscale": lambda: scaler.unscale_(opt),
+        "clip all": lambda: clip_grad_norm_(ddp, 1.0),
+        "clip": lambda: opt.clip_grad_norm_(1.0) if is_sharded else None,
+        "scaled step": lambda: scaler.step(opt),
+    }
+    return {
+        "weight": lambda: ddp.weight(5.0),
+        "backward": (value if eager else scaler.scale(value)).backward,
+        "finish": ddp.finish,
+        "sync.finish": ddp.sync.finish,
+        "full gradient": lambda: ddp.full_gradient(weight),
+        **({"step": opt.step} if eager else with_barrier),
+        "zero_grad": lambda: opt.zero_grad(set_to_none=False),
+        "wait": ddp.wait,
+        "sync.wait": ddp.sync.wait,
+        "state": opt.state_dict,
+        "average": lambda: average_gradients([noise(3)]),
+    }
 
 
-def _same(model: nn.Module) -> nn.Module:
-    other = mlp()
-    other.load_state_dict(model.state_dict())
-    return other
+def results(strategy: str, *, eager: bool, run: Callable[[Call], Any]) -> dict[str, Tensor]:
+    """The parameters after a few steps, of which `run` makes each call."""
+    with training(MLP.model(), strategy, "SGD", eager=eager) as (ddp, opt):
+        for step in range(3):
+            for call in calls_of_a_step(ddp, opt, step, eager=eager).values():
+                run(call)
+        with ddp.no_sync():
+            MLP.loss(ddp, 3).backward()
+        reductions: list[Any] = []
+        run(lambda: reductions.append(ddp.reduce_gradients_async()))
+        run(reductions[0].wait)
+        run(opt.step)
+        return parameters(ddp)
 
 
-def train_by_position(side: SideBySide, compiled: nn.Module) -> None:
-    """A compiled model calls its parameters by other names."""
-    torch._dynamo.reset()  # of what other tests have compiled in this process
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in (compiled, side.bare)]
-    for step in range(4):
-        for model in (compiled, side.bare):
-            model.zero_grad()
-        with side.accumulating():
-            squares(5, 6, step=2 * step)(compiled).backward()
-        squares(5, 6, step=2 * step)(side.bare).backward()
-        for model in (compiled, side.bare):
-            squares(5, 6, step=2 * step + 1)(model).backward()
-        naive_mean(side.bare)
-        require_same(*(dict(enumerate(gradients(model).values())) for model in side.both_modules))
-        for optimizer in optimizers:
-            optimizer.step()
-        require_same(*(dict(enumerate(param.detach() for param in model.parameters())) for model in side.both_modules))
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(("strategy", "eager"), [("ddp", False), ("zero1", False), ("zero1", True)])
+def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str, eager: bool) -> None:
+    from torch._dynamo.convert_frame import input_codes
 
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("way", [compiled_before, compiled_after])
-def test_a_compiled_model_trains(ranks: Ranks, way: Callable[[str], None], backend: str) -> None:
-    ranks.run(way, backend)
+    torch._dynamo.reset()
+    input_codes.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the loss
+        found = results(strategy, eager=eager, run=lambda call: torch.compile(call, backend="eager")())
+    seen = [code for ref in input_codes.seen if (code := ref())]
+    assert len(input_codes.seen) > 0
+    assert (
+        sorted(
+            f"{Path(code.co_filename).name}: {code.co_name}"
+            for code in seen
+            if str(Path(undertow.__file__).parent) in code.co_filename
+        )
+        == []
+    )
+    require_equal(results(strategy, eager=eager, run=lambda call: call()), found)

@@ -1,374 +1,528 @@
-"""Parameters that are frozen, unfrozen, added, replaced or cast after the model was wrapped."""
+"""Changes of the model that no program has: on some ranks only, within one forward, or behind the back of an optimizer."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
 
-from support.drop_in import LEARNING_RATE, TIMEOUT_S, SideBySide, with_both_plans
-from support.models import Branches, noise
-from support.naive import gradients
-from support.ranks import Ranks
-from undertow import DistributedDataParallel, attach, clip_grad_norm_
+from support.alike import backward_alike, of_all_ranks
+from support.drop_in import TIMEOUT_S
+from support.errors import text_of
+from support.inside import generation_of
+from support.models import CASES, Branches, mlp, noise
+from support.naive import naive_mean, wrapped, wrapped_and_bare
+from support.ranks import in_ranks
+from undertow import (
+    ConfigError,
+    DistributedDataParallel,
+    PhaseError,
+    PlanMismatch,
+    ShardedOptimizer,
+    SyncConfig,
+    attach,
+    clip_grad_norm_,
+)
 
-NUM_STEPS_AFTER = 2
-
-
-class Layers(nn.Module):
-    """Three layers, the first of them frozen, and a shift where one is added; every parameter is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.layers[0].requires_grad_(False)
-        self.register_parameter("shift", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype)).tanh()
-        return x if self.shift is None else x + self.shift
-
-    def loss(self, x: Tensor) -> Tensor:
-        return self(x).square().mean()
+MLP = CASES["mlp"]
+Run = Callable[[nn.Module, Tensor], Tensor]
 
 
-def layer_of_seed(seed: int) -> nn.Linear:
-    torch.manual_seed(seed)
-    return nn.Linear(4, 4)
-
-
-class Wide(nn.Linear):
-    """A layer with one parameter more."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(5)
-        super().__init__(4, 4)
-        self.scale = nn.Parameter(torch.full((4,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-def unfrozen(module: Layers) -> None:
-    module.layers[0].requires_grad_(True)
-
-
-def frozen(module: Layers) -> None:
-    module.layers[1].requires_grad_(False)
-
-
-def exchanged(module: Layers) -> None:
-    """Of the parameters in the first plan none is left."""
-    module.requires_grad_(False)
-    module.layers[0].requires_grad_(True)
-
-
-def parameter_added(module: Layers) -> None:
-    module.register_parameter("shift", nn.Parameter(torch.full((4,), 0.5)))
-
-
-def submodule_added(module: Layers) -> None:
-    module.layers.append(layer_of_seed(3))
-
-
-def parameter_replaced(module: Layers) -> None:
-    module.layers[1].weight = nn.Parameter(layer_of_seed(4).weight.detach())
-
-
-def submodule_replaced(module: Layers) -> None:
-    module.layers[1] = layer_of_seed(4)
-
-
-def submodule_replaced_by_a_larger_one(module: Layers) -> None:
-    module.layers[1] = Wide()
-
-
-def submodule_removed(module: Layers) -> None:
-    del module.layers[2]
-
-
-def new_data(module: Layers) -> None:
-    for param in module.parameters():
-        param.data = param.data * 0.5
-
-
-def cast_to_double(module: Layers) -> None:
-    module.double()
-
-
-def cast_to_bfloat16(module: Layers) -> None:
-    module.bfloat16()
-
-
-CHANGES = [
-    unfrozen,
-    frozen,
-    exchanged,
-    parameter_added,
-    submodule_added,
-    parameter_replaced,
-    submodule_replaced,
-    submodule_replaced_by_a_larger_one,
-    submodule_removed,
-    new_data,
-    cast_to_double,
-    cast_to_bfloat16,
-]
-Change = Callable[[Layers], None]
-with_every_change = pytest.mark.parametrize("change", CHANGES)
-
-
-def loss(model: nn.Module, step: int) -> Tensor:
-    return model(noise(3, 4, step=step)).square().mean()
-
-
-def is_followed(change: Change, at_step: int, bucket_cap_mb: float | None, is_attached: bool) -> None:
-    with SideBySide(Layers(), bucket_cap_mb, is_attached=is_attached) as side:
-        for step in range(at_step + NUM_STEPS_AFTER):
-            if step == at_step:
-                for module in side.both_modules:
-                    change(module)
-            side.step(lambda model, step=step: loss(model, step))
-
-
-# Before which step, the largest bucket in MiB, whether attached. After the first step a plan in the observed order is due.
-SITUATIONS = {"before the first step": (0, None, False), "after the first step": (1, 1e-6, False), "later": (3, None, True)}
-
-
-@pytest.mark.parametrize("situation", SITUATIONS)
-@with_every_change
-def test_a_change_is_followed_in_the_same_step(ranks: Ranks, change: Change, situation: str) -> None:
-    ranks.run(is_followed, change, *SITUATIONS[situation], timeout_s=TIMEOUT_S)
-
-
-def is_followed_with_gradients(change: Change) -> None:
-    with SideBySide(Layers()) as side:
-        for step in range(4):
-            if step == 2:
-                for module in side.both_modules:
-                    change(module)
-            side.backward(lambda model, step=step: loss(model, step))
-            side.compare()
-            side.optimize()
-
-
-@with_every_change
-def test_a_change_keeps_the_gradients_that_are_there(ranks: Ranks, change: Change) -> None:
-    ranks.run(is_followed_with_gradients, change, timeout_s=TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def nothing_frozen(module: nn.Module) -> Iterator[None]:
-    """What was accumulated before a parameter was frozen counts, on every rank the same: its mean is due as well."""
-    was_frozen = [param for param in module.parameters() if not param.requires_grad]
-    for param in was_frozen:
-        param.requires_grad_(True)
-    yield
-    for param in was_frozen:
-        param.requires_grad_(False)
-
-
-def is_followed_while_accumulating(change: Change) -> None:
-    with SideBySide(Layers(), 1e-6) as side:
-        for step in range(3):
-            side.zero_grad()
-            with side.accumulating():
-                side.backward(lambda model, step=step: loss(model, 3 * step))
-                if step == 1:
-                    for module in side.both_modules:
-                        change(module)
-                side.backward(lambda model, step=step: loss(model, 3 * step + 1))
-            side.backward(lambda model, step=step: loss(model, 3 * step + 2))
-            with nothing_frozen(side.bare):
-                side.compare()
-            side.optimize()
-
-
-@with_every_change
-def test_a_change_while_accumulating_is_followed(ranks: Ranks, change: Change) -> None:
-    ranks.run(is_followed_while_accumulating, change, timeout_s=TIMEOUT_S)
-
-
-def used_before_the_change_only(bucket_cap_mb: float | None) -> None:
-    """Layer 1 has its gradient from before layer 2 was unfrozen, and none since."""
+def branches(frozen: int) -> Branches:
     model = Branches()
-    model.layers[2].requires_grad_(False)
-    with SideBySide(model, bucket_cap_mb) as side:
-        for step in range(3):
-            side.zero_grad()
-            with side.accumulating():
-                side.backward(lambda model, step=step: model(noise(2, 4, step=2 * step), (0, 1)).square().mean())
-            if step == 1:
-                for module in side.both_modules:
-                    module.layers[2].requires_grad_(True)
-            side.backward(lambda model, step=step: model(noise(2, 4, step=2 * step + 1), (2, 0)).square().mean())
-            side.compare()
-            side.optimize()
+    model.layers[frozen].requires_grad_(False)
+    return model
 
 
-@with_both_plans
-def test_what_was_accumulated_before_a_change_counts(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(used_before_the_change_only, bucket_cap_mb, timeout_s=TIMEOUT_S)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "new data": lambda model: [setattr(param, "data", param.data * 0.5) for param in model.parameters()],
+    "unfrozen": lambda model: model.layers[0].requires_grad_(True),
+    "frozen": lambda model: model.layers[1].requires_grad_(False),
+    "exchanged": lambda model: model.requires_grad_(False).layers[0].requires_grad_(True),
+    "parameter added": lambda model: model.register_parameter("shift", nn.Parameter(torch.ones(4))),
+    "layer added": lambda model: model.layers.append(nn.Linear(4, 4)),
+    "layer replaced": lambda model: model.layers.__setitem__(1, nn.Linear(4, 4)),
+    "layer removed": lambda model: model.layers.__delitem__(2),
+    "cast to double": nn.Module.double,
+    "cast to bfloat16": nn.Module.bfloat16,
+}
+# What changes on the last rank, and on all others, and the first difference. Trained before are layers 1 and 2.
+DIFFERENT = [
+    ("unfrozen", "new data", "parameter 0 is 'layers.1.weight' on rank 0 and 'layers.0.weight' on rank {}"),
+    ("frozen", "new data", "parameter 0 is 'layers.1.weight' on rank 0 and 'layers.2.weight' on rank {}"),
+    ("exchanged", "new data", "parameter 0 is 'layers.1.weight' on rank 0 and 'layers.0.weight' on rank {}"),
+    ("parameter added", "new data", "parameter 0 is 'layers.1.weight' on rank 0 and 'shift' on rank {}"),
+    ("layer added", "new data", "parameter 4 is missing on rank 0 and 'layers.3.weight' on rank {}"),
+    ("layer removed", "new data", "parameter 2 is 'layers.2.weight' on rank 0 and missing on rank {}"),
+    ("cast to double", "new data", "dtype of parameter 0 ('layers.1.weight') is float32 on rank 0 and float64 on rank {}"),
+    ("unfrozen", "frozen", "parameter 0 is 'layers.2.weight' on rank 0 and 'layers.0.weight' on rank {}"),
+    ("layer added", "parameter added", "parameter 0 is 'shift' on rank 0 and 'layers.1.weight' on rank {}"),
+    ("layer removed", "layer replaced", "parameter 2 is 'layers.2.weight' on rank 0 and missing on rank {}"),
+    (
+        "cast to double",
+        "cast to bfloat16",
+        "dtype of parameter 0 ('layers.1.weight') is bfloat16 on rank 0 and float64 on rank {}",
+    ),
+]
 
 
-def is_followed_after_the_forward(change: Change, bucket_cap_mb: float | None) -> None:
-    with SideBySide(Layers(), bucket_cap_mb) as side:
-        for step in range(4):
-            side.zero_grad()
-            losses = [loss(model, step) for model in side.both]
-            if step == 2:
-                for module in side.both_modules:
-                    change(module)
-            for each in losses:
-                each.backward()
-            side.compare()
-            side.optimize()
+@in_ranks(2, 3, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(("of_last", "of_others", "difference"), DIFFERENT)
+def test_changes_that_differ_from_rank_to_rank_are_an_error_on_all(of_last: str, of_others: str, difference: str) -> None:
+    last = dist.get_world_size() - 1
+    with wrapped(branches(frozen=0), bucket_cap_mb=1e-6) as ddp:
+
+        def train() -> None:
+            layers = ddp.module.layers
+            ddp(noise(3, 4).to(layers[0].weight.dtype), tuple(range(len(layers)))).square().mean().backward()
+            ddp.finish()
+
+        train()
+        train()
+        CHANGES[of_last if dist.get_rank() == last else of_others](ddp.module)
+        text = text_of(PlanMismatch, train)
+    assert of_all_ranks(text) == [text] * (last + 1)
+    what, counts, told, _ = text.splitlines()
+    assert what == "ranks disagree on the parameters."
+    assert re.search(rf"^  rank 0: \d parameters, .*   rank {last}: \d parameters, ", counts)
+    assert told == f"  first difference: {difference.format(last)}"
 
 
-@with_both_plans
-@pytest.mark.parametrize("change", [unfrozen, frozen, parameter_added, submodule_added])
-def test_a_change_between_forward_and_backward_is_followed(ranks: Ranks, change: Change, bucket_cap_mb: float | None) -> None:
-    ranks.run(is_followed_after_the_forward, change, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def exchanged_in_every_step(bucket_cap_mb: float | None) -> None:
-    with SideBySide(Layers(), bucket_cap_mb) as side:
-        for step in range(6):
-            for module in side.both_modules:
-                for index, layer in enumerate(module.layers):
-                    layer.requires_grad_(index == step % 3)
-            side.step(lambda model, step=step: loss(model, step))
-            assert [grad is not None for grad in gradients(side.module).values()].count(True) == 2
-
-
-@with_both_plans
-def test_parameters_may_take_turns(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(exchanged_in_every_step, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def frozen_for_a_while(bucket_cap_mb: float | None) -> None:
-    with SideBySide(Layers(), bucket_cap_mb) as side:
-        for step in range(5):
-            for module in side.both_modules:
-                module.requires_grad_(step not in (1, 2))
-            if step in (1, 2):
-                assert not any(loss(model, step).requires_grad for model in side.both)
-                side.ddp.finish()
-                side.optimize()
-            else:
-                side.step(lambda model, step=step: loss(model, step))
-
-
-@with_both_plans
-def test_everything_may_be_frozen_for_a_while(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(frozen_for_a_while, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def head_unfrozen(module: Layers) -> None:
-    """Whose gradient is the first of a backward: it is there before any that was watched."""
-    module.layers[2].requires_grad_(True)
-
-
-def changed_and_trained_through_a_method(change: Change, bucket_cap_mb: float | None) -> None:
-    """No forward of the wrapper tells of the change: what came before it was seen must count."""
-    layers = Layers()
-    layers.layers[2].requires_grad_(change is not head_unfrozen)
-    with SideBySide(layers, bucket_cap_mb) as side:
-        for step in range(5):
-            if step == 2:
-                for module in side.both_modules:
-                    change(module)
-            side.zero_grad()
-            for module in side.both_modules:
-                module.loss(noise(3, 4, step=step)).backward()
-            torch.optim.SGD(side.module.parameters(), lr=0.0).step()  # of a change that no gradient has told of, a step does
-            side.compare()
-            side.optimize()
-
-
-@with_both_plans
-@pytest.mark.parametrize("change", [unfrozen, head_unfrozen, exchanged, parameter_added, submodule_added, parameter_replaced])
-def test_a_change_is_followed_where_a_method_of_the_module_is_trained(
-    ranks: Ranks, change: Change, bucket_cap_mb: float | None
-) -> None:
-    ranks.run(changed_and_trained_through_a_method, change, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def changed_again_behind_a_forward(bucket_cap_mb: float | None) -> None:
-    """The forward tells of one change; of the other, which a method then trains, nothing does."""
-    layers = Layers()
-    layers.layers[2].requires_grad_(False)
-    with SideBySide(layers, bucket_cap_mb) as side:
-        for step in range(4):
-            side.zero_grad()
-            if step == 2:
-                for module in side.both_modules:
-                    unfrozen(module)
-                loss(side.ddp, step)
-                for module in side.both_modules:
-                    head_unfrozen(module)
-            for module in side.both_modules:
-                module.loss(noise(3, 4, step=step)).backward()
-            side.compare()
-            side.optimize()
-
-
-@with_both_plans
-def test_a_second_change_that_no_forward_has_told_of_is_followed(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(changed_again_behind_a_forward, bucket_cap_mb, timeout_s=TIMEOUT_S)
-
-
-def clipped_on_one_rank() -> None:
+@in_ranks(2)
+def test_one_rank_clips_behind_a_change() -> None:
     """Where no round ends what a change has begun."""
-    model = Layers()
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    sync = attach(model, process_group=group)
-    for step in range(4):
-        if step == 2:
-            unfrozen(model)
-        model.zero_grad()
-        model.forward(noise(3, 4, step=step)).sum().backward()  # past the hooks of forwards
-        clip_grad_norm_(sync, 1.0)
-        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    sync.close()
+    model, group = branches(frozen=0), dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with contextlib.closing(attach(model, process_group=group)) as sync:
+        for step in range(4):
+            if step == 2:
+                model.layers[0].requires_grad_(True)
+            model.zero_grad()
+            model.forward(noise(3, 4, step=step)).sum().backward()  # past the hooks of forwards
+            clip_grad_norm_(sync, 1.0)
+            torch.optim.SGD(model.parameters(), lr=0.125).step()
     dist.destroy_process_group(group)
 
 
-def test_one_rank_clips_behind_a_change(two_ranks: Ranks) -> None:
-    two_ranks.run(clipped_on_one_rank)
-
-
-def added_with_values_of_each_ranks_own(bucket_cap_mb: float | None) -> None:
-    """The loss is linear in what is added: when its value becomes rank 0's does not change a gradient."""
-    with SideBySide(Layers(), bucket_cap_mb) as side:
-        for step in range(4):
+@in_ranks(2, 3)
+def test_a_parameter_that_is_added_takes_rank_0s_value() -> None:
+    with wrapped(Branches()) as ddp:
+        for step in range(3):
             if step == 2:
-                for module, value in zip(side.both_modules, (1.0 + dist.get_rank(), 1.0), strict=True):
-                    module.shift = nn.Parameter(torch.full((4,), value))
-            side.step(lambda model, step=step: model(noise(3, 4, step=step)).mean())
+                ddp.module.shift = nn.Parameter(torch.full((4,), 1.0 + dist.get_rank()))
+            (ddp(noise(3, 4, step=step)) + getattr(ddp.module, "shift", 0.0)).mean().backward()
+        assert torch.equal(ddp.module.shift, torch.ones(4))
 
 
-@with_both_plans
-def test_a_parameter_that_is_added_takes_rank_0s_value(ranks: Ranks, bucket_cap_mb: float | None) -> None:
-    ranks.run(added_with_values_of_each_ranks_own, bucket_cap_mb, timeout_s=TIMEOUT_S)
+@in_ranks(2)
+def test_data_of_another_shape_with_as_many_elements_is_followed() -> None:
+    with wrapped(nn.Linear(4, 6, bias=False)) as ddp:
+        ddp(torch.ones(1, 4)).sum().backward()
+        ddp.zero_grad()
+        ddp.module.weight.data = torch.ones(8, 3)
+        ddp(torch.full((2, 3), dist.get_rank() + 1.0)).sum().backward()
+        assert torch.equal(ddp.module.weight.grad, torch.full((8, 3), 3.0))  # two rows of the mean of 1 and 2
 
 
-def of_as_many_elements() -> tuple[int, ...]:
-    layer = nn.Linear(4, 6, bias=False)
-    ddp = DistributedDataParallel(layer)
-    ddp(torch.ones(1, 4)).sum().backward()
-    ddp.zero_grad()
-    layer.weight.data = torch.ones(8, 3)
-    ddp(torch.full((2, 3), dist.get_rank() + 1.0)).sum().backward()
-    ddp.close()
-    assert torch.equal(layer.weight.grad, torch.full((8, 3), 3.0))  # two rows of the mean of 1 and 2
-    return tuple(layer.weight.grad.shape)
+# Parameters that are in the module, or frozen, for one forward only.
 
 
-def test_data_of_another_shape_with_as_many_elements_is_followed(two_ranks: Ranks) -> None:
-    assert two_ranks.run(of_as_many_elements) == [(8, 3)] * 2
+def others(model: nn.Module, kind: str = "trained") -> dict[str, nn.Parameter]:
+    """Other parameters for a call of the model, or half of them."""
+    made = {name: nn.Parameter(it.detach() * 0.5, requires_grad=kind != "frozen") for name, it in model.named_parameters()}
+    return dict([*made.items()][:: 2 if kind == "half" else 1])
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("is_first", [True, False], ids=["teacher first", "teacher last"])
+@pytest.mark.parametrize("kind", ["frozen", "trained", "half"])
+def test_a_functional_call_with_other_parameters_changes_nothing(kind: str, is_first: bool) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x = noise(5, 6, step=step)
+        calls = [lambda: functional_call(model, others(model, kind), (x,)), lambda: model(x)]
+        first, second = [call() for call in calls[:: 1 if is_first else -1]]
+        return (first - second).square().mean()
+
+    with wrapped_and_bare(mlp(), bucket_cap_mb=1e-6 if is_first else None) as (ddp, bare):
+        backward_alike(ddp, bare, loss, steps=range(4))
+        assert [spec.name for spec in ddp.plan.params] == [name for name, _ in bare.named_parameters()]
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+def test_a_rank_may_ask_a_teacher_alone() -> None:
+    with wrapped_and_bare(mlp(), bucket_cap_mb=1e-6) as (ddp, bare):
+        for step in range(4):
+            if dist.get_rank() == step % 2:
+                # Not in training mode, in which the other ranks would wait for a synchronisation of buffers and gradients.
+                functional_call(ddp.eval(), others(ddp), (noise(2, 6, step=step),)).sum().backward()
+                ddp.train()
+            backward_alike(ddp, bare, MLP.loss, steps=[step])
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("in_backward", [False, True], ids=["parameters", "tensors too"])
+def test_a_wrapper_may_be_called_with_the_parameters_of_another_one(in_backward: bool) -> None:
+    """A is called with B's parameters for a moment; B goes on as if nothing had been."""
+    with wrapped(mlp(), bucket_cap_mb=1e-6) as other, wrapped_and_bare(mlp(), bucket_cap_mb=1e-6) as (ddp, bare):
+
+        def loss(model: nn.Module, step: int) -> Tensor:
+            value = MLP.loss(model, step)
+            mine = dict(ddp.named_parameters())
+            for lent in (mine, {name: 2 * param for name, param in mine.items()})[: 1 + in_backward if model is ddp else 0]:
+                functional_call(other, lent, (noise(5, 6),))
+            return value
+
+        backward_alike(ddp, bare, loss)
+
+
+@in_ranks(2)
+def test_a_parameter_that_was_added_and_frozen_between_rounds_is_told() -> None:
+    with wrapped(mlp()) as ddp:
+        MLP.loss(ddp, 0).backward()
+        ddp.zero_grad()
+        ddp.module[0].weight = nn.Parameter(torch.ones(8, 6))
+        with ddp.no_sync():
+            MLP.loss(ddp, 1).backward()
+        ddp.module[0].weight.requires_grad_(False)
+        assert text_of(PhaseError, lambda: MLP.loss(ddp, 2).backward()) == (
+            "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.\n"
+            f"  parameter '0.weight', synchronisation 1, rank {dist.get_rank()}\n"
+            "  Synchronise once before it is frozen, and drop its gradient now."
+        )
+        ddp.zero_grad()
+        MLP.loss(ddp, 3).backward()
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator, which take turns within one forward, as in a training_step of Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def loss(self, turn: str, x: Tensor) -> Tensor:
+        fake = self.generator(x)
+        if turn == "discriminator":
+            return self.discriminator(fake.detach()).mean() - self.discriminator(x).mean()
+        return -self.discriminator(fake).square().mean()
+
+    def forward(self, x: Tensor, turns: str, mean: Callable[[nn.Module], object]) -> None:
+        for turn in turns.split():
+            were_trained = {param: param.requires_grad for param in self.parameters()}
+            for name, child in self.named_children():
+                child.requires_grad_(name == turn)
+            self.loss(turn, x).backward()
+            trained = getattr(self, turn)
+            mean(trained)
+            torch.optim.SGD(trained.parameters(), lr=0.25).step()
+            trained.zero_grad()
+            for param, was_trained in were_trained.items():
+                param.requires_grad_(was_trained)
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("how", "turns", "is_frozen_at_first"),
+    [
+        ("wrapped", "generator discriminator", False),
+        ("wrapped", "generator discriminator", True),
+        ("wrapped", "generator discriminator discriminator generator", False),
+        ("attached", "discriminator generator", False),
+        ("attached", "generator discriminator discriminator generator", False),
+        ("each wrapped by itself", "discriminator generator", False),
+    ],
+)
+def test_parts_that_are_trained_in_turns_step_on_means(how: str, turns: str, is_frozen_at_first: bool) -> None:
+    model = Adversaries()
+    model.discriminator.requires_grad_(not is_frozen_at_first)
+    bare = copy.deepcopy(model)
+    if how == "each wrapped by itself":
+        model.generator, model.discriminator = map(DistributedDataParallel, (model.generator, model.discriminator))
+        syncs = list(model.children())
+    else:
+        make = attach if how == "attached" else DistributedDataParallel
+        syncs = [make(model, config=SyncConfig(bucket_cap_mb=1e-6))]
+    for step in range(5):
+        for each in (model, bare):
+            each.discriminator.requires_grad_(not is_frozen_at_first or step > 0)
+        x = noise(3, 4, step=step)
+        (syncs[0] if how == "wrapped" else model)(x, turns, lambda _: None)
+        bare(x, turns, naive_mean)
+        assert all(map(torch.equal, model.parameters(), bare.parameters()))
+    # Freezing for a turn is no change of plan: one new plan, in the order observed.
+    assert is_frozen_at_first or max(map(generation_of, syncs)) <= 1
+    for sync in syncs:
+        sync.close()
+
+
+@in_ranks(2)
+def test_what_another_wrapper_trains_is_its_own() -> None:
+    """One holds a frozen discriminator, which is trained in turns by the wrapper that it has to itself."""
+    model = Adversaries()
+    model.discriminator.requires_grad_(False)
+    bare = copy.deepcopy(model)
+    with wrapped(model, bucket_cap_mb=1e-6) as ddp, wrapped(model.discriminator.requires_grad_(True)) as inner:
+
+        def loss(each: nn.Module, step: int) -> Tensor:
+            parts = (model.generator, inner) if each is ddp else (bare.generator, bare.discriminator)
+            parts[1].requires_grad_(False)
+            parts[0](noise(3, 4, step=step)).square().sum().backward()
+            return parts[1].requires_grad_(True)(noise(3, 4, step=step)).square().sum()
+
+        backward_alike(ddp, bare, loss)
+        assert len(ddp.plan.params) == len(inner.plan.params) == 2
+
+
+class Thaws(nn.Module):
+    """Runs its frozen body in a way that thaws it; makes its head in the first forward if it has none."""
+
+    def __init__(self, run: Run, head: nn.Module | None) -> None:
+        super().__init__()
+        self.run, self.body, self.head = run, nn.Linear(4, 4), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.head is None:
+            torch.manual_seed(1)
+            self.head = nn.Linear(4, 1)
+        return self.head(self.run(self.body, x)).square().sum()
+
+
+WITHIN: dict[str, Run] = {
+    "made": lambda body, x: body(x),
+    "the forward": lambda body, x: body.requires_grad_(True)(x),
+    "a hook of a layer": lambda body, x: body(x),
+    "a call of other parameters": lambda body, x: functional_call(
+        body, {name: param.requires_grad_(True) for name, param in body.named_parameters()}, (x,)
+    ),
+}
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("where", WITHIN)
+def test_a_parameter_that_is_thawed_or_made_within_the_forward_is_averaged_at_once(where: str) -> None:
+    model = Thaws(WITHIN[where], None if where == "made" else nn.Linear(4, 1))
+    model.body.requires_grad_(where == "made")
+    if where == "a hook of a layer":
+        model.body.register_forward_pre_hook(lambda layer, _: layer.requires_grad_(True) and None)
+
+    def loss(each: nn.Module, step: int) -> Tensor:
+        getattr(each, "module", each).body.requires_grad_(where == "made")
+        return each(noise(3, 4, step=step))
+
+    with wrapped_and_bare(model, bucket_cap_mb=1e-6) as (ddp, bare):
+        backward_alike(ddp, bare, loss)
+
+
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("trained", [(2,), (0, 1, 2)], ids=str)
+def test_a_parameter_thawed_on_one_rank_is_an_error_on_both(trained: tuple[int, ...]) -> None:
+    with wrapped(branches(frozen=2), bucket_cap_mb=1e-6) as ddp:
+        ddp.module(noise(3, 4), (0, 1)).square().sum().backward()
+        ddp(noise(3, 4), (0, 1))  # of which no backward comes
+        for index, layer in enumerate(ddp.module.layers):
+            layer.requires_grad_(index in (trained if dist.get_rank() == 0 else (0, 1)))
+        first = text_of(PlanMismatch, lambda: ddp.module(noise(3, 4)).square().sum().backward()).splitlines()[0]
+    assert of_all_ranks(first) == [first] * 2
+
+
+class Unfreezes(torch.autograd.Function):
+    """Thaws a layer within a backward, which then trains it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            ctx.layer.requires_grad_(True)(ctx.saved_tensors[0]).square().sum().backward()
+        return grad, None
+
+
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+def test_a_parameter_thawed_within_a_backward_is_an_error_that_names_it() -> None:
+    with wrapped(branches(frozen=2), bucket_cap_mb=1e-6) as ddp:
+        first, second, last = ddp.module.layers
+        loss = second(Unfreezes.apply(first(noise(3, 4)), last)).square().sum()
+        assert text_of(PhaseError, loss.backward) == (
+            "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be averaged.\n"
+            f"  parameter 'layers.2.bias', rank {dist.get_rank()}\n"
+            "  Unfreeze parameters before their backward, and outside of functional_call."
+        )
+
+
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_gradient_that_was_frozen_out_of_its_synchronisation_is_not_stepped_in_silence(strategy: str) -> None:
+    """Accumulated, then frozen for the backward that synchronises, and thawed before the step: nobody averages that gradient."""
+    with wrapped(mlp(), strategy=strategy) as ddp:
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
+
+        def train() -> None:
+            MLP.loss(ddp, 3).backward()
+            ddp.module[2].requires_grad_(True)
+            optimizer.step()
+
+        for step in range(2):
+            optimizer.zero_grad()
+            MLP.loss(ddp, step).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            MLP.loss(ddp, 2).backward()
+        ddp.module[2].requires_grad_(False)
+        texts = ("the optimizer steps on a gradient that is not synchronised", "the parameters have changed while")
+        assert text_of(PhaseError, train).startswith(texts)
+
+
+# Optimizers that update parameters which are not the model's any more, or which another optimizer updates.
+
+SGD = torch.optim.SGD
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+
+
+def step_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@in_ranks(2)
+def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there() -> None:
+    model = DistributedDataParallel(net())
+    first = ShardedOptimizer(SGD, model, model.module[0].parameters(), lr=0.1)
+    first.step = first.step  # a reference of an object to itself, as schedulers make it
+    text = text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.AdamW, model, model.module[1].parameters(), lr=0.1))
+    assert text == (
+        "this model has a ShardedOptimizer already, of SGD: its gradients are cut into shards for one optimizer.\n"
+        "  ShardedOptimizer(AdamW, ...)\n"
+        "  Give all parameters to one ShardedOptimizer, in several groups. Wrap networks that step in turns each on its own. "
+        "To replace the optimizer, `del` the first one before you make another."
+    )
+    step_of(model, first)  # as if nothing had happened
+    model.zero_grad()
+    del first
+    second = ShardedOptimizer(SGD, model, lr=0.1)
+    before = [param.detach().clone() for param in model.parameters()]
+    step_of(model, second)
+    model.wait()
+    assert not any(map(torch.equal, before, model.parameters()))
+    assert text_of(PhaseError, SGD(model.parameters(), lr=0.1).step) == (
+        "SGD steps on parameters that a ShardedOptimizer updates.\n"
+        f"  rank {dist.get_rank()}: each rank has its shards of the gradients only\n"
+        "  Give all parameters to the ShardedOptimizer, and step that one."
+    )
+    model.close()
+
+
+@in_ranks(2)
+def test_ranks_that_have_not_dropped_the_first_alike_are_told_so() -> None:
+    with contextlib.closing(DistributedDataParallel(net())) as model:
+        kept = [ShardedOptimizer(SGD, model, lr=0.1)]
+        if dist.get_rank() == 1:
+            kept.clear()
+        text = text_of(PlanMismatch, lambda: ShardedOptimizer(SGD, model, lr=0.1))
+    assert of_all_ranks(text) == [text] * 2
+    assert "first difference: there is an earlier ShardedOptimizer is True on rank 0 and False on rank 1" in text
+
+
+def emptied(module: nn.Sequential) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    module.to(torch.float64).to(torch.float32)
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+# Ways in which a module gets other parameters behind the back of its optimizer, which ones, and what the optimizer is told.
+ALL, SOME = "'0.weight' and 3 more", "'1.weight' and 1 more"
+NONE_LEFT = f"SGD updates none of the parameters that this model has now, but some that it had: {ALL} are new."
+SOME_LEFT = "SGD updates parameters that this model had, and nobody updates those that came in their place: {}."
+STRAYING: dict[str, tuple[Callable[[nn.Sequential], object], str, str]] = {
+    "assigned": (
+        lambda module: module.load_state_dict({name: it.clone() for name, it in module.state_dict().items()}, assign=True),
+        ALL,
+        NONE_LEFT,
+    ),
+    "emptied": (emptied, ALL, NONE_LEFT),
+    "replaced": (lambda module: module.__setitem__(1, nn.Linear(4, 3)), SOME, SOME_LEFT.format(SOME)),
+    "parametrized": (
+        lambda module: parametrizations.weight_norm(module[1]),
+        "",
+        SOME_LEFT.format("'1.parametrizations.weight.original0' and 1 more"),
+    ),
+}
+
+
+def warned(step: Callable[[], object], times: int = 12) -> list[str]:
+    """What so many steps warn of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            step()
+    return [str(warning.message).split("\n")[0] for warning in caught]
+
+
+@in_ranks(1, 2)
+@pytest.mark.parametrize("name", STRAYING)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
+def test_an_optimizer_that_a_change_of_parameters_has_left_behind_is_told_once(
+    wrap: Callable[[nn.Module], DistributedDataParallel], name: str
+) -> None:
+    module, (change, _, text) = net(), STRAYING[name]
+    optimizer = SGD(module.parameters(), lr=0.1)
+    with contextlib.closing(wrap(module)) as model:
+        called = model if wrap is DistributedDataParallel else module
+        assert warned(lambda: step_of(called, optimizer), 1) == []
+        change(module)
+        assert warned(lambda: step_of(called, optimizer)) == [text]
+
+
+@in_ranks(2)
+def test_an_optimizer_that_follows_a_change_is_left_in_peace() -> None:
+    """The new parameters have an optimizer, the same or another one, or there is nothing in their place."""
+    module = net()
+    optimizers = [SGD(module.parameters(), lr=0.1)]
+    with contextlib.closing(DistributedDataParallel(module)) as model:
+        for step in range(48):
+            if step % 12 == 1:
+                module[1] = nn.Linear(4, 3) if step < 24 else nn.Identity()
+            if step == 1:
+                optimizers[0].add_param_group({"params": list(module[1].parameters())})
+            if step == 13:
+                optimizers.append(SGD(module[1].parameters(), lr=0.1))
+            step_of(model, *optimizers)  # where a warning is an error
+        functional_call(model, others(model), (torch.ones(2, 4),)).sum().backward()
+        optimizers[0].step()
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("name", ["assigned", "replaced"])
+def test_a_sharded_optimizer_that_is_left_behind_raises(name: str) -> None:
+    change, which, _ = STRAYING[name]
+    with contextlib.closing(DistributedDataParallel(net())) as model:
+        optimizer = ShardedOptimizer(SGD, model, lr=0.1)
+        step_of(model, optimizer)
+        step_of(model, optimizer)
+        model.wait()
+        change(model.module)
+        step_of(model)
+        assert text_of(PhaseError, optimizer.step) == (
+            "this optimizer updates parameters that the model has no more, and not those that came in their place.\n"
+            f"  ShardedOptimizer, parameter {which}\n"
+            "  Make the optimizer after the change, or give it the new parameters by add_param_group()."
+        )

@@ -1,21 +1,32 @@
-"""Wrappers that end, are dropped, or are followed by another one."""
+"""Wrappers that are closed, dropped, copied, or followed by another one: a closed one averages nothing, and says so."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 import warnings
 import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from support.drop_in import TIMEOUT_S, SideBySide, require_same_on_every_rank, squares
+from support.alike import backward_alike, of_all_ranks
+from support.drop_in import TIMEOUT_S, groups_of
 from support.errors import text_of
-from support.models import noise
-from support.ranks import Ranks
-from undertow import DistributedDataParallel, PhaseError, attach
+from support.models import CASES, mlp, noise
+from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
+from support.ranks import in_ranks
+from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, attach
+
+WRAP = pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
 
 
 def linear() -> nn.Linear:
@@ -23,65 +34,156 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 3)
 
 
-def earlier_wrapper_goes_on(is_closed: bool) -> tuple[str, bool]:
-    """What a training forward of the earlier wrapper says when the newer one has ended; whether evaluation still works."""
-    module = linear()
-    earlier = DistributedDataParallel(module)
-    newer = DistributedDataParallel(module)
-    earlier(torch.ones(2, 4)).sum().backward()  # the newer one averages
-    if is_closed:
-        newer.close()
-    del newer
-    gc.collect()
-    text = text_of(PhaseError, lambda: earlier(torch.ones(2, 4)))
+def batch() -> Tensor:
+    return torch.full((2, 4), 1.0 + dist.get_rank())
+
+
+def require_closed(what: str, call: Callable[[], object]) -> None:
+    """The call is refused by the name of what was called."""
+    assert text_of(PhaseError, call) == (
+        "this model is closed: its gradients are not averaged any more.\n"
+        f"  {what}, rank {dist.get_rank()}\n"
+        "  Train `model.module`, the module itself, without averaging, or wrap it anew."
+    )
+
+
+@in_ranks(1, 2)
+def test_a_training_forward_through_a_closed_wrapper_is_an_error() -> None:
+    model = DistributedDataParallel(linear())
+    model(batch()).sum().backward()
+    model.close()
+    model.close()
+    require_closed("a training forward", lambda: model(batch()))
     with torch.no_grad():
-        works = earlier(torch.ones(2, 4)).shape == (2, 3)
+        assert torch.equal(model(batch()), model.module(batch()))
+    assert torch.equal(model.eval()(batch()), model.module(batch()))
+    model.train().module.zero_grad()
+    model.module(batch()).sum().backward()  # the user's own module, on this rank's batch alone
+    assert torch.equal(model.module.bias.grad, torch.full((3,), 2.0))
+    assert torch.equal(model.module.weight.grad, torch.full((3, 4), 2.0 * (1 + dist.get_rank())))
+
+
+@in_ranks(2)
+@WRAP
+def test_it_is_none_where_a_newer_wrapper_averages(wrap: Callable[[nn.Module], Any]) -> None:
+    earlier = DistributedDataParallel(linear())
     earlier.close()
-    return text, works
+    newer = wrap(earlier.module)
+    earlier(batch()).sum().backward()
+    assert torch.equal(earlier.module.weight.grad, torch.full((3, 4), 3.0))
+    newer.close()
+    require_closed("a training forward", lambda: earlier(batch()))
 
 
+@in_ranks(2)
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
-def test_a_wrapper_says_so_when_the_one_that_followed_it_is_gone(two_ranks: Ranks, is_closed: bool) -> None:
-    for text, works in two_ranks.run(earlier_wrapper_goes_on, is_closed, timeout_s=TIMEOUT_S):
-        assert works
-        assert text == (
+def test_a_wrapper_says_so_when_the_one_that_followed_it_is_gone(is_closed: bool) -> None:
+    with wrapped(linear()) as earlier:
+        newer = DistributedDataParallel(earlier.module)
+        earlier(batch()).sum().backward()  # the newer one averages
+        if is_closed:
+            newer.close()
+        del newer
+        gc.collect()
+        assert text_of(PhaseError, lambda: earlier(batch())) == (
             "this module was wrapped again, and the newer wrapper is closed or gone: nobody averages its gradients.\n"
             "  parameter 'weight'\n"
             "  Train through the newer wrapper and keep it, or wrap the module anew."
         )
+        with torch.no_grad():
+            assert earlier(batch()).shape == (2, 3)
 
 
-def closed_in_backward() -> str:
-    ddp = DistributedDataParallel(linear())
-    texts: list[str] = []
-    x = torch.ones(2, 4, requires_grad=True)
-    x.register_hook(lambda _: texts.append(text_of(PhaseError, ddp.close)))
-    ddp(x).sum().backward()
-    ddp.close()
-    return texts[0]
+CALLS: dict[str, dict[str, Callable[[Any], object]]] = {
+    "both": {
+        "accumulate()": lambda sync: sync.accumulate().__enter__(),
+        "weight(n)": lambda sync: sync.weight(2),
+        "finish()": lambda sync: sync.finish(),
+        "reduce_gradients_async()": lambda sync: sync.reduce_gradients_async(),
+        "register_comm_hook()": lambda sync: sync.register_comm_hook(None, print),
+        "broadcast_parameters()": lambda sync: sync.broadcast_parameters(),
+        "measure_network()": lambda sync: sync.measure_network(),
+        "ShardedOptimizer": lambda sync: ShardedOptimizer(torch.optim.SGD, sync, lr=0.1),
+    },
+    "a wrapper": {
+        "join()": lambda wrapper: wrapper.join(),
+        "accumulate()": lambda wrapper: wrapper.no_sync().__enter__(),
+        "_update_process_group": lambda wrapper: wrapper._update_process_group(dist.group.WORLD),
+    },
+}
 
 
-def test_close_inside_a_backward_is_refused(two_ranks: Ranks) -> None:
-    for rank, text in enumerate(two_ranks.run(closed_in_backward)):
-        assert text == (
-            "close() was called inside a backward.\n"
-            f"  rank {rank}\n"
-            "  Call it after backward: gradients of this one may be on their way."
+@in_ranks(2)
+@WRAP
+def test_what_asks_a_closed_one_to_synchronize_is_the_same_error(wrap: Callable[[nn.Module], Any]) -> None:
+    module = linear()
+    model = wrap(module)
+    module(batch()).sum().backward()
+    model.close()
+    calls = [*CALLS["both"].items(), *(CALLS["a wrapper"].items() if wrap is DistributedDataParallel else ())]
+    for name, call in calls:
+        require_closed(name, lambda call=call: call(model))
+    model.wait()
+    assert (model.report(show=False).rank, len(model.plan.params)) == (dist.get_rank(), 2)
+
+
+@in_ranks(2)
+def test_the_state_of_shards_cannot_be_gathered_when_the_model_is_closed() -> None:
+    with wrapped(linear()) as model:
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+        model(batch()).sum().backward()
+        optimizer.step()
+    assert optimizer.sharded_state_dict()["state"]  # this rank's shards, which save_checkpoint writes
+    for call in (optimizer.state_dict, optimizer.consolidate_state_dict):
+        assert text_of(PhaseError, call) == (
+            "the model of this optimizer is closed: nobody brings the ranks' shards together.\n"
+            f"  ShardedOptimizer, rank {dist.get_rank()}\n"
+            "  Call state_dict() before close(); save_checkpoint() works afterwards too."
         )
 
 
-def num_groups_left_by_dropped_wrappers() -> int:
-    before = len(dist.distributed_c10d._world.pg_map)
-    for _ in range(3):
-        ddp = DistributedDataParallel(linear())
-        ddp(torch.ones(2, 4)).sum().backward()
-        del ddp
-        gc.collect()
-    return len(dist.distributed_c10d._world.pg_map) - before
+def run_once_in_a_wrapper(module: nn.Module) -> None:
+    with wrapped(module) as model:
+        model(batch())
 
 
-def test_a_dropped_wrapper_leaves_no_process_group(two_ranks: Ranks) -> None:
-    assert two_ranks.run(num_groups_left_by_dropped_wrappers) == [0, 0]
+@in_ranks(2)
+@pytest.mark.parametrize(("is_attached", "strategy"), [(False, None), (True, None), (False, "zero1")])
+def test_a_backward_after_close_is_warned_of_if_its_forward_was_before(is_attached: bool, strategy: str | None) -> None:
+    module, config = linear(), SyncConfig(strategy=strategy)
+    model = attach(module, config=config) if is_attached else DistributedDataParallel(module, config=config)
+    called = module if is_attached else model
+    called(batch()).sum().backward()
+    loss, other_loss = called(batch()).sum(), called(batch()).sum()
+    model.close()
+    with pytest.warns(UserWarning, match="this backward averages nothing: the model was closed between its forward and this"):
+        loss.backward()
+    other_loss.backward()  # it is told once
+    assert not module._forward_pre_hooks
+    assert not module.weight._post_accumulate_grad_hooks
+    run_once_in_a_wrapper(module)
+    pickle.dumps(module)
+    module(batch()).sum().backward()  # the forward of this one is the user's own
+    assert not module._forward_pre_hooks
+    run_once_in_a_wrapper(module)
+    dropped = weakref.ref(module)
+    del module, model, called
+    gc.collect()
+    assert dropped() is None
+
+
+@in_ranks(2)
+def test_close_inside_a_backward_is_refused() -> None:
+    texts: list[str] = []
+    with wrapped(linear()) as ddp:
+        x = batch().requires_grad_()
+        x.register_hook(lambda _: texts.append(text_of(PhaseError, ddp.close)))
+        ddp(x).sum().backward()
+    assert texts == [
+        "close() was called inside a backward.\n"
+        f"  rank {dist.get_rank()}\n"
+        "  Call it after backward: gradients of this one may be on their way."
+    ]
 
 
 def step_in_backward(model: nn.Module, **settings: float) -> None:
@@ -92,104 +194,171 @@ def step_in_backward(model: nn.Module, **settings: float) -> None:
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), settings)
 
 
-def optimizers_in_backward(through_the_module: bool) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("through_the_module", [False, True], ids=["through the wrapper", "through the module"])
+def test_optimizers_in_backward_step_on_the_mean_until_close(through_the_module: bool) -> None:
     """They step on the mean while the module is wrapped, and by themselves again afterwards."""
-    model = linear()
-    bare = linear()
+    model, bare = linear(), linear()
     step_in_backward(model, lr=0.125)
-    with SideBySide(model, 1e-6, bare=bare) as side:
-        called = side.module if through_the_module else side.ddp
-        for step in range(3):
-            loss = squares(5, 4, step=step)
+    with wrapped(model, bucket_cap_mb=1e-6) as ddp:
+        for step in range(4):
+            x = noise(5, 4, step=step)
             bare.zero_grad()
-            loss(called).backward()
-            loss(bare).backward()
-            for param in bare.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
+            for each in (model if through_the_module or step == 3 else ddp, bare):
+                each(x).square().mean().backward()
+            if step < 3:
+                naive_mean(bare)
             torch.optim.SGD(bare.parameters(), lr=0.125).step()
             assert all(param.grad is None for param in model.parameters())
-            side.compare_parameters()
-    before = model.weight.detach().clone()
-    loss = squares(5, 4, step=9)(model)
-    (wanted,) = torch.autograd.grad(loss, [model.weight], retain_graph=True)
-    loss.backward()
-    assert torch.equal(model.weight, before - 0.125 * wanted)
-    assert model.weight.grad is None
+            assert all(map(torch.equal, model.parameters(), bare.parameters()))
+            if step == 2:
+                ddp.close()
 
 
-@pytest.mark.parametrize("through_the_module", [False, True], ids=["through the wrapper", "through the module"])
-def test_optimizers_in_backward_step_on_the_mean_until_close(two_ranks: Ranks, through_the_module: bool) -> None:
-    two_ranks.run(optimizers_in_backward, through_the_module, timeout_s=TIMEOUT_S)
-
-
-class Body(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.layer.register_forward_hook(self.note)  # a child that refers to its parent
-
-    def note(self, *_: object) -> None:
-        """Nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-def replaced_inside() -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_layer_of_an_inner_wrapper_may_be_replaced() -> None:
     """An inner wrapper whose only layer is exchanged belongs to the outer one as before."""
-    inner = DistributedDataParallel(Body())
-    outer = DistributedDataParallel(nn.Sequential(inner, nn.Linear(4, 1)))
-    for step in range(4):
-        if step == 1:
-            inner.module.layer = nn.Linear(4, 4)
-        outer.zero_grad()
-        outer(noise(2, 4, step=step)).sum().backward()
-        torch.optim.SGD(outer.parameters(), lr=0.125).step()
-        require_same_on_every_rank(outer)  # whose inputs differ
-    outer.close()
+    inner = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4)))
+    with wrapped(nn.Sequential(inner, nn.Linear(4, 1))) as outer:
+        for step in range(4):
+            if step == 1:
+                inner.module[0] = nn.Linear(4, 4)
+            outer.zero_grad()
+            outer(noise(2, 4, step=step)).sum().backward()  # of inputs that differ
+            found = [param.grad.tolist() for param in outer.parameters()]
+            assert of_all_ranks(found) == [found] * 2
 
 
-def test_a_layer_of_an_inner_wrapper_may_be_replaced(two_ranks: Ranks) -> None:
-    two_ranks.run(replaced_inside, timeout_s=TIMEOUT_S)
+# Copies, and other process groups.
+
+MLP = CASES["mlp"]
+Way = Callable[[nn.Module], nn.Module]
 
 
-def dropped_with_a_cycle(is_attached: bool) -> bool:
-    model = Body()
-    there = weakref.ref(model)
-    holder = attach(model) if is_attached else DistributedDataParallel(model)
-    (model if is_attached else holder)(torch.ones(2, 4)).sum().backward()
-    del model, holder
-    gc.collect()
-    gc.collect()
-    return there() is None
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "wrapped"])
-def test_a_model_whose_child_refers_to_it_is_freed(two_ranks: Ranks, is_attached: bool) -> None:
-    assert two_ranks.run(dropped_with_a_cycle, is_attached) == [True, True]
+with_every_way = pytest.mark.parametrize("way", [copy.deepcopy, saved])
 
 
-def groups_of_different_numbers() -> None:
-    """Rank 1 is in both groups, and rank 0 has let go of a wrapper that rank 1 still has."""
-    members = [[0, 1], [1, 2]]
-    groups = {tuple(ranks): dist.new_group(ranks) for ranks in members}
-    mine = [group for ranks, group in groups.items() if dist.get_rank() in ranks]
-    kept = [DistributedDataParallel(linear(), process_group=group) for group in mine]
-    if dist.get_rank() == 0:
-        kept.clear()
-        gc.collect()
-    for group in mine:
-        ddp = DistributedDataParallel(linear(), process_group=group)
-        ddp(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
-        # The mean of two ranks, each of which has two rows.
-        assert torch.equal(ddp.module.weight.grad, torch.full((3, 4), float(sum(dist.get_process_group_ranks(group)))))
-        ddp.close()
-    for ddp in kept:
-        ddp.close()
-    for group in mine:
-        dist.destroy_process_group(group)
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("num_steps_before", [0, 1, 2])
+@WRAP
+@with_every_way
+def test_a_copy_trains_on(way: Way, wrap: Callable[..., Any], num_steps_before: int) -> None:
+    """The copy and its origin go on in turns, on data and with parameters of their own. That of an attached model is bare."""
+    model = MLP.model()
+    bare, is_attached = copy.deepcopy(model), wrap is attach
+    holder = wrap(model, config=SyncConfig(bucket_cap_mb=1e-6 if num_steps_before == 1 else None))
+    origin = model if is_attached else holder
+    backward_alike(origin, bare, MLP.loss, steps=range(num_steps_before))
+    twin, other = way(origin), copy.deepcopy(bare)
+    assert type(twin) is type(origin)
+    if is_attached and dist.get_rank() == 0:
+        backward_alike(twin, other, MLP.loss, mean=lambda _: None)
+    again = attach(twin) if is_attached else twin
+    for param in (*twin.parameters(), *other.parameters()):
+        param.data.mul_(0.5)
+    for step in range(3):
+        backward_alike(twin, other, MLP.loss, steps=[10 + step])
+        backward_alike(origin, bare, MLP.loss, steps=[step])
+    again.close()
+    holder.close()
 
 
-def test_ranks_may_be_in_different_numbers_of_groups(fresh_ranks: Ranks) -> None:
-    fresh_ranks.run(groups_of_different_numbers, timeout_s=TIMEOUT_S)
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@with_every_way
+def test_one_rank_may_copy_the_wrapper_alone_in_the_middle_of_a_step(way: Way) -> None:
+    """As for a checkpoint, or for a moving average of the weights: nobody else takes part."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        with ddp.no_sync():
+            MLP.loss(model, 2 * step).backward()
+        if model is ddp and dist.get_rank() == 0:
+            twin, x = way(ddp), noise(5, 6)
+            with torch.no_grad():
+                assert torch.equal(twin.module(x), bare(x))
+                assert torch.equal(twin.eval()(x), bare(x))
+            twin.close()
+        return MLP.loss(model, 2 * step + 1)
+
+    with wrapped_and_bare(mlp()) as (ddp, bare):
+        backward_alike(ddp, bare, loss)
+
+
+def doubled(_state, bucket):
+    """Twice the sum."""
+    return dist.all_reduce(bucket.buffer().mul_(2), async_op=True).get_future()
+
+
+@in_ranks(2)
+@with_every_way
+def test_a_communication_hook_is_not_copied(way: Way) -> None:
+    """The copy averages in the usual way, and may get a hook of its own; the origin keeps its own."""
+    with wrapped_and_bare(mlp()) as (ddp, bare):
+        ddp.register_comm_hook(None, doubled)
+        with pytest.warns(UserWarning, match=r"^the communication hook is not copied; register it on the copy again\.$"):
+            twin = way(ddp)
+        for model in (ddp, twin, bare):
+            MLP.loss(model, 0).backward()
+        naive_mean(bare)
+        require_same_gradients(twin, bare)
+        for param in bare.parameters():
+            param.grad *= 2 * dist.get_world_size()
+        require_same_gradients(ddp, bare)
+        twin.register_comm_hook(None, allreduce_hook)
+        twin.close()
+
+
+@in_ranks(2)
+@with_every_way
+def test_a_copy_forgets_ignored_names_that_are_gone(way: Way) -> None:
+    model = mlp()
+    model.head = nn.Linear(4, 4)
+    with wrapped(model, ignore=("head", "2.bias")) as ddp:
+        assert ddp.parameters_to_ignore == {"head.weight", "head.bias", "2.bias"}
+        model.head = nn.Identity()
+        twin = way(ddp)
+        for each in (ddp, twin):
+            MLP.loss(each, 0).backward()
+        assert twin.parameters_to_ignore == {"2.bias"}
+        twin.close()
+
+
+@in_ranks(2, is_fresh=True)
+def test_a_copy_that_is_loaded_in_the_wrong_place_says_so() -> None:
+    rank, (group,) = dist.get_rank(), groups_of([0], [1])
+    with wrapped(mlp(), process_group=group) as ddp:
+        written = of_all_ranks(pickle.dumps(ddp))
+    assert text_of(ConfigError, lambda: pickle.loads(written[1 - rank])) == (
+        f"rank {rank} is not among the ranks of the model, {1 - rank}.\n"
+        "  a copy of a wrapped model\n"
+        "  Load it on those ranks only, or save model.module and wrap that."
+    )
+    dist.destroy_process_group()
+    assert text_of(ConfigError, lambda: pickle.loads(written[rank])) == (
+        "torch.distributed is not initialised.\n"
+        "  a copy of a model that was wrapped over 1 ranks\n"
+        "  Call torch.distributed.init_process_group() before loading it, or save model.module instead."
+    )
+
+
+@in_ranks(2, 3, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, None])
+def test_the_process_group_can_be_changed(bucket_cap_mb: float | None) -> None:
+    """Means over all ranks, then over ranks 0 and 1 (a third rank stays alone), then over all again.
+
+    In processes of its own: torch names a group of some ranks by these alone, and finds the keys of earlier ones.
+    """
+    (group,) = groups_of([0, 1], *([rank] for rank in range(2, dist.get_world_size())))
+    with wrapped_and_bare(mlp(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
+        for number, current in enumerate([dist.group.WORLD, group, dist.group.WORLD]):
+            if number > 0:
+                ddp._update_process_group(current)
+            steps = (2 * number, 2 * number + 1)
+            backward_alike(ddp, bare, MLP.loss, steps=steps, mean=partial(naive_mean, group=current))
+    dist.destroy_process_group(group)

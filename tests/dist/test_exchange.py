@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.models import noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow.runtime.exchange import Exchange, Exchanges, PostedExchanges
 from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.native_exchange import NativeExchanges
@@ -57,7 +57,9 @@ def test_a_shard_is_the_mean_added_up_in_rank_order(ranks: Ranks, dtype: torch.d
     ranks.run(scattered, dtype, [5, 1, 1000, 0])
 
 
-def gathered(dtype: torch.dtype) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_gets_every_part(dtype: torch.dtype) -> None:
     group = own_group()
     exchanges = PostedExchanges(group)
     parts = [noise(7, rank=peer).to(dtype) for peer in range(group.num_ranks)]
@@ -71,11 +73,6 @@ def gathered(dtype: torch.dtype) -> None:
     exchanges.close()  # with the thread that calls back
     assert len(done) == 1
     group.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_rank_gets_every_part(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(gathered, dtype)
 
 
 KINDS = {
@@ -107,7 +104,9 @@ def test_a_mean_is_added_up_in_rank_order(ranks: Ranks, kind: str, dtype: torch.
     ranks.run(averaged, kind, dtype, [7, 1, 1000, 0])
 
 
-def natively_scattered_and_gathered(kind: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("kind", ["native", "native in order"])
+def test_native_exchanges_do_the_same(kind: str) -> None:
     """What NCCL would be asked for, asked of gloo."""
     group = own_group()
     exchanges: Exchanges = KINDS[kind](group)
@@ -135,12 +134,11 @@ def natively_scattered_and_gathered(kind: str) -> None:
     group.close()
 
 
-@pytest.mark.parametrize("kind", ["native", "native in order"])
-def test_native_exchanges_do_the_same(ranks: Ranks, kind: str) -> None:
-    ranks.run(natively_scattered_and_gathered, kind)
-
-
-def averaged_behind(kind: str, in_order: bool, dtype: torch.dtype) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("kind", ["posted", "native"])
+def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(kind: str, in_order: bool, dtype: torch.dtype) -> None:
     """Shards of a row, reduced inside, become the mean over all rows."""
     group = own_group()
     num_ranks, rank, wide = group.num_ranks, group.rank, torch.float32
@@ -174,16 +172,8 @@ def averaged_behind(kind: str, in_order: bool, dtype: torch.dtype) -> None:
         of.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("kind", ["posted", "native"])
-def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(
-    ranks: Ranks, kind: str, in_order: bool, dtype: torch.dtype
-) -> None:
-    ranks.run(averaged_behind, kind, in_order, dtype)
-
-
-def failed_before() -> None:
+@in_ranks(2)
+def test_what_is_behind_a_failure_fails_with_it() -> None:
     """Whoever waits for the second of two reductions learns what the first has failed with."""
     group = own_group()
     exchanges = PostedExchanges(group)
@@ -202,7 +192,3 @@ def failed_before() -> None:
     with pytest.raises(RuntimeError, match="shutdown"):
         after_end.wait()
     group.close()
-
-
-def test_what_is_behind_a_failure_fails_with_it(two_ranks: Ranks) -> None:
-    two_ranks.run(failed_before)

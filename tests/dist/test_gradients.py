@@ -10,7 +10,7 @@ from torch import nn
 
 from support.models import CASES, Branches, noise
 from support.naive import naive_mean, require_same_gradients, require_same_parameters, wrapped_and_bare
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel
 
 # Largest bucket in MiB.
@@ -83,7 +83,11 @@ OPTIMIZERS = {
 }
 
 
-def training_has_the_bits_of_the_naive_one(case_name: str, optimizer_name: str, set_to_none: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("case_name", CASES)
+def test_five_steps_of_training_have_the_bits_of_the_naive_ones(case_name: str, optimizer_name: str, set_to_none: bool) -> None:
     case = CASES[case_name]
     with wrapped_and_bare(case.model(), bucket_cap_mb=3e-4, buffers="off") as (ddp, bare):
         optimizers = {model: OPTIMIZERS[optimizer_name](model.parameters()) for model in (ddp, bare)}
@@ -97,15 +101,6 @@ def training_has_the_bits_of_the_naive_one(case_name: str, optimizer_name: str, 
         require_same_parameters(ddp, bare)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("case_name", CASES)
-def test_five_steps_of_training_have_the_bits_of_the_naive_ones(
-    two_ranks: Ranks, case_name: str, optimizer_name: str, set_to_none: bool
-) -> None:
-    two_ranks.run(training_has_the_bits_of_the_naive_one, case_name, optimizer_name, set_to_none)
-
-
 HOLDERS = {
     "the gradient": lambda grad: grad,
     "a detached one": lambda grad: grad.detach(),
@@ -115,7 +110,10 @@ HOLDERS = {
 }
 
 
-def held_gradients_do_not_change(holder_name: str, bucket_cap_mb: float) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, math.inf])
+@pytest.mark.parametrize("holder_name", HOLDERS)
+def test_a_gradient_that_the_user_holds_is_not_overwritten(holder_name: str, bucket_cap_mb: float) -> None:
     case, hold = CASES["mlp"], HOLDERS[holder_name]
     with wrapped_and_bare(case.model(), bucket_cap_mb=bucket_cap_mb, order="reverse") as (ddp, bare):
         held, copies = [], []
@@ -131,13 +129,8 @@ def held_gradients_do_not_change(holder_name: str, bucket_cap_mb: float) -> None
             assert all(torch.equal(torch.as_tensor(grad), copied) for grad, copied in zip(grads, wanted, strict=True))
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, math.inf])
-@pytest.mark.parametrize("holder_name", HOLDERS)
-def test_a_gradient_that_the_user_holds_is_not_overwritten(two_ranks: Ranks, holder_name: str, bucket_cap_mb: float) -> None:
-    two_ranks.run(held_gradients_do_not_change, holder_name, bucket_cap_mb)
-
-
-def gradients_set_by_hand_are_taken() -> None:
+@in_ranks(2, 3)
+def test_backward_adds_to_a_gradient_that_was_set_by_hand() -> None:
     with wrapped_and_bare(Branches(2), bucket_cap_mb=1e-4) as (ddp, bare):
         for step in range(3):
             for model in (ddp, bare):
@@ -148,11 +141,8 @@ def gradients_set_by_hand_are_taken() -> None:
             require_same_gradients(ddp, bare)
 
 
-def test_backward_adds_to_a_gradient_that_was_set_by_hand(ranks: Ranks) -> None:
-    ranks.run(gradients_set_by_hand_are_taken)
-
-
-def frozen_parameters_are_left_alone() -> None:
+@in_ranks(2, 3)
+def test_frozen_parameters_are_left_alone() -> None:
     model = Branches(3)
     for param in model.layers[1].parameters():
         param.requires_grad_(False)
@@ -163,11 +153,8 @@ def frozen_parameters_are_left_alone() -> None:
         require_same_gradients(ddp, bare)
 
 
-def test_frozen_parameters_are_left_alone(ranks: Ranks) -> None:
-    ranks.run(frozen_parameters_are_left_alone)
-
-
-def ignored_parameters_keep_their_local_gradient() -> None:
+@in_ranks(2, 3)
+def test_ignored_parameters_keep_their_local_gradient() -> None:
     with wrapped_and_bare(Branches(2), ignore=("layers.0.weight",)) as (ddp, bare):
         local = copy.deepcopy(bare)
         for model in (ddp, bare, local):
@@ -177,11 +164,8 @@ def ignored_parameters_keep_their_local_gradient() -> None:
         require_same_gradients(ddp, bare)
 
 
-def test_ignored_parameters_keep_their_local_gradient(ranks: Ranks) -> None:
-    ranks.run(ignored_parameters_keep_their_local_gradient)
-
-
-def model_without_parameters_trains() -> None:
+@in_ranks(2, 3)
+def test_a_model_without_parameters_can_be_wrapped() -> None:
     with pytest.warns(UserWarning, match="Flatten has no parameter that requires a gradient"):
         ddp = DistributedDataParallel(nn.Flatten())
     x = torch.ones(2, 3, requires_grad=True)
@@ -189,7 +173,3 @@ def model_without_parameters_trains() -> None:
     ddp.finish()
     assert torch.equal(x.grad, torch.ones(2, 3))
     ddp.close()
-
-
-def test_a_model_without_parameters_can_be_wrapped(ranks: Ranks) -> None:
-    ranks.run(model_without_parameters_trains)

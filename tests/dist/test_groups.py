@@ -21,10 +21,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from dist.test_events import collectives
-from dist.test_late_arrivals import require_nearly_same
-from support.alike import backward_alike, heard, require_equal_values
-from support.drop_in import TIMEOUT_S
-from support.errors import text_of
+from support.alike import backward_alike, heard, require_equal_values, require_same_by_position
+from support.drop_in import TIMEOUT_S, groups_of
 from support.inside import engine_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
 from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
@@ -36,45 +34,35 @@ MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
 
 
+def require_nearly_same(ours: nn.Module, bare: nn.Module) -> None:
+    """A part that came late is averaged alone: (a + b) / 2 + (c + d) / 2 in place of ((a + c) + (b + d)) / 2."""
+    for mine, wanted in zip(ours.parameters(), bare.parameters(), strict=True):
+        tolerance = 4 * torch.finfo(wanted.dtype).eps * float(wanted.grad.abs().max())
+        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0.0, atol=tolerance)
+
+
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])
+@pytest.mark.parametrize("what", ["unchanged", "changed", "late parts"])
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["same order", "other order"])
-def test_several_models_in_one_backward_are_right(is_reversed: bool, changes: bool) -> None:
-    """Each runs on the output of the one before; on rank 1 in the opposite order."""
+def test_several_models_in_one_backward_are_right(is_reversed: bool, what: str) -> None:
+    """Each runs on the output of the one before; on rank 1 in the opposite order. Late are parts of reentrant checkpoints."""
     models = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    bare = copy.deepcopy(models)
-    wrappers = nn.ModuleList(map(DistributedDataParallel, models))
-
-    def loss(chain: nn.ModuleList, step: int) -> Tensor:
-        x = noise(2, 4, step=step)
-        for model in reversed(chain) if is_reversed and dist.get_rank() == 1 else chain:
-            x = model(x).tanh()
-        return x.sum()
-
-    for step in range(3):
-        for model in (*models, *bare) if changes and step > 0 else ():
-            model.weight = nn.Parameter(torch.full((4, 4), 0.25 * step))
-        backward_alike(wrappers, bare, loss, steps=[step])
-    for wrapper in wrappers:
-        wrapper.close()
-
-
-@in_ranks(2, timeout_s=TIMEOUT_S)
-def test_late_parts_of_several_models_do_not_wait_for_each_other() -> None:
-    """The middle layer of each runs twice in reentrant checkpoints; rank 1 runs the models in the other order."""
-    models = nn.ModuleList(Branches(3) for _ in range(2))
     bare = copy.deepcopy(models)
     wrappers = nn.ModuleList(DistributedDataParallel(model, bucket_cap_mb=1e-6) for model in models)
 
     def loss(chain: nn.ModuleList, step: int) -> Tensor:
         x = noise(2, 4, step=step).requires_grad_()
-        for model in list(chain)[:: 1 if dist.get_rank() == 0 else -1]:
-            x = model(x)
-            for _ in range(2):
-                x = checkpoint(getattr(model, "module", model).layers[1], x, use_reentrant=True)
+        for model in reversed(chain) if is_reversed and dist.get_rank() == 1 else chain:
+            x = model(x).tanh()
+            for _ in range(2 if what == "late parts" else 0):
+                x = checkpoint(getattr(model, "module", model), x, use_reentrant=True)
         return x.sum()
 
-    backward_alike(wrappers, bare, loss, require=lambda _, bare: [*map(require_nearly_same, models, bare)])
+    for step in range(3):
+        for model in (*models, *bare) if what == "changed" and step > 0 else ():
+            model.weight = nn.Parameter(torch.full((4, 4), 0.25 * step))
+        require = require_nearly_same if what == "late parts" else require_same_by_position
+        backward_alike(wrappers, bare, loss, steps=[step], require=require)
     for wrapper in wrappers:
         wrapper.close()
 
@@ -87,33 +75,42 @@ def test_parts_of_a_model_can_be_attached_one_by_one() -> None:
         backward_alike(model, bare, MLP.loss)
 
 
-def gradients_in_a_subgroup(members: list[int], way: str, *, late_s: float = 0.0) -> list[float] | None:
-    """Of three steps; gradients are rank + 1."""
-    group = dist.new_group(members)
-    if dist.get_rank() not in members:
-        return None
-    time.sleep(late_s)
-    model, grads = nn.Linear(1, 1, bias=False), []
-    sync = WRAP[way](model, process_group=group)
-    for _ in range(3):
-        model.zero_grad()
-        (model if way == "attach" else sync)(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
-        grads.append(model.weight.grad.item())
-    sync.close()
-    dist.destroy_process_group(group)
-    return grads
-
-
 @in_ranks(3, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("way", WRAP)
 def test_gradients_are_averaged_inside_subgroups_one_after_another(way: str) -> None:
-    """Ranks may be in different numbers of other groups, and late to theirs."""
-    extra = dist.new_group([0], use_local_synchronization=True)
+    """Ranks may be in different numbers of other groups, late to theirs, and have let go of a wrapper that others still have."""
+    rank, groups, kept = dist.get_rank(), [dist.new_group([0], use_local_synchronization=True)], []
     for members, mean, late_s in (([0, 2], 2.0, 0.0), ([2, 1], 2.5, 0.0), ([0, 2], 2.0, 1.0)):
-        grads = gradients_in_a_subgroup(members, way, late_s=late_s if dist.get_rank() == 2 else 0.0)
-        assert grads == ([mean] * 3 if dist.get_rank() in members else None)
-    if dist.get_rank() == 0:
-        dist.destroy_process_group(extra)
+        groups.append(dist.new_group(members))
+        if rank not in members:
+            continue
+        time.sleep(late_s if rank == 2 else 0.0)
+        for _ in range(2):
+            model = nn.Linear(1, 1, bias=False)
+            kept.append(WRAP[way](model, process_group=groups[-1]))
+            for _ in range(3):
+                model.zero_grad()
+                (model if way == "attach" else kept[-1])(torch.full((1, 1), rank + 1.0)).sum().backward()
+                assert model.weight.grad == mean
+        kept.pop().close()
+        if rank == 0:
+            kept.clear()
+            gc.collect()
+    for sync in kept:
+        sync.close()
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
+
+
+@in_ranks(3)
+def test_gradients_by_hand_are_averaged_within_a_group_and_one_rank_alone_has_no_collective() -> None:
+    (group,) = groups_of([0, 1], [2])
+    with collectives() as called:
+        (averaged,) = average_gradients([torch.full((2,), dist.get_rank() + 1.0)], process_group=group)
+    assert averaged.tolist() == [1.5 if dist.get_rank() < 2 else 3.0] * 2
+    assert (called == []) == (dist.get_rank() == 2)
+    dist.destroy_process_group(group)
 
 
 @in_ranks(3, is_fresh=True)
@@ -121,7 +118,7 @@ def test_gradients_are_averaged_inside_subgroups_one_after_another(way: str) -> 
 @pytest.mark.parametrize("way", WRAP)
 def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, members: list[int]) -> None:
     is_world = len(members) == 3
-    group = dist.group.WORLD if is_world else dist.new_group(members)
+    group = dist.group.WORLD if is_world else dist.new_group(members, timeout=timedelta(seconds=77))
     if dist.get_rank() not in members:
         return
     holder = WRAP[way](mlp(), process_group=None if is_world else group)
@@ -129,6 +126,8 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, member
     own = sync.own_group.process_group
     assert sync.process_group is holder.process_group is group
     assert own is not group
+    assert timeout_of(own) == timeout_of(group)
+    assert (timeout_of(own) == timedelta(seconds=77)) == (not is_world)
     assert (dist.get_process_group_ranks(own), own.group_desc) == (members, "undertow")
     if not is_world:
         dist.destroy_process_group(group)
@@ -136,17 +135,6 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, member
     gc.collect()
     assert sync.process_group is (dist.group.WORLD if is_world else own)
     holder.close()
-
-
-@in_ranks(2, 3)
-def test_our_group_waits_as_long_as_the_users() -> None:
-    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=77))
-    with wrapped(mlp(), process_group=group) as ddp, wrapped(mlp()) as other:
-        found = [timeout_of(each.sync.own_group.process_group) for each in (ddp, other)]
-    usual = timeout_of(dist.group.WORLD)
-    assert found == [timedelta(seconds=77), usual]
-    assert usual != found[0]
-    dist.destroy_process_group(group)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
@@ -178,19 +166,7 @@ def test_the_users_own_collectives_do_not_meet_ours() -> None:
     assert [mine.item() for _, mine in works] == sums
 
 
-class _CentredOverRanks(torch.autograd.Function):
-    """Takes the mean over all ranks' rows away: an all-reduce in forward, and another one in backward, of the same size."""
-
-    @staticmethod
-    def forward(_context: Any, x: Tensor) -> Tensor:
-        return x - _mean_over_ranks(x)
-
-    @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # with one argument
-        return gradient - _mean_over_ranks(gradient)
-
-
-def _mean_over_ranks(x: Tensor) -> Tensor:
+def mean_over_ranks(x: Tensor) -> Tensor:
     total = x.sum(0)
     dist.all_reduce(total)
     return total / (len(x) * dist.get_world_size())
@@ -200,7 +176,9 @@ class Centred(nn.Linear):
     """Communicates by itself, as torch's SyncBatchNorm does on GPUs: over the user's group, both ways."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _CentredOverRanks.apply(super().forward(x)).tanh()  # type: ignore[no-untyped-call]
+        out = super().forward(x).tanh()
+        out.register_hook(lambda gradient: gradient - mean_over_ranks(gradient))
+        return out - mean_over_ranks(out.detach())
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
@@ -219,13 +197,6 @@ def test_collectives_of_layers_do_not_meet_ours(settings: dict[str, Any], strate
                 optimizer.step()
         ddp.wait()
         require_equal_values(model, bare)
-
-
-@in_ranks(2)
-def test_torchs_sync_batch_norm_does_not_train_on_the_cpu() -> None:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    assert isinstance(model[1], nn.SyncBatchNorm)
-    assert "SyncBatchNorm expected input tensor to be on" in text_of(ValueError, lambda: model(noise(4, 3)))
 
 
 @in_ranks(2)
@@ -257,6 +228,7 @@ def test_one_rank_alone_has_no_collective() -> None:
 @pytest.mark.parametrize("way", WRAP)
 def test_a_model_that_was_dropped_is_freed(way: str, close: bool) -> None:
     model = MLP.model()
+    model[0].register_forward_hook(lambda *_, parent=model: None)  # a child that refers to its parent
     holder = WRAP[way](model)
     for step in range(2):
         MLP.loss(model if way == "attach" else holder, step).backward()

@@ -15,7 +15,7 @@ from torch import Tensor
 from support.errors import text_of
 from support.models import mlp, noise
 from support.naive import naive_mean, require_same_gradients
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import BucketedDDPHooks, ConfigError, GradientBucket, GradientBucketManager, PhaseError
 
 SIZES = [100, 50, 30, 20, 15]
@@ -52,7 +52,8 @@ def test_the_largest_come_first_and_sums_come_back(ranks: Ranks) -> None:
         assert totals == [100, 100, 15]
 
 
-def manager_of_parameters() -> None:
+@in_ranks(2, 3)
+def test_the_means_of_parameters_come_back_into_their_gradients() -> None:
     """Parameters stand for their `.grad`; storage is allocated once."""
     model, bare = mlp(), mlp()
     bare.load_state_dict(model.state_dict())
@@ -78,10 +79,6 @@ def manager_of_parameters() -> None:
             assert len({grad.dtype for grad in bucket.gradients}) == 1
             assert bucket.bucket_tensor.numel() == sum(grad.numel() for grad in bucket.gradients)
     assert pointers == pointers[:1] * 3
-
-
-def test_the_means_of_parameters_come_back_into_their_gradients(ranks: Ranks) -> None:
-    ranks.run(manager_of_parameters)
 
 
 def bucket_by_hand() -> list[bool]:
@@ -262,15 +259,12 @@ def test_results_are_copied_back_once(two_ranks: Ranks) -> None:
         ]
 
 
-def hooks_closed_twice() -> None:
+@in_ranks(2)
+def test_hooks_may_be_closed_twice() -> None:
     model = mlp()
     hooks = BucketedDDPHooks(model, dist.group.WORLD)
     hooks.close()
     hooks.close()
-
-
-def test_hooks_may_be_closed_twice(two_ranks: Ranks) -> None:
-    two_ranks.run(hooks_closed_twice)
 
 
 TWICE = torch.zeros(2)
@@ -352,7 +346,8 @@ def test_a_manager_of_nothing_has_no_buckets(two_ranks: Ranks) -> None:
     assert two_ranks.run(empty_manager) == [0, 0]
 
 
-def hooks_on_a_bare_model() -> None:
+@in_ranks(2, 3)
+def test_hooks_reduce_a_bare_models_gradients_until_they_are_closed() -> None:
     model, bare = mlp(), mlp()
     bare.load_state_dict(model.state_dict())
     hooks = BucketedDDPHooks(model, dist.group.WORLD, bucket_size_mb=1e-4)
@@ -367,7 +362,3 @@ def hooks_on_a_bare_model() -> None:
         each.zero_grad()
         each(noise(2, 6)).sum().backward()
     require_same_gradients(model, bare)
-
-
-def test_hooks_reduce_a_bare_models_gradients_until_they_are_closed(ranks: Ranks) -> None:
-    ranks.run(hooks_on_a_bare_model)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.models import noise
 from support.naive import naive_mean, require_same_gradients, wrapped_and_bare
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 
 CAPS = [1e-6, 25.0]
 
@@ -160,7 +160,9 @@ def test_late_parts_cost_a_second_round_once(ranks: Ranks) -> None:
         assert calls == [8, 6, 6, 6]
 
 
-def double_backward(bucket_cap_mb: float) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("bucket_cap_mb", CAPS)
+def test_a_gradient_penalty_is_right(bucket_cap_mb: float) -> None:
     with wrapped_and_bare(Layers(lambda layer, x: layer(x)), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
         for step in range(3):
             for model in (ddp, bare):
@@ -173,12 +175,9 @@ def double_backward(bucket_cap_mb: float) -> None:
             require_same_gradients(ddp, bare)
 
 
-@pytest.mark.parametrize("bucket_cap_mb", CAPS)
-def test_a_gradient_penalty_is_right(ranks: Ranks, bucket_cap_mb: float) -> None:
-    ranks.run(double_backward, bucket_cap_mb)
-
-
-def backward_that_makes_a_graph(way: Callable) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("way", [nested_backward, two_nested_backwards, nested_and_plain])
+def test_gradients_that_have_a_graph_are_reduced_without_it(way: Callable) -> None:
     with wrapped_and_bare(Layers(way), bucket_cap_mb=1e-6) as (ddp, bare), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True will create a reference cycle")
         for step in range(3):
@@ -190,8 +189,3 @@ def backward_that_makes_a_graph(way: Callable) -> None:
             naive_mean(bare)
             require_nearly_same(ddp, bare)
             assert not any(param.grad.requires_grad for param in ddp.parameters())
-
-
-@pytest.mark.parametrize("way", [nested_backward, two_nested_backwards, nested_and_plain])
-def test_gradients_that_have_a_graph_are_reduced_without_it(two_ranks: Ranks, way: Callable) -> None:
-    two_ranks.run(backward_that_makes_a_graph, way)

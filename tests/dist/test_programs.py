@@ -402,7 +402,14 @@ DISTURBED = {
     "a state dict goes round": Program(events="zero, forward 012, backward, step, reload", strategy="zero1", plan="pieces"),
 }
 
-EXAMPLES = {**OF_EVERY_KIND, **USED, **ACCUMULATED, **CHANGED, **COMBINED, **WRITTEN, **DISTURBED}
+DROPPED_IN = {
+    "a state dict of a model without shards goes round": Program(events="zero, forward 012, backward, step, reload"),
+    "empty and single parameters are left out": Program(
+        units="linear odd", events="zero, forward 01|0, backward, step, forward 0, backward, zero, forward 0, backward, step"
+    ),
+}
+
+EXAMPLES = {**OF_EVERY_KIND, **USED, **ACCUMULATED, **CHANGED, **COMBINED, **WRITTEN, **DISTURBED, **DROPPED_IN}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -15,7 +15,7 @@ from support.inside import late_ops
 from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
 from support.models import mlp, noise
-from support.ranks import Ranks, RanksFailed
+from support.ranks import Ranks, RanksFailed, in_ranks
 from support.sharded import training
 from undertow import DistributedDataParallel, ExpertGroup, ReplicaMismatch, SyncConfig
 from undertow.schedule import OpKind
@@ -69,7 +69,9 @@ def test_sharded_parameters_are_compared_when_they_have_come(three_ranks: Ranks,
     assert three_ranks.run(found, strategy, 1, 1, False) == [(text, 3)] * 3
 
 
-def compared_well(strategy: str, eager: bool) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize(("strategy", "eager"), [("ddp", False), ("zero1", False), ("zero1", True), ("zero2", False)])
+def test_equal_replicas_train_as_without_a_comparison(strategy: str, eager: bool) -> None:
     """Training goes on as without the comparison, where one rank is late with its gathers."""
     results = []
     for every in (1, None):
@@ -81,11 +83,6 @@ def compared_well(strategy: str, eager: bool) -> None:
             assert (strategy != "ddp" and dist.get_rank() == 1) == (late != [])
             results.append([param.detach().clone() for param in ddp.parameters()])
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize(("strategy", "eager"), [("ddp", False), ("zero1", False), ("zero1", True), ("zero2", False)])
-def test_equal_replicas_train_as_without_a_comparison(ranks: Ranks, strategy: str, eager: bool) -> None:
-    ranks.run(compared_well, strategy, eager)
 
 
 def rows_apart() -> tuple[str, int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from support.drop_in import TIMEOUT_S, SideBySide
 from support.errors import text_of
 from support.models import Branches, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import Desync, DistributedDataParallel
 
 
@@ -51,7 +51,8 @@ def test_a_rank_without_gradients_joins_after_a_skipped_step(ranks: Ranks, set_t
     assert [len(names) for names in unused] == [0, 6, 0][: ranks.num_ranks]
 
 
-def finished_twice() -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+def test_finish_may_be_called_again() -> None:
     """A second finish(), and one after a backward, do nothing."""
     with SideBySide(Branches(), 1e-6) as side:
         for step in range(3):
@@ -64,10 +65,6 @@ def finished_twice() -> None:
             side.ddp.finish()
             side.compare()
             side.optimize()
-
-
-def test_finish_may_be_called_again(ranks: Ranks) -> None:
-    ranks.run(finished_twice, timeout_s=TIMEOUT_S)
 
 
 def second_round_on_one_rank_only() -> str:
@@ -118,7 +115,8 @@ def rank_0_looks(ddp: DistributedDataParallel, step: int) -> None:
         branches_loss(ddp, step)
 
 
-def one_rank_looks_between_two_optimizers() -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+def test_one_rank_may_look_at_its_loss_between_the_steps_of_two_optimizers() -> None:
     with SideBySide(Branches()) as side:
         for step in range(3):
             side.zero_grad()
@@ -132,10 +130,6 @@ def one_rank_looks_between_two_optimizers() -> None:
                 optimizer.step()
 
 
-def test_one_rank_may_look_at_its_loss_between_the_steps_of_two_optimizers(ranks: Ranks) -> None:
-    ranks.run(one_rank_looks_between_two_optimizers, timeout_s=TIMEOUT_S)
-
-
 def only_rank_0_steps(rank: int, params: list[list[nn.Parameter]]) -> list[nn.Parameter]:
     return [param for layer in params for param in layer] if rank == 0 else []
 
@@ -144,7 +138,9 @@ def frozen_ones_on_rank_0(rank: int, params: list[list[nn.Parameter]]) -> list[n
     return params[0] if rank == 0 else [param for layer in params[1:] for param in layer]
 
 
-def optimizers_of_some_parameters(share: object) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("share", [only_rank_0_steps, frozen_ones_on_rank_0])
+def test_optimizers_may_step_on_some_ranks_only(share: object) -> None:
     """Each rank updates a share of the parameters, and sends them to the others."""
     with SideBySide(Branches()) as side:
         for module in side.both_modules:
@@ -162,12 +158,9 @@ def optimizers_of_some_parameters(share: object) -> None:
                 theirs.data.copy_(param.data)
 
 
-@pytest.mark.parametrize("share", [only_rank_0_steps, frozen_ones_on_rank_0])
-def test_optimizers_may_step_on_some_ranks_only(two_ranks: Ranks, share: object) -> None:
-    two_ranks.run(optimizers_of_some_parameters, share, timeout_s=TIMEOUT_S)
-
-
-def gradients_that_are_zero(by_hand: bool) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("by_hand", [True, False], ids=["finish", "one more forward"])
+def test_a_mean_of_zero_is_a_result(by_hand: bool) -> None:
     """The mean is exactly zero: that is a result, and no gradient that was thrown away."""
     ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
@@ -182,8 +175,3 @@ def gradients_that_are_zero(by_hand: bool) -> None:
         optimizer.step()
         assert ddp.module.weight.grad.tolist() == [[0.0, 0.0]]
     ddp.close()
-
-
-@pytest.mark.parametrize("by_hand", [True, False], ids=["finish", "one more forward"])
-def test_a_mean_of_zero_is_a_result(two_ranks: Ranks, by_hand: bool) -> None:
-    two_ranks.run(gradients_that_are_zero, by_hand, timeout_s=TIMEOUT_S)

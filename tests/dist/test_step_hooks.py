@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from support.models import CASES
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 from undertow.runtime.members import _Census
 
@@ -102,13 +102,10 @@ def test_the_users_hooks_for_all_optimizers_are_called_once_a_step(two_ranks: Ra
     two_ranks.run(hooked, torch.optim.AdamW, eager)
 
 
-def own_hooks(eager: bool) -> None:
+@in_ranks(2)
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+def test_hooks_that_an_optimizer_puts_on_itself_are_called(eager: bool) -> None:
     with two_models(WithOwnHook, eager=eager) as (ddp, opt):
         for step in range(3):
             one_step(ddp, opt, step)
         assert {inner.optimizer.num_steps for inner in opt._inners.values()} == {3}
-
-
-@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
-def test_hooks_that_an_optimizer_puts_on_itself_are_called(two_ranks: Ranks, eager: bool) -> None:
-    two_ranks.run(own_hooks, eager)

@@ -19,7 +19,7 @@ from support.drop_in import TIMEOUT_S, groups_of
 from support.errors import text_of
 from support.models import noise
 from support.naive import gradients, wrapped
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig, WrongType
 
 NUM_STEPS = 3
@@ -180,7 +180,10 @@ def test_every_way_of_reducing_follows_the_reference(two_ranks: Ranks, variant: 
     two_ranks.run(follow_pattern, "sas", kind, strategy, VARIANTS[variant], timeout_s=TIMEOUT_S)
 
 
-def eager_steps(kind: str, strategy: str) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@KINDS
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_eager_steps_follow_the_reference(kind: str, strategy: str) -> None:
     """In this form parameters say what the gradients were: plain gradient descent with a rate that is a power of two."""
     model = Integers()
     reference = Reference(model, kind)
@@ -205,13 +208,9 @@ def eager_steps(kind: str, strategy: str) -> None:
         ddp.close()
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @KINDS
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_eager_steps_follow_the_reference(two_ranks: Ranks, strategy: str, kind: str) -> None:
-    two_ranks.run(eager_steps, kind, strategy, timeout_s=TIMEOUT_S)
-
-
-def gradients_kept_over_steps(kind: str) -> None:
+def test_gradients_that_are_kept_over_a_step_stay_what_they_are(kind: str) -> None:
     model = Integers()
     reference = Reference(model, kind)
     with wrapped(model, op="sum" if kind == "sum" else "mean") as ddp:
@@ -222,12 +221,10 @@ def gradients_kept_over_steps(kind: str) -> None:
             optimizer.step()
 
 
-@KINDS
-def test_gradients_that_are_kept_over_a_step_stay_what_they_are(ranks: Ranks, kind: str) -> None:
-    ranks.run(gradients_kept_over_steps, kind, timeout_s=TIMEOUT_S)
-
-
-def no_data_on_rank_one(gives_zero: bool, begins_late: bool) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("begins_late", [False, True])
+@pytest.mark.parametrize("gives_zero", [False, True])
+def test_a_rank_without_data_has_weight_zero(gives_zero: bool, begins_late: bool) -> None:
     """Rank 1 has run out of data in some steps, and joins by finish()."""
     model = Integers()
     reference = Reference(model, "weights")
@@ -246,13 +243,8 @@ def no_data_on_rank_one(gives_zero: bool, begins_late: bool) -> None:
             require_reference(ddp, reference, may_round=dist.get_world_size() > 2)
 
 
-@pytest.mark.parametrize("begins_late", [False, True])
-@pytest.mark.parametrize("gives_zero", [False, True])
-def test_a_rank_without_data_has_weight_zero(ranks: Ranks, gives_zero: bool, begins_late: bool) -> None:
-    ranks.run(no_data_on_rank_one, gives_zero, begins_late, timeout_s=TIMEOUT_S)
-
-
-def joined_with_weights() -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+def test_a_rank_that_has_left_its_loop_has_no_weight() -> None:
     model = Integers()
     reference = Reference(model, "weights")
     num_batches = 3 - dist.get_rank() % 2
@@ -273,11 +265,9 @@ def joined_with_weights() -> None:
                 torch.testing.assert_close(ddp.module.layers[1].weight.grad, wanted, rtol=0.0, atol=tolerance)
 
 
-def test_a_rank_that_has_left_its_loop_has_no_weight(ranks: Ranks) -> None:
-    ranks.run(joined_with_weights, timeout_s=TIMEOUT_S)
-
-
-def change_of_parameters(kind: str) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@KINDS
+def test_a_change_of_parameters_is_followed(kind: str) -> None:
     """A layer is frozen, and another one unfrozen: all ranks meet once more under the old plan."""
     model = Integers()
     model.layers[1].requires_grad_(False)
@@ -305,12 +295,8 @@ def change_of_parameters(kind: str) -> None:
             require_reference(ddp, reference, may_round=kind == "weights")
 
 
-@KINDS
-def test_a_change_of_parameters_is_followed(ranks: Ranks, kind: str) -> None:
-    ranks.run(change_of_parameters, kind, timeout_s=TIMEOUT_S)
-
-
-def joined_with_sums() -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+def test_a_sum_is_over_the_ranks_that_still_have_data() -> None:
     """Of ranks that have left nothing is added, and nothing is made up for them."""
     model = nn.Linear(2, 1, bias=False)
     with wrapped(model, op="sum") as ddp, ddp.join(divide_by_initial_world_size=False):
@@ -320,11 +306,8 @@ def joined_with_sums() -> None:
             assert model.weight.grad.tolist() == [[1.0 if number else float(dist.get_world_size())] * 2]
 
 
-def test_a_sum_is_over_the_ranks_that_still_have_data(ranks: Ranks) -> None:
-    ranks.run(joined_with_sums, timeout_s=TIMEOUT_S)
-
-
-def means_and_weights_in_turn() -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+def test_without_a_call_it_is_the_mean_over_ranks_as_ever() -> None:
     model = Integers()
     weighted, plain = Reference(model, "weights"), Reference(model, "sum")
     with wrapped(model) as ddp:
@@ -337,10 +320,6 @@ def means_and_weights_in_turn() -> None:
                 for name, total in plain.result.items():
                     plain.result[name] = None if total is None else total / dist.get_world_size()
             require_reference(ddp, reference, may_round=dist.get_world_size() > 2)
-
-
-def test_without_a_call_it_is_the_mean_over_ranks_as_ever(ranks: Ranks) -> None:
-    ranks.run(means_and_weights_in_turn, timeout_s=TIMEOUT_S)
 
 
 def alone(pattern: str) -> None:
@@ -370,7 +349,9 @@ def test_one_rank_alone_divides_too(two_ranks: Ranks, pattern: str) -> None:
     two_ranks.run(alone, pattern, timeout_s=TIMEOUT_S)
 
 
-def late_arrivals(kind: str) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@KINDS
+def test_what_arrives_late_is_combined_too(kind: str) -> None:
     """A reentrant checkpoint run twice brings a part of a gradient after its bucket has left."""
     layer = nn.Linear(3, 3, bias=False)
     bare = copy.deepcopy(layer)
@@ -394,12 +375,9 @@ def late_arrivals(kind: str) -> None:
             torch.testing.assert_close(layer.weight.grad, expected, rtol=0.0, atol=tolerance)
 
 
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @KINDS
-def test_what_arrives_late_is_combined_too(ranks: Ranks, kind: str) -> None:
-    ranks.run(late_arrivals, kind, timeout_s=TIMEOUT_S)
-
-
-def sparse_gradients(kind: str) -> None:
+def test_sparse_gradients_are_combined_too(kind: str) -> None:
     words = nn.Embedding(5, 2, sparse=True)
     bare = copy.deepcopy(words)
     with wrapped(words, op="sum" if kind == "sum" else "mean") as ddp:
@@ -423,11 +401,6 @@ def sparse_gradients(kind: str) -> None:
             torch.testing.assert_close(words.weight.grad.to_dense(), expected, rtol=0.0, atol=tolerance)
 
 
-@KINDS
-def test_sparse_gradients_are_combined_too(ranks: Ranks, kind: str) -> None:
-    ranks.run(sparse_gradients, kind, timeout_s=TIMEOUT_S)
-
-
 class Pair(Integers):
     """All ranks use the first two layers, so that all fail and change in the same place."""
 
@@ -435,7 +408,10 @@ class Pair(Integers):
         return self.layers[1](self.layers[0](x))
 
 
-def frozen_with_an_accumulated_gradient(kind: str, is_first: bool) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@KINDS
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_layer_that_is_frozen_with_an_accumulated_gradient_gets_its_share(kind: str, is_first: bool) -> None:
     model = Pair()
     reference = Reference(model, kind)
     with wrapped(model, op="sum" if kind == "sum" else "mean") as ddp:
@@ -448,12 +424,6 @@ def frozen_with_an_accumulated_gradient(kind: str, is_first: bool) -> None:
         run(ddp, reference, "s", 2)
         require_reference(ddp, reference, may_round=kind == "weights")
         assert reference.result["layers.0.weight"] is not None
-
-
-@KINDS
-@pytest.mark.parametrize("is_first", [False, True])
-def test_a_layer_that_is_frozen_with_an_accumulated_gradient_gets_its_share(ranks: Ranks, kind: str, is_first: bool) -> None:
-    ranks.run(frozen_with_an_accumulated_gradient, kind, is_first, timeout_s=TIMEOUT_S)
 
 
 def frozen_on_one_rank() -> str:
@@ -473,7 +443,9 @@ def test_a_change_on_one_rank_is_still_told_where_weights_begin(ranks: Ranks) ->
         assert "layers.0.weight" in text
 
 
-def two_models(kind: str) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@KINDS
+def test_two_models_in_one_backward(kind: str) -> None:
     """One backward reaches both: each of them sends its own weights, also the first time."""
     models = [nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False)]
     with torch.no_grad():
@@ -500,16 +472,13 @@ def two_models(kind: str) -> None:
                 torch.testing.assert_close(model.weight.grad, expected, rtol=0.0, atol=tolerance)
 
 
-@KINDS
-def test_two_models_in_one_backward(ranks: Ranks, kind: str) -> None:
-    ranks.run(two_models, kind, timeout_s=TIMEOUT_S)
-
-
 class _Broken(RuntimeError):
     pass
 
 
-def backward_that_fails(kind: str) -> None:
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@KINDS
+def test_after_a_backward_that_failed_everywhere_all_is_as_before(kind: str) -> None:
     model = Pair()
     reference = Reference(model, kind)
     with wrapped(model, op="sum" if kind == "sum" else "mean", bucket_cap_mb=1e-6) as ddp:
@@ -533,11 +502,6 @@ def backward_that_fails(kind: str) -> None:
         reference.clear()
         run(ddp, reference, "s", 2)
         require_reference(ddp, reference, may_round=dist.get_world_size() > 2)
-
-
-@KINDS
-def test_after_a_backward_that_failed_everywhere_all_is_as_before(ranks: Ranks, kind: str) -> None:
-    ranks.run(backward_that_fails, kind, timeout_s=TIMEOUT_S)
 
 
 def errors_of_weights(give: Callable[[int, int], float | None], num_good: int) -> tuple[str, bool]:
@@ -696,7 +660,12 @@ def test_what_does_not_go_with_weights_is_refused(two_ranks: Ranks) -> None:
         }
 
 
-def weight_zero(letters: str, weights: Sequence[int], strategy: str) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("letters", "weights"), [("as", (0, 3)), ("as", (3, 0)), ("aas", (0, 0, 3)), ("ss", (3, 0)), ("sas", (3, 0, 2))]
+)
+def test_micro_batches_of_weight_zero_add_what_they_have(letters: str, weights: Sequence[int], strategy: str) -> None:
     """Of some micro-batches, on every rank: the result is the sum of gradients over the sum of weights all the same."""
     model = Integers()
     bare = copy.deepcopy(model)
@@ -724,16 +693,6 @@ def weight_zero(letters: str, weights: Sequence[int], strategy: str) -> None:
             optimizer.step()
     finally:
         ddp.close()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-@pytest.mark.parametrize(
-    ("letters", "weights"), [("as", (0, 3)), ("as", (3, 0)), ("aas", (0, 0, 3)), ("ss", (3, 0)), ("sas", (3, 0, 2))]
-)
-def test_micro_batches_of_weight_zero_add_what_they_have(
-    two_ranks: Ranks, letters: str, weights: tuple[int, ...], strategy: str
-) -> None:
-    two_ranks.run(weight_zero, letters, weights, strategy, timeout_s=TIMEOUT_S)
 
 
 def nothing_in_all_micro_batches(strategy: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from support.models import Branches, noise
 from support.naive import gradients, naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 
 SENDING = [(1e-6, True), (25.0, True), (1e-6, False)]  # largest bucket in MiB, overlap
 ALL, NONE = (0, 1, 2), ()
@@ -76,7 +76,9 @@ def test_unused_parameters_are_right(ranks: Ranks, name: str, bucket_cap_mb: flo
         assert [set(names) for names in unused] == expected
 
 
-def old_gradients_stay_to_the_bit(kind: str) -> None:
+@in_ranks(2, 3)
+@pytest.mark.parametrize("kind", ["reduced", "accumulated", "set by hand"])
+def test_an_old_gradient_that_no_rank_has_added_to_stays_to_the_bit(kind: str) -> None:
     with wrapped(Branches(), bucket_cap_mb=25.0) as ddp:
         if kind == "reduced":
             loss(ddp, ALL).backward()
@@ -96,11 +98,6 @@ def old_gradients_stay_to_the_bit(kind: str) -> None:
                 assert torch.equal(grad, before[name]), (step, name)
         if kind == "set by hand":
             assert pointers == [param.grad.data_ptr() for param in ddp.module.layers[1].parameters()]
-
-
-@pytest.mark.parametrize("kind", ["reduced", "accumulated", "set by hand"])
-def test_an_old_gradient_that_no_rank_has_added_to_stays_to_the_bit(ranks: Ranks, kind: str) -> None:
-    ranks.run(old_gradients_stay_to_the_bit, kind)
 
 
 def a_rank_without_any_use(end: str) -> tuple[str, ...]:
@@ -149,7 +146,8 @@ def test_a_parameter_used_in_one_micro_batch_is_used(ranks: Ranks) -> None:
         assert set(unused) == set(layer(2))
 
 
-def used_and_thrown_away() -> None:
+@in_ranks(2, 3)
+def test_a_gradient_that_was_thrown_away_was_not_used() -> None:
     with wrapped_and_bare(Branches(), bucket_cap_mb=25.0) as (ddp, bare):
         with ddp.no_sync():
             loss(ddp, ALL).backward()
@@ -161,21 +159,14 @@ def used_and_thrown_away() -> None:
         assert set(ddp.unused_parameters) == set(layer(1, 2))
 
 
-def test_a_gradient_that_was_thrown_away_was_not_used(ranks: Ranks) -> None:
-    ranks.run(used_and_thrown_away)
-
-
-def find_unused_parameters_is_accepted() -> None:
+@in_ranks(2)
+def test_settings_of_torchs_class_that_we_do_not_need_are_accepted() -> None:
     from undertow import DistributedDataParallel
 
     ddp = DistributedDataParallel(Branches(), find_unused_parameters=True, static_graph=True, gradient_as_bucket_view=True)
     loss(ddp, (0,)).backward()
     require_same({"unused": None}, {"unused": ddp.module.layers[1].weight.grad})
     ddp.close()
-
-
-def test_settings_of_torchs_class_that_we_do_not_need_are_accepted(two_ranks: Ranks) -> None:
-    two_ranks.run(find_unused_parameters_is_accepted)
 
 
 def extra_forward_before_the_step() -> bool:

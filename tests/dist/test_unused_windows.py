@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.models import Branches, noise
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach
 
 Seen = list[set[int]]
@@ -180,7 +180,8 @@ def test_experts_of_one_rank_that_got_nothing_are_named(two_ranks: Ranks) -> Non
     assert two_ranks.run(experts_of_one_rank) == [[{"2"}, {"1", "2"}, {"0", "2"}]] * 2
 
 
-def hooks_without_frames() -> None:
+@in_ranks(2)
+def test_a_rank_alone_notes_gradients_without_a_frame() -> None:
     """A rank alone waits for no gradient: what notes them is C, and gone with the wrapper."""
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     model: nn.Module = Branches()
@@ -192,7 +193,3 @@ def hooks_without_frames() -> None:
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
     with contextlib.suppress(ValueError):
         dist.destroy_process_group(group)
-
-
-def test_a_rank_alone_notes_gradients_without_a_frame(two_ranks: Ranks) -> None:
-    two_ranks.run(hooks_without_frames)

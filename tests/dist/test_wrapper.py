@@ -1,28 +1,442 @@
-"""What the wrapper has of torch's besides the training step: hooks, switches, and names that trainers ask for."""
+"""Wrappers and attach(): what they start from, arguments that cannot work, and what of torch's there is besides training."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from support.alike import backward_alike
+from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
+from support.inside import of_version, on_device
 from support.models import CASES, mlp, noise
-from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
+from support.naive import wrapped, wrapped_and_bare
 from support.ranks import in_ranks
-from undertow import ConfigError, PhaseError, WrongType
+from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, SyncConfig, WrongType, attach
 
+WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
 MLP = CASES["mlp"]
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("way", WRAP)
+def test_parameters_and_buffers_of_rank_0_arrive_everywhere(way: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = CASES["convolutions"].make()
+    model[2].weight.requires_grad_(False)
+    for name, buffer in model.named_buffers():
+        buffer.fill_(dist.get_rank() + len(name))
+    wanted = of_all_ranks(copy.deepcopy(model.state_dict()))[0]
+    WRAP[way](model).close()
+    assert model.state_dict().keys() == wanted.keys()
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, wanted[name])] == []
+
+
+# Arguments, the warning that they cause, whose parameters and buffers are there afterwards (-1: each rank's own), and
+# whether buffers follow rank 0 in training.
+RENAMED, IGNORED = (
+    f"`broadcast_buffers` is deprecated{what} Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers "
+    "equal at the start."
+    for what in (". Use `forward_sync_buffers` instead.", " and ignored when `forward_sync_buffers` is provided.")
+)
+NO_CHECK = "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it."
+STARTS: list[tuple[dict[str, bool], list[str], int, int, bool]] = [
+    ({}, [], 0, 0, True),
+    ({"init_sync": False}, [], -1, -1, True),
+    ({"forward_sync_buffers": True}, [], 0, 0, True),
+    ({"forward_sync_buffers": False}, [], 0, 0, False),
+    ({"broadcast_buffers": True}, [RENAMED], 0, 0, True),
+    ({"broadcast_buffers": False}, [RENAMED], 0, -1, False),
+    ({"broadcast_buffers": False, "forward_sync_buffers": True}, [IGNORED], 0, 0, True),
+    ({"broadcast_buffers": True, "forward_sync_buffers": False}, [IGNORED], 0, 0, False),
+    ({"broadcast_buffers": False, "init_sync": False}, [RENAMED], -1, -1, False),
+    ({"check_reduction": True}, [NO_CHECK], 0, 0, True),
+]
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize(("arguments", "said", "parameters_of", "buffers_of", "follows"), STARTS, ids=str)
+def test_who_follows_rank_0_at_the_start_is_as_torchs_arguments_say(
+    arguments: dict[str, bool], said: list[str], parameters_of: int, buffers_of: int, follows: bool
+) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("table", torch.tensor(float(dist.get_rank())))
+    model.weight.data.fill_(dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp = DistributedDataParallel(model, **arguments)
+    ddp.close()
+    found = [(str(each.message), each.category, each.filename == __file__) for each in caught]
+    assert found == [(text, FutureWarning, True) for text in said]
+    expected = [dist.get_rank() if source < 0 else source for source in (parameters_of, buffers_of)]
+    assert [model.weight.item(), model.table.item(), ddp.forward_sync_buffers] == [*expected, follows]
+
+
+# What the last rank, {rank}, does to its model; how many parameters it has; the first difference.
+PARAMETERS = "ranks disagree on the parameters."
+OTHERS = "ranks disagree on the frozen parameters or the buffers."
+CHANGES: dict[str, tuple[Callable[[Any], object], str, int, str]] = {
+    "renamed": (
+        lambda model: model.add_module("other", model.pop(3)),
+        PARAMETERS,
+        6,
+        "parameter 4 is '3.weight' on rank 0 and 'other.weight' on rank {rank}",
+    ),
+    "another shape": (
+        lambda model: model.__setitem__(3, nn.Linear(5, 2)),
+        PARAMETERS,
+        6,
+        "shape of parameter 4 ('3.weight') is [2, 4] on rank 0 and [2, 5] on rank {rank}",
+    ),
+    "fewer columns": (
+        lambda model: model.__setitem__(3, nn.Linear(1, 2)),
+        PARAMETERS,
+        6,
+        "shape of parameter 4 ('3.weight') is [2, 4] on rank 0 and [2, 1] on rank {rank}",
+    ),
+    "another dtype": (
+        lambda model: model[3].double(),
+        PARAMETERS,
+        6,
+        "dtype of parameter 4 ('3.weight') is float32 on rank 0 and float64 on rank {rank}",
+    ),
+    "another layout": (
+        lambda model: setattr(model[3], "weight", nn.Parameter(torch.zeros(4, 2).t())),
+        PARAMETERS,
+        6,
+        "axes in memory of parameter 4 ('3.weight') is [0, 1] on rank 0 and [1, 0] on rank {rank}",
+    ),
+    "one missing": (
+        lambda model: model.__delitem__(3),
+        PARAMETERS,
+        4,
+        "parameter 4 is '3.weight' on rank 0 and missing on rank {rank}",
+    ),
+    "one more": (
+        lambda model: model.append(nn.Linear(2, 2)),
+        PARAMETERS,
+        8,
+        "parameter 6 is missing on rank 0 and '4.weight' on rank {rank}",
+    ),
+    "frozen": (
+        lambda model: model[2].weight.requires_grad_(False),
+        PARAMETERS,
+        5,
+        "parameter 2 is '2.weight' on rank 0 and '2.bias' on rank {rank}",
+    ),
+    "another frozen one": (
+        lambda model: model.register_parameter("extra", nn.Parameter(torch.zeros(3), requires_grad=False)),
+        OTHERS,
+        6,
+        "tensor 0 is missing on rank 0 and 'extra' on rank {rank}",
+    ),
+    "another buffer": (
+        lambda model: model.register_buffer("table", torch.zeros(3, dtype=torch.int64)),
+        OTHERS,
+        6,
+        "tensor 0 is missing on rank 0 and 'table' on rank {rank}",
+    ),
+}
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("way", WRAP)
+@pytest.mark.parametrize("name", CHANGES)
+def test_ranks_with_different_models_are_told_the_first_difference(name: str, way: str) -> None:
+    change, what, num_params, difference = CHANGES[name]
+    last = dist.get_world_size() - 1
+    model = nn.Sequential(*mlp(), nn.Linear(4, 2))
+    if dist.get_rank() == last:
+        change(model)
+    text = text_of(PlanMismatch, lambda: WRAP[way](model))
+    assert of_all_ranks(text) == [text] * dist.get_world_size()
+    first, second, *rest = text.splitlines()
+    assert first == what
+    assert second.startswith("  rank 0: 6 parameters, fingerprint ")
+    assert f"   rank {last}: {num_params} parameters, fingerprint " in second
+    assert rest == [
+        f"  first difference: {difference.format(rank=last)}",
+        "  Build the model the same way on every rank before wrapping it.",
+    ]
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("bucket_cap_mb", (None, 4.0)),
+        ("overlap", (True, False)),
+        ("order", ("observed", "reverse")),
+        ("buffers", ("rank0", "off")),
+        ("torch", ("1.0", "1.1")),
+        ("undertow", ("1.0", "1.1")),
+    ],
+)
+def test_ranks_with_different_settings_or_versions_are_told_the_first_difference(name: str, values: tuple[Any, Any]) -> None:
+    value = values[dist.get_rank() > 0]
+    pretending = {"torch": mock.patch.object(torch, "__version__", value), "undertow": of_version(value)}
+    with pretending.get(name, contextlib.nullcontext()):
+        config = SyncConfig(**({} if name in pretending else {name: value}))
+        first, _, *rest = text_of(PlanMismatch, lambda: attach(mlp(), config=config)).splitlines()
+    assert first == "ranks disagree on the settings."
+    assert rest == [
+        f"  first difference: {name} is {values[0]!r} on rank 0 and {values[1]!r} on rank 1",
+        "  Give every rank the same settings and the same versions.",
+    ]
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("close", ["in between", "at the end"])
+@pytest.mark.parametrize("later", WRAP)
+@pytest.mark.parametrize("earlier", [*WRAP, "attach to a part"])
+def test_a_module_may_be_wrapped_anew(earlier: str, later: str, close: str) -> None:
+    """Gradients are averaged once, whoever is closed in between."""
+    model = mlp()
+    bare = copy.deepcopy(model)
+    first = attach(model[0]) if earlier == "attach to a part" else WRAP[earlier](model)
+    if earlier in WRAP:
+        backward_alike(model, bare, MLP.loss, steps=[0])
+    second = WRAP[later](model)
+    called = model if later == "attach" else second
+    backward_alike(called, bare, MLP.loss, steps=[1])
+    if close == "in between":
+        first.close()
+    backward_alike(called, bare, MLP.loss, steps=[2, 3])
+    for sync in (second, first, second):
+        sync.close()
+    attach(model[0]).close()  # what was closed is free, in parts too
+    backward_alike(model, bare, MLP.loss, steps=[4], mean=lambda _: None)  # and now each rank trains alone
+
+
+@in_ranks(2, 3)
+def test_a_wrapper_may_be_wrapped() -> None:
+    with wrapped_and_bare(mlp()) as (inner, bare), wrapped(inner) as outer:
+        backward_alike(outer, bare, MLP.loss)
+        assert list(outer.state_dict()) == [f"module.module.{name}" for name in bare.state_dict()]
+
+
+@in_ranks(2, 3)
+def test_a_part_of_what_is_wrapped_is_not_wrapped_again_nor_over_other_ranks() -> None:
+    group, is_inside = dist.new_group([0, 1]), dist.get_rank() < 2
+    with wrapped_and_bare(mlp()) as (ddp, bare):
+        model = ddp.module
+        calls = [lambda: attach(model[0]), lambda: DistributedDataParallel(model[0]), lambda: attach(model, ignore=["2.bias"])]
+        if is_inside and dist.get_world_size() > 2:
+            calls.append(lambda: attach(model, process_group=group))
+        assert {text_of(ConfigError, call).replace("'weight'", "'0.weight'") for call in calls} == {
+            "a part of this module is synchronised already.\n"
+            "  parameter '0.weight' belongs to an earlier attach() or DistributedDataParallel\n"
+            "  Call close() on the earlier one first."
+        }
+        backward_alike(ddp, bare, MLP.loss)  # the earlier one goes on
+    if is_inside:
+        dist.destroy_process_group(group)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("by_settings", [False, True])
+@pytest.mark.parametrize("way", WRAP)
+def test_sharded_parameters_may_be_ignored_and_a_mesh_of_one_dimension_names_the_ranks(way: str, by_settings: bool) -> None:
+    """Tensor parallelism's, for example, whose gradients are no affair of ours."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[1].weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)]))
+    how = {"config": SyncConfig(ignore=("1.weight",))} if by_settings else {"ignore": (it for it in [model[1]])}
+    with contextlib.closing(WRAP[way](model, **how, **{"mesh" if way == "attach" else "device_mesh": mesh})):
+        model[0](torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert torch.equal(model[0].weight.grad, torch.full((2, 2), (dist.get_world_size() + 1) / 2))
+
+
+@in_ranks(2)
+def test_ranks_may_have_devices_of_different_numbers() -> None:
+    with on_device(f"cuda:{dist.get_rank()}"):
+        attach(mlp()).close()
+
+
+@in_ranks(2)
+def test_what_was_accumulated_before_wrapping_anew_is_averaged() -> None:
+    layers = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "ab"})
+    inputs = torch.full((1, 1), dist.get_rank() + 1.0)
+    first = DistributedDataParallel(layers)
+    with first.no_sync():
+        layers["a"](inputs).sum().backward()
+    second = DistributedDataParallel(layers)
+    layers["b"](inputs).sum().backward()
+    assert [layer.weight.grad.item() for layer in layers.values()] == [1.5, 1.5]
+    for wrapper in (first, second):
+        wrapper.close()
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("arguments", [{"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [0]}], ids=str)
+def test_a_cap_of_zero_gives_every_parameter_a_bucket_as_in_torch(arguments: dict[str, Any]) -> None:
+    with contextlib.closing(DistributedDataParallel(mlp(), **arguments)) as ddp:
+        assert len(ddp.plan.buckets) == 4
+
+
+NOTHING = (
+    r"^{} has no parameter that requires a gradient: nothing is averaged until it has one\.\n"
+    r"  {}\(\.\.\.\)\n"
+    r"  Look at requires_grad, and at what `ignore` names\. If parameters are unfrozen later, filter this warning\.$"
+)
+
+
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("kind", ["Linear", "Flatten"])
+@pytest.mark.parametrize("way", WRAP)
+def test_a_rank_that_trains_nothing_needs_no_other_one(way: str, kind: str) -> None:
+    module = {"Linear": nn.Linear(4, 3), "Flatten": nn.Flatten()}[kind].requires_grad_(False)
+    with pytest.warns(UserWarning, match=NOTHING.format(kind, way)):
+        model = WRAP[way](module)
+    called: Callable[..., Any] = model if isinstance(model, nn.Module) else module
+    x, store = torch.ones(2, 4, requires_grad=True), dist.distributed_c10d._get_default_store()
+    optimizer = torch.optim.SGD([*module.parameters(), x], lr=0.1)
+    if dist.get_rank() == 1:
+        store.wait([f"left {way}"])
+    for _ in range(2 if dist.get_rank() == 1 else 0):
+        called(x).sum().backward()
+        model.finish()
+        called(x).sum().backward()
+        optimizer.step()
+    model.close()
+    store.set(f"left {way}", "")
+
+
+@in_ranks(2)
+def test_what_is_thawed_after_steps_of_nothing_is_averaged() -> None:
+    module = nn.Linear(4, 3).requires_grad_(False)
+    with pytest.warns(UserWarning, match="no parameter that requires a gradient"):
+        model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.full((2, 4), 1.0 + dist.get_rank(), requires_grad=True)
+    for step in range(6):
+        is_trained = step in (2, 3, 5)
+        module.requires_grad_(is_trained)
+        optimizer.zero_grad()
+        for _ in range(1 if is_trained else 1 + (step + dist.get_rank()) % 2):  # each rank as it likes while nothing is
+            model(x).sum().backward()
+            model.finish()
+        optimizer.step()
+    assert torch.equal(module.weight.grad, torch.full((3, 4), 3.0))
+    model.close()
+
+
+def test_without_a_process_group_the_error_says_what_to_call() -> None:
+    assert text_of(ConfigError, lambda: attach(mlp())) == (
+        "torch.distributed is not initialised.\n"
+        "  no default process group exists in this process\n"
+        '  Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start the ranks with '
+        "torchrun --nproc-per-node=2 script.py."
+    )
+
+
+# What of torch's there is besides the training step: attributes, hooks, switches, what trainers ask for.
+
 BEFORE = _BufferCommHookLocation.PRE_FORWARD
+
+# Every public attribute that torch's class has and nn.Module has not: defined by ours, inherited, or set by the constructor.
+DEFINED = {
+    "broadcast_bucket_size",
+    "bucket_bytes_cap",
+    "bucket_bytes_cap_default",
+    "bucket_bytes_cap_list",
+    "join",
+    "join_device",
+    "join_hook",
+    "join_process_group",
+    "logger",
+    "modules_buffers",
+    "named_module_buffers",
+    "no_sync",
+    "parameters_to_ignore",
+    "process_group",
+    "reducer",
+    "register_comm_hook",
+    "require_backward_grad_sync",
+    "require_forward_param_sync",
+    "use_side_stream_for_tensor_copies",
+    "will_sync_module_buffers",
+}
+INHERITED = {"broadcast_buffers", "gather", "scatter", "to_kwargs"}
+SET = {
+    "batched_grad_copy",
+    "device",
+    "device_ids",
+    "device_type",
+    "dim",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "is_multi_device_module",
+    "mixed_precision",
+    "module",
+    "output_device",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+}
+
+
+@in_ranks(2)
+def test_every_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose() -> None:
+    names = {name for name in dir(TorchDistributedDataParallel(mlp())) if not name.startswith("_")} - set(dir(nn.Module()))
+    assert names == DEFINED | INHERITED | SET
+    assert {name for name in names if name in vars(DistributedDataParallel)} == DEFINED
+    values = {
+        "dim": 0,
+        "device_ids": None,
+        "output_device": None,
+        "device_type": "cpu",
+        "is_multi_device_module": False,
+        "device_mesh": None,
+        "static_graph": False,
+        "device": torch.device("cpu"),
+        "process_group": dist.group.WORLD,
+        "join_process_group": dist.group.WORLD,
+        "join_device": torch.device("cpu"),
+    }
+    with wrapped(mlp()) as ddp:
+        assert ({*vars(ddp), "module"}) & names == SET
+        assert [name for name in names if not hasattr(ddp, name)] == []
+        assert isinstance(ddp, TorchDistributedDataParallel)
+        assert isinstance(ddp, Joinable)
+        assert {name: getattr(ddp, name) for name in values} == values
+
+
+def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
+    torchs = list(inspect.signature(TorchDistributedDataParallel.__init__).parameters)
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters
+    positional = [name for name, it in ours.items() if it.kind is it.POSITIONAL_OR_KEYWORD]
+    # An older torch has fewer; newer ones would show here.
+    assert positional[: len(torchs)] == torchs
+
+
+def test_the_reducer_answers_frameworks_and_for_any_other_method_says_what_to_use() -> None:
+    reducer = DistributedDataParallel.reducer
+    assert reducer._rebuild_buckets() is False
+    assert reducer.prepare_for_backward([]) is reducer._delay_all_reduce() is None
+    assert not hasattr(reducer, "_get_backward_stats")
+    assert text_of(AttributeError, lambda: reducer._push_all_rebuilt_params()) == (
+        "model.reducer has no '_push_all_rebuilt_params': Undertow's DistributedDataParallel has no C++ reducer.\n"
+        "  model.reducer only answers frameworks: it has _delay_all_reduce, _rebuild_buckets and prepare_for_backward.\n"
+        "  See model.plan for the buckets and model.report() for times; no_sync() and backward() need no preparation."
+    )
+
+
 ONCE = (
     "register_comm_hook can only be called once, and not within a backward.\n"
     "  {}\n"
@@ -61,60 +475,6 @@ def test_what_hooks_and_switches_refuse() -> None:
         assert again == ONCE.format("allreduce_hook is registered")
 
 
-def no_future(_state, bucket):
-    return bucket.buffer()
-
-
-def too_short(_state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer()[1:])
-    return future
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize(
-    ("hook", "text"),
-    [
-        (
-            no_future,
-            "expected the communication hook to return a torch.futures.Future, got Tensor.\n"
-            "  no_future, bucket 0\n"
-            "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
-        ),
-        (
-            too_short,
-            "expected the communication hook's future to hold a tensor of 92 elements, got (91,).\n"
-            "  too_short\n"
-            "  Let the future hold a tensor with the shape of bucket.buffer().",
-        ),
-    ],
-)
-def test_a_hook_that_breaks_its_promise_is_told_so_in_backward(hook: Callable[..., Any], text: str) -> None:
-    with wrapped(mlp()) as ddp:
-        ddp.register_comm_hook(None, hook)
-        assert text_of(WrongType, MLP.loss(ddp, 0).backward) == text
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
-def test_torchs_builtin_hooks_go_by_their_names(name: str) -> None:
-    with wrapped_and_bare(mlp()) as (ddp, bare):
-        ddp._register_builtin_comm_hook(getattr(BuiltinCommHookType, name))
-        for model in (ddp, bare):
-            MLP.loss(model, 0).backward()
-        largest = [param.grad.abs().max() for param in bare.parameters()]
-        naive_mean(bare)
-        if name == "ALLREDUCE":
-            require_same_gradients(ddp, bare)
-        for ours, wanted, most in zip(ddp.parameters(), bare.parameters(), largest, strict=True):
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            # What each rank has is cast and divided, and then added up, 4 roundings of 3 ranks' to half an ulp of the largest.
-            tolerance = 2 * torch.finfo(torch.half).eps * float(most)
-            torch.testing.assert_close(ours.grad, wanted.grad, rtol=0.0, atol=tolerance)
-        is_narrow = all(torch.equal(param.grad, param.grad.half().float()) for param in ddp.parameters())
-        assert is_narrow == (name == "FP16_COMPRESS")
-
-
 class Counting(nn.Module):
     """Two buffers, of which a forward adds to one; the forward remembers what it found."""
 
@@ -136,14 +496,14 @@ class Counting(nn.Module):
 def test_a_hook_of_the_users_may_synchronise_buffers(location: _BufferCommHookLocation | None) -> None:
     model, seen, after = Counting(), [], []
 
-    def hook(state: object, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]]:
+    def hook(state: object, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]] | None:
         seen.append((state, list(named_buffers), torch.is_grad_enabled()))
         works = [dist.all_reduce(buffer, async_op=True) for buffer in named_buffers.values()]
         if location is not BEFORE:
             return [work.get_future() for work in works]
         for work in works:  # futures are for the end of backward, and this forward needs the result
             work.wait()
-        return []
+        return None  # as torch's usual one does
 
     with wrapped(model, ignore=("left_alone",)) as ddp:
         ddp._register_buffer_comm_hook("state", hook, *(() if location is None else (location,)))
@@ -166,18 +526,6 @@ def test_a_hook_of_the_users_may_synchronise_buffers(location: _BufferCommHookLo
     assert seen == [("state", ["table"], False)] * 2
 
 
-@in_ranks(2, 3)
-def test_a_buffer_hook_need_not_return_futures() -> None:
-    """Torch's usual one returns nothing."""
-    model = Counting()
-    with wrapped(model) as ddp:
-        ddp._register_buffer_comm_hook(None, lambda _, named_buffers: dist.all_reduce(named_buffers["table"]))
-        for _ in range(2):
-            ddp(noise(1, 2)).sum().backward()
-    total = sum(range(1, dist.get_world_size() + 1))
-    assert [*model.found, model.table.item()] == [0.0, total, total * dist.get_world_size() + total]
-
-
 @in_ranks(2)
 def test_buffers_have_their_names_without_the_ignored_ones() -> None:
     case = CASES["convolutions"]
@@ -197,16 +545,6 @@ def test_buffers_have_their_names_without_the_ignored_ones() -> None:
 
 
 @in_ranks(2, 3)
-def test_buffers_stay_each_ranks_own_while_that_is_switched_off() -> None:
-    model = Counting()
-    with wrapped(model) as ddp:
-        for step in range(3):
-            ddp.require_forward_param_sync = step == 2
-            ddp(noise(1, 2)).sum().backward()
-    assert model.found == [0.0, dist.get_rank() + 1, 2.0]  # rank 0 has added 1 twice
-
-
-@in_ranks(2, 3)
 def test_switches_of_torchs_are_accepted() -> None:
     model = mlp()
     with wrapped_and_bare(model, bucket_cap_mb=1e-6) as (ddp, bare), warnings.catch_warnings(record=True) as caught:
@@ -216,6 +554,9 @@ def test_switches_of_torchs_are_accepted() -> None:
         ddp._set_ddp_sink_clone(False)
         ddp._set_ddp_runtime_logging_sample_rate(1)
         ddp._set_sparse_metadata({})
+        for is_required in (False, True):  # of which no_sync() is the context
+            ddp.require_backward_grad_sync = is_required
+            assert (ddp.require_backward_grad_sync, ddp.sync.is_accumulating) == (is_required, not is_required)
         backward_alike(ddp, bare, MLP.loss, steps=[0])
         assert ddp._get_ddp_logging_data() == {
             "module_name": "Sequential",
@@ -232,22 +573,3 @@ def test_switches_of_torchs_are_accepted() -> None:
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
     said = [(str(each.message), each.filename == __file__) for each in caught]
     assert said == [("You've set static_graph to be True, no need to set it again.", True)]
-
-
-@in_ranks(2)
-def test_the_wrapper_has_torchs_attributes() -> None:
-    attributes = {
-        "dim": 0,
-        "device_ids": None,
-        "output_device": None,
-        "device_type": "cpu",
-        "is_multi_device_module": False,
-        "device_mesh": None,
-        "static_graph": False,
-        "device": torch.device("cpu"),
-        "process_group": dist.group.WORLD,
-        "join_process_group": dist.group.WORLD,
-        "join_device": torch.device("cpu"),
-    }
-    with wrapped(mlp()) as ddp:
-        assert {name: getattr(ddp, name) for name in attributes} == attributes

@@ -15,7 +15,7 @@ from support.drop_in import TIMEOUT_S, average_each, require_same_on_every_rank
 from support.errors import text_of
 from support.models import noise
 from support.naive import require_same
-from support.ranks import Ranks
+from support.ranks import Ranks, in_ranks
 from undertow import DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig
 
 
@@ -107,7 +107,8 @@ def test_a_gradient_that_a_function_writes_itself_is_averaged(
         assert unused == ("never",)
 
 
-def written_in_eager_form() -> None:
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+def test_a_gradient_that_is_written_too_late_for_an_eager_step_is_an_error() -> None:
     """What comes after a bucket was stepped is an error, as from autograd; what comes before is not."""
     for kind, expected in (
         ("in the middle", None),
@@ -131,11 +132,8 @@ def written_in_eager_form() -> None:
         ddp.close()
 
 
-def test_a_gradient_that_is_written_too_late_for_an_eager_step_is_an_error(fresh_pair: Ranks) -> None:
-    fresh_pair.run(written_in_eager_form, timeout_s=TIMEOUT_S)
-
-
-def written_on_one_rank() -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_rank_that_does_not_use_what_another_writes_gets_the_mean() -> None:
     """Rank 1 does not use the fused layer, and gets the mean all the same; then no rank does, and gradients stay."""
     model = Model()
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-6)
@@ -151,11 +149,9 @@ def written_on_one_rank() -> None:
     ddp.close()
 
 
-def test_a_rank_that_does_not_use_what_another_writes_gets_the_mean(two_ranks: Ranks) -> None:
-    two_ranks.run(written_on_one_rank, timeout_s=TIMEOUT_S)
-
-
-def assigned_by_hand(of_some: bool) -> None:
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("of_some", [False, True])
+def test_gradients_assigned_by_hand_are_averaged_before_the_step(of_some: bool) -> None:
     """Of all parameters: no backward runs, and the synchronization that the forward owes comes before the optimizer's step.
 
     Of some: the others' backward comes after it, and takes up the plan in the order observed.
@@ -180,11 +176,6 @@ def assigned_by_hand(of_some: bool) -> None:
             torch.optim.SGD(params, lr=0.1).step()
         require_same(*({key: it.detach() for key, it in each.named_parameters()} for each in (model, bare)))
     ddp.close()
-
-
-@pytest.mark.parametrize("of_some", [False, True])
-def test_gradients_assigned_by_hand_are_averaged_before_the_step(two_ranks: Ranks, of_some: bool) -> None:
-    two_ranks.run(assigned_by_hand, of_some, timeout_s=TIMEOUT_S)
 
 
 def summed(way: str, set_to_none: bool) -> str | None:
