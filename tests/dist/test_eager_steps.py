@@ -273,35 +273,6 @@ def test_a_recomputation_with_updated_parameters_is_an_error_on_every_rank(calls
             backward(ddp, opt, 2)
 
 
-def freezing_step(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-    """There are synchronizations with whole gradients in between."""
-    if step in (3, 6):
-        ddp.module[0].weight.requires_grad_(step == 6)
-    one_step(ddp, opt, step)
-
-
-def late_reduction(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-    opt.zero_grad()
-    with ddp.no_sync():
-        MLP.loss(ddp, step).backward()
-    ddp.sync.reduce_gradients_async().wait()
-    opt.step()
-
-
-def scheduled_step(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-    if step == 0:
-        ddp.scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda number: 1 / (1 + number))
-    one_step(ddp, opt, step)
-    ddp.scheduler.step()
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("each", [freezing_step, late_reduction, scheduled_step])
-def test_a_step_may_be_another_one_than_the_last(each: Any) -> None:
-    barrier, eager = (trained(MLP, "zero1", "SGD", eager=eager, num_steps=10, each=each, **ORDERED) for eager in (False, True))
-    require_equal(barrier, eager)
-
-
 CAPS = {"bucket_cap_mb": (1e-4, 1e-3)}
 
 

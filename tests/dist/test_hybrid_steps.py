@@ -28,7 +28,6 @@ from support.sharded import (
     mesh_of,
     one_step,
     parameters,
-    require_bits,
     require_equal,
     require_moved,
     require_same_everywhere,
@@ -103,20 +102,6 @@ def test_the_norm_counts_every_gradient_once(norm_type: float) -> None:
             opt.step()
             plain.step()
         require_equal(parameters(bare), parameters(ddp))
-
-
-# In the middle of training, with gathers under way.
-@in_ranks(4)
-def test_a_rank_may_evaluate_alone() -> None:
-    def evaluate(ddp: Any, _opt: Any, step: int) -> None:
-        if dist.get_rank() == (step - 1) % 4 and step > 0:
-            ddp.eval()
-            with torch.no_grad():
-                TIED.loss(ddp, 100)
-            assert sharding_of(ddp).gathers.in_flight == {}
-            ddp.train()
-
-    require_bits(TIED, "AdamW", num_steps=7, before=evaluate)
 
 
 # One rank is a step ahead of the others, of its row too: no bucket is stepped on such a sum.

@@ -43,6 +43,7 @@ class Program:
     is_eager: bool = False
     is_attached: bool = False
     has_hook: bool = False
+    has_momentum: bool = True
     plan: str = "each"
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -137,7 +138,8 @@ class Reference:
     def reduced(self, parts: list[Tensor], op: str) -> Tensor:
         """Added up in rank order, row by row on a mesh, with 32 bits at least."""
         wide = [part.float() if part.dtype.itemsize == 2 else part for part in parts]
-        rows = [wide[:2], wide[2:]] if self.program.strategy == "hybrid" else [wide]
+        half = self.num_ranks // 2
+        rows = [wide[:half], wide[half:]] if self.program.strategy == "hybrid" else [wide]
         return (chain([chain(row) for row in rows]) / (1 if op == "sum" else self.num_ranks)).to(parts[0].dtype)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
@@ -160,6 +162,7 @@ class Run:
         self.reference = Reference(self.bare, program)
         self.losses: list[tuple[Tensor, Tensor]] = []  # of forwards whose backward is to come
         self.held: list[tuple[Tensor, Tensor]] = []
+        self.late_ops: list[tuple[int, list[OpKind]]] = []
         self.num_forwards, self.is_synchronized = 0, False
         for event in events_of(program.before):
             self.happen(event)
@@ -173,7 +176,7 @@ class Run:
 
     def make_optimizers(self) -> None:
         how = {"lr": LEARNING_RATE}
-        if not self.program.has("table", "bag"):
+        if self.program.has_momentum and not self.program.has("table", "bag"):
             how |= {"momentum": 0.5, "weight_decay": 0.01}
         self.optimizers: list[Any] = [torch.optim.SGD(model.parameters(), **how) for model in (self.module, self.bare)]
         if self.program.strategy != "ddp":
@@ -186,6 +189,8 @@ class Run:
 
     def close(self) -> None:
         self.handle.close()
+        for rank, late in self.late_ops:
+            assert (late != []) == (rank == self.rank)
         for grad, copied in self.held:
             assert torch.equal(grad.to_dense(), copied.to_dense()), "a gradient that the user holds has changed"
 
@@ -292,12 +297,15 @@ class Run:
             if not is_exact:  # nor may the difference grow
                 wanted.grad = ours.to_dense().clone()
 
-    def step(self) -> None:
+    def step(self, how: str = "") -> None:
+        """After a step that is "flying" the next event comes while parameters are on their way."""
         is_finite = all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None)
         for optimizer in self.optimizers[: 2 if is_finite else 1]:
             optimizer.step()
         self.reference.has_shards = sharding_of(self.sync) is not None
         self.reference.used.clear()
+        if how == "flying":
+            return
         self.sync.wait()
         for (name, ours), wanted in zip(self.module.named_parameters(), self.bare.parameters(), strict=True):
             assert torch.equal(ours, wanted), name
@@ -407,7 +415,7 @@ class Run:
 
     def late(self, rank: str, kind: str) -> None:
         """From now on a rank is late with every op of a kind."""
-        late_ops(self.sync, OpKind(kind), int(rank), seconds=0.005)
+        self.late_ops.append((int(rank), late_ops(self.sync, OpKind(kind), int(rank), seconds=0.005)))
 
     def fail(self, where: str = "") -> None:
         """A forward or a backward fails on the ranks that say where, and backward on the others therefore; all drop gradients."""
@@ -429,8 +437,8 @@ def events_of(text: str) -> Iterator[str]:
 
 def run(program: Program) -> None:
     """Runs a program on this rank; a failure names the event and the program."""
-    with mesh_of(2, 2) if program.strategy == "hybrid" else contextlib.nullcontext() as mesh:
-        of_rank = Run(program) if mesh is None else Run(program, device_mesh=mesh)
+    with mesh_of(2, dist.get_world_size() // 2) if program.strategy == "hybrid" else contextlib.nullcontext() as mesh:
+        of_rank = Run(program, **({"mesh" if program.is_attached else "device_mesh": mesh} if mesh is not None else {}))
         try:
             for number, event in enumerate([*events_of(program.events)] * program.times):
                 try:
