@@ -30,7 +30,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Network]]:
 
 
 def measure(*systems: str, num_ranks: int) -> dict[str, str]:
-    """The errors by system."""
     kind = kind_of("none", num_ranks, "cuda", has_namespaces=False)
     place = {"workload": catalog.WORKLOADS["gpt"], "num_ranks": num_ranks, "link": "none", "kind": kind, "device": "cuda"}
     what = {"systems": tuple(catalog.SYSTEMS[name] for name in systems), "effort": Effort(num_turns=1, has_start_up=False)}

@@ -26,12 +26,10 @@ def rows(name: str, *ranks: dict[str, Any], start_up: Any = ()) -> list[dict[str
 
 
 def ms(*times: float, **more: Any) -> dict[str, Any]:
-    """Two turns, if one time is given."""
     return played(list(times) if len(times) > 1 else [times[0]] * 2, **more)
 
 
 def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
-    """The start of one process."""
     stamps = dict.fromkeys(("import_s", "wrap_s", "first_step_s"), seconds)
     return {"torch_import_s": 1.0, "peak_rss_mb": 300.4, "peak_device_mb": None, "systems": {system: stamps}, **changes}
 

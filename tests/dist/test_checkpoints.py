@@ -269,14 +269,12 @@ def test_a_save_that_fails_on_a_rank_fails_on_all_and_leaves_the_one_before(path
 
 
 def same_text(call: Callable[[], object]) -> str:
-    """What the error of a checkpoint says, which is the same on every rank."""
     text = text_of(CheckpointError, call)
     assert from_all(text) == [text] * dist.get_world_size()
     return text
 
 
 def text_of_loading(path: Path, setup: Setup, *, only_model: bool = False) -> str:
-    """What a load says that changes nothing."""
     with trained_by(setup, seed=8) as (model, optimizer):
         before = copied(whole_state(model, optimizer))
         text = same_text(lambda: load_checkpoint(path, model, None if only_model else optimizer))
@@ -387,8 +385,6 @@ def test_a_checkpoint_of_something_else_is_refused(path: Path, given: Setup, onl
 
 
 class Counting(nn.Linear):
-    """A module with a state that is no tensor."""
-
     num_calls = 0
 
     def get_extra_state(self) -> dict[str, int]:

@@ -30,7 +30,6 @@ Read = Callable[[DistributedDataParallel, Any], Parameters]
 
 
 def started(*, on_mesh: bool = False) -> AbstractContextManager[Any]:
-    """A model and its optimizer in eager form, over all ranks or on a mesh of 2 x 2."""
     return hybrid(fragile(), "SGD", eager=True, **SMALL) if on_mesh else training(fragile(), "zero1", "SGD", eager=True, **SMALL)
 
 
@@ -48,7 +47,6 @@ def one_step(ddp: DistributedDataParallel, opt: Any, step: int, *, weight: float
 
 
 def train(ddp: DistributedDataParallel, opt: Any, num_steps: int = 3, **how: Any) -> Parameters:
-    """The parameters after so many steps."""
     for step in range(num_steps):
         one_step(ddp, opt, step, **how)
     return parameters(ddp)

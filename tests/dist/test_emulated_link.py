@@ -166,8 +166,6 @@ def test_an_error_of_gloo_reaches_whoever_waits(link: EmulatedLink) -> None:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What one rank saw of an exchange."""
-
     is_right: bool
     began_s: float
     ended_s: float

@@ -53,7 +53,6 @@ def is_refused() -> None:
 
 
 def held() -> Counter[str]:
-    """How many of each this rank has."""
     gc.collect()
     threads = Counter(f"thread {thread.name}" for thread in threading.enumerate())
     descriptors = Counter(_target(entry) for entry in os.listdir("/proc/self/fd"))

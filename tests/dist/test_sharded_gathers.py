@@ -98,7 +98,6 @@ class Elsewhere(nn.Module):
 
 
 def slowly(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
-    """From the fourth step on gathers are slow."""
     if step == 3:
         slow_gathers(ddp, seconds=0.005)
 

@@ -41,7 +41,7 @@ STEPS = {
         events=f"{IN_PLACE}, accumulate, forward 02, accumulate, forward 012, backward, step flying"
     ),
     "weighted micro-batches": Program(
-        events="zero, forward 012, weight 1|3, accumulate, forward 02, weight 2|4, accumulate, forward 0, weight 5|7, backward, step"
+        events="zero, forward 01, weight 1|3, accumulate, forward 2, weight 2, accumulate, forward 0, weight 5|7, backward, step"
     ),
     "reduced by hand": Program(events=f"{STEP}, zero, forward 012, accumulate, reduce, step flying"),
     "gradients that are never cleared": Program(events="forward 012, backward, step flying"),

@@ -198,7 +198,6 @@ WRITES = {
 
 
 def slowly(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
-    """From the third step on gathers are slow."""
     if step == 2:
         slow_gathers(ddp)
 

@@ -115,7 +115,6 @@ def test_full_states_go_to_a_plain_optimizer_and_back(strategy: str, case: str) 
 
 
 def taken_from(setup: Setup, state: dict[str, Any], *, steps: range) -> dict[str, Any]:
-    """The whole state after these steps from another one."""
     with trained_by(setup, seed=8) as (model, optimizer):
         load_whole(model, optimizer, state)
         train(setup, model, optimizer, steps=steps)

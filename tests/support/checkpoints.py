@@ -47,7 +47,6 @@ def case_of(setup: Setup) -> Case:
 
 @contextlib.contextmanager
 def trained_by(setup: Setup, *, num_steps: int = 0, seed: int = 7) -> Iterator[tuple[DistributedDataParallel, Any]]:
-    """A model and its optimizer after so many steps."""
     torch.manual_seed(seed)
     cls, settings = OPTIMIZERS[setup.optimizer]
     strategy = None if setup.strategy == "ddp" else setup.strategy
@@ -82,7 +81,6 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def state_after(setup: Setup, num_steps: int) -> dict[str, Any]:
-    """The whole state after so many steps without a break."""
     with trained_by(setup, num_steps=num_steps) as both:
         return whole_state(*both)
 
@@ -116,5 +114,4 @@ def rewrite(path: Path, change: Callable[[Any], object]) -> None:
 
 
 def require_equal(ours: Any, wanted: Any, where: str = "") -> None:
-    """To the bit, in all that is nested."""
     torch.testing.assert_close(ours, wanted, rtol=0.0, atol=0.0, equal_nan=True, msg=lambda text: f"{where}: {text}")

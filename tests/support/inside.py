@@ -64,17 +64,14 @@ def engine_of(model: Model) -> Engine:
 
 
 def generation_of(model: Model) -> int:
-    """How many plans have been in force before the present one."""
     return engine_of(model).generation
 
 
 def assembly_of(model: Model) -> Assembly:
-    """The present plan, ready to run."""
     return engine_of(model).formation.assembly
 
 
 def executor_of(model: Model) -> Executor:
-    """The buckets of the present plan."""
     return assembly_of(model).executor
 
 
@@ -123,8 +120,6 @@ def nothing(_op: Op) -> None:
 
 
 class _Observers:
-    """Calls one after the other, those that were added first."""
-
     def __init__(self) -> None:
         self._before: list[OpCall] = []
         self._after: list[OpCall] = []
@@ -143,7 +138,6 @@ class _Observers:
 
 
 def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
-    """`with` it ranks of the demo call that function."""
     return mock.patch.object(undertow.demo.run, "_run_rank", target)
 
 
@@ -216,14 +210,12 @@ def around_waits(passes: Callable[[str], object]) -> None:
 
 
 def opened_group() -> OwnGroup:
-    """A clone of the default group, as every model has one."""
     group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
     group.open()
     return group
 
 
 def cloned_group() -> dist.ProcessGroup:
-    """A clone of the default group, as torch.distributed has it."""
     return GroupRef.of(dist.group.WORLD).clone()
 
 
@@ -301,7 +293,6 @@ def late_calls(owner: Any, name: str, *, seconds: float, rank: int | None = None
 
 
 def late_gathers(model: Model, *, seconds: float) -> None:
-    """Has every all-gather of this rank leave late, in the thread that sends it."""
     late_calls(exchanges_of(model), "_post_all_gather", seconds=seconds)
 
 
@@ -321,7 +312,6 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
 
 
 def bucket_of_a_hook(index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> HookedBucket:
-    """A bucket as communication hooks get it."""
     return HookedBucket(index, buffer, parameters, is_last=is_last)
 
 
@@ -335,17 +325,14 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def without_a_ring() -> contextlib.AbstractContextManager[object]:
-    """Inside, ranks cannot connect to their neighbours."""
     return mock.patch.object(private, "gloo_device", side_effect=RuntimeError("no such interface"))
 
 
 def of_version(version: str) -> contextlib.AbstractContextManager[object]:
-    """Inside, the library says that it has that version."""
     return mock.patch.object(agreement, "__version__", version)
 
 
 def on_device(name: str) -> contextlib.AbstractContextManager[object]:
-    """Inside, all parameters are said to be on that device."""
     described = members.spec_of
 
     def named(*args: Any, **kwargs: Any) -> ParamSpec:
@@ -417,7 +404,6 @@ def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
 
 
 def post(model: Model, work: Callable[[], object]) -> None:
-    """Has the thread that posts exchanges do some other work."""
     exchanges_of(model)._posting.submit(work)  # type: ignore[attr-defined]
 
 
@@ -432,7 +418,6 @@ def gathers_behind(model: Model) -> Any:
 
 
 def interleave(model: Model, behind: Any) -> None:
-    """Has gathers leave behind these reductions from now on."""
     assembly_of(model).interleave(behind)
     engine_of(model).formation.watch.tuning._order = (sync_of(model).plan.groups, behind)
 
@@ -443,7 +428,6 @@ def step_times(usual_us: Callable[[Sequence[Any]], float]) -> contextlib.Abstrac
 
 
 def records_of(model: Model) -> Any:
-    """What is known of the steps under the present plan."""
     return sync_of(model)._recorder.records(generation=generation_of(model))
 
 
@@ -477,13 +461,11 @@ def is_placeholder(gradient: object) -> bool:
 
 
 def num_state_elements(optimizer: Any) -> int:
-    """The elements of all state that this rank holds."""
     states = [state for inner in optimizer._inners.values() for state in inner.optimizer.state.values()]
     return sum(value.numel() for state in states for value in state.values())
 
 
 def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None:
-    """Opens the module on all ranks, arranged as these rows."""
     world = GroupRef.of(dist.group.WORLD)
     group = GroupRef(world.ranks, world.backend, world.timeout, rows=rows)
     with contextlib.closing(Sync(module, process_group=group, config=SyncConfig(strategy="hybrid"))) as sync:
@@ -491,10 +473,8 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
 
 
 def stored_entries_of(path: Path) -> dict[str, Entry]:
-    """What the metadata of a checkpoint says is stored, by name."""
     return stored_entries((path / ".metadata").read_bytes())
 
 
 def rows_of(model: Model) -> Any:
-    """How the ranks are arranged on a mesh."""
     return sync_of(model).group_reference.rows

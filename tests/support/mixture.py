@@ -25,8 +25,6 @@ ROUTES = (((0, 1), (0,), (1,), (0, 1)), ((0,), (1,), (1,), (1,)), ((), (), (0, 1
 
 
 class Mixture(nn.Module):
-    """Two experts on each rank, and dense layers around them."""
-
     def __init__(self, names: Sequence[str] = ("0", "1")) -> None:
         super().__init__()
         self.names = tuple(names)
@@ -106,13 +104,11 @@ def steps_alike(
     loss: Callable[[nn.Module, int], Tensor] = loss,
     **divisors: float,
 ) -> None:
-    """Backwards of both models, whose gradients must be the same to the bit."""
     mean = partial(reduce_naively, group=group, **divisors)
     backward_alike(ddp, bare, loss, steps=steps, mean=mean, require=require_equal_gradients)
 
 
 def trained_naively(model: nn.Module, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, *, num_steps: int) -> None:
-    """Trains a bare model."""
     for step in range(num_steps):
         optimizer.zero_grad()
         loss(model, step).backward()

@@ -42,13 +42,11 @@ _ON_A_MESH = ({"strategy": "hybrid"}, {"strategy": "hybrid", "eager": True})
 
 
 def ways() -> tuple[dict[str, Any], ...]:
-    """The ways to train in shards that these ranks have."""
     return _ON_A_MESH if dist.get_world_size() == 4 else _IN_SHARDS
 
 
 @contextlib.contextmanager
 def mesh_of(*shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> Iterator[DeviceMesh]:
-    """A mesh of all ranks, whose groups are gone afterwards."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     try:
         yield mesh
@@ -84,7 +82,6 @@ def training(
 def stepped(
     num_steps: int, strategy: str = "zero1", optimizer: str = "SGD", *, case: Case = MLP, **settings: Any
 ) -> Iterator[tuple[DistributedDataParallel, Any]]:
-    """The same after some steps."""
     with training(case.model(), strategy, optimizer, **settings) as (ddp, opt):
         for number in range(num_steps):
             step_of(ddp, opt, case, number)
@@ -92,7 +89,6 @@ def stepped(
 
 
 def hybrid(model: nn.Module, optimizer: str = "AdamW", **settings: Any) -> Any:
-    """As `training`, on a mesh."""
     return training(model, "hybrid", optimizer, **settings)
 
 
@@ -177,7 +173,6 @@ def parameters(ddp: nn.Module) -> Parameters:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Every rank's value, on each of them."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -190,7 +185,6 @@ def require_equal(first: Parameters, second: Parameters, *, what: str = "") -> N
 
 
 def require_moved(before: Parameters, after: Parameters) -> None:
-    """Every parameter has other values."""
     assert [name for name in before if torch.equal(before[name], after[name])] == []
 
 

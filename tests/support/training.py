@@ -52,8 +52,6 @@ def loss_of(model: nn.Module, step: int, rank: int, *, micro_batch: int = 0, lea
 
 @dataclass
 class Training:
-    """What the script of one rank does. Subclasses are other ways to do it."""
-
     points: Points
     strategy: str = "ddp"
     is_eager: bool = False
