@@ -96,7 +96,7 @@ def run_chain(pools: dict[int, Ranks], folder: Path, setup: Setup, stages: list[
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer"])
 def test_training_goes_on_with_the_same_bits(
     pools: dict[int, Ranks], tmp_path: Path, case: str, optimizer: str, chain: str
@@ -107,8 +107,8 @@ def test_training_goes_on_with_the_same_bits(
 @pytest.mark.parametrize(
     ("setup", "stages"),
     [
-        (Setup("oddities", optimizer="nadam"), FROM_FOUR),
-        *((setup, BY_MESHES) for setup in (Setup(), Setup("brain"), Setup("tied transformer", optimizer="sgd"))),
+        (Setup("oddities", optimizer="NAdam"), FROM_FOUR),
+        *((setup, BY_MESHES) for setup in (Setup(), Setup("brain"), Setup("tied transformer", optimizer="SGD"))),
     ],
     ids=["oddities of four ranks", "mlp by meshes", "brain by meshes", "tied transformer by meshes"],
 )
@@ -120,10 +120,10 @@ def test_so_it_does_from_more_ranks_and_over_meshes(
 
 SETUPS = {
     "brain": Setup("brain"),
-    "brain by sgd": Setup("brain", "zero2", "sgd"),
+    "brain by sgd": Setup("brain", "zero2", "SGD"),
     "oddities": Setup("oddities"),
-    "amsgrad": Setup(optimizer="amsgrad"),
-    "plain sgd": Setup(optimizer="plain sgd"),
+    "amsgrad": Setup(optimizer="Adam"),
+    "plain sgd": Setup(optimizer="plain SGD"),
 }
 ON_A_MESH = Setup(strategy="hybrid", mesh=(2, 2))
 
@@ -374,7 +374,7 @@ def test_a_state_of_another_shape_than_its_parameter_is_refused(path: Path) -> N
     ("given", "only_model", "expected"),
     [
         (Setup("convolutions"), False, "the checkpoint has no '0.0.weight', which the model has."),
-        (Setup(optimizer="sgd"), False, "the checkpoint holds the state of AdamW, and the optimizer is SGD."),
+        (Setup(optimizer="SGD"), False, "the checkpoint holds the state of AdamW, and the optimizer is SGD."),
         (Setup("oddities"), True, "the checkpoint has no 'empty', which the model has."),
     ],
     ids=["another model", "another optimizer", "the model alone"],

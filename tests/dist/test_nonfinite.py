@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,12 @@ from dist.test_events import collectives
 from dist.test_late_arrivals import Layers as PartsOfLayers
 from support.alike import heard, of_all_ranks
 from support.errors import text_of
-from support.hybrid import hybrid
 from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
 from support.models import Branches, noise
+from support.naive import wrapped
 from support.ranks import in_ranks
-from support.sharded import Parameters, optimizer_for, parameters, require_equal, training
+from support.sharded import Parameters, hybrid, optimizer_for, parameters, require_equal, training
 from undertow import (
     ConfigError,
     DistributedDataParallel,
@@ -68,12 +68,6 @@ def train(ddp: nn.Module, optimizer: Any, step: int, *, factor: float | None = N
     optimizer.zero_grad()
     backward(ddp, step, factor=factor)
     optimizer.step()
-
-
-@contextlib.contextmanager
-def wrapped(model: nn.Module, **settings: Any) -> Iterator[DistributedDataParallel]:
-    with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(**settings))) as ddp:
-        yield ddp
 
 
 def found(rank: int, *, step: int = BAD_STEP) -> str:
@@ -186,23 +180,6 @@ def require_one_skipped(ddp: nn.Module, step: Callable[[int, float | None], obje
 def test_all_ranks_of_a_mesh_skip_the_same_step() -> None:
     with hybrid(Layers(), "AdamW", nonfinite="skip", auto_tune=False) as (ddp, optimizer):
         require_one_skipped(ddp, lambda step, factor: train(ddp, optimizer, step, factor=factor), optimizer)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("later", [False, True], ids=["no_sync", "each synchronises"])
-@pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_bad_micro_batch_spoils_its_step_and_no_other(strategy: str, when: int, later: bool, op: str) -> None:
-    with training(Layers(), strategy, nonfinite="skip", op=op) as (ddp, optimizer):
-        for step, num_skipped in enumerate([0, 1, 1, 1]):
-            optimizer.zero_grad()
-            for micro in range(3):
-                with ddp.no_sync() if micro < 2 and not later else contextlib.nullcontext():
-                    backward(ddp, 3 * step + micro, factor=torch.inf if (step, micro) == (1, when) else None)
-            optimizer.step()
-            assert has_skipped(ddp) == num_skipped
-        assert all(param.isfinite().all() for param in parameters(ddp).values())
 
 
 @in_ranks(2)

@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from support.errors import text_of
-from support.hybrid import hybrid
 from support.inside import late_ops
 from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
 from support.models import mlp, noise
 from support.ranks import Ranks, RanksFailed, in_ranks
-from support.sharded import training
+from support.sharded import hybrid, training
 from undertow import DistributedDataParallel, ExpertGroup, ReplicaMismatch, SyncConfig
 from undertow.schedule import OpKind
 

@@ -132,7 +132,7 @@ def test_wide_values_that_a_plain_optimizer_has_left_behind_are_not_taken_back()
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd", "nadam"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "plain SGD", "NAdam"])
 def test_a_full_state_has_what_torchs_has_of_every_parameter(optimizer: str) -> None:
     ours, torchs = (
         {
@@ -270,7 +270,7 @@ def test_they_save_and_load_whole_states_too(two_ranks: Ranks, three_ranks: Rank
 
 @in_ranks(1, 2, 3)
 @pytest.mark.parametrize("case", ["mlp", "brain", "oddities", "convolutions"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd", "nadam"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "plain SGD", "NAdam"])
 def test_asking_before_training_changes_no_parameter(case: str, optimizer: str) -> None:
     setup = in_shards(case, optimizer=optimizer)
     with trained_by(setup) as (model, optimizer):
@@ -285,7 +285,7 @@ def test_asking_before_training_changes_no_parameter(case: str, optimizer: str) 
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "plain SGD"])
 @pytest.mark.parametrize("case", ["mlp", "brain"])
 def test_asking_during_training_changes_nothing(case: str, optimizer: str) -> None:
     setup = in_shards(case, optimizer=optimizer)

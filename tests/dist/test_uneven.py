@@ -15,11 +15,10 @@ from torch.distributed.algorithms.join import Join
 
 import undertow
 from support.errors import text_of
-from support.hybrid import mesh_of
 from support.models import mlp, noise
 from support.naive import require_same
 from support.ranks import Ranks, in_ranks
-from support.sharded import OPTIMIZERS, parameters, require_equal
+from support.sharded import OPTIMIZERS, mesh_of, parameters, require_equal
 from undertow import DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig
 
 BATCHES = {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.alike import backward_alike, require_equal_gradients, require_equal_values  # noqa: F401  # one place for mixtures
-from support.hybrid import chain
+from support.sharded import chain
 from undertow import DistributedDataParallel, ExpertGroup, SyncConfig
 
 MATCH = "*experts.*"

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from support.hybrid import chain, mesh_of
 from support.inside import late_ops, sharding_of
 from support.models import noise
+from support.sharded import chain, mesh_of
 from support.units import IN_PARTS, WIDTH, Units, made
 from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, attach
 from undertow.schedule import OpKind

@@ -19,6 +19,7 @@ Parameters = dict[str, Tensor]
 Step = Callable[[Any, Any, int], None]  # what a model and its optimizer do in the step of that number
 OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "plain SGD": (torch.optim.SGD, {"lr": 0.1}),
     "Nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "foreach": True}),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
@@ -67,7 +68,8 @@ def training(
     optimizer: str = "AdamW",
     *,
     eager: bool = False,
-    shape: tuple[int, int] = (2, 2),
+    state_dict: str = "full",
+    shape: tuple[int, ...] = (2, 2),
     **settings: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Any]]:
     """The wrapped model with an optimizer that goes with the strategy; on a mesh of that shape where it needs one."""
@@ -75,7 +77,7 @@ def training(
         mesh = stack.enter_context(mesh_of(*shape)) if strategy == "hybrid" else None
         ddp = DistributedDataParallel(model, device_mesh=mesh, config=SyncConfig(strategy=strategy, **settings))
         stack.callback(ddp.close)
-        yield ddp, optimizer_for(ddp, strategy, optimizer, eager=eager)
+        yield ddp, optimizer_for(ddp, strategy, optimizer, eager=eager, state_dict=state_dict)
 
 
 @contextlib.contextmanager
@@ -92,9 +94,9 @@ def hybrid(model: nn.Module, optimizer: str = "AdamW", **settings: Any) -> Any:
     return training(model, "hybrid", optimizer, **settings)
 
 
-def optimizer_for(ddp: DistributedDataParallel, strategy: str, name: str = "AdamW", *, eager: bool = False) -> Any:
+def optimizer_for(ddp: DistributedDataParallel, strategy: str, name: str = "AdamW", **how: Any) -> Any:
     cls, settings = OPTIMIZERS[name]
-    return cls(ddp.parameters(), **settings) if strategy == "ddp" else ShardedOptimizer(cls, ddp, eager=eager, **settings)
+    return cls(ddp.parameters(), **settings) if strategy == "ddp" else ShardedOptimizer(cls, ddp, **how, **settings)
 
 
 def trained(
