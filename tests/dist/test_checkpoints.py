@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from support.alike import of_all_ranks
 from support.checkpoints import (
     Setup,
     copied,
@@ -36,7 +37,6 @@ from support.checkpoints import (
 from support.errors import text_of
 from support.inside import stored_entries_of
 from support.ranks import Ranks, RanksFailed, in_ranks
-from support.sharded import from_all
 from undertow import CheckpointError, DistributedDataParallel, attach, has_checkpoint, load_checkpoint, save_checkpoint
 
 
@@ -270,7 +270,7 @@ def test_a_save_that_fails_on_a_rank_fails_on_all_and_leaves_the_one_before(path
 
 def same_text(call: Callable[[], object]) -> str:
     text = text_of(CheckpointError, call)
-    assert from_all(text) == [text] * dist.get_world_size()
+    assert of_all_ranks(text) == [text] * dist.get_world_size()
     return text
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from support.alike import of_all_ranks
 from support.checkpoints import copied
 from support.checkpoints import require_equal as require_same_states
 from support.errors import text_of
@@ -27,7 +28,6 @@ from support.sharded import (
     ORDERED,
     SMALL,
     TIED,
-    from_all,
     one_step,
     optimizer_for,
     parameters,
@@ -282,7 +282,7 @@ def test_rank_0_plans_the_lane_and_all_follow() -> None:
     before = lambda ddp, _opt, _step: orders.append(gathers_behind(ddp))  # noqa: E731
     require_bits(TIED, "AdamW", num_steps=17, before=before, among=[IN_BACKWARD], plans=[CAPS])  # enough for a look
     assert orders[0] is None  # behind the last reduction, while nothing is known
-    assert all(of_rank == orders for of_rank in from_all(orders))
+    assert all(of_rank == orders for of_rank in of_all_ranks(orders))
     assert sorted(bucket for behind in orders[-1] for bucket in behind) == list(range(len(orders[-1])))
 
 
@@ -310,7 +310,7 @@ def test_an_order_that_is_measured_to_be_slower_is_given_up() -> None:
     assert reasons[-1].endswith(
         "; gathers leave behind the last reduction, which was measured to be faster than between reductions"
     )
-    assert from_all(reasons) == [reasons] * 2  # after every step: rank 0 has judged, and told
+    assert of_all_ranks(reasons) == [reasons] * 2  # after every step: rank 0 has judged, and told
 
 
 # Look after look another plan, taken with its state; in between rounds that are measured in another order.

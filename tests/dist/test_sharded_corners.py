@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from support.alike import of_all_ranks
 from support.errors import text_of
 from support.inside import late_gathers, post
 from support.models import noise
@@ -25,7 +26,6 @@ from support.sharded import (
     ORDERED,
     SMALL,
     Parameters,
-    from_all,
     one_step,
     optimizer_for,
     parameters,
@@ -213,7 +213,7 @@ def test_a_gradient_that_is_not_synchronised_is_an_error_on_every_rank(eager: bo
     with stepped(2, eager=eager, **SMALL) as (ddp, opt):
         opt.zero_grad()
         MLP.loss(ddp, 2).backward()
-        owned = from_all([bool(parts) for parts in opt.owned_parts().values()])
+        owned = of_all_ranks([bool(parts) for parts in opt.owned_parts().values()])
         index = list(zip(*owned, strict=True)).index((False, True))
         with ddp.no_sync():
             (2 * list(opt.owned_parts())[index]).sum().backward()

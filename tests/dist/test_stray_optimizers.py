@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from support.alike import of_all_ranks
 from support.errors import text_of
 from support.ranks import in_ranks
-from support.sharded import from_all
 from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, ShardedOptimizer, attach
 
 SGD = torch.optim.SGD
@@ -67,7 +67,7 @@ def test_ranks_that_have_not_dropped_the_first_alike_are_told_so() -> None:
         if dist.get_rank() == 1:
             kept.clear()
         text = text_of(PlanMismatch, lambda: ShardedOptimizer(SGD, model, lr=0.1))
-    assert from_all(text) == [text] * 2
+    assert of_all_ranks(text) == [text] * 2
     assert "first difference: there is an earlier ShardedOptimizer is True on rank 0 and False on rank 1" in text
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.alike import backward_alike, require_equal_gradients, require_equal_values  # noqa: F401  # one place for mixtures
-from support.sharded import chain
+from support.sharded import chain, of_ranks
 from undertow import DistributedDataParallel, ExpertGroup, SyncConfig
 
 MATCH = "*experts.*"
@@ -85,14 +85,8 @@ def reduce_naively(model: nn.Module, group: dist.ProcessGroup, *, divisor: float
 
 
 def reduced(param: Tensor, group: dist.ProcessGroup | None, *, divisor: float) -> Tensor | None:
-    has_gradient = torch.tensor(float(param.grad is not None))
-    dist.all_reduce(has_gradient, group=group)
-    if not has_gradient:
-        return None
-    mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
-    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_ranks, mine, group=group)
-    return chain(of_ranks) / divisor
+    parts = of_ranks(param, group)
+    return None if parts is None else chain(parts) / divisor
 
 
 def steps_alike(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from support.alike import of_all_ranks
 from support.models import CASES, Case, noise
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 
@@ -149,20 +150,23 @@ def bare_training(
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Makes every `.grad` that a rank has the mean over ranks."""
+    """Makes every `.grad` that a rank has the mean over ranks, added up in their order; on four, which are a mesh, row by row."""
     for param in model.parameters():
-        has_gradient = torch.tensor(float(param.grad is not None))
-        dist.all_reduce(has_gradient)
-        if has_gradient:
-            param.grad = mean_in_order(torch.zeros_like(param) if param.grad is None else param.grad)
+        if (parts := of_ranks(param)) is not None:
+            rows = [parts[:2], parts[2:]] if len(parts) == 4 else [parts]
+            param.grad = chain([chain(row) for row in rows]) / len(parts)
 
 
-def mean_in_order(gradient: Tensor) -> Tensor:
-    """The mean over ranks, added up in their order; of four ranks, which are a mesh, row by row."""
-    of_ranks = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, gradient.contiguous())
-    rows = [of_ranks[:2], of_ranks[2:]] if len(of_ranks) == 4 else [of_ranks]
-    return chain([chain(row) for row in rows]) / len(of_ranks)
+def of_ranks(param: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor] | None:
+    """The gradients that ranks have, zeros for those that have none; None if nobody has one."""
+    has_gradient = torch.tensor(float(param.grad is not None))
+    dist.all_reduce(has_gradient, group=group)
+    if not has_gradient:
+        return None
+    mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return parts
 
 
 def chain(parts: Sequence[Tensor]) -> Tensor:
@@ -172,12 +176,6 @@ def chain(parts: Sequence[Tensor]) -> Tensor:
 def parameters(ddp: nn.Module) -> Parameters:
     ddp.wait()
     return {name: param.detach().clone() for name, param in ddp.named_parameters()}
-
-
-def from_all(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def require_equal(first: Parameters, second: Parameters, *, what: str = "") -> None:
@@ -191,7 +189,7 @@ def require_moved(before: Parameters, after: Parameters) -> None:
 
 
 def require_same_everywhere(found: Parameters) -> None:
-    for other in from_all(found):
+    for other in of_all_ranks(found):
         require_equal(found, other)
 
 
