@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dist.test_drop_in_lifetime import step_in_backward
 from dist.test_events import collectives
-from dist.test_late_arrivals import Layers as PartsOfLayers
 from support.alike import heard, of_all_ranks
 from support.errors import text_of
 from support.mixture import MATCH, experts_group, mixture
@@ -26,6 +25,7 @@ from support.models import Branches, noise
 from support.naive import wrapped
 from support.ranks import in_ranks
 from support.sharded import Parameters, hybrid, optimizer_for, parameters, require_equal, training
+from support.units import Applied
 from undertow import (
     ConfigError,
     DistributedDataParallel,
@@ -322,14 +322,10 @@ def rows() -> nn.Module:
     return nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
 
 
-def late() -> nn.Module:
-    return PartsOfLayers(spoilt_between)
-
-
 Loss = Callable[[Any], Tensor]
 ONE, BRANCH = WHAT.format("first.weight", "rank 1"), WHAT.format("layers.1.bias", "rank 1")
 ALL = "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are infinite or no number on rank 1."
-MIDDLE = "the gradients of 'middle.weight', 'middle.bias' are infinite or no number on some rank."
+MIDDLE = "the gradients of '1.layer.weight', '1.layer.bias' are infinite or no number on some rank."
 # A model, the most MiB of a bucket, what is done before, its loss, what is found, and in which buckets.
 FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object], Loss, str, str]] = {
     "all": (Layers, EACH_ALONE, nothing, loss_of_all, ALL, "0, 1, 2 and 1 more"),
@@ -346,7 +342,14 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object], 
     "large rows": (rows, ALL_IN_ONE, nothing, partial(loss_of_rows, factor=1e9), "", ""),  # which do not travel in 16 bits
     "used by one rank": (Branches, ALL_IN_ONE, nothing, loss_of_two_branches, BRANCH, "0"),
     "used by one rank, alone": (Branches, EACH_ALONE, nothing, loss_of_two_branches, BRANCH, "2"),
-    "late": (late, EACH_ALONE, nothing, lambda ddp: ddp(noise(3, 4)).sum(), MIDDLE, "2, 3"),
+    "late": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Applied(spoilt_between), nn.Linear(4, 4)),
+        EACH_ALONE,
+        nothing,
+        lambda ddp: ddp(noise(3, 4)).sum(),
+        MIDDLE,
+        "2, 3",
+    ),
 }
 
 
