@@ -281,10 +281,6 @@ def zeros(_state, bucket):  # torch compares annotations, if there are any
     return done
 
 
-def nothing(_ddp: Any) -> None:
-    pass
-
-
 def spoilt(param: Tensor, *, rank: int = 1, factor: float = torch.inf) -> None:
     if dist.get_rank() == rank:
         param.register_hook(lambda grad: grad * factor)
@@ -327,8 +323,8 @@ ONE, BRANCH = WHAT.format("first.weight", "rank 1"), WHAT.format("layers.1.bias"
 ALL = "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are infinite or no number on rank 1."
 MIDDLE = "the gradients of '1.layer.weight', '1.layer.bias' are infinite or no number on some rank."
 # A model, the most MiB of a bucket, what is done before, its loss, what is found, and in which buckets.
-FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object], Loss, str, str]] = {
-    "all": (Layers, EACH_ALONE, nothing, loss_of_all, ALL, "0, 1, 2 and 1 more"),
+FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] | None, Loss, str, str]] = {
+    "all": (Layers, EACH_ALONE, None, loss_of_all, ALL, "0, 1, 2 and 1 more"),
     "before a hook": (
         Layers,
         ALL_IN_ONE,
@@ -338,14 +334,14 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object], 
         "0",
     ),
     "before weights": (Layers, ALL_IN_ONE, lambda ddp: ddp.weight(5), loss_of_layers, ONE, "0"),
-    "rows": (rows, ALL_IN_ONE, nothing, loss_of_rows, WHAT.format("0.weight", "rank 1"), "1"),
-    "large rows": (rows, ALL_IN_ONE, nothing, partial(loss_of_rows, factor=1e9), "", ""),  # which do not travel in 16 bits
-    "used by one rank": (Branches, ALL_IN_ONE, nothing, loss_of_two_branches, BRANCH, "0"),
-    "used by one rank, alone": (Branches, EACH_ALONE, nothing, loss_of_two_branches, BRANCH, "2"),
+    "rows": (rows, ALL_IN_ONE, None, loss_of_rows, WHAT.format("0.weight", "rank 1"), "1"),
+    "large rows": (rows, ALL_IN_ONE, None, partial(loss_of_rows, factor=1e9), "", ""),  # which do not travel in 16 bits
+    "used by one rank": (Branches, ALL_IN_ONE, None, loss_of_two_branches, BRANCH, "0"),
+    "used by one rank, alone": (Branches, EACH_ALONE, None, loss_of_two_branches, BRANCH, "2"),
     "late": (
         lambda: nn.Sequential(nn.Linear(4, 4), Applied(spoilt_between), nn.Linear(4, 4)),
         EACH_ALONE,
-        nothing,
+        None,
         lambda ddp: ddp(noise(3, 4)).sum(),
         MIDDLE,
         "2, 3",
@@ -360,7 +356,8 @@ def test_what_is_not_finite_is_found_wherever_it_is(name: str) -> None:
     wire = "float16" if name == "large rows" else None
     with wrapped(make(), nonfinite="raise", bucket_cap_mb=cap, order="reverse", wire_dtype=wire) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-9)
-        before(ddp)
+        if before is not None:
+            before(ddp)
         loss(ddp).backward()
         if "used by one" in name:
             assert [param.grad is None for param in ddp.parameters()] == [False] * 4 + [True] * 2
