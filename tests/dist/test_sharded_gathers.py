@@ -140,7 +140,7 @@ def test_a_graph_from_before_a_step_does_not_go_through_backward() -> None:
 
 
 @in_ranks(2, 4)
-def test_nor_does_one_in_a_thread() -> None:
+def test_a_delay_in_a_thread_changes_nothing() -> None:
     def before(ddp: Any, opt: Any, step: int, *, place: str) -> None:
         if step == 1 and place == "updates":
             late_calls(opt, "update", seconds=0.003, rank=0)

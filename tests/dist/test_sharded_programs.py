@@ -63,8 +63,24 @@ STEPS = {
         events=f"{STEP}, evaluate now|, {STEP}, evaluate |now, {STEP}, evaluate |now|, {STEP}, evaluate now"
     ),
 }
+SKIPS = {"nonfinite": "skip"}
+# A step that one rank's infinity spoils is skipped on all, and no other.
+OVERFLOWS = {
+    "an infinity": Program(events=f"{STEP}, zero, forward 012, overflow |now, backward, step", settings=SKIPS),
+    "an infinity in a micro-batch": Program(
+        events=f"{STEP}, zero, forward 012, overflow |now, accumulate, forward 012, accumulate, forward 012, backward, step",
+        settings=SKIPS,
+    ),
+    "an infinity in the first of two backwards": Program(
+        events=f"{STEP}, zero, forward 012, overflow now|, backward, forward 012, backward, step", settings={**SKIPS, "op": "sum"}
+    ),
+    "an infinity in the last of two backwards": Program(
+        events=f"{STEP}, zero, forward 012, backward, forward 012, overflow |now, backward, step", settings=SKIPS
+    ),
+}
 # An eager step has one backward, which has updated a part of the parameters when it fails.
 BARRIER_STEPS = {
+    **OVERFLOWS,
     "several backwards": Program(events="zero, forward 012, backward, forward 012, backward, step flying", times=5),
     "several backwards, zeroed in place": Program(events=f"{IN_PLACE}, backward, forward 012, backward, step flying"),
     "several backwards with weights": Program(
@@ -106,7 +122,7 @@ def examples(ways: dict[str, tuple[str, bool]]) -> dict[str, Program]:
     return {**found, **late}
 
 
-EXAMPLES, MESHES = examples(IN_SHARDS), examples(ON_A_MESH)
+EXAMPLES, MESHES = {**OVERFLOWS, **examples(IN_SHARDS)}, examples(ON_A_MESH)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
