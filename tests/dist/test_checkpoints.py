@@ -294,10 +294,6 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def of_another_program(path: Path) -> None:
-    path.write_bytes(pickle.dumps({"model": os.getcwd}))
-
-
 def rewritten(change: Callable[[Any], object]) -> Callable[[Path], None]:
     return lambda path: rewrite(path.parent, change)
 
@@ -325,7 +321,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "tensors garbled": ("__0_0.distcp", flip, r"__0_0.distcp cannot be read \("),
     "metadata cut": (".metadata", cut, r".metadata is none that torch.distributed.checkpoint has written \("),
     "metadata missing": (".metadata", Path.unlink, ".metadata is missing"),
-    "metadata of others": (".metadata", of_another_program, ".metadata is none that .*getcwd does not belong there"),
+    "metadata of others": (
+        ".metadata",
+        lambda path: path.write_bytes(pickle.dumps({"model": os.getcwd})),
+        ".metadata is none that .*getcwd does not belong there",
+    ),
     "metadata of another folder": (
         ".metadata",
         rewritten(of_another_checkpoint),

@@ -20,8 +20,6 @@ from support.programs import Program, run
 from support.ranks import in_ranks
 from undertow import Desync, DistributedDataParallel, PeerFailed, PhaseError, attach, save_checkpoint
 
-CAPS = [1e-6, 25.0]
-
 
 class Stop(Exception):
     """What the user's code raises."""
@@ -99,7 +97,7 @@ def test_what_was_accumulated_before_a_failure_is_still_synchronised() -> None:
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("rescue", ["forward", "finish", "wait"])
-@pytest.mark.parametrize("bucket_cap_mb", CAPS)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
 @pytest.mark.parametrize("failing_step", [0, 2])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_failure_on_one_rank_is_told_to_the_others_and_the_next_step_is_right(
@@ -239,22 +237,20 @@ def train_until_rank_1_fails(where: str, path: Path) -> None:
 # What is relied on of gloo where a rank fails: torch's waits end, and a connection tells whether its peer is there.
 
 
-def receive(group: dist.ProcessGroup) -> dist.Work:
-    return dist.irecv(torch.zeros(4), group=group, group_src=1)
-
-
-def reduce(group: dist.ProcessGroup) -> dist.Work:
-    return dist.all_reduce(torch.zeros(4), group=group, async_op=True)
+WORKS: dict[str, Callable[[dist.ProcessGroup], dist.Work]] = {
+    "a receive": lambda group: dist.irecv(torch.zeros(4), group=group, group_src=1),
+    "a reduction": lambda group: dist.all_reduce(torch.zeros(4), group=group, async_op=True),
+}
 
 
 @in_ranks(2, is_fresh=True)
-@pytest.mark.parametrize("start", [receive, reduce])
-def test_what_waits_wakes_up_and_other_groups_go_on(start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+@pytest.mark.parametrize("what", WORKS)
+def test_what_waits_wakes_up_and_other_groups_go_on(what: str) -> None:
     """Rank 0 waits for what rank 1 never sends, and is woken on this rank alone."""
     group = cloned_group()
     dist.barrier()  # it is made on both
     if dist.get_rank() == 0:
-        work = start(group)
+        work = WORKS[what](group)
         waker = threading.Timer(0.2, interrupt, [group])
         waker.start()
         with pytest.raises(RuntimeError, match=r"^Application timeout caused pair closure$"):

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
 from support.inside import over_collectives
 from support.models import CASES, Case, noise
@@ -174,28 +173,6 @@ def test_other_plans_on_the_way_change_no_bit_on_a_mesh(eager: bool) -> None:
     with scripted(all_in_one, one_each, in_pieces) as seen:
         require_bits(TIED, "Adam", num_steps=24, among=[{"strategy": "hybrid", "eager": eager}], plans=[{}])
     assert dist.get_rank() > 0 or len({plan.fingerprint for plan in seen}) > 1
-
-
-def tied_words() -> nn.Module:
-    model = nn.Sequential(nn.Embedding(4000, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4000, bias=False))
-    model[3].weight = model[0].weight
-    return model
-
-
-def words(step: int) -> Tensor:
-    return torch.randint(4000, (2, 9), generator=torch.Generator().manual_seed(1000 * dist.get_rank() + step))
-
-
-@in_ranks(2, 3)
-def test_a_large_embedding_is_split() -> None:
-    case = Case(tied_words, lambda model, step: cross_entropy(model(words(step)).flatten(0, 1), words(step + 1).flatten()))
-    pieces: list[int] = []
-
-    def before(ddp: Any, _opt: Any, _step: int) -> None:
-        pieces.append(sum(0 in bucket.params for bucket in ddp.plan.buckets))
-
-    require_bits(case, "AdamW", num_steps=5, before=before, among=[{"strategy": "zero1"}], plans=[{"bucket_cap_mb": 0.05}])
-    assert pieces[-1] >= 5
 
 
 @in_ranks(2, 3)

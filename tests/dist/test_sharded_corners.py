@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from support.alike import of_all_ranks
 from support.errors import text_of
-from support.inside import late_gathers, post
+from support.inside import call_before, post
 from support.models import noise
 from support.ranks import in_ranks
 from support.sharded import (
@@ -68,7 +69,7 @@ def test_a_read_at_a_new_place_waits() -> None:
     with training(TwoWays(nn.Linear(64, 64), nn.Embedding(64, 64)), bucket_cap_mb=0.0166) as (ddp, opt):
         step()
         step()
-        late_gathers(ddp, seconds=0.1)
+        call_before(ddp, "gathers", partial(time.sleep, 0.1))
         step()
         step()
         ddp.eval()
@@ -94,7 +95,7 @@ WRITERS: dict[str, Any] = {
 @pytest.mark.parametrize("write", WRITERS)
 def test_what_writes_parameters_right_after_a_step_waits_for_gathers(write: str) -> None:
     with stepped(2, optimizer="AdamW", **ORDERED) as (ddp, opt):
-        late_gathers(ddp, seconds=0.1)
+        call_before(ddp, "gathers", partial(time.sleep, 0.1))
         one_step(ddp, opt, 2)
         opt.zero_grad()
         WRITERS[write](ddp)
@@ -154,7 +155,7 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come(eager: bool, keeping
         for step in range(3):
             one_step(ddp, opt, step)
             if step == 1:
-                late_gathers(ddp, seconds=0.1)
+                call_before(ddp, "gathers", partial(time.sleep, 0.1))
         if dist.get_rank() == keeping:
             kept.append(ddp)
 

@@ -292,10 +292,6 @@ def late_calls(owner: Any, name: str, *, seconds: float, rank: int | None = None
     setattr(owner, name, late_call)
 
 
-def late_gathers(model: Model, *, seconds: float) -> None:
-    late_calls(exchanges_of(model), "_post_all_gather", seconds=seconds)
-
-
 def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
     """Has rank 0 send late, so that gathers take long. The list that it returns has the buckets that were waited for."""
     gathers, waited = gathers_of(model), []
@@ -313,11 +309,6 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
 
 def bucket_of_a_hook(index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> HookedBucket:
     return HookedBucket(index, buffer, parameters, is_last=is_last)
-
-
-def late_posting(model: Model, *, seconds: float) -> None:
-    """Keeps the thread busy that sends shards, so that what it is given next leaves late."""
-    exchanges_of(model)._posting.submit(time.sleep, seconds)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
