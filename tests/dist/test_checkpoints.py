@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import itertools
@@ -36,6 +37,8 @@ from support.checkpoints import (
 )
 from support.errors import text_of
 from support.inside import stored_entries_of
+from support.pages import Snippet, execute, snippets, titles
+from support.project import ROOT
 from support.ranks import Ranks, RanksFailed, in_ranks
 from undertow import CheckpointError, DistributedDataParallel, attach, has_checkpoint, load_checkpoint, save_checkpoint
 
@@ -489,3 +492,24 @@ def test_what_a_first_save_has_half_written_is_no_checkpoint(tmp_path: Path, pat
     assert not has_checkpoint(path)
     path.mkdir()  # damaged: loading it is an error, and not a new beginning
     assert has_checkpoint(path)
+
+
+PAGE = ROOT / "docs" / "checkpoints.md"
+SNIPPETS = [snippet for snippet in snippets(PAGE) if snippet.mark == "two ranks"]  # tests/frameworks has the others
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.section)
+def test_a_snippet_holds(tmp_path: Path, snippet: Snippet) -> None:
+    with contextlib.chdir(tmp_path):
+        execute(snippet)
+
+
+def test_every_section_has_a_snippet_that_can_fail_and_is_in_the_contents() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    others = [snippet for snippet in snippets(PAGE) if snippet.mark == "with transformers"]
+    assert text.count("```") == 2 * (len(SNIPPETS) + len(others))  # none has slipped through
+    assert [snippet.section for snippet in SNIPPETS] == titles(text)
+    assert all(any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(snippet.code))) for snippet in SNIPPETS)
+    anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(text)]
+    assert re.findall(r"\]\(#([^)]*)\)", text) == anchors

@@ -318,12 +318,11 @@ def rows() -> nn.Module:
     return nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
 
 
-Loss = Callable[[Any], Tensor]
 ONE, BRANCH = WHAT.format("first.weight", "rank 1"), WHAT.format("layers.1.bias", "rank 1")
 ALL = "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are infinite or no number on rank 1."
 MIDDLE = "the gradients of '1.layer.weight', '1.layer.bias' are infinite or no number on some rank."
 # A model, the most MiB of a bucket, what is done before, its loss, what is found, and in which buckets.
-FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] | None, Loss, str, str]] = {
+FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] | None, Callable[[Any], Tensor], str, str]] = {
     "all": (Layers, EACH_ALONE, None, loss_of_all, ALL, "0, 1, 2 and 1 more"),
     "before a hook": (
         Layers,

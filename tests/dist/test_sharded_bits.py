@@ -20,7 +20,6 @@ from support.sharded import (
     ORDERED,
     SMALL,
     TIED,
-    Parameters,
     reference,
     require_bits,
     require_equal,
@@ -37,7 +36,6 @@ PLANS: list[dict[str, Any]] = [
     {"bucket_cap_mb": None},
     {},
 ]
-PLAIN = {"strategy": "ddp"}
 
 
 @in_ranks(2, 3, 4, timeout_s=120)
@@ -46,33 +44,12 @@ def test_every_plan_has_the_same_bits(case: str) -> None:
     require_bits(CASES[case], "AdamW", num_steps=12, plans=PLANS)
 
 
-@in_ranks(2, 3)
-def test_so_it_has_without_shards_and_without_overlap() -> None:
-    require_bits(TIED, "AdamW", num_steps=12, among=[PLAIN], plans=PLANS)
-    require_bits(TIED, num_steps=6, among=[{"strategy": "zero1", "overlap": False}])
-
-
 @in_ranks(4)
 @pytest.mark.parametrize("settings", [{"strategy": "hybrid", "shape": (1, 4)}, {"strategy": "hybrid", "shape": (4, 1)}], ids=str)
 def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(settings: dict[str, Any]) -> None:
     expected = reference(MLP, "ddp", num_steps=8, **ORDERED)
     for eager in (False, True):
         require_equal(expected, trained(MLP, num_steps=8, eager=eager, **settings, **ORDERED), what=f"eager={eager}")
-
-
-@in_ranks(4)
-def test_a_mesh_and_plain_training_without_overlap_have_the_same_bits() -> None:
-    require_bits(MLP, among=[{"strategy": "hybrid", "overlap": False}])
-    expected = reference(MLP, "ddp", num_steps=12, reduction="ordered")
-    for strategy in ("zero1", "zero2", "ddp"):
-        require_equal(expected, trained(MLP, strategy, num_steps=12, **ORDERED), what=strategy)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_two_ranks_need_no_order(strategy: str) -> None:
-    for plan in PLANS[:3]:
-        require_equal(reference(TIED, "ddp"), trained(TIED, strategy, **plan))
 
 
 NEAR = {
@@ -89,11 +66,7 @@ NEAR = {
 def test_what_rounds_differently_is_near(what: str) -> None:
     optimizer, reduction = NEAR[what]
     expected, got = (trained(MLP, strategy, optimizer, reduction=reduction) for strategy in ("ddp", "zero1"))
-    require_near(expected, got, rtol=1e-5, atol=1e-6)
-
-
-def require_near(first: Parameters, second: Parameters, *, rtol: float = 0.0, atol: float) -> None:
-    assert [name for name in first if not torch.allclose(first[name], second[name], rtol=rtol, atol=atol)] == []
+    assert [name for name in got if not torch.allclose(expected[name], got[name], rtol=1e-5, atol=1e-6)] == []
 
 
 @in_ranks(2, 3, 4)

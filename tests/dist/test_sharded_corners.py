@@ -257,7 +257,6 @@ COUNTS = (
     "  ShardedOptimizer, which gives each rank a part of a parameter as a flat piece\n"
     "  Use an elementwise optimizer such as AdamW or SGD, or this one without sharding."
 )
-STRANGER = "parameter 0 of the optimizer, of shape (1, 1), is none that is synchronised"
 SGD = torch.optim.SGD
 # What cannot be made of a model, and how the error begins.
 NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
@@ -271,7 +270,11 @@ NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
     "a norm": (ConfigError, "Coupled cannot be sharded: it updates parts", lambda it: (Coupled, it)),
     "a bare module": (WrongType, "target must be what attach", lambda _: (SGD, nn.Linear(1, 1))),
     "a name": (WrongType, "cls must be a class of optimizers", lambda it: ("SGD", it)),
-    "a stranger": (ConfigError, STRANGER, lambda it: (SGD, it, nn.Linear(1, 1).parameters())),
+    "a stranger": (
+        ConfigError,
+        "parameter 0 of the optimizer, of shape (1, 1), is none that is synchronised",
+        lambda it: (SGD, it, nn.Linear(1, 1).parameters()),
+    ),
 }
 
 
