@@ -50,15 +50,8 @@ def written(out: Path, name: str = "matrix.jsonl") -> list[dict[str, Any]]:
 
 
 def start(out: Path, *arguments: str, systems: tuple[str, ...] = ("ours",)) -> int:
-    return run.main(
-        [
-            *("--workload", "gpt", "--link", "1gbit"),
-            "--out",
-            str(out),
-            *[word for system in systems for word in ("--system", system)],
-            *arguments,
-        ]
-    )
+    chosen = [word for system in systems for word in ("--system", system)]
+    return run.main(["--workload", "gpt", "--link", "1gbit", "--out", str(out), *chosen, *arguments])
 
 
 @pytest.fixture
