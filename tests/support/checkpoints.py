@@ -63,6 +63,13 @@ def state_after(setup: Setup, num_steps: int) -> dict[str, Any]:
         return whole_state(*both)
 
 
+def taken_from(setup: Setup, state: dict[str, Any], *, steps: range) -> dict[str, Any]:
+    with trained_by(setup, seed=8) as (model, optimizer):
+        load_whole(model, optimizer, state)
+        train(setup, model, optimizer, steps=steps)
+        return copied(whole_state(model, optimizer))
+
+
 def load_whole(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
