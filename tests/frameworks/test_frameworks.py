@@ -344,7 +344,7 @@ RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
 def test_a_recipe_trains_as_with_torchs_class(framework_ranks: Ranks, tmp_path: Path, name: str) -> None:
     packages, recipe, args = RECIPES[name]
     require_installed(*packages.split())
-    same_as_torch(framework_ranks, recipe, tmp_path, *args)
+    framework_ranks.run(same_as_torch, recipe, tmp_path, *args, timeout_s=TIMEOUT_S)
 
 
 def is_unwrapped(package: str) -> bool:

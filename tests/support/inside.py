@@ -34,7 +34,7 @@ from undertow.runtime.emulated_link import BACKEND as BACKEND
 from undertow.runtime.emulated_link import EmulatedLink as EmulatedLink
 from undertow.runtime.emulated_link import emulated_backend as emulated_backend
 from undertow.runtime.engine import Engine
-from undertow.runtime.exchange import Exchange, Exchanges, PostedExchanges
+from undertow.runtime.exchange import Exchange, PostedExchanges
 from undertow.runtime.executor import Executor
 from undertow.runtime.gathers import Gathers
 from undertow.runtime.group import GroupRef, OwnGroup
@@ -63,21 +63,13 @@ def engine_of(model: Model) -> Engine:
     return sync_of(model)._engine
 
 
-def generation_of(model: Model) -> int:
-    return engine_of(model).generation
-
-
 def assembly_of(model: Model) -> Assembly:
     return engine_of(model).formation.assembly
 
 
-def executor_of(model: Model) -> Executor:
-    return assembly_of(model).executor
-
-
 def storage_of(model: Model, bucket: int = 0) -> Any:
     """The tensor that a bucket's gradients are views of."""
-    return executor_of(model)._bindings[bucket].bucket.storage
+    return assembly_of(model).executor._bindings[bucket].bucket.storage
 
 
 def sharding_of(model: Model) -> Sharding | None:
@@ -86,16 +78,13 @@ def sharding_of(model: Model) -> Sharding | None:
 
 
 def gathers_of(model: Model) -> Gathers:
-    sharding = sharding_of(model)
-    assert sharding is not None, "no sharded optimizer has stepped"
-    return sharding.gathers
+    return _sharding_after_a_step(model).gathers
 
 
-def exchanges_of(model: Model) -> Exchanges:
-    """The sends and receives between the ranks that share an optimizer's state."""
+def _sharding_after_a_step(model: Model) -> Sharding:
     sharding = sharding_of(model)
     assert sharding is not None, "no sharded optimizer has stepped"
-    return sharding.exchanges
+    return sharding
 
 
 def own_group_of(model: Model) -> OwnGroup:
@@ -120,21 +109,18 @@ def nothing(_op: Op) -> None:
 
 
 class _Observers:
-    def __init__(self) -> None:
-        self._before: list[OpCall] = []
-        self._after: list[OpCall] = []
+    """Calls one after the other, those that were added first."""
 
-    def add(self, before: OpCall, after: OpCall) -> None:
-        self._before.append(before)
-        self._after.append(after)
+    def __init__(self) -> None:
+        self.calls: list[tuple[OpCall, OpCall]] = []
 
     def before(self, op: Op) -> None:
-        for call in self._before:
-            call(op)
+        for before, _ in self.calls:
+            before(op)
 
     def after(self, op: Op) -> None:
-        for call in self._after:
-            call(op)
+        for _, after in self.calls:
+            after(op)
 
 
 def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
@@ -257,7 +243,7 @@ def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) 
     if recorder.observer is None:
         recorder.observer = _Observers()
     assert isinstance(recorder.observer, _Observers)
-    recorder.observer.add(before, after)
+    recorder.observer.calls.append((before, after))
 
 
 def issued_ops(model: Model) -> list[str]:
@@ -303,7 +289,7 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
         wait(chosen)
 
     gathers.wait = noted  # type: ignore[method-assign]
-    late_calls(exchanges_of(model), "_send", seconds=seconds, rank=0)
+    late_calls(_sharding_after_a_step(model).exchanges, "_send", seconds=seconds, rank=0)
     return waited
 
 
@@ -395,7 +381,7 @@ def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
 
 
 def post(model: Model, work: Callable[[], object]) -> None:
-    exchanges_of(model)._posting.submit(work)  # type: ignore[attr-defined]
+    _sharding_after_a_step(model).exchanges._posting.submit(work)  # type: ignore[attr-defined]
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:
@@ -419,7 +405,7 @@ def step_times(usual_us: Callable[[Sequence[Any]], float]) -> contextlib.Abstrac
 
 
 def records_of(model: Model) -> Any:
-    return sync_of(model)._recorder.records(generation=generation_of(model))
+    return sync_of(model)._recorder.records(generation=engine_of(model).generation)
 
 
 def interrupted_steps() -> contextlib.AbstractContextManager[object]:
