@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dist.test_drop_in_lifetime import step_in_backward
 from dist.test_events import collectives
-from dist.test_late_arrivals import Layers as PartsOfLayers
 from support.alike import heard, of_all_ranks
 from support.errors import text_of
 from support.hybrid import hybrid
@@ -26,6 +25,7 @@ from support.mixture import loss as mixture_loss
 from support.models import Branches, noise
 from support.ranks import in_ranks
 from support.sharded import Parameters, optimizer_for, parameters, require_equal, training
+from support.units import Layers as PartsOfLayers
 from undertow import (
     ConfigError,
     DistributedDataParallel,
