@@ -21,13 +21,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from dist.test_events import collectives
-from dist.test_late_arrivals import require_nearly_same
 from support.alike import backward_alike, heard, require_equal_values
 from support.drop_in import TIMEOUT_S
 from support.errors import text_of
 from support.inside import engine_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
-from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
+from support.naive import naive_mean, require_nearly_same, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from support.sharded import training
 from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients

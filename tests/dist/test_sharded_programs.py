@@ -55,11 +55,13 @@ STEPS = {
     "a checkpoint and a tied weight": Program(
         units="linear checkpoint tied", events="zero, forward 0121, backward, step flying", plan="pieces"
     ),
-    "statistics travel too": Program(units="linear norm linear", events=f"late 0 all_gather, {STEP}"),
+    "statistics travel too": Program(units="linear norm linear", events=f"late 0 all_gather surely, {STEP}"),
     "other orders of units": Program(
-        events=f"late 0 all_gather, {STEP.replace('012', '210')}, {STEP.replace('012', '1')}, {STEP.replace('012', '2012')}"
+        events=", ".join(["late 0 all_gather surely", *(STEP.replace("012", order) for order in ("210", "1", "2012"))])
     ),
-    "a method of the module": Program(events=f"late 0 all_gather, zero, forward 012 inside, backward, step flying, {STEP}"),
+    "a method of the module": Program(
+        events=f"late 0 all_gather surely, zero, forward 012 inside, backward, step flying, {STEP}"
+    ),
     "ranks evaluate one by one": Program(
         events=f"{STEP}, evaluate now|, {STEP}, evaluate |now, {STEP}, evaluate |now|, {STEP}, evaluate now"
     ),
@@ -115,7 +117,11 @@ def examples(ways: dict[str, tuple[str, bool]]) -> dict[str, Program]:
     }
     late = {
         f"{kind} comes late on rank {rank}, {way}": Program(
-            events=f"{STEP}, {STEP}, late {rank} {kind}, {STEP}", times=1, strategy=strategy, is_eager=is_eager, plan="several"
+            events=f"{STEP}, {STEP}, late {rank} {kind} surely, {STEP}",
+            times=1,
+            strategy=strategy,
+            is_eager=is_eager,
+            plan="several",
         )
         for way, (strategy, is_eager) in ways.items()
         for kind in [*LATE, *(["step"] * is_eager), *(["all_reduce"] * (strategy == "hybrid"))]
