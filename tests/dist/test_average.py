@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist.test_events import collectives
+from support.alike import of_all_ranks
 from support.errors import text_of
 from support.models import CASES, noise
 from support.naive import naive_mean, require_same
 from support.ranks import in_ranks
-from support.sharded import from_all
 from undertow import ConfigError, PhaseError, PlanMismatch, WrongType, average_gradients
 
 WHERE = "average_gradients(gradients, parameters)"
@@ -138,7 +138,7 @@ def test_shapes_that_differ_between_ranks_are_an_error_on_every_rank(
     assert what == "ranks gave gradients of other shapes or dtypes."
     before, _, fingerprint = where.rpartition(" ")
     assert before == f"  rank {dist.get_rank()}: fingerprint"
-    assert len(set(from_all(fingerprint))) == 2
+    assert len(set(of_all_ranks(fingerprint))) == 2
     assert remedy == "  Give the gradients of the same parameters in the same order on every rank."
 
 

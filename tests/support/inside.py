@@ -63,6 +63,10 @@ def engine_of(model: Model) -> Engine:
     return sync_of(model)._engine
 
 
+def generation_of(model: Model) -> int:
+    return engine_of(model).generation
+
+
 def assembly_of(model: Model) -> Assembly:
     return engine_of(model).formation.assembly
 
@@ -405,7 +409,7 @@ def step_times(usual_us: Callable[[Sequence[Any]], float]) -> contextlib.Abstrac
 
 
 def records_of(model: Model) -> Any:
-    return sync_of(model)._recorder.records(generation=engine_of(model).generation)
+    return sync_of(model)._recorder.records(generation=generation_of(model))
 
 
 def interrupted_steps() -> contextlib.AbstractContextManager[object]:
