@@ -18,8 +18,6 @@ Rows = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def measure() -> Callable[..., Rows]:
-    """Measures one cell, of 0.5 MB, and gives its rows by system."""
-
     def measure_rows(
         *systems: str | SystemSpec,
         kind: str,

@@ -1,13 +1,16 @@
-"""The matrix with models on CUDA devices, as far as it shows without one."""
+"""The matrix with models on CUDA devices, as far as it shows without one; namespaces that a runner has left."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from benchmarks.matrix import calibrate, catalog
+from benchmarks.matrix import calibrate, catalog, links
 from benchmarks.matrix.cell import Cell, Effort, kind_of, measure_cell
 from benchmarks.matrix.finished import title_of
 from benchmarks.matrix.job import Job
@@ -30,7 +33,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Network]]:
 
 
 def measure(*systems: str, num_ranks: int) -> dict[str, str]:
-    """The errors by system."""
     kind = kind_of("none", num_ranks, "cuda", has_namespaces=False)
     place = {"workload": catalog.WORKLOADS["gpt"], "num_ranks": num_ranks, "link": "none", "kind": kind, "device": "cuda"}
     what = {"systems": tuple(catalog.SYSTEMS[name] for name in systems), "effort": Effort(num_turns=1, has_start_up=False)}
@@ -97,3 +99,56 @@ def test_calibration_sends_whole_pieces_and_says_how_many_bytes_they_are(monkeyp
 def test_the_link_of_such_a_cell_is_called_the_machine_s_own() -> None:
     place = {"workload": "gpt", "ranks": 2, "link": "none", "kind": "local", "device": "cuda"}
     assert title_of(place) == "gpt, 2 ranks, none (this machine's own), cuda"
+
+
+NOBODY = 2**22 + 1  # above every process id of Linux
+LEFT = [f"{links.PREFIX}{NOBODY}-0-{end}" for end in ("0", "1", "hub")]
+
+
+@pytest.fixture
+def namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Those of a runner that is no more, one of this process, and somebody else's."""
+    monkeypatch.setattr(links, "NAMESPACES", tmp_path)
+    for name in (*LEFT, f"{links.PREFIX}{os.getpid()}-0-hub", "mine"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_the_emulated_link_has_the_bucket_of_the_shaped_one_in_payload() -> None:
+    assert links.SHAPES["5gbit"].burst_bytes == 655_360
+    assert links.emulated_network("5gbit").burst_bytes == 626_524  # 95.6 %
+
+
+def test_what_is_gone_is_named(namespaces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def delete(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        (namespaces / command[-1]).unlink()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(links.subprocess, "run", delete)
+    assert links.remove_abandoned() == (LEFT, None)
+    assert sorted(path.name for path in namespaces.iterdir()) == ["mine", f"{links.PREFIX}{os.getpid()}-0-hub"]
+    assert links.remove_abandoned() == ([], None)
+
+
+def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    why = f'Cannot remove namespace file "{command[-1]}": Operation not permitted\n'
+    return subprocess.CompletedProcess(command, 1, "", why)
+
+
+def absent(*_: Any, **__: Any) -> None:
+    raise FileNotFoundError(2, "No such file or directory", "ip")
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (refuse, f'ip netns del {LEFT[-1]}: Cannot remove namespace file "{LEFT[-1]}": Operation not permitted'),
+        (absent, "[Errno 2] No such file or directory: 'ip'"),
+    ],
+    ids=["refused", "without iproute2"],
+)
+def test_what_could_not_be_removed_is_said_once_and_why(run: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.subprocess, "run", run)
+    told = f"a runner that was killed has left {', '.join(LEFT)}, not to be removed now: {why}"
+    assert links.remove_abandoned() == ([], told)

@@ -20,7 +20,6 @@ from benchmarks.matrix.turns import STEPS_PER_TURN
 from support.matrix import cell, played, rank_result
 
 Measure = Callable[[Cell, Any], CellResult]
-GPT = ("--workload", "gpt", "--link", "1gbit")
 
 
 def at(workload: str = "gpt", ranks: int = 2, link: str = "1gbit", *, start_up: Any = 100, **conditions: Any) -> dict[str, Any]:
@@ -51,7 +50,8 @@ def written(out: Path, name: str = "matrix.jsonl") -> list[dict[str, Any]]:
 
 
 def start(out: Path, *arguments: str, systems: tuple[str, ...] = ("ours",)) -> int:
-    return run.main([*GPT, "--out", str(out), *[word for system in systems for word in ("--system", system)], *arguments])
+    chosen = [word for system in systems for word in ("--system", system)]
+    return run.main(["--workload", "gpt", "--link", "1gbit", "--out", str(out), *chosen, *arguments])
 
 
 @pytest.fixture

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.matrix import guard
+from benchmarks import fidelity
+from benchmarks.matrix import guard, run
 from benchmarks.matrix.catalog import SYSTEMS
 from benchmarks.matrix.picture import save_pictures
 from benchmarks.matrix.rows import rows_of_cell
 from benchmarks.matrix.table import markdown, validation_rows
 
 from support.matrix import cell, played, rank_result
+from support.strategies import spec
+from undertow.cost import CostCurve
+from undertow.profile import Profile
 
 PLACE = "replay, 2 ranks, 1gbit (shaped)"
 FACTS = {"collectives": 2, "version": "1", "state_mb": 24.0}
@@ -26,12 +30,10 @@ def rows(name: str, *ranks: dict[str, Any], start_up: Any = ()) -> list[dict[str
 
 
 def ms(*times: float, **more: Any) -> dict[str, Any]:
-    """Two turns, if one time is given."""
     return played(list(times) if len(times) > 1 else [times[0]] * 2, **more)
 
 
 def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
-    """The start of one process."""
     stamps = dict.fromkeys(("import_s", "wrap_s", "first_step_s"), seconds)
     return {"torch_import_s": 1.0, "peak_rss_mb": 300.4, "peak_device_mb": None, "systems": {system: stamps}, **changes}
 
@@ -247,3 +249,61 @@ def test_recording_keeps_what_was_not_measured_now(tmp_path: Path) -> None:
     guard.record({"b": 3.0}, {"cpu": "two"}, tmp_path / "recorded.json")
     assert guard.read_recorded(tmp_path / "recorded.json") == {"a": 1.0, "b": 3.0}
     assert guard.read_recorded(tmp_path / "absent.json") == {}
+
+
+# Two gradients of 1 MB, ready 20 and 30 ms after the step began; a reduction of one takes 50 ms: both are there after 120.
+PROFILE = Profile(
+    params=(spec("first", 250_000), spec("last", 250_000)),
+    ready_us=(20_000.0, 10_000.0),
+    forward_us=10_000.0,
+    backward_us=20_000.0,
+    num_ranks=2,
+    curves={"all_reduce": CostCurve(points=((1e6, 50_000.0), (2e6, 100_000.0)))},
+    groups=((1,), (0,)),
+    step_us=121_000.0,
+)
+
+
+def written(out: Path, *cells: dict[str, Any]) -> None:
+    run._write(out, {"cpu": "one"}, cells)
+
+
+def measured(link: str, ms: float, **profiles: str) -> dict[str, Any]:
+    return {**cell("bare", "ours", ours=played([ms] * 2)), "link": link, "profiles": profiles}
+
+
+def test_what_the_matrix_writes_is_what_is_simulated(tmp_path: Path) -> None:
+    written(tmp_path, *(measured(link, ms, ours=PROFILE.to_json()) for link, ms in (("1gbit", 121.0), ("5gbit", 107.0))))
+    assert fidelity.main(["--out", str(tmp_path)]) == 0
+    table = (tmp_path / "fidelity.md").read_text(encoding="utf-8").splitlines()
+    # On 1gbit a reduction of 1 MB has 8.4 ms of wire, on 5gbit 1.7.
+    assert [line for line in table if line.startswith("| replay")] == [
+        "| replay, 2 ranks, 1gbit (shaped) | ours | 121.0 | 120.0 | -0.8% |",
+        "| replay, 2 ranks, 5gbit (shaped) | ours | 121.0 | 120.0 | -0.8% |",
+        "| replay, 2 ranks, 5gbit (shaped) | ours | 107.0 | 106.6 | -0.3% |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        (
+            [measured("1gbit", 121.0)],
+            [
+                "has no profile of a cell in",
+                "Run the matrix with a system of ours: python -m benchmarks matrix --workload replay --system ours --out",
+            ],
+        ),
+        (None, ["Run the matrix first: python -m benchmarks matrix --out"]),
+    ],
+    ids=["no profile", "no matrix"],
+)
+def test_what_is_no_matrix_is_no_success(
+    cells: list[dict[str, Any]] | None, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if cells is not None:
+        written(tmp_path, *cells)
+    assert fidelity.main(["--out", str(tmp_path)]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert [text for text in told if text not in shown] == []
+    assert not (tmp_path / "fidelity.md").exists()

@@ -98,7 +98,6 @@ def test_ranks_do_not_outlive_an_interruption(tmp_path: Path) -> None:
 
 
 def _ranks() -> list[int]:
-    """Processes that were spawned from this one."""
     found = []
     for child in psutil.Process().children():
         try:

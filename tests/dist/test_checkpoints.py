@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import itertools
@@ -20,14 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from support.alike import of_all_ranks
 from support.checkpoints import (
     Setup,
     copied,
     from_bytes,
-    load_whole,
     require_equal,
     rewrite,
     state_after,
+    taken_from,
     to_bytes,
     train,
     trained_by,
@@ -35,8 +37,9 @@ from support.checkpoints import (
 )
 from support.errors import text_of
 from support.inside import stored_entries_of
+from support.pages import Snippet, execute, snippets, titles
+from support.project import ROOT
 from support.ranks import Ranks, RanksFailed, in_ranks
-from support.sharded import from_all
 from undertow import CheckpointError, DistributedDataParallel, attach, has_checkpoint, load_checkpoint, save_checkpoint
 
 
@@ -69,10 +72,7 @@ def goes_on(setup: Setup, path: Path, then: Path, before: bytes) -> bytes:
         save_checkpoint(then, model, optimizer, extra={"step": steps.stop})
         after = whole_state(model, optimizer)
     if not setup.mesh and setup.case not in ("brain", "oddities"):
-        with trained_by(replace(setup, strategy="ddp"), seed=9) as (model, optimizer):
-            load_whole(model, optimizer, known)
-            train(setup, model, optimizer, steps=steps)
-            require_equal(after, whole_state(model, optimizer))
+        require_equal(copied(after), taken_from(replace(setup, strategy="ddp"), known, steps=steps))
     return to_bytes(after)
 
 
@@ -96,7 +96,7 @@ def run_chain(pools: dict[int, Ranks], folder: Path, setup: Setup, stages: list[
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer"])
 def test_training_goes_on_with_the_same_bits(
     pools: dict[int, Ranks], tmp_path: Path, case: str, optimizer: str, chain: str
@@ -107,8 +107,8 @@ def test_training_goes_on_with_the_same_bits(
 @pytest.mark.parametrize(
     ("setup", "stages"),
     [
-        (Setup("oddities", optimizer="nadam"), FROM_FOUR),
-        *((setup, BY_MESHES) for setup in (Setup(), Setup("brain"), Setup("tied transformer", optimizer="sgd"))),
+        (Setup("oddities", optimizer="NAdam"), FROM_FOUR),
+        *((setup, BY_MESHES) for setup in (Setup(), Setup("brain"), Setup("tied transformer", optimizer="SGD"))),
     ],
     ids=["oddities of four ranks", "mlp by meshes", "brain by meshes", "tied transformer by meshes"],
 )
@@ -120,10 +120,10 @@ def test_so_it_does_from_more_ranks_and_over_meshes(
 
 SETUPS = {
     "brain": Setup("brain"),
-    "brain by sgd": Setup("brain", "zero2", "sgd"),
+    "brain by sgd": Setup("brain", "zero2", "SGD"),
     "oddities": Setup("oddities"),
-    "amsgrad": Setup(optimizer="amsgrad"),
-    "plain sgd": Setup(optimizer="plain sgd"),
+    "amsgrad": Setup(optimizer="Adam"),
+    "plain sgd": Setup(optimizer="plain SGD"),
 }
 ON_A_MESH = Setup(strategy="hybrid", mesh=(2, 2))
 
@@ -269,14 +269,12 @@ def test_a_save_that_fails_on_a_rank_fails_on_all_and_leaves_the_one_before(path
 
 
 def same_text(call: Callable[[], object]) -> str:
-    """What the error of a checkpoint says, which is the same on every rank."""
     text = text_of(CheckpointError, call)
-    assert from_all(text) == [text] * dist.get_world_size()
+    assert of_all_ranks(text) == [text] * dist.get_world_size()
     return text
 
 
 def text_of_loading(path: Path, setup: Setup, *, only_model: bool = False) -> str:
-    """What a load says that changes nothing."""
     with trained_by(setup, seed=8) as (model, optimizer):
         before = copied(whole_state(model, optimizer))
         text = same_text(lambda: load_checkpoint(path, model, None if only_model else optimizer))
@@ -294,10 +292,6 @@ def flip(path: Path) -> None:
     for place in range(200, len(data), 3):
         data[place] ^= 0xFF
     path.write_bytes(bytes(data))
-
-
-def of_another_program(path: Path) -> None:
-    path.write_bytes(pickle.dumps({"model": os.getcwd}))
 
 
 def rewritten(change: Callable[[Any], object]) -> Callable[[Path], None]:
@@ -327,7 +321,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "tensors garbled": ("__0_0.distcp", flip, r"__0_0.distcp cannot be read \("),
     "metadata cut": (".metadata", cut, r".metadata is none that torch.distributed.checkpoint has written \("),
     "metadata missing": (".metadata", Path.unlink, ".metadata is missing"),
-    "metadata of others": (".metadata", of_another_program, ".metadata is none that .*getcwd does not belong there"),
+    "metadata of others": (
+        ".metadata",
+        lambda path: path.write_bytes(pickle.dumps({"model": os.getcwd})),
+        ".metadata is none that .*getcwd does not belong there",
+    ),
     "metadata of another folder": (
         ".metadata",
         rewritten(of_another_checkpoint),
@@ -376,7 +374,7 @@ def test_a_state_of_another_shape_than_its_parameter_is_refused(path: Path) -> N
     ("given", "only_model", "expected"),
     [
         (Setup("convolutions"), False, "the checkpoint has no '0.0.weight', which the model has."),
-        (Setup(optimizer="sgd"), False, "the checkpoint holds the state of AdamW, and the optimizer is SGD."),
+        (Setup(optimizer="SGD"), False, "the checkpoint holds the state of AdamW, and the optimizer is SGD."),
         (Setup("oddities"), True, "the checkpoint has no 'empty', which the model has."),
     ],
     ids=["another model", "another optimizer", "the model alone"],
@@ -387,8 +385,6 @@ def test_a_checkpoint_of_something_else_is_refused(path: Path, given: Setup, onl
 
 
 class Counting(nn.Linear):
-    """A module with a state that is no tensor."""
-
     num_calls = 0
 
     def get_extra_state(self) -> dict[str, int]:
@@ -493,3 +489,24 @@ def test_what_a_first_save_has_half_written_is_no_checkpoint(tmp_path: Path, pat
     assert not has_checkpoint(path)
     path.mkdir()  # damaged: loading it is an error, and not a new beginning
     assert has_checkpoint(path)
+
+
+PAGE = ROOT / "docs" / "checkpoints.md"
+SNIPPETS = [snippet for snippet in snippets(PAGE) if snippet.mark == "two ranks"]  # tests/frameworks has the others
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.section)
+def test_a_snippet_holds(tmp_path: Path, snippet: Snippet) -> None:
+    with contextlib.chdir(tmp_path):
+        execute(snippet)
+
+
+def test_every_section_has_a_snippet_that_can_fail_and_is_in_the_contents() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    others = [snippet for snippet in snippets(PAGE) if snippet.mark == "with transformers"]
+    assert text.count("```") == 2 * (len(SNIPPETS) + len(others))  # none has slipped through
+    assert [snippet.section for snippet in SNIPPETS] == titles(text)
+    assert all(any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(snippet.code))) for snippet in SNIPPETS)
+    anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(text)]
+    assert re.findall(r"\]\(#([^)]*)\)", text) == anchors

@@ -17,40 +17,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.errors import text_of
-from support.hybrid import hybrid
 from support.inside import interrupted_at_the_end_of_backward, member_of, settles_after_the_round
-from support.models import CASES, Fragile, noise
+from support.models import Fragile, noise
 from support.ranks import in_ranks
-from support.sharded import Parameters, parameters, require_equal, training
+from support.sharded import MLP, SMALL, Parameters, one_step, parameters, require_equal, require_same_everywhere, training
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, load_checkpoint, save_checkpoint
 
-LOSS = CASES["mlp"].loss
-SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
+EAGER: dict[str, Any] = {"optimizer": "SGD", "eager": True, **SMALL}
 Read = Callable[[DistributedDataParallel, Any], Parameters]
 
 
 def started(*, on_mesh: bool = False) -> AbstractContextManager[Any]:
-    """A model and its optimizer in eager form, over all ranks or on a mesh of 2 x 2."""
-    return hybrid(fragile(), "SGD", eager=True, **SMALL) if on_mesh else training(fragile(), "zero1", "SGD", eager=True, **SMALL)
-
-
-def fragile() -> Fragile:
     torch.manual_seed(3)
-    return Fragile()
+    return training(Fragile(), "hybrid" if on_mesh else "zero1", **EAGER)
 
 
-def one_step(ddp: DistributedDataParallel, opt: Any, step: int, *, weight: float | None = None) -> None:
-    opt.zero_grad()
+def weighted_step(ddp: DistributedDataParallel, opt: Any, step: int, *, weight: float | None = None) -> None:
     if weight is not None:
         ddp.weight(weight)
-    LOSS(ddp, step).backward()
-    opt.step()
+    one_step(ddp, opt, step)
 
 
 def train(ddp: DistributedDataParallel, opt: Any, num_steps: int = 3, **how: Any) -> Parameters:
-    """The parameters after so many steps."""
     for step in range(num_steps):
-        one_step(ddp, opt, step, **how)
+        weighted_step(ddp, opt, step, **how)
     return parameters(ddp)
 
 
@@ -58,7 +48,7 @@ def failing_backward(ddp: DistributedDataParallel, opt: Any, num_failing: int, *
     """Its error is not raised."""
     ddp.module.fails = dist.get_rank() < num_failing
     with pytest.raises(ZeroDivisionError if ddp.module.fails else PeerFailed):
-        one_step(ddp, opt, 3, weight=weight)
+        weighted_step(ddp, opt, 3, weight=weight)
     ddp.module.fails = False
 
 
@@ -87,13 +77,6 @@ def cloned(found: Parameters) -> Parameters:
     return {name: value.detach().clone() for name, value in found.items()}
 
 
-def require_same_on_every_rank(found: Parameters) -> None:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, found)
-    for other in gathered:
-        require_equal(found, other)
-
-
 def require_whole_reads_after_a_failure(what: str, num_failing: int, *, on_mesh: bool) -> None:
     with started(on_mesh=on_mesh) as (ddp, opt):
         before = train(ddp, opt)
@@ -102,11 +85,11 @@ def require_whole_reads_after_a_failure(what: str, num_failing: int, *, on_mesh:
         ddp.wait()
         require_equal(found, cloned(READS[what](ddp, opt)))
         after = parameters(ddp)
-        require_same_on_every_rank(after)
+        require_same_everywhere(after)
         assert not torch.equal(before["module.last.bias"], after["module.last.bias"])  # there was something to tear
         ddp.train()
         one_step(ddp, opt, 4)
-        require_same_on_every_rank(parameters(ddp))
+        require_same_everywhere(parameters(ddp))
 
 
 @in_ranks(2)
@@ -172,7 +155,7 @@ def test_another_thread_is_told_that_a_backward_updates_what_it_reads() -> None:
         one_step(ddp, opt, 3)
         hook.remove()
         one_step(ddp, opt, 4)
-        require_same_on_every_rank(parameters(ddp))
+        require_same_everywhere(parameters(ddp))
         first, where, remedy = text_of(PhaseError, reads[0].result).splitlines()
     assert first == "parameters are read that a backward updates: the shards of other ranks are not there yet."
     assert re.fullmatch(rf"  ShardedOptimizer\(\.\.\., eager=True\), bucket .*, rank {dist.get_rank()}", where)
@@ -187,7 +170,7 @@ def test_what_cannot_be_made_whole_raises_wherever_it_is_read() -> None:
         train(ddp, opt)
         with interrupted_at_the_end_of_backward(ddp), pytest.raises(KeyboardInterrupt):
             one_step(ddp, opt, 3)
-        for act in (ddp.state_dict, lambda: LOSS(ddp, 4).backward(), ddp.state_dict, ddp.close):
+        for act in (ddp.state_dict, lambda: MLP.loss(ddp, 4).backward(), ddp.state_dict, ddp.close):
             with pytest.raises(PhaseError, match="parameters are read that a backward updates"):
                 act()
 
@@ -224,7 +207,8 @@ def test_what_a_lost_rank_leaves_in_part_is_not_read() -> None:
 @pytest.mark.parametrize("num_failing", [1, 2])
 def test_steps_behind_a_micro_batch_that_failed_are_as_ever(num_failing: int) -> None:
     def trained(*, fails: bool) -> Parameters:
-        with training(fragile(), "zero2", "SGD", eager=True, **SMALL) as (ddp, opt):
+        torch.manual_seed(3)
+        with training(Fragile(), "zero2", **EAGER) as (ddp, opt):
             train(ddp, opt)
             if fails:
                 with ddp.no_sync():
@@ -246,7 +230,7 @@ def require_divided_by_weights(*, on_mesh: bool) -> None:
         with settles_after_the_round(ddp):
             failing_backward(ddp, opt, 1, weight=weight)
             after = parameters(ddp)
-    require_same_on_every_rank(after)
+    require_same_everywhere(after)
     for name, value in after.items():
         assert bool(((value == before[name]) | (value == healthy[name])).all()), name
     assert torch.equal(after["module.last.bias"], healthy["module.last.bias"])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from support.alike import of_all_ranks
 from support.checkpoints import copied
 from support.checkpoints import require_equal as require_same_states
 from support.errors import text_of
@@ -27,7 +28,6 @@ from support.sharded import (
     ORDERED,
     SMALL,
     TIED,
-    from_all,
     one_step,
     optimizer_for,
     parameters,
@@ -273,35 +273,6 @@ def test_a_recomputation_with_updated_parameters_is_an_error_on_every_rank(calls
             backward(ddp, opt, 2)
 
 
-def freezing_step(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-    """There are synchronizations with whole gradients in between."""
-    if step in (3, 6):
-        ddp.module[0].weight.requires_grad_(step == 6)
-    one_step(ddp, opt, step)
-
-
-def late_reduction(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-    opt.zero_grad()
-    with ddp.no_sync():
-        MLP.loss(ddp, step).backward()
-    ddp.sync.reduce_gradients_async().wait()
-    opt.step()
-
-
-def scheduled_step(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-    if step == 0:
-        ddp.scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda number: 1 / (1 + number))
-    one_step(ddp, opt, step)
-    ddp.scheduler.step()
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("each", [freezing_step, late_reduction, scheduled_step])
-def test_a_step_may_be_another_one_than_the_last(each: Any) -> None:
-    barrier, eager = (trained(MLP, "zero1", "SGD", eager=eager, num_steps=10, each=each, **ORDERED) for eager in (False, True))
-    require_equal(barrier, eager)
-
-
 CAPS = {"bucket_cap_mb": (1e-4, 1e-3)}
 
 
@@ -311,7 +282,7 @@ def test_rank_0_plans_the_lane_and_all_follow() -> None:
     before = lambda ddp, _opt, _step: orders.append(gathers_behind(ddp))  # noqa: E731
     require_bits(TIED, "AdamW", num_steps=17, before=before, among=[IN_BACKWARD], plans=[CAPS])  # enough for a look
     assert orders[0] is None  # behind the last reduction, while nothing is known
-    assert all(of_rank == orders for of_rank in from_all(orders))
+    assert all(of_rank == orders for of_rank in of_all_ranks(orders))
     assert sorted(bucket for behind in orders[-1] for bucket in behind) == list(range(len(orders[-1])))
 
 
@@ -339,7 +310,7 @@ def test_an_order_that_is_measured_to_be_slower_is_given_up() -> None:
     assert reasons[-1].endswith(
         "; gathers leave behind the last reduction, which was measured to be faster than between reductions"
     )
-    assert from_all(reasons) == [reasons] * 2  # after every step: rank 0 has judged, and told
+    assert of_all_ranks(reasons) == [reasons] * 2  # after every step: rank 0 has judged, and told
 
 
 # Look after look another plan, taken with its state; in between rounds that are measured in another order.

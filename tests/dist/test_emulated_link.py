@@ -166,8 +166,6 @@ def test_an_error_of_gloo_reaches_whoever_waits(link: EmulatedLink) -> None:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What one rank saw of an exchange."""
-
     is_right: bool
     began_s: float
     ended_s: float
@@ -264,22 +262,16 @@ def test_receives_and_collectives_of_one_group_do_not_wait_for_each_other(link: 
     assert (theirs, total) == (peer + 1.0, 2.0)
 
 
-def die_or_reduce(link: EmulatedLink) -> None:
+def die_or_wait(what: str, link: EmulatedLink) -> None:
     if dist.get_rank() == 1:
         os._exit(7)
-    dist.all_reduce(torch.ones(1))
-
-
-def die_or_receive(link: EmulatedLink) -> None:
-    if dist.get_rank() == 1:
-        os._exit(7)
-    dist.recv(torch.ones(1), src=1)
+    {"a reduction": dist.all_reduce, "a message": partial(dist.recv, src=1)}[what](torch.ones(1))
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("program", [die_or_reduce, die_or_receive])
-def test_a_dead_rank_is_an_error_where_it_is_waited_for(program: Callable[[EmulatedLink], None], link: str) -> None:
-    survivor, dead = ended_over_link(program, link)
+@pytest.mark.parametrize("what", ["a reduction", "a message"])
+def test_a_dead_rank_is_an_error_where_it_is_waited_for(what: str, link: str) -> None:
+    survivor, dead = ended_over_link(partial(die_or_wait, what), link)
     assert dead.exit_code == 7
     assert (survivor.exit_code, survivor.was_killed) == (1, False), survivor.log
     assert "Connection closed by peer" in survivor.text or "reset by peer" in survivor.text

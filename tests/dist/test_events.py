@@ -1,10 +1,10 @@
-"""What happens in a step, in which order, and that neither arrivals nor delays change it."""
+"""What happens in a step, in which order, and that arrivals do not change it."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -12,19 +12,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from support.inside import issued_ops, late_ops
+from support.inside import issued_ops
 from support.models import CASES, Branches, noise
-from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
+from support.naive import wrapped
 from support.ranks import in_ranks
-from undertow import SyncConfig, attach
-from undertow.schedule import OpKind
 
+MLP = CASES["mlp"]
 LATE_S = 0.2  # far above what a busy machine keeps another rank waiting in most of four steps
-
-
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
+OVERLAPPED = ["pack b0", "all_reduce b0", "pack b1", "all_reduce b1", "pack b2", "all_reduce b2"]
+BINDS = ["bind b0", "bind b1", "bind b2"]
+ACCUMULATED = ["pack b0", "bind b0", "pack b1", "bind b1", "pack b2", "bind b2"]
+IN_ORDER, REVERSED, ROTATED = ORDERS = [(0, 1, 2), (2, 1, 0), (1, 2, 0)]
 
 
 @contextlib.contextmanager
@@ -42,143 +42,85 @@ def collectives() -> Iterator[list[str]]:
         yield called
 
 
-def ops_of_a_step(settings: dict[str, Any], order_by_rank: list[tuple[int, ...]]) -> tuple[list[str], list[str]]:
-    """The ops of one step and of an accumulating backward; three layers, a bucket for each."""
-    with wrapped(Branches(), bucket_cap_mb=8e-5, **{"order": "reverse", **settings}) as ddp:
-        assert [bucket.params for bucket in ddp.plan.buckets] == [(5, 4), (3, 2), (1, 0)]
-        ops = issued_ops(ddp)
-        ddp(noise(2, 4), order_by_rank[dist.get_rank()]).sum().backward()
-        synchronised = list(ops)
-        ops.clear()
-        with ddp.no_sync():
-            ddp(noise(2, 4), order_by_rank[dist.get_rank()]).sum().backward()
-        return synchronised, ops
-
-
-OVERLAPPED = ["pack b0", "all_reduce b0", "pack b1", "all_reduce b1", "pack b2", "all_reduce b2"]
-BINDS = ["bind b0", "bind b1", "bind b2"]
-IN_ORDER, REVERSED, ROTATED = (0, 1, 2), (2, 1, 0), (1, 2, 0)
-
-
-ACCUMULATED = ["pack b0", "bind b0", "pack b1", "bind b1", "pack b2", "bind b2"]
-
-
 @in_ranks(2, 3)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "afterwards"])
-def test_a_bucket_is_packed_and_sent_before_the_next_one(overlap: bool) -> None:
-    assert ops_of_a_step({"overlap": overlap}, [IN_ORDER] * 3) == (OVERLAPPED + BINDS, ACCUMULATED)
-
-
-@in_ranks(3)
-def test_ranks_whose_gradients_arrive_in_other_orders_send_alike() -> None:
-    synchronised, accumulated = ops_of_a_step({}, [IN_ORDER, REVERSED, ROTATED])
-    assert [op for op in synchronised if op.startswith("all_reduce")] == OVERLAPPED[1::2]
-    assert sorted(synchronised) == sorted(OVERLAPPED + BINDS)
-    assert synchronised[-3:] == BINDS
-    assert sorted(accumulated) == sorted(ACCUMULATED)
-
-
-def require_mean_gradients(ddp: Any, bare: Any, backward: Callable[[nn.Module], None]) -> None:
-    for model in (ddp, bare):
-        model.zero_grad()
-        backward(model)
-    naive_mean(bare)
-    require_same_gradients(ddp, bare)
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("order", ["observed", "reverse", "largest_first"])
-def test_gradients_are_right_whatever_order_they_arrive_in(order: str) -> None:
-    with wrapped_and_bare(Branches(), bucket_cap_mb=1e-6, order=order) as (ddp, bare):
-        for step in range(4):
-            layers = (IN_ORDER, REVERSED, ROTATED)[(dist.get_rank() + step) % 3]
-            x = noise(2, 4, step=step)
-            require_mean_gradients(ddp, bare, lambda model: model(x, layers).square().sum().backward())  # noqa: B023  now
+@pytest.mark.parametrize("differs", [True, False], ids=["other orders", "in order"])
+def test_a_bucket_is_packed_and_sent_before_the_next_one(differs: bool, overlap: bool) -> None:
+    """Three layers, a bucket for each; also where gradients arrive in another order on every rank."""
+    order = ORDERS[dist.get_rank() if differs else 0]
+    with wrapped(Branches(), bucket_cap_mb=8e-5, order="reverse", overlap=overlap) as ddp:
+        assert [bucket.params for bucket in ddp.plan.buckets] == [(5, 4), (3, 2), (1, 0)]
+        ops = issued_ops(ddp)
+        ddp(noise(2, 4), order).sum().backward()
+        if differs:
+            assert [op for op in ops if op.startswith("all_reduce")] == OVERLAPPED[1::2]
+            ops[:6] = sorted(ops[:6], key=OVERLAPPED.index)
+        assert ops == OVERLAPPED + BINDS
+        ops.clear()
+        with ddp.no_sync():
+            ddp(noise(2, 4), order).sum().backward()
+        assert (sorted(ops, key=ACCUMULATED.index) if differs else ops) == ACCUMULATED
 
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize(("order", "first"), [("reverse", []), ("observed", ["broadcast"])])
 def test_a_step_has_a_collective_per_bucket_and_the_first_one_agrees_on_the_observed_order(order: str, first: list[str]) -> None:
-    case = CASES["mlp"]
-    with wrapped(case.model(), bucket_cap_mb=1e-6, order=order) as ddp, collectives() as called:
+    with wrapped(MLP.model(), bucket_cap_mb=1e-6, order=order) as ddp, collectives() as called:
         for step in range(4):
             called.clear()
-            case.loss(ddp, step).backward()
+            MLP.loss(ddp, step).backward()
             assert called == ["all_reduce"] * 4 + (first if step == 0 else [])
         assert len(ddp.plan.buckets) == 4
         called.clear()
         with ddp.no_sync():
-            case.loss(ddp, 0).backward()
+            MLP.loss(ddp, 0).backward()
         ddp.report(show=False)
         assert called == []
-
-
-def orders_of_the_plan(settings: dict[str, Any], order_by_rank: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """The plan's buckets after each of three steps."""
-    plans = []
-    with wrapped(Branches(), bucket_cap_mb=8e-5, **settings) as ddp:
-        for step in range(3):
-            ddp(noise(2, 4, step=step), order_by_rank[dist.get_rank()]).sum().backward()
-            plans.append([tuple(sorted(bucket.params)) for bucket in ddp.plan.buckets])
-    return plans
 
 
 REGISTERED = [(4, 5), (2, 3), (0, 1)]
 
 
+def require_orders(*wanted: list[tuple[int, ...]], uses: list[tuple[int, ...]], **settings: Any) -> str:
+    """The plan's buckets after each of three steps; returns the last plan."""
+    with wrapped(Branches(), bucket_cap_mb=8e-5, **settings) as ddp:
+        for step, buckets in enumerate(wanted):
+            ddp(noise(2, 4, step=step), uses[dist.get_rank()]).sum().backward()
+            assert [tuple(sorted(bucket.params)) for bucket in ddp.plan.buckets] == buckets
+        return ddp.plan.to_json()
+
+
 @in_ranks(2, 3)
 def test_the_second_step_has_the_order_that_rank_0_observed() -> None:
-    plans = orders_of_the_plan({}, [REVERSED, IN_ORDER, ROTATED])  # rank 0's gradients come from layer 0 first
-    assert plans == [REGISTERED, REGISTERED[::-1], REGISTERED[::-1]]
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("order", ["reverse", "largest_first"])
-def test_an_order_that_was_asked_for_stays(order: str) -> None:
-    plans = orders_of_the_plan({"order": order}, [REVERSED] * 2)
-    assert plans == plans[:1] * 3
+    """Whose gradients come from layer 0 first."""
+    require_orders(REGISTERED, REGISTERED[::-1], REGISTERED[::-1], uses=[REVERSED, IN_ORDER, ROTATED])
 
 
 @in_ranks(2, 3)
-def test_deterministic_algorithms_freeze_the_order() -> None:
-    torch.use_deterministic_algorithms(True)
+@pytest.mark.parametrize("order", ["reverse", "largest_first", "observed, with deterministic algorithms"])
+def test_an_order_that_was_asked_for_stays(order: str) -> None:
+    name, _, is_deterministic = order.partition(", ")
+    torch.use_deterministic_algorithms(is_deterministic != "")
     try:
-        assert orders_of_the_plan({}, [REVERSED] * 3) == [REGISTERED] * 3
+        buckets = [(0,), (2,), (4,), (1, 3, 5)] if order == "largest_first" else REGISTERED
+        require_orders(*[buckets] * 3, uses=[REVERSED] * 3, order=name)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @in_ranks(2, 3)
 def test_a_pinned_plan_stays() -> None:
-    with wrapped(Branches(), bucket_cap_mb=8e-5) as ddp:
-        for _ in range(2):
-            ddp(noise(2, 4), ROTATED).sum().backward()
-        saved = ddp.plan.to_json()
-    sync = attach(Branches(), config=SyncConfig(plan=saved))
-    assert sync.plan.to_json() == saved
-    sync.close()
-    assert orders_of_the_plan({"plan": saved}, [REVERSED] * 3) == [[(0, 1), (4, 5), (2, 3)]] * 3
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("late_rank", [0, 1])
-@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.ALL_REDUCE, OpKind.BIND])
-def test_a_delay_of_one_rank_changes_nothing(kind: OpKind, late_rank: int) -> None:
-    case = CASES["mlp"]
-    with wrapped_and_bare(case.model(), bucket_cap_mb=1e-6, order="reverse") as (ddp, bare):
-        late = late_ops(ddp, kind, late_rank, seconds=0.01)
-        for step in range(3):
-            require_mean_gradients(ddp, bare, lambda model: case.loss(model, step).backward())  # noqa: B023  now
-        assert (dist.get_rank() == late_rank) == (late != [])
+    rotated = [(0, 1), (4, 5), (2, 3)]
+    saved = require_orders(REGISTERED, rotated, uses=[ROTATED] * 3)
+    assert require_orders(*[rotated] * 3, uses=[REVERSED] * 3, plan=saved) == saved
 
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("average_in_collective", [True, False])
 def test_the_report_names_the_late_rank(average_in_collective: bool) -> None:
-    case = CASES["mlp"]
-    with wrapped(case.model(), order="reverse", average_in_collective=average_in_collective) as ddp:
+    with wrapped(MLP.model(), order="reverse", average_in_collective=average_in_collective) as ddp:
         for step in range(4):
-            loss = case.loss(ddp, step)
+            loss = MLP.loss(ddp, step)
             if dist.get_rank() == 1:
                 time.sleep(LATE_S)
             loss.backward()

@@ -14,12 +14,10 @@ from support.elastic import losses_in
 from support.processes import example, free_port, run_ranks
 from support.project import ROOT
 
-EXAMPLES = ROOT / "examples"
-
 
 def output_of(name: str, folder: Path, *, num_ranks: int) -> str:
     """What rank 0 of an example prints that runs in `folder`, where it may write; no rank may cause a warning."""
-    target = partial(example, EXAMPLES / name, port=free_port(), folder=folder)
+    target = partial(example, ROOT / "examples" / name, port=free_port(), folder=folder)
     found = run_ranks(target, num_ranks, is_script=True, patience_s=240)
     for rank in found:
         assert (rank.exit_code, "Warning" in rank.log) == (0, False), rank.log

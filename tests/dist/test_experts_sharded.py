@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 from support.alike import of_all_ranks, require_equal_values
 from support.errors import text_of
-from support.inside import late_posting
+from support.inside import post
 from support.mixture import MATCH, WIDTH, experts_group, loss, mixture, reduce_naively, trained_naively, wrapped_mixture
 from support.ranks import in_ranks
 from undertow import (
@@ -152,7 +154,7 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come() -> None:
         optimizers = optimizers_of(ddp)
         train(ddp, optimizers, range(7))
         for part in (ddp.sync, *ddp.sync.experts):
-            late_posting(part, seconds=0.2)
+            post(part, partial(time.sleep, 0.2))
         train(ddp, optimizers, range(7, 8))
 
     with experts_group() as group:

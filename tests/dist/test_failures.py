@@ -16,10 +16,9 @@ from support.errors import text_of
 from support.inside import cloned_group, interrupt, is_gone, member_of, own_group_of, skip_a_round
 from support.models import Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped_and_bare
+from support.programs import Program, run
 from support.ranks import in_ranks
-from undertow import Desync, DistributedDataParallel, PeerFailed, PhaseError, UndertowError, attach, save_checkpoint
-
-CAPS = [1e-6, 25.0]
+from undertow import Desync, DistributedDataParallel, PeerFailed, PhaseError, attach, save_checkpoint
 
 
 class Stop(Exception):
@@ -34,17 +33,9 @@ def loss(model: nn.Module, step: int = 0) -> Tensor:
     return model(noise(2, 4, step=step)).square().sum()
 
 
-@contextlib.contextmanager
-def failing_backward(ddp: nn.Module) -> Iterator[None]:
+def failing_backward(ddp: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Backward raises when it reaches a layer in the middle; some buckets have left, one is still empty."""
-    with failing(ddp.module.layers[1].weight.register_hook(raise_stop)):
-        yield
-
-
-@contextlib.contextmanager
-def failing_forward(ddp: nn.Module) -> Iterator[None]:
-    with failing(ddp.module.layers[1].register_forward_hook(raise_stop)):
-        yield
+    return failing(ddp.module.layers[1].weight.register_hook(raise_stop))
 
 
 @contextlib.contextmanager
@@ -64,51 +55,28 @@ THEIRS = (
 )
 
 
-def step_is_right(ddp: nn.Module, bare: nn.Module, step: int, *, zero: str = "before forward") -> None:
+def step_is_right(ddp: nn.Module, bare: nn.Module, step: int) -> None:
     for model in (ddp, bare):
-        if zero == "before forward":
-            model.zero_grad()
-        result = loss(model, step)
-        if zero == "after forward":
-            model.zero_grad()
-        result.backward()
+        model.zero_grad()
+        loss(model, step).backward()
     naive_mean(bare)
     require_same_gradients(ddp, bare)
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("zero", ["before forward", "after forward"])
-@pytest.mark.parametrize("bucket_cap_mb", CAPS)
-@pytest.mark.parametrize("failing_step", [0, 2])
-@pytest.mark.parametrize("way", [failing_forward, failing_backward])
-def test_after_a_failure_on_all_ranks_the_next_step_is_right(
-    way: Callable, failing_step: int, bucket_cap_mb: float, zero: str
-) -> None:
-    with wrapped_and_bare(Branches(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
-        for step in range(4):
-            if step == failing_step:
-                with way(ddp):
-                    loss(ddp, step).backward()
-            step_is_right(ddp, bare, step, zero=zero)
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("failing_step", [0, 1])
-@pytest.mark.parametrize("bucket_cap_mb", CAPS)
-def test_after_a_failed_backward_another_one_without_a_forward_is_right(bucket_cap_mb: float, failing_step: int) -> None:
-    """Both losses are of forwards before the failure."""
-    with wrapped_and_bare(Branches(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
-        for step in range(3):
-            first, second = loss(ddp, 0), loss(ddp, 1)
-            if step == failing_step:
-                with failing_backward(ddp):
-                    first.backward()
-            ddp.zero_grad()
-            second.backward()
-            bare.zero_grad()
-            loss(bare, 1).backward()
-            naive_mean(bare)
-            require_same_gradients(ddp, bare)
+@pytest.mark.parametrize("plan", ["each", "one"])
+@pytest.mark.parametrize("before", ["", "zero, forward 012, backward, step, "], ids=["at first", "later"])
+@pytest.mark.parametrize(
+    "events",
+    [
+        "fail forward, forward 012, backward, step",
+        "fail backward, forward 012, backward, step",
+        "fail backward, forward 012, zero, backward, step",
+        "forward 012, fail backward, backward, step",
+    ],
+)
+def test_after_a_failure_on_all_ranks_the_next_step_is_right(events: str, before: str, plan: str) -> None:
+    run(Program(events=f"{before}{events}, zero, forward 012, backward, step", plan=plan, times=1))
 
 
 @in_ranks(2, 3)
@@ -129,7 +97,7 @@ def test_what_was_accumulated_before_a_failure_is_still_synchronised() -> None:
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("rescue", ["forward", "finish", "wait"])
-@pytest.mark.parametrize("bucket_cap_mb", CAPS)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
 @pytest.mark.parametrize("failing_step", [0, 2])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_failure_on_one_rank_is_told_to_the_others_and_the_next_step_is_right(
@@ -181,7 +149,7 @@ def test_a_rank_that_failed_before_its_first_gradient_can_finish() -> None:
 def test_a_failed_forward_on_one_rank_does_not_shift_its_steps() -> None:
     with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
         if dist.get_rank() == 1:
-            with failing_forward(ddp):
+            with failing(ddp.module.layers[1].register_forward_hook(raise_stop)):
                 loss(ddp)
         step_is_right(ddp, bare, 0)
 
@@ -241,21 +209,6 @@ def test_a_step_after_the_group_is_gone_is_an_error(in_forward: bool) -> None:
     sync.close()
 
 
-@in_ranks(2)
-def test_errors_of_ours_are_runtime_errors() -> None:
-    """Code that catches RuntimeError around a step catches ours too."""
-    with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
-        if dist.get_rank() == 1:
-            with failing_backward(ddp):
-                loss(ddp).backward()
-            ddp.finish()
-        else:
-            with pytest.raises(RuntimeError) as caught:
-                loss(ddp).backward()
-            assert isinstance(caught.value, UndertowError)
-        step_is_right(ddp, bare, 1)
-
-
 @in_ranks(2, is_fresh=True, timeout_s=20.0)  # sooner than a stall is reported, which takes half a minute
 @pytest.mark.parametrize("where", ["join", "checkpoint", "checkpoint, later"])
 def test_a_rank_that_closes_its_model_after_a_failure_is_not_waited_for(where: str, tmp_path: Path) -> None:
@@ -284,22 +237,20 @@ def train_until_rank_1_fails(where: str, path: Path) -> None:
 # What is relied on of gloo where a rank fails: torch's waits end, and a connection tells whether its peer is there.
 
 
-def receive(group: dist.ProcessGroup) -> dist.Work:
-    return dist.irecv(torch.zeros(4), group=group, group_src=1)
-
-
-def reduce(group: dist.ProcessGroup) -> dist.Work:
-    return dist.all_reduce(torch.zeros(4), group=group, async_op=True)
+WORKS: dict[str, Callable[[dist.ProcessGroup], dist.Work]] = {
+    "a receive": lambda group: dist.irecv(torch.zeros(4), group=group, group_src=1),
+    "a reduction": lambda group: dist.all_reduce(torch.zeros(4), group=group, async_op=True),
+}
 
 
 @in_ranks(2, is_fresh=True)
-@pytest.mark.parametrize("start", [receive, reduce])
-def test_what_waits_wakes_up_and_other_groups_go_on(start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+@pytest.mark.parametrize("what", WORKS)
+def test_what_waits_wakes_up_and_other_groups_go_on(what: str) -> None:
     """Rank 0 waits for what rank 1 never sends, and is woken on this rank alone."""
     group = cloned_group()
     dist.barrier()  # it is made on both
     if dist.get_rank() == 0:
-        work = start(group)
+        work = WORKS[what](group)
         waker = threading.Timer(0.2, interrupt, [group])
         waker.start()
         with pytest.raises(RuntimeError, match=r"^Application timeout caused pair closure$"):

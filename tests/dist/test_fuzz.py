@@ -37,7 +37,6 @@ from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Piece, Plan, plan_from_groups
 from undertow.profile import Profile, profile_from_json
 
-_MOST_MEMORY = 2 << 30  # bytes
 _WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod", "shutil.")
 _RUNS = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.", "ctypes.", "pty.", "webbrowser.")
 _PROGRAMS = [Path(folder).resolve() for folder in sys.path if folder]
@@ -81,7 +80,9 @@ class Fuzz:
     """Cases of one kind: how they ended, and which should not have ended so."""
 
     def __init__(self, error: type[Exception]) -> None:
-        limit_memory()
+        # A file of a few bytes that asks for gigabytes is an error, of this process and not of the machine.
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + (2 << 30), resource.RLIM_INFINITY))
         self.error = error
         self.seen, self.problems = Counter[str](), list[str]()
 
@@ -182,12 +183,6 @@ JSON: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "shown table": (TABLE, shown),
     "shown profile": (PROFILE.replace('"params"', f'{CURVES}"params"', 1), shown),
 }
-
-
-def limit_memory() -> None:
-    """A file of a few bytes that asks for gigabytes is an error, of this process and not of the machine."""
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + _MOST_MEMORY, resource.RLIM_INFINITY))
 
 
 def texts(folder: Path, num_cases: int) -> Fuzz:

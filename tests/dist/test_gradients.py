@@ -1,156 +1,53 @@
+"""Where gradients lie, how often they are sent, and what is left out; their values are in test_programs.py."""
+
 from __future__ import annotations
 
 import copy
-import math
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from dist.test_events import collectives
+from support.drop_in import TIMEOUT_S, groups_of, require_same_on_every_rank
+from support.errors import text_of
 from support.models import CASES, Branches, noise
-from support.naive import naive_mean, require_same_gradients, require_same_parameters, wrapped_and_bare
-from support.ranks import Ranks, in_ranks
-from undertow import DistributedDataParallel
-
-# Largest bucket in MiB.
-PLANS = {"a bucket per parameter": 1e-6, "several buckets": 3e-4, "default": None, "one bucket": math.inf}
-ORDERS = ["observed", "reverse", "largest_first"]
+from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
+from support.ranks import in_ranks
+from support.sharded import training
+from support.units import Units
+from undertow import DistributedDataParallel, ExpertGroup, PhaseError
 
 
-def every_gradient_is_the_mean(case_name: str, settings: dict[str, Any]) -> None:
-    case = CASES[case_name]
-    with wrapped_and_bare(case.model(), **settings, buffers="off") as (ddp, bare):
-        for step in range(3):
-            for model in (ddp, bare):
-                model.zero_grad()
-                case.loss(model, step).backward()
-            naive_mean(bare)
-            require_same_gradients(ddp, bare)
-            require_views_of_buckets(ddp)
-
-
-def require_views_of_buckets(model: nn.Module) -> None:
-    """Every gradient lies in a storage that is larger than itself: a trailer follows it at least."""
-    for name, param in model.named_parameters():
-        assert param.grad is not None, name
-        assert param.grad.untyped_storage().nbytes() > param.grad.nbytes, name
-
-
-@pytest.mark.parametrize(
-    ("overlap", "average_in_collective"),
-    [(True, True), (True, False), (False, True)],
-    ids=["overlap", "sum", "afterwards"],
-)
-@pytest.mark.parametrize("bucket_cap_mb", PLANS.values(), ids=PLANS)
+@in_ranks(2, 3)
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("case_name", CASES)
-def test_every_gradient_is_the_mean(
-    ranks: Ranks, case_name: str, bucket_cap_mb: float | None, overlap: bool, average_in_collective: bool
-) -> None:
-    settings = {"bucket_cap_mb": bucket_cap_mb, "overlap": overlap, "average_in_collective": average_in_collective}
-    ranks.run(every_gradient_is_the_mean, case_name, settings)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("case_name", CASES)
-def test_every_gradient_is_the_mean_in_every_order(ranks: Ranks, case_name: str, order: str) -> None:
-    ranks.run(every_gradient_is_the_mean, case_name, {"order": order, "bucket_cap_mb": 3e-4})
-
-
-def gradients_stay_views(set_to_none: bool) -> list[list[int]]:
-    case = CASES["mlp"]
-    storages = []
-    with wrapped_and_bare(case.model(), order="reverse") as (ddp, bare):
+def test_gradients_are_views_of_buckets_at_the_same_place_in_every_step(case_name: str, set_to_none: bool) -> None:
+    """Each lies in a storage that is larger than itself: a trailer follows it at least."""
+    case, places = CASES[case_name], []
+    with wrapped_and_bare(case.model(), order="reverse", bucket_cap_mb=3e-4, buffers="off") as (ddp, bare):
         for step in range(4):
             for model in (ddp, bare):
                 model.zero_grad(set_to_none=set_to_none)
                 case.loss(model, step).backward()
             naive_mean(bare)
             require_same_gradients(ddp, bare)
-            storages.append([param.grad.data_ptr() for param in ddp.parameters()])
-    return storages
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_at_the_same_place_in_every_step(ranks: Ranks, set_to_none: bool) -> None:
-    for storages in ranks.run(gradients_stay_views, set_to_none):
-        assert storages == storages[:1] * 4
-
-
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-}
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("case_name", CASES)
-def test_five_steps_of_training_have_the_bits_of_the_naive_ones(case_name: str, optimizer_name: str, set_to_none: bool) -> None:
-    case = CASES[case_name]
-    with wrapped_and_bare(case.model(), bucket_cap_mb=3e-4, buffers="off") as (ddp, bare):
-        optimizers = {model: OPTIMIZERS[optimizer_name](model.parameters()) for model in (ddp, bare)}
-        for step in range(5):
-            for model, optimizer in optimizers.items():
-                optimizer.zero_grad(set_to_none=set_to_none)
-                case.loss(model, step).backward()
-                if model is bare:
-                    naive_mean(bare)
-                optimizer.step()
-        require_same_parameters(ddp, bare)
-
-
-HOLDERS = {
-    "the gradient": lambda grad: grad,
-    "a detached one": lambda grad: grad.detach(),
-    "a slice": lambda grad: grad[1:],
-    "a flat view": lambda grad: grad.view(-1),
-    "an array": lambda grad: grad.numpy(),
-}
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, math.inf])
-@pytest.mark.parametrize("holder_name", HOLDERS)
-def test_a_gradient_that_the_user_holds_is_not_overwritten(holder_name: str, bucket_cap_mb: float) -> None:
-    case, hold = CASES["mlp"], HOLDERS[holder_name]
-    with wrapped_and_bare(case.model(), bucket_cap_mb=bucket_cap_mb, order="reverse") as (ddp, bare):
-        held, copies = [], []
-        for step in range(4):
-            for model in (ddp, bare):
-                model.zero_grad()
-                case.loss(model, step).backward()
-            naive_mean(bare)
-            require_same_gradients(ddp, bare)
-            held.append([hold(param.grad) for param in ddp.parameters()][: step + 1])
-            copies.append([torch.as_tensor(grad).clone() for grad in held[-1]])
-        for grads, wanted in zip(held, copies, strict=True):
-            assert all(torch.equal(torch.as_tensor(grad), copied) for grad, copied in zip(grads, wanted, strict=True))
+            assert all(param.grad.untyped_storage().nbytes() > param.grad.nbytes for param in ddp.parameters())
+            places.append([param.grad.data_ptr() for param in ddp.parameters()])
+    assert places == places[:1] * 4
 
 
 @in_ranks(2, 3)
-def test_backward_adds_to_a_gradient_that_was_set_by_hand() -> None:
-    with wrapped_and_bare(Branches(2), bucket_cap_mb=1e-4) as (ddp, bare):
+def test_a_gradient_of_the_users_that_no_rank_adds_to_stays_where_it_is() -> None:
+    with wrapped(Branches()) as ddp:
+        params = list(ddp.module.layers[1].parameters())
+        for param in params:
+            param.grad = torch.ones_like(param)
+        places = [param.grad.data_ptr() for param in params]
         for step in range(3):
-            for model in (ddp, bare):
-                for param in model.parameters():
-                    param.grad = torch.full_like(param, float(step))
-                model(noise(2, 4, step=step), (0, 1)).sum().backward()
-            naive_mean(bare)
-            require_same_gradients(ddp, bare)
-
-
-@in_ranks(2, 3)
-def test_frozen_parameters_are_left_alone() -> None:
-    model = Branches(3)
-    for param in model.layers[1].parameters():
-        param.requires_grad_(False)
-    with wrapped_and_bare(model) as (ddp, bare):
-        for model in (ddp, bare):
-            model(noise(2, 4)).sum().backward()
-        naive_mean(bare)
-        require_same_gradients(ddp, bare)
+            ddp(noise(2, 4, step=step), (0, 2)).sum().backward()
+            assert places == [param.grad.data_ptr() for param in params]
 
 
 @in_ranks(2, 3)
@@ -173,3 +70,88 @@ def test_a_model_without_parameters_can_be_wrapped() -> None:
     ddp.finish()
     assert torch.equal(x.grad, torch.ones(2, 3))
     ddp.close()
+
+
+@in_ranks(2, 3)
+def test_late_parts_cost_a_second_round_once() -> None:
+    """Six buckets; in the first step those of the middle layer's weight and bias go out twice."""
+    with wrapped(Units("linear twice-reentrant linear"), bucket_cap_mb=1e-6, order="reverse") as ddp, collectives() as called:
+        for step, num_calls in enumerate([8, 6, 6, 6]):
+            called.clear()
+            ddp(noise(3, 4, step=step), "012").sum().backward()
+            assert called == ["all_reduce"] * num_calls
+
+
+@in_ranks(2)
+def test_settings_of_torchs_class_that_we_do_not_need_are_accepted() -> None:
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True, static_graph=True, gradient_as_bucket_view=True)
+    ddp(noise(2, 4), (0,)).sum().backward()
+    assert ddp.module.layers[1].weight.grad is None
+    ddp.close()
+
+
+@in_ranks(2)
+def test_experts_of_one_rank_that_got_nothing_are_named() -> None:
+    """Layers 1 and 2 are experts that this rank alone has."""
+    group = groups_of([0], [1])[0]
+    experts = tuple(ExpertGroup(match=f"layers.{index}.*", process_group=group) for index in (1, 2))
+    with wrapped(Branches(), experts=experts) as ddp:
+        for used, unused in (((0, 1), {"2"}), ((0,), {"1", "2"}), ((1,), {"0", "2"})):
+            ddp(noise(2, 4), used).sum().backward()
+            ddp.finish()  # where nothing dense was reached
+            assert {name.split(".")[1] for name in ddp.unused_parameters} == unused
+    dist.destroy_process_group(group)
+
+
+@in_ranks(2)
+def test_a_rank_alone_notes_gradients_without_a_frame() -> None:
+    """A rank alone waits for no gradient: what notes them is C, and gone with the wrapper."""
+    group, model = groups_of([0], [1])[0], Branches()
+    with wrapped(model, process_group=group, record="off"):
+        hooks = [hook for param in model.parameters() for hook in (param._post_accumulate_grad_hooks or {}).values()]
+        assert len(hooks) == len(list(model.parameters()))
+        assert not any(hasattr(hook, "__code__") or hasattr(hook, "func") for hook in hooks)
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    dist.destroy_process_group(group)
+
+
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+def test_a_gradient_that_is_written_too_late_for_an_eager_step_is_an_error() -> None:
+    """What comes after a bucket was stepped is an error, as from autograd; what comes before is not."""
+    for kind in ("written", "written-and-used"):
+        with training(Units(f"linear {kind} linear"), "zero1", "SGD", eager=True, bucket_cap_mb=1e-6) as (ddp, optimizer):
+
+            def step(number: int, ddp: nn.Module = ddp, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.zero_grad()
+                ddp(noise(3, 4, step=number), "012").square().mean().backward()
+                optimizer.step()
+
+            step(0)
+            if kind == "written":
+                step(1)
+                ddp.wait()
+                require_same_on_every_rank(ddp)
+            else:
+                text = text_of(PhaseError, lambda: step(1))
+                assert text.startswith("parameters are read in the backward that has updated them already.")
+
+
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("way", ["sum", "weights"])
+def test_what_is_written_into_an_earlier_result_is_an_error(way: str) -> None:
+    """The written layer writes before any gradient has told that a backward begins."""
+    with wrapped(Units("linear linear written"), op="sum" if way == "sum" else "mean", bucket_cap_mb=1e-6) as ddp:
+
+        def train() -> None:
+            ddp.zero_grad(set_to_none=False)
+            if way == "weights":
+                ddp.weight(1.0)
+            ddp(noise(3, 4), "012").sum().backward()
+
+        train()
+        assert text_of(PhaseError, train) == (
+            "something else than autograd has added to a gradient that holds an earlier result, "
+            "and the two cannot be told apart.\n"
+            "  parameter 'units.2.layer.weight', before the first gradient of a backward arrived\n"
+            "  Clear gradients with zero_grad(set_to_none=True) before each backward, and change them before the forward only."
+        )

@@ -25,20 +25,13 @@ from support.alike import backward_alike, heard, require_equal_values, require_s
 from support.drop_in import TIMEOUT_S, groups_of
 from support.inside import engine_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
-from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
+from support.naive import naive_mean, require_nearly_same, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from support.sharded import training
 from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients
 
 MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
-
-
-def require_nearly_same(ours: nn.Module, bare: nn.Module) -> None:
-    """A part that came late is averaged alone: (a + b) / 2 + (c + d) / 2 in place of ((a + c) + (b + d)) / 2."""
-    for mine, wanted in zip(ours.parameters(), bare.parameters(), strict=True):
-        tolerance = 4 * torch.finfo(wanted.dtype).eps * float(wanted.grad.abs().max())
-        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0.0, atol=tolerance)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from dist.test_drop_in_lifetime import step_in_backward
 from dist.test_events import collectives
-from dist.test_late_arrivals import Layers as PartsOfLayers
 from support.alike import heard, of_all_ranks
 from support.errors import text_of
-from support.hybrid import hybrid
 from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
 from support.models import Branches, noise
+from support.naive import wrapped
 from support.ranks import in_ranks
-from support.sharded import Parameters, optimizer_for, parameters, require_equal, training
+from support.sharded import Parameters, hybrid, optimizer_for, parameters, require_equal, training
+from support.units import Applied
 from undertow import (
     ConfigError,
     DistributedDataParallel,
@@ -68,12 +68,6 @@ def train(ddp: nn.Module, optimizer: Any, step: int, *, factor: float | None = N
     optimizer.zero_grad()
     backward(ddp, step, factor=factor)
     optimizer.step()
-
-
-@contextlib.contextmanager
-def wrapped(model: nn.Module, **settings: Any) -> Iterator[DistributedDataParallel]:
-    with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(**settings))) as ddp:
-        yield ddp
 
 
 def found(rank: int, *, step: int = BAD_STEP) -> str:
@@ -189,23 +183,6 @@ def test_all_ranks_of_a_mesh_skip_the_same_step() -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("later", [False, True], ids=["no_sync", "each synchronises"])
-@pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_bad_micro_batch_spoils_its_step_and_no_other(strategy: str, when: int, later: bool, op: str) -> None:
-    with training(Layers(), strategy, nonfinite="skip", op=op) as (ddp, optimizer):
-        for step, num_skipped in enumerate([0, 1, 1, 1]):
-            optimizer.zero_grad()
-            for micro in range(3):
-                with ddp.no_sync() if micro < 2 and not later else contextlib.nullcontext():
-                    backward(ddp, 3 * step + micro, factor=torch.inf if (step, micro) == (1, when) else None)
-            optimizer.step()
-            assert has_skipped(ddp) == num_skipped
-        assert all(param.isfinite().all() for param in parameters(ddp).values())
-
-
-@in_ranks(2)
 @pytest.mark.parametrize("optimizer_name", ["AdamW", "fused AdamW"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
@@ -304,10 +281,6 @@ def zeros(_state, bucket):  # torch compares annotations, if there are any
     return done
 
 
-def nothing(_ddp: Any) -> None:
-    pass
-
-
 def spoilt(param: Tensor, *, rank: int = 1, factor: float = torch.inf) -> None:
     if dist.get_rank() == rank:
         param.register_hook(lambda grad: grad * factor)
@@ -345,17 +318,12 @@ def rows() -> nn.Module:
     return nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
 
 
-def late() -> nn.Module:
-    return PartsOfLayers(spoilt_between)
-
-
-Loss = Callable[[Any], Tensor]
 ONE, BRANCH = WHAT.format("first.weight", "rank 1"), WHAT.format("layers.1.bias", "rank 1")
 ALL = "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are infinite or no number on rank 1."
-MIDDLE = "the gradients of 'middle.weight', 'middle.bias' are infinite or no number on some rank."
+MIDDLE = "the gradients of '1.layer.weight', '1.layer.bias' are infinite or no number on some rank."
 # A model, the most MiB of a bucket, what is done before, its loss, what is found, and in which buckets.
-FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object], Loss, str, str]] = {
-    "all": (Layers, EACH_ALONE, nothing, loss_of_all, ALL, "0, 1, 2 and 1 more"),
+FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] | None, Callable[[Any], Tensor], str, str]] = {
+    "all": (Layers, EACH_ALONE, None, loss_of_all, ALL, "0, 1, 2 and 1 more"),
     "before a hook": (
         Layers,
         ALL_IN_ONE,
@@ -365,11 +333,18 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object], 
         "0",
     ),
     "before weights": (Layers, ALL_IN_ONE, lambda ddp: ddp.weight(5), loss_of_layers, ONE, "0"),
-    "rows": (rows, ALL_IN_ONE, nothing, loss_of_rows, WHAT.format("0.weight", "rank 1"), "1"),
-    "large rows": (rows, ALL_IN_ONE, nothing, partial(loss_of_rows, factor=1e9), "", ""),  # which do not travel in 16 bits
-    "used by one rank": (Branches, ALL_IN_ONE, nothing, loss_of_two_branches, BRANCH, "0"),
-    "used by one rank, alone": (Branches, EACH_ALONE, nothing, loss_of_two_branches, BRANCH, "2"),
-    "late": (late, EACH_ALONE, nothing, lambda ddp: ddp(noise(3, 4)).sum(), MIDDLE, "2, 3"),
+    "rows": (rows, ALL_IN_ONE, None, loss_of_rows, WHAT.format("0.weight", "rank 1"), "1"),
+    "large rows": (rows, ALL_IN_ONE, None, partial(loss_of_rows, factor=1e9), "", ""),  # which do not travel in 16 bits
+    "used by one rank": (Branches, ALL_IN_ONE, None, loss_of_two_branches, BRANCH, "0"),
+    "used by one rank, alone": (Branches, EACH_ALONE, None, loss_of_two_branches, BRANCH, "2"),
+    "late": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Applied(spoilt_between), nn.Linear(4, 4)),
+        EACH_ALONE,
+        None,
+        lambda ddp: ddp(noise(3, 4)).sum(),
+        MIDDLE,
+        "2, 3",
+    ),
 }
 
 
@@ -380,7 +355,8 @@ def test_what_is_not_finite_is_found_wherever_it_is(name: str) -> None:
     wire = "float16" if name == "large rows" else None
     with wrapped(make(), nonfinite="raise", bucket_cap_mb=cap, order="reverse", wire_dtype=wire) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-9)
-        before(ddp)
+        if before is not None:
+            before(ddp)
         loss(ddp).backward()
         if "used by one" in name:
             assert [param.grad is None for param in ddp.parameters()] == [False] * 4 + [True] * 2

@@ -17,11 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from support.alike import backward_alike, require_equal_values, train
 from support.errors import text_of
-from support.hybrid import hybrid
 from support.inside import readings_of_trailers
 from support.models import CASES, noise
 from support.ranks import in_ranks
-from support.sharded import Parameters, parameters, require_equal, training
+from support.sharded import Parameters, hybrid, parameters, require_equal, training
 from undertow import DistributedDataParallel, SyncConfig, attach
 from undertow.errors import ConfigError, PhaseError
 

@@ -3,70 +3,81 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from support.errors import text_of
-from support.hybrid import hybrid
 from support.inside import late_ops
 from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
-from support.models import mlp, noise
-from support.ranks import Ranks, RanksFailed, in_ranks
-from support.sharded import training
-from undertow import DistributedDataParallel, ExpertGroup, ReplicaMismatch, SyncConfig
+from support.models import CASES, noise
+from support.naive import wrapped
+from support.ranks import in_ranks
+from support.sharded import parameters, require_equal, training
+from undertow import ExpertGroup, ReplicaMismatch
 from undertow.schedule import OpKind
 
+EVERY: dict[str, Any] = {"check_replicas_every": 1}
 REMEDY = "  Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again."
-OTHER_STEP = 3
 
 
 def same_mlp() -> nn.Module:
-    torch.manual_seed(3)
-    return mlp()
+    return CASES["mlp"].model()
+
+
+def spoil(param: Tensor) -> None:
+    param.detach().add_(1.0)
+
+
+def step_of(ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+    ddp(noise(4, 6, step=step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, other: int | None, *, num_steps: int = 9) -> None:
-    """In the forward of one step the rank `other` writes to two parameters, to one of them the last bit of an element."""
+    """In the forward of step 3 the rank `other` writes to two parameters, to one of them the last bit of an element."""
     for step in range(num_steps):
         ddp.steps_begun = step
-        optimizer.zero_grad()
-        if step == OTHER_STEP and dist.get_rank() == other:
+        if step == 3 and dist.get_rank() == other:
             ddp.wait()
-            with torch.no_grad():
-                ddp.module[2].weight.view(torch.int32).view(-1)[5].add_(1)
-                ddp.module[2].bias.add_(1.0)
-        ddp(noise(4, 6, step=step)).square().mean().backward()
-        optimizer.step()
+            ddp.module[2].weight.detach().view(torch.int32).view(-1)[5].add_(1)
+            spoil(ddp.module[2].bias)
+        step_of(ddp, optimizer, step)
 
 
-def found(strategy: str, every: int, other: int, eager: bool) -> tuple[str, int]:
-    with training(same_mlp(), strategy, "SGD", eager=eager, check_replicas_every=every) as (ddp, optimizer):
-        return text_of(ReplicaMismatch, lambda: train(ddp, optimizer, other)), ddp.steps_begun
+def require_found(ddp: nn.Module, optimizer: Any, other: int, *, ranks: str, step: int) -> None:
+    assert text_of(ReplicaMismatch, lambda: train(ddp, optimizer, other)) == (
+        f"parameter '2.weight' has other values on {ranks}.\n  synchronisation {step}; 2 of 4 parameters differ\n{REMEDY}"
+    )
+    assert ddp.steps_begun == step
 
 
-def told(name: str, ranks: str, step: int, how_many: str) -> str:
-    return f"parameter {name!r} has other values on {ranks}.\n  synchronisation {step}; {how_many} parameters differ\n{REMEDY}"
+@in_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("strategy", "every", "step"), [("ddp", 1, 3), ("ddp", 4, 3), ("ddp", 3, 5), ("ddp", 7, 6), ("zero1", 1, 3), ("zero2", 1, 3)]
+)
+def test_the_first_parameter_the_ranks_and_the_step_are_named(strategy: str, every: int, step: int) -> None:
+    others = ", 2" if dist.get_world_size() == 3 else ""
+    with training(same_mlp(), strategy, "SGD", check_replicas_every=every) as (ddp, optimizer):
+        require_found(ddp, optimizer, 1, ranks=f"rank 1 than on rank 0{others}", step=step)
 
 
-@pytest.mark.parametrize(("every", "step"), [(1, 3), (4, 3), (3, 5), (7, 6)])
-def test_the_first_parameter_the_ranks_and_the_step_are_named(three_ranks: Ranks, every: int, step: int) -> None:
-    text = told("2.weight", "rank 1 than on rank 0, 2", step, "2 of 4")
-    assert three_ranks.run(found, "ddp", every, 1, False) == [(text, step)] * 3
+@in_ranks(2)
+def test_of_two_ranks_the_first_one_is_taken_for_right() -> None:
+    with training(same_mlp(), "ddp", "SGD", **EVERY) as (ddp, optimizer):
+        require_found(ddp, optimizer, 0, ranks="rank 1 than on rank 0", step=3)
 
 
-def test_of_two_ranks_the_first_one_is_taken_for_right(two_ranks: Ranks) -> None:
-    text = told("2.weight", "rank 1 than on rank 0", 3, "2 of 4")
-    assert [two_ranks.run(found, "ddp", 1, other, False) for other in (0, 1)] == [[(text, 3)] * 2] * 2
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_sharded_parameters_are_compared_when_they_have_come(three_ranks: Ranks, strategy: str) -> None:
-    text = told("2.weight", "rank 1 than on rank 0, 2", 3, "2 of 4")
-    assert three_ranks.run(found, strategy, 1, 1, False) == [(text, 3)] * 3
+@in_ranks(4)
+def test_rows_of_a_mesh_are_compared_too() -> None:
+    """A rank writes to what its row then gathers from it: the other row has other values."""
+    with training(same_mlp(), "hybrid", "SGD", **EVERY) as (ddp, optimizer):
+        require_found(ddp, optimizer, 3, ranks="rank 3 than on rank 0, 1, 2", step=3)
 
 
 @in_ranks(2, 3)
@@ -79,152 +90,87 @@ def test_equal_replicas_train_as_without_a_comparison(strategy: str, eager: bool
             train(ddp, optimizer, None, num_steps=3)
             late = [] if strategy == "ddp" else late_ops(ddp, OpKind.ALL_GATHER, 1, seconds=0.05)
             train(ddp, optimizer, None, num_steps=6)
-            ddp.wait()
+            results.append(parameters(ddp))
             assert (strategy != "ddp" and dist.get_rank() == 1) == (late != [])
-            results.append([param.detach().clone() for param in ddp.parameters()])
-    assert all(map(torch.equal, *results))
+    require_equal(*results)
 
 
-def rows_apart() -> tuple[str, int]:
-    """A rank writes to what its row then gathers from it: the other row has other values."""
-    with hybrid(same_mlp(), "SGD", check_replicas_every=1) as (ddp, optimizer):
-        return text_of(ReplicaMismatch, lambda: train(ddp, optimizer, 3)), ddp.steps_begun
-
-
-def test_rows_of_a_mesh_are_compared_too(four_ranks: Ranks) -> None:
-    text = told("2.weight", "rank 3 than on rank 0, 1, 2", 3, "2 of 4")
-    assert four_ranks.run(rows_apart) == [(text, 3)] * 4
-
-
-def experts_apart() -> str:
+@in_ranks(4)
+def test_experts_are_compared_among_ranks_that_have_the_same() -> None:
+    is_wrong = pytest.raises(
+        ReplicaMismatch, match=r"^parameter 'experts\.0\.bias' has other values on rank 3 than on rank 1\.\n"
+    )
     with experts_group() as group:
-        config = SyncConfig(experts=(ExpertGroup(match=MATCH, process_group=group, divisor=4),), check_replicas_every=2)
-        with contextlib.closing(DistributedDataParallel(mixture(), config=config)) as ddp:
+        experts = (ExpertGroup(match=MATCH, process_group=group, divisor=4),)
+        with wrapped(mixture(), experts=experts, check_replicas_every=2) as ddp:
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-            try:
+            with is_wrong if dist.get_rank() % 2 else contextlib.nullcontext():
                 for step in range(4):
                     optimizer.zero_grad()
                     if (dist.get_rank(), step) == (3, 3):
-                        with torch.no_grad():
-                            ddp.module.experts["0"].bias.add_(1.0)
+                        spoil(ddp.module.experts["0"].bias)
                     mixture_loss(ddp, step).backward()
                     optimizer.step()
-            except ReplicaMismatch as error:
-                return str(error).split("\n")[0]
-            return ""
 
 
-def test_experts_are_compared_among_ranks_that_have_the_same(four_ranks: Ranks) -> None:
-    text = "parameter 'experts.0.bias' has other values on rank 3 than on rank 1."
-    assert four_ranks.run(experts_apart) == ["", text, "", text]
-
-
-def uneven(num_batches: int) -> bool:
-    """A rank that has run out of data keeps its parameters until the others are through."""
-    config = SyncConfig(check_replicas_every=1)
-    with contextlib.closing(DistributedDataParallel(same_mlp(), config=config)) as ddp:
+@in_ranks(2, 3, is_fresh=True, timeout_s=20.0)
+@pytest.mark.parametrize(("num_batches", "spoils"), [(3, False), (2, True), (5, True)])
+def test_in_a_join_ranks_with_data_are_compared_and_the_others_are_told(num_batches: int, spoils: bool) -> None:
+    """Rank 0 has so many batches, and keeps its parameters until the others are through; in step 4 the last rank writes."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    peers = [str(it) for it in range(last) if it > 0 or num_batches > 4]
+    is_found = spoils and peers != []
+    with wrapped(same_mlp(), **EVERY) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with ddp.join():
-            for step in range(num_batches if dist.get_rank() == 0 else 6):
-                optimizer.zero_grad()
-                if (dist.get_rank(), step) == (1, 4) and num_batches > 4:
-                    with torch.no_grad():
-                        ddp.module[0].bias.add_(1.0)
-                ddp(noise(4, 6, step=step)).square().mean().backward()
-                optimizer.step()
-        optimizer.zero_grad()
-        ddp(noise(4, 6)).square().mean().backward()
-        optimizer.step()
-    return True
+
+        def train_jointly() -> None:
+            with ddp.join():
+                for step in range(num_batches if rank == 0 else 6):
+                    if is_found and (rank, step) == (last, 4):
+                        spoil(ddp.module[0].bias)
+                    step_of(ddp, optimizer, step)
+
+        if is_found:
+            text = text_of(ReplicaMismatch, train_jointly)
+            assert text.startswith(f"parameter '0.bias' has other values on rank {last} than on rank {', '.join(peers)}.\n")
+        else:
+            train_jointly()
+            step_of(ddp, optimizer)
 
 
-def test_ranks_without_data_are_left_out(ranks: Ranks) -> None:
-    assert all(ranks.run(uneven, 3))
-
-
-def test_two_ranks_with_data_are_compared_in_a_join(two_ranks: Ranks) -> None:
-    with pytest.raises(RanksFailed, match=r"ReplicaMismatch: parameter '0\.bias' has other values on rank 1 than on rank 0\."):
-        two_ranks.run(uneven, 5)
-
-
-def apart_in_join() -> str:
-    """Rank 0 has run out of data; the others come apart, and go on living when they have closed their model."""
-    try:
-        uneven_among_others()
-    except ReplicaMismatch as error:
-        return str(error).split("\n")[0]
-    return ""
-
-
-def uneven_among_others() -> None:
-    with contextlib.closing(DistributedDataParallel(same_mlp(), config=SyncConfig(check_replicas_every=1))) as ddp:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with ddp.join():
-            for step in range(2 if dist.get_rank() == 0 else 6):
-                optimizer.zero_grad()
-                if (dist.get_rank(), step) == (2, 4):
-                    with torch.no_grad():
-                        ddp.module[0].bias.add_(1.0)
-                ddp(noise(4, 6, step=step)).square().mean().backward()
-                optimizer.step()
-
-
-def test_a_rank_without_data_learns_that_others_have_come_apart(fresh_ranks: Ranks) -> None:
-    text = "parameter '0.bias' has other values on rank 2 than on rank 1."
-    assert fresh_ranks.run(apart_in_join, timeout_s=20.0) == [text] * 3
-
-
-def two_models() -> list[str]:
-    """Of two models in one backward both are compared; the one that differs says so."""
-    config = SyncConfig(check_replicas_every=1)
-    models = [DistributedDataParallel(same_mlp(), config=config) for _ in range(2)]
-    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
-    texts = []
-    try:
+@in_ranks(2)
+def test_two_models_in_one_backward_are_both_compared() -> None:
+    """The one that differs says so."""
+    with wrapped(same_mlp(), **EVERY) as first, wrapped(same_mlp(), **EVERY) as second:
+        models = (first, second) if dist.get_rank() == 0 else (second, first)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
             if (dist.get_rank(), step) == (1, 2):
-                with torch.no_grad():
-                    models[1].module[0].bias.add_(1.0)
-            order = models if dist.get_rank() == 0 else models[::-1]
-            sum(model(noise(4, 6, step=step)).square().mean() for model in order).backward()
-            if step == 2:
-                texts.append(text_of(ReplicaMismatch, optimizer.step))
-            else:
+                spoil(second.module[0].bias)
+            sum(model(noise(4, 6, step=step)).square().mean() for model in models).backward()
+            if step < 2:
                 optimizer.step()
-    finally:
-        for model in models:
-            model.close()
-    return texts
+        with pytest.raises(
+            ReplicaMismatch, match=r"'0\.bias' .* rank 1 than on rank 0\.\n  synchronisation 2; 1 of 4 parameters"
+        ):
+            optimizer.step()
 
 
-def test_two_models_in_one_backward_are_both_compared(two_ranks: Ranks) -> None:
-    assert two_ranks.run(two_models) == [[told("0.bias", "rank 1 than on rank 0", 2, "1 of 4")]] * 2
-
-
-def frozen_apart() -> str:
-    """A frozen parameter that rank 1 has written to; another one is unfrozen on all ranks, which is no difference."""
+@in_ranks(2)
+def test_a_frozen_parameter_is_compared_too() -> None:
+    """Rank 1 has written to it; another one is unfrozen on all ranks, which is no difference."""
     model = same_mlp()
     model[0].requires_grad_(False)
-    with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(check_replicas_every=1))) as ddp:
+    with wrapped(model, **EVERY) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
-        def steps() -> None:
+        def train() -> None:
             for step in range(4):
-                ddp.steps_begun = step
                 model[0].bias.requires_grad_(step > 0)
                 if step == 2 and dist.get_rank() == 1:
-                    with torch.no_grad():
-                        model[0].weight[0, 0].add_(1.0)
-                ddp(noise(4, 6, step=step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                    spoil(model[0].weight)
+                step_of(ddp, optimizer, step)
 
-        return text_of(ReplicaMismatch, steps)
-
-
-def test_a_frozen_parameter_is_compared_too(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(frozen_apart)
-    assert first == second
-    assert first.startswith("parameter '0.weight' has other values on rank 1 than on rank 0.\n")
-    assert "1 of 4 parameters differ" in first
+        with pytest.raises(ReplicaMismatch, match=r"'0\.weight' .* rank 1 than on rank 0\.\n.*; 1 of 4 parameters differ"):
+            train()

@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from support.alike import of_all_ranks
 from support.errors import text_of
-from support.inside import late_gathers, post
+from support.inside import call_before, post
 from support.models import noise
 from support.ranks import in_ranks
 from support.sharded import (
@@ -25,7 +27,6 @@ from support.sharded import (
     ORDERED,
     SMALL,
     Parameters,
-    from_all,
     one_step,
     optimizer_for,
     parameters,
@@ -68,7 +69,7 @@ def test_a_read_at_a_new_place_waits() -> None:
     with training(TwoWays(nn.Linear(64, 64), nn.Embedding(64, 64)), bucket_cap_mb=0.0166) as (ddp, opt):
         step()
         step()
-        late_gathers(ddp, seconds=0.1)
+        call_before(ddp, "gathers", partial(time.sleep, 0.1))
         step()
         step()
         ddp.eval()
@@ -94,7 +95,7 @@ WRITERS: dict[str, Any] = {
 @pytest.mark.parametrize("write", WRITERS)
 def test_what_writes_parameters_right_after_a_step_waits_for_gathers(write: str) -> None:
     with stepped(2, optimizer="AdamW", **ORDERED) as (ddp, opt):
-        late_gathers(ddp, seconds=0.1)
+        call_before(ddp, "gathers", partial(time.sleep, 0.1))
         one_step(ddp, opt, 2)
         opt.zero_grad()
         WRITERS[write](ddp)
@@ -154,7 +155,7 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come(eager: bool, keeping
         for step in range(3):
             one_step(ddp, opt, step)
             if step == 1:
-                late_gathers(ddp, seconds=0.1)
+                call_before(ddp, "gathers", partial(time.sleep, 0.1))
         if dist.get_rank() == keeping:
             kept.append(ddp)
 
@@ -213,7 +214,7 @@ def test_a_gradient_that_is_not_synchronised_is_an_error_on_every_rank(eager: bo
     with stepped(2, eager=eager, **SMALL) as (ddp, opt):
         opt.zero_grad()
         MLP.loss(ddp, 2).backward()
-        owned = from_all([bool(parts) for parts in opt.owned_parts().values()])
+        owned = of_all_ranks([bool(parts) for parts in opt.owned_parts().values()])
         index = list(zip(*owned, strict=True)).index((False, True))
         with ddp.no_sync():
             (2 * list(opt.owned_parts())[index]).sum().backward()
@@ -256,7 +257,6 @@ COUNTS = (
     "  ShardedOptimizer, which gives each rank a part of a parameter as a flat piece\n"
     "  Use an elementwise optimizer such as AdamW or SGD, or this one without sharding."
 )
-STRANGER = "parameter 0 of the optimizer, of shape (1, 1), is none that is synchronised"
 SGD = torch.optim.SGD
 # What cannot be made of a model, and how the error begins.
 NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
@@ -270,7 +270,11 @@ NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
     "a norm": (ConfigError, "Coupled cannot be sharded: it updates parts", lambda it: (Coupled, it)),
     "a bare module": (WrongType, "target must be what attach", lambda _: (SGD, nn.Linear(1, 1))),
     "a name": (WrongType, "cls must be a class of optimizers", lambda it: ("SGD", it)),
-    "a stranger": (ConfigError, STRANGER, lambda it: (SGD, it, nn.Linear(1, 1).parameters())),
+    "a stranger": (
+        ConfigError,
+        "parameter 0 of the optimizer, of shape (1, 1), is none that is synchronised",
+        lambda it: (SGD, it, nn.Linear(1, 1).parameters()),
+    ),
 }
 
 

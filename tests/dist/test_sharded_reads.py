@@ -174,11 +174,6 @@ def clamp(params: list[nn.Parameter]) -> None:
         param.clamp_(-0.05, 0.05)
 
 
-@torch.no_grad()
-def average_halves(params: list[nn.Parameter]) -> None:
-    torch._foreach_mul_(params, 0.5)
-
-
 def replace_data(params: list[nn.Parameter]) -> None:
     for param in params:
         param.data = param.data.sign() * 0.1
@@ -191,14 +186,13 @@ def write_through_data(params: list[nn.Parameter]) -> None:
 
 WRITES = {
     "clamp_": clamp,
-    "a batched function": average_halves,
+    "a batched function": torch.no_grad(lambda params: torch._foreach_mul_(params, 0.5)),
     "param.data =": replace_data,
     "param.data.clamp_": write_through_data,
 }
 
 
 def slowly(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
-    """From the third step on gathers are slow."""
     if step == 2:
         slow_gathers(ddp)
 

@@ -1,6 +1,9 @@
-"""Optimizer steps that are left out: by a gradient scaler, by an exception, by the user."""
+"""Optimizer steps that are left out: on all ranks by torch's GradScaler, whatever each of them sees, or on some by the user."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,110 +12,158 @@ from torch import Tensor, nn
 
 from support.drop_in import TIMEOUT_S, SideBySide
 from support.errors import text_of
+from support.mixture import SGD, loss, mixture, reduce_naively, require_equal_values, wrapped_mixture
 from support.models import Branches, noise
-from support.ranks import Ranks, in_ranks
-from undertow import Desync, DistributedDataParallel
+from support.naive import wrapped
+from support.ranks import in_ranks
+from support.sharded import require_same_everywhere
+from undertow import Desync, DistributedDataParallel, ShardedOptimizer, clip_grad_norm_
+
+SCALE = 2.0**10
+OVERFLOWS = {1: 1, 4: 2}  # by step, the rank whose expert has an infinity; its peer of the group gets it too
+
+
+def parts(ddp: DistributedDataParallel) -> list[Any]:
+    """The dense parameters' synchronization and the experts', each with its parameters."""
+    return [(part, [param for _, param in part.named_parameters()]) for part in (ddp.sync, *ddp.sync.experts)]
+
+
+# Settings, and one optimizer for all, or one for each part.
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[DistributedDataParallel], list[torch.optim.Optimizer]]]] = {
+    "one": ({}, lambda ddp: [torch.optim.SGD(ddp.parameters(), **SGD)]),
+    "fused": ({}, lambda ddp: [torch.optim.SGD(ddp.parameters(), fused=True, **SGD)]),  # scalers leave unscaling to it
+    "one for each part": ({}, lambda ddp: [torch.optim.SGD(params, **SGD) for _, params in parts(ddp)]),
+    **{
+        strategy: (
+            {"strategy": strategy},
+            lambda ddp: [ShardedOptimizer(torch.optim.SGD, part, params, **SGD) for part, params in parts(ddp)],
+        )
+        for strategy in ("zero1", "zero2")
+    },
+}
+
+
+def with_overflow(ddp: DistributedDataParallel, step: int) -> Tensor:
+    """Of an expert's weight alone: the dense gradients stay finite on every rank."""
+    value = loss(ddp, step)
+    if dist.get_rank() == OVERFLOWS.get(step):
+        value = value + ddp.module.experts["1"].weight[0, 0] * float("inf")
+    return value
+
+
+@in_ranks(4, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_, clip, step"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_overflow_in_an_expert_is_everybodys(name: str, unscales: bool) -> None:
+    """The references know which steps to leave out; scales are powers of two, which change no bit but the exponent."""
+    settings, make = OPTIMIZERS[name]
+    scales = []
+    with wrapped_mixture(mixture(), **settings) as (ddp, bare, group):
+        optimizers = make(ddp)
+        how = {**SGD, "fused": name == "fused" or None}  # its kernel rounds otherwise
+        dense = torch.optim.SGD([*bare.before.parameters(), *bare.after.parameters()], **how)
+        experts = torch.optim.SGD(bare.experts.parameters(), **how)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
+        for step in range(6):
+            for optimizer in (*optimizers, dense, experts):
+                optimizer.zero_grad()
+            scaler.scale(with_overflow(ddp, step)).backward()
+            for optimizer in optimizers if unscales else ():
+                scaler.unscale_(optimizer)
+            if unscales:
+                clip_grad_norm_(ddp, 1e9)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            loss(bare, step).backward()
+            reduce_naively(bare, group)
+            if step not in OVERFLOWS:
+                experts.step()
+            elif unscales:  # and clipped by an infinite norm
+                for param in dense.param_groups[0]["params"]:
+                    param.grad.zero_()
+            if step not in OVERFLOWS or len(optimizers) == 2:  # a scaler leaves out the step of one optimizer, not of others
+                dense.step()
+            ddp.wait()
+            require_equal_values(ddp.module, bare)
+    assert scales == [SCALE, SCALE / 2, SCALE / 2, SCALE, SCALE / 2, SCALE / 2]
+
+
+@in_ranks(4, timeout_s=TIMEOUT_S)
+def test_experts_without_gradients_do_not_stop_a_scaler() -> None:
+    """Experts of some ranks are not trained at all, those of others have no gradients: theirs looks at nothing."""
+    model = mixture()
+    model.experts.requires_grad_(dist.get_rank() % 2 == 1)
+    with wrapped_mixture(model) as (ddp, _, _):
+        optimizers = OPTIMIZERS["one for each part"][1](ddp)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        for step, scale in enumerate([SCALE, SCALE / 2, SCALE / 2]):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            value = ddp(noise(3, 6, step=step), (0,) if dist.get_rank() == 1 and step else ()).sum()
+            scaler.scale(value * (float("inf") if dist.get_rank() == 3 and step == 1 else 1.0)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == scale
+        require_same_everywhere({name: param.detach() for name, param in ddp.module.before.named_parameters()})
 
 
 def branches_loss(model: nn.Module, step: int) -> Tensor:
     return model(noise(2, 4, step=step), (0, 1, 2)).square().mean()
 
 
-def after_a_skipped_step(set_to_none: bool, by_hand: bool) -> list[str]:
-    """Rank 1's backward reaches no parameter in step 2, behind a step that was left out on every rank."""
-    idle = []
-    with SideBySide(Branches(), 1e-6) as side:
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.125) for model in side.both]
-        for step in range(4):
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=set_to_none)
-            if step == 2 and dist.get_rank() == 1:
-                if by_hand:
-                    side.ddp.finish()  # no data, and no forward
-                else:
-                    branches_loss(side.ddp, step).detach().requires_grad_().backward()
-            else:
-                side.ddp.zero_grad(set_to_none=set_to_none)
-                branches_loss(side.ddp, step).backward()
-                branches_loss(side.bare, step).backward()
-            if step == 1:
-                continue
-            optimizers[0].step()
-            side.compare()
-            optimizers[1].step()
-            idle.append(sorted(side.ddp.unused_parameters))
-    return idle[1]
-
-
-@pytest.mark.parametrize("by_hand", [True, False], ids=["without data", "nothing reached"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_rank_without_gradients_joins_after_a_skipped_step(ranks: Ranks, set_to_none: bool, by_hand: bool) -> None:
-    unused = ranks.run(after_a_skipped_step, set_to_none, by_hand, timeout_s=TIMEOUT_S)
-    assert [len(names) for names in unused] == [0, 6, 0][: ranks.num_ranks]
-
-
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-def test_finish_may_be_called_again() -> None:
-    """A second finish(), and one after a backward, do nothing."""
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_rank_without_gradients_joins_before_a_scaler_looks(set_to_none: bool) -> None:
+    """Rank 1's backward reaches no parameter in steps 1 and 2, of which the second overflows on rank 0."""
     with SideBySide(Branches(), 1e-6) as side:
-        for step in range(3):
-            side.zero_grad()
-            if dist.get_rank() == 1:
-                side.ddp.finish()
+        ours, reference = (torch.optim.SGD(model.parameters(), lr=0.125) for model in side.both)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        for step, scale in enumerate([SCALE, SCALE, SCALE / 2, SCALE / 2]):
+            for optimizer in (ours, reference):
+                optimizer.zero_grad(set_to_none=set_to_none)
+            value = scaler.scale(branches_loss(side.ddp, step))
+            if step in (1, 2) and dist.get_rank() == 1:
+                value.detach().requires_grad_().backward()
             else:
-                side.backward(lambda model, step=step: branches_loss(model, step))
-            side.ddp.finish()
-            side.ddp.finish()
-            side.compare()
-            side.optimize()
+                (value * (float("inf") if step == 2 and dist.get_rank() == 0 else 1.0)).backward()
+                branches_loss(side.bare, step).backward()
+            scaler.step(ours)
+            scaler.update()
+            assert scaler.get_scale() == scale
+            if step != 2:
+                side.compare()
+                reference.step()
+            side.compare_parameters()
 
 
-def second_round_on_one_rank_only() -> str:
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+def test_rounds_of_different_steps_do_not_pair_off() -> None:
     """Rank 0 synchronises twice in a step, rank 1's second backward reaches nothing, and it cannot know of the round.
 
     Before an optimizer has stepped for the first time nobody can: a rank may leave that to others.
     """
-    ddp = DistributedDataParallel(Branches())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
+    with wrapped(Branches()) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
 
-    def train() -> None:
-        for step in range(4):
-            optimizer.zero_grad()
-            branches_loss(ddp, step).backward()
-            second = branches_loss(ddp, step + 10)
-            if dist.get_rank() == 0:
-                second.backward()
-            optimizer.step()
+        def train() -> None:
+            for step in range(4):
+                optimizer.zero_grad()
+                branches_loss(ddp, step).backward()
+                second = branches_loss(ddp, step + 10)
+                if dist.get_rank() == 0:
+                    second.backward()
+                optimizer.step()
 
-    text = text_of(Desync, train)
-    ddp.close()
-    return text
-
-
-def test_rounds_of_different_steps_do_not_pair_off(fresh_pair: Ranks) -> None:
-    texts = fresh_pair.run(second_round_on_one_rank_only, timeout_s=TIMEOUT_S)
-    for rank, text in enumerate(texts):
-        assert text == (
+        assert text_of(Desync, train) == (
             "ranks are not in the same step.\n"
-            f"  synchronisation 3, rank {rank}\n"
+            f"  synchronisation 3, rank {dist.get_rank()}\n"
             "  rank 0: synchronisation 3, without an optimizer step since the one before\n"
             "  rank 1: synchronisation 3, after an optimizer step\n"
             "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
         )
-
-
-def all_params(model: nn.Module) -> list[list[nn.Parameter]]:
-    return [[*layer.parameters()] for layer in model.layers]
-
-
-def body_then_head(model: nn.Module) -> list[torch.optim.Optimizer]:
-    first, *others = all_params(model)
-    return [torch.optim.SGD(first, lr=0.125), torch.optim.SGD([param for layer in others for param in layer], lr=0.125)]
-
-
-def rank_0_looks(ddp: DistributedDataParallel, step: int) -> None:
-    if dist.get_rank() == 0:
-        branches_loss(ddp, step)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
@@ -122,30 +173,23 @@ def test_one_rank_may_look_at_its_loss_between_the_steps_of_two_optimizers() -> 
             side.zero_grad()
             side.backward(lambda model, step=step: branches_loss(model, step))
             side.compare()
-            body, head = body_then_head(side.module)
-            body.step()
-            rank_0_looks(side.ddp, step)
-            head.step()
-            for optimizer in body_then_head(side.bare):
-                optimizer.step()
-
-
-def only_rank_0_steps(rank: int, params: list[list[nn.Parameter]]) -> list[nn.Parameter]:
-    return [param for layer in params for param in layer] if rank == 0 else []
-
-
-def frozen_ones_on_rank_0(rank: int, params: list[list[nn.Parameter]]) -> list[nn.Parameter]:
-    return params[0] if rank == 0 else [param for layer in params[1:] for param in layer]
+            for model in side.both_modules:
+                for layers in (model.layers[:1], model.layers[1:]):
+                    torch.optim.SGD(layers.parameters(), lr=0.125).step()
+                    if model is side.module and dist.get_rank() == 0:
+                        branches_loss(side.ddp, step)
+            side.compare_parameters()
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("share", [only_rank_0_steps, frozen_ones_on_rank_0])
-def test_optimizers_may_step_on_some_ranks_only(share: object) -> None:
-    """Each rank updates a share of the parameters, and sends them to the others."""
+@pytest.mark.parametrize("first", [0, 1], ids=["rank 0 steps", "rank 0 steps what is frozen"])
+def test_optimizers_may_step_on_some_ranks_only(first: int) -> None:
+    """One rank updates what is trained, and sends it to the others."""
     with SideBySide(Branches()) as side:
         for module in side.both_modules:
             module.layers[0].requires_grad_(False)
-        mine = share(dist.get_rank(), all_params(side.module))
+        share = [side.module, nn.Sequential()] if first == 0 else [side.module.layers[0], side.module.layers[1:]]
+        mine = list(share[dist.get_rank()].parameters())
         optimizer = torch.optim.SGD(mine, lr=0.125) if mine else None
         for step in range(4):
             side.zero_grad()
@@ -154,24 +198,5 @@ def test_optimizers_may_step_on_some_ranks_only(share: object) -> None:
             if optimizer is not None:
                 optimizer.step()
             for param, theirs in zip(side.module.parameters(), side.bare.parameters(), strict=True):
-                dist.broadcast(param.data, 0 if share is only_rank_0_steps else 1)
+                dist.broadcast(param.data, first)
                 theirs.data.copy_(param.data)
-
-
-@in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("by_hand", [True, False], ids=["finish", "one more forward"])
-def test_a_mean_of_zero_is_a_result(by_hand: bool) -> None:
-    """The mean is exactly zero: that is a result, and no gradient that was thrown away."""
-    ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(torch.full((1, 2), 1.0 if dist.get_rank() else -1.0)).sum().backward()
-        if dist.get_rank() == 0:
-            if by_hand:
-                ddp.finish()
-            else:
-                ddp(torch.ones(1, 2))
-        optimizer.step()
-        assert ddp.module.weight.grad.tolist() == [[0.0, 0.0]]
-    ddp.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,12 +12,11 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from support.models import CASES
-from support.ranks import Ranks, in_ranks
-from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from support.naive import wrapped
+from support.ranks import in_ranks
+from support.sharded import MLP, SMALL, one_step
+from undertow import DistributedDataParallel, ShardedOptimizer
 from undertow.runtime.members import _Census
-
-MLP = CASES["mlp"]
 
 
 class StepsAsItsBase(torch.optim.AdamW):
@@ -38,28 +36,21 @@ class WithOwnHook(torch.optim.AdamW):
 @contextlib.contextmanager
 def two_models(cls: type[Any], *, eager: bool) -> Iterator[tuple[DistributedDataParallel, Any]]:
     """The first one, and its optimizer; both are there and neither has to do with the other."""
-    config = SyncConfig(strategy="zero1", bucket_cap_mb=1e-4)
-    ddps = [DistributedDataParallel(MLP.model(), config=config) for _ in range(2)]
-    try:
-        yield ddps[0], ShardedOptimizer(cls, ddps[0], lr=0.01, eager=eager)
-    finally:
-        for ddp in ddps:
-            ddp.close()
+    settings = {"strategy": "zero1", **SMALL}
+    with wrapped(MLP.model(), **settings) as ddp, wrapped(MLP.model(), **settings):
+        yield ddp, ShardedOptimizer(cls, ddp, lr=0.01, eager=eager)
 
 
-def one_step(ddp: DistributedDataParallel, opt: Any, step: int) -> None:
-    opt.zero_grad()
-    MLP.loss(ddp, step).backward()
-    opt.step()
-
-
-def looks(cls: type[Any], eager: bool) -> int:
-    """How often a step looks through parameters, in the thread that trains: at a forward, at the step of another model."""
-    threads: Counter[int] = Counter()
+@in_ranks(2)
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, StepsAsItsBase, WithOwnHook])
+def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(cls: type[Any], eager: bool) -> None:
+    """In the thread that trains: at a forward, at the step of another model."""
+    threads: list[int] = []
     has_changed = _Census.has_changed
 
     def counted(census: _Census) -> bool:
-        threads[threading.get_ident()] += 1
+        threads.append(threading.get_ident())
         return has_changed(census)
 
     with two_models(cls, eager=eager) as (ddp, opt):
@@ -68,38 +59,25 @@ def looks(cls: type[Any], eager: bool) -> int:
         assert len(ddp.plan.buckets) > 2
         with mock.patch.object(_Census, "has_changed", counted):
             one_step(ddp, opt, 2)
-    assert set(threads) == {threading.get_ident()}
-    return threads.total()
+    assert threads == [threading.get_ident()] * 2
 
 
+@in_ranks(2)
 @pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, StepsAsItsBase, WithOwnHook])
-def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(
-    two_ranks: Ranks, cls: type[Any], eager: bool
-) -> None:
-    assert two_ranks.run(looks, cls, eager) == [2, 2]
-
-
-def hooked(cls: type[Any], eager: bool) -> None:
+def test_the_users_hooks_for_all_optimizers_are_called_once_a_step(eager: bool) -> None:
     called: list[tuple[str, str, int]] = []
 
     def note(when: str) -> Any:
         return lambda optimizer, *_: called.append((when, type(optimizer).__name__, threading.get_ident()))
 
-    with two_models(cls, eager=eager) as (ddp, opt):
+    with two_models(torch.optim.AdamW, eager=eager) as (ddp, opt):
         hooks = [register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))]
         for step in range(3):
             called.clear()
             one_step(ddp, opt, step)
-            mine = threading.get_ident()
-            assert called == [("before", "ShardedOptimizer", mine), ("after", "ShardedOptimizer", mine)]
+            assert called == [(when, "ShardedOptimizer", threading.get_ident()) for when in ("before", "after")]
         for hook in hooks:
             hook.remove()
-
-
-@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
-def test_the_users_hooks_for_all_optimizers_are_called_once_a_step(two_ranks: Ranks, eager: bool) -> None:
-    two_ranks.run(hooked, torch.optim.AdamW, eager)
 
 
 @in_ranks(2)

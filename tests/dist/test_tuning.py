@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,79 +17,50 @@ from support.alike import of_all_ranks, train
 from support.drop_in import TIMEOUT_S
 from support.errors import text_of
 from support.inside import NUM_STEPS_OF_A_LOOK as ONE_LOOK
-from support.models import CASES, Case, mlp, noise
+from support.models import CASES, noise
+from support.programs import Program, run
 from support.ranks import in_ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
-from support.sharded import Parameters, parameters, require_equal, trained, training
+from support.sharded import NARROW, parameters, require_equal, training
 from support.timed import Timed
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig
 from undertow.profile import profile_from_file
 from undertow.tune import Decision, Outcome, Tuner
 
 MLP = CASES["mlp"]
-Each = Callable[[DistributedDataParallel, torch.optim.Optimizer, int], None]
 
 
-def narrow_mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return mlp().bfloat16()
-
-
-def accumulating(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
-    opt.zero_grad(set_to_none=step % 3 == 0)
-    with ddp.no_sync():
-        MLP.loss(ddp, 1000 + step).backward()
-    MLP.loss(ddp, step).backward()
-    opt.step()
-
-
-def freezing(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
-    """A layer is frozen and thawed again while a look is under way."""
-    opt.zero_grad()
-    ddp.module[0].requires_grad_(step % 14 < 11)
-    MLP.loss(ddp, step).backward()
-    opt.step()
-
-
-# A model, its optimizer, and a step of its own.
-NARROW = Case(narrow_mlp, lambda net, step: net(noise(5, 6, step=step).bfloat16()).float().square().mean())
-TRAINED: dict[str, tuple[Case, str, Each | None]] = {
-    "tied transformer": (CASES["tied transformer"], "AdamW", None),
-    "momentum": (MLP, "SGD", None),
-    "accumulating": (MLP, "AdamW", accumulating),
-    "freezing": (MLP, "AdamW", freezing),
-    "sixteen bits": (NARROW, "AdamW", None),  # shards have sums that are wider than gradients
+STEP = "zero, forward 012, backward, step"
+# So many steps as five looks take, or more; a unit is frozen and thawed again while a look is under way.
+TRAINED = {
+    "a tied weight": Program(units="linear tied linear", events=STEP, times=5 * ONE_LOOK),
+    "micro-batches": Program(
+        events=f"zero, forward 012, accumulate, {STEP[6:]}, zero in-place, forward 012, accumulate, {STEP[6:]}",
+        times=3 * ONE_LOOK,
+    ),
+    "a unit that is frozen for a while": Program(events=", ".join([*[STEP] * 11, "freeze 0", *[STEP] * 3, "thaw 0"]), times=5),
 }
-
-
-@functools.cache
-def with_one_plan(name: str, strategy: str) -> Parameters:
-    case, optimizer, each = TRAINED[name]
-    return trained(case, strategy, optimizer, num_steps=5 * ONE_LOOK, reduction="ordered", auto_tune=False, each=each)
 
 
 @in_ranks(2, 3, timeout_s=120)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_plan_that_changes_leaves_every_bit_of_training_as_it_was(name: str, strategy: str) -> None:
-    case, optimizer, each = TRAINED[name]
     moves = (all_in_one, one_each, in_pieces) if strategy != "ddp" else (all_in_one, one_each)
     with scripted(*moves) as seen:
-        found = trained(case, strategy, optimizer, num_steps=5 * ONE_LOOK, reduction="ordered", each=each)
-    is_alike = name in ("tied transformer", "momentum")  # under every strategy
-    require_equal(with_one_plan(name, "ddp" if is_alike else strategy), found)
-    if dist.get_rank() == 0 and is_alike:
+        run(dataclasses.replace(TRAINED[name], strategy=strategy, plan="default"))
+    if dist.get_rank() == 0 and name == "a tied weight":
         assert len({plan.fingerprint for plan in seen}) > len(moves)  # the first one, and each of them
 
 
 @in_ranks(2)
 def test_wide_values_move_where_the_optimizer_has_no_state() -> None:
-    results = []
+    case, results = NARROW[torch.bfloat16], []  # shards have sums that are wider than gradients
     for auto_tune in (False, True):
         config = SyncConfig(strategy="zero1", reduction="ordered", auto_tune=auto_tune)
-        with scripted(one_each, in_pieces), contextlib.closing(DistributedDataParallel(narrow_mlp(), config=config)) as ddp:
+        with scripted(one_each, in_pieces), contextlib.closing(DistributedDataParallel(case.model(), config=config)) as ddp:
             optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=1e-3)
-            train(ddp, optimizer, NARROW.loss, steps=range(3 * ONE_LOOK))
+            train(ddp, optimizer, case.loss, steps=range(3 * ONE_LOOK))
             results.append(parameters(ddp))
     require_equal(*results)
 

@@ -16,11 +16,10 @@ from torch.distributed.algorithms.join import Join
 import undertow
 from support.alike import backward_alike, require_equal_values
 from support.errors import text_of
-from support.hybrid import chain, mesh_of
 from support.models import CASES, mlp, noise
 from support.naive import require_same, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
-from support.sharded import OPTIMIZERS, require_same_everywhere
+from support.sharded import OPTIMIZERS, chain, mesh_of, require_same_everywhere
 from undertow import DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig
 
 MLP = CASES["mlp"]

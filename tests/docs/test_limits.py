@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.hybrid import hybrid
 from support.project import ROOT
 from support.ranks import in_ranks
+from support.sharded import hybrid
 from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, ShardedOptimizer, StallTimeout, SyncConfig
 
 SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## What it does not do yet\n")[1].split("\n## ")[0]

@@ -53,8 +53,6 @@ def times(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, str],
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest, times: dict[tuple[str, str, str], list[float]]) -> Record:
-    """Notes the times of ranks that have raised."""
-
     def note(fault: str, survivors: Sequence[Ended]) -> None:
         for outcome in survivors:
             times[fault, outcome.kind, request.node.originalname].append(outcome.seconds)

@@ -22,8 +22,6 @@ FINISHED = """rank {faulty} has left: it has finished after 3 synchronisations, 
 
 @dataclass(frozen=True)
 class Place:
-    """A point of a way to train."""
-
     point: str
     way: str = "ddp"
     step: int | None = 3  # in which others wait for the rank: after an optimizer's step they are in the next one

@@ -23,7 +23,6 @@ SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, sign
 
 @contextlib.contextmanager
 def lasting(name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run of that test."""
     path = Path(__file__).with_name("lasting.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{path}::{name}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as tests:

@@ -60,7 +60,6 @@ def trains_until_told(network: Network, here: Path, rank: Rank) -> bool:
 
 
 def is_trained_alone(model: nn.Module, begins: list[Tensor], num_steps: int) -> bool:
-    """True if a plain loop comes to the parameters that the model has."""
     ours = [param.detach().clone() for param in model.parameters()]
     with torch.no_grad():
         for param, value in zip(model.parameters(), begins, strict=True):
@@ -102,12 +101,10 @@ class Job:
             time.sleep(0.05)
 
     def goes_on(self) -> None:
-        """Returns when all ranks have made another step."""
         steps = min(self.told(STEPS))
         self.wait_until(lambda: min(self.told(STEPS)) > steps)
 
     def change(self, *what: str) -> None:
-        """Changes the link of rank 2."""
         subprocess.run([what[0], "-n", self.network.namespaces[2], *what[1:]], check=True)
 
     def end(self) -> list[Ended]:

@@ -23,7 +23,6 @@ from support.processes import Ended, Rank, free_port, run_ranks, script, stop_he
 from undertow import DistributedDataParallel
 
 OF_THEIR_OWN = ("in hybrid backward", "in expert backward", "in launch")  # tests
-IN_TIME = pytest.mark.parametrize("is_destroyed", [False, True], ids=["left open", "destroyed"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -181,7 +180,7 @@ def kill_when_stopped(at: Path, rank: Rank) -> None:
     os.kill(number, signal.SIGKILL)
 
 
-@IN_TIME
+@pytest.mark.parametrize("is_destroyed", [False, True], ids=["left open", "destroyed"])
 @pytest.mark.parametrize("scene", [gathers, wraps_a_model, sends_buffers])
 def test_a_rank_that_is_killed_with_half_a_message_is_named_all_the_same(
     scene: Callable[[Stops], None], is_destroyed: bool, record: Record

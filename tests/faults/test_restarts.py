@@ -45,7 +45,6 @@ def batches(size: int) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The parameters after a run of two ranks to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
     for rank in run(folder, *OPTIONS, num_ranks=2):
         assert (rank.exit_code, "Warning" in rank.log, "go on behind" in rank.out) == (0, False, False), rank.log

@@ -223,39 +223,26 @@ def test_another_wrapper_ends_with_the_rank_that_has_made_none() -> None:
         assert rank.words.get("value", "").split("\n") == expected, rank.log
 
 
-def sharded(model: DistributedDataParallel, _group: object, _path: Path) -> object:
-    return ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
-
-
-def saved(model: DistributedDataParallel, _group: object, path: Path) -> object:
-    return save_checkpoint(path, model)
-
-
-def loaded(model: DistributedDataParallel, _group: object, path: Path) -> object:
-    return load_checkpoint(path, model)
-
-
-def reduced_by_hand(_model: object, group: dist.ProcessGroup, _path: Path) -> object:
-    return GradientBucketManager(group, [torch.ones(3)]).reduce_bucket_async(0).wait()
-
-
-CALLS: dict[Callable[..., object], str] = {
-    sharded: "all ranks, to make a process group",
-    saved: "all ranks, to save a checkpoint",
-    loaded: "all ranks, to load a checkpoint",
-    reduced_by_hand: "a reduction over the process group",
+# By what the rank waits for that makes the call.
+CALLS: dict[str, Callable[[DistributedDataParallel, dist.ProcessGroup, Path], object]] = {
+    "all ranks, to make a process group": lambda model, _group, _path: ShardedOptimizer(torch.optim.SGD, model, lr=0.1),
+    "all ranks, to save a checkpoint": lambda model, _group, path: save_checkpoint(path, model),
+    "all ranks, to load a checkpoint": lambda model, _group, path: load_checkpoint(path, model),
+    "a reduction over the process group": lambda _model, group, _path: (
+        GradientBucketManager(group, [torch.ones(3)]).reduce_bucket_async(0).wait()
+    ),
 }
 
 
 def waits_alone(rank: Rank) -> dict[str, str]:
     rank.meet()
     found = {}
-    for call in CALLS:
+    for name, call in CALLS.items():
         group = dist.new_group([0, 1])  # over which only this model is synchronised: a fault breaks it
         model = DistributedDataParallel(nn.Linear(4, 3), process_group=group, config=LIMITS)
         model(torch.ones(2, 4)).sum().backward()
         path = rank.directory / "checkpoint"
-        found[call.__name__] = error_of_the_first(rank, call.__name__, lambda: call(model, group, path))  # noqa: B023  now
+        found[name] = error_of_the_first(rank, name, lambda: call(model, group, path))  # noqa: B023  now
         model.close()
         dist.destroy_process_group(group)
     return found
@@ -263,8 +250,8 @@ def waits_alone(rank: Rank) -> dict[str, str]:
 
 def test_every_call_of_all_ranks_ends_with_the_rank_that_does_not_make_it() -> None:
     first = run_ranks(waits_alone, 2)[0]
-    for call, waits_for in CALLS.items():
-        assert first.words.get("value", {}).get(call.__name__, "").split("\n") == [
+    for waits_for in CALLS:
+        assert first.words.get("value", {}).get(waits_for, "").split("\n") == [
             f"rank R has waited N s for {waits_for}: rank 1 has not come.",
             "  synchronisation 1, rank 0",
             f"  rank 0: synchronisation 1, waits for {waits_for}",

@@ -40,8 +40,6 @@ _WIDTH, _NUM_BLOCKS = 1024, 24
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One predicted figure beside the measured one."""
-
     network: str
     num_ranks: int
     measured_ms: float
@@ -113,7 +111,6 @@ def hop_s_of(network: str, model: str) -> float:
 
 @cache
 def cells(model: str) -> tuple[Cell, ...]:
-    """The predictions of the rows that nothing was calibrated on."""
     return tuple(_cell(network, num_ranks, model) for network in PER_TENSOR_MS for num_ranks in TESTED_RANKS)
 
 
@@ -128,7 +125,6 @@ def _cell(network: str, num_ranks: int, model: str) -> Cell:
 
 
 def table() -> str:
-    """Measured and predicted rows, as Markdown."""
     lines = ["| network | GPUs | measured | predicted | error | with a ring's latency | error |", "|---|---|---|---|---|---|---|"]
     for tree, ring in zip(cells("tree"), cells("ring"), strict=True):
         lines.append(
@@ -139,7 +135,6 @@ def table() -> str:
 
 
 def calibration_table() -> str:
-    """What the calibrating rows say of the networks, as Markdown."""
     lines = [
         "| network | latency of one hop, us | of one all-reduce at 8 / 16 / 32, us | Gb/s at 8 / 16 / 32 |",
         "|---|---|---|---|",

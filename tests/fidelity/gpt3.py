@@ -93,7 +93,6 @@ def needed_compute_s(*, speedup: float) -> float:
 
 
 def planned_exposed_s() -> float:
-    """Under the optimal plan for the inputs."""
     gpt = profile()
     timing = StepTiming(ready_us=gpt.ready_us, backward_end_us=gpt.backward_us)
     optimum = optimal_groups(gpt.params, gpt.order, timing, given_costs(), num_ranks=NUM_RANKS)
@@ -102,7 +101,6 @@ def planned_exposed_s() -> float:
 
 
 def inputs_table() -> str:
-    """What the inputs give, by the length of backward, as Markdown."""
     lines = ["| backward, s | exposed, ms | hidden | throughput with overlap |", "|---|---|---|---|"]
     for backward_s in BACKWARDS_S:
         exposed = exposed_s(backward_s=backward_s)
@@ -113,7 +111,6 @@ def inputs_table() -> str:
 
 
 def claim_table() -> str:
-    """What would expose 0.3 s, each alone, as Markdown."""
     skew = solve(lambda skew: exposed_s(conditions=Conditions(skew=skew)), EXPOSED_S, low=0.0, high=0.1)
     contention = solve(lambda share: exposed_s(conditions=Conditions(contention=share)), EXPOSED_S, low=0.0, high=0.5)
     bucket_us = solve(lambda us: exposed_s(TrainCosts(bucket_us=us)), EXPOSED_S, low=0.0, high=1e3)

@@ -65,8 +65,6 @@ def torch_groups(profile: Profile) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Exposed communication on one network, in milliseconds."""
-
     torch_ms: float  # under torch's buckets
     planned_ms: float  # under ours
     best_ms: float  # under the optimal ones, however many
@@ -95,7 +93,6 @@ def exposed_ms(profile: Profile, groups: Sequence[Sequence[Member]], costs: Cost
 
 
 def table(profile: Profile) -> str:
-    """As Markdown."""
     lines = [
         "| network | a message, us | torch's 25 MiB, ms | planned, ms | best, ms | torch's / planned |",
         "|---|---|---|---|---|---|",

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from support.alike import backward_alike, of_all_ranks, require_equal_gradients, require_equal_values
 from support.errors import text_of
+from support.naive import wrapped
 from support.ranks import Ranks, in_ranks
-from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig
+from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer
 
 _HIDDEN = 256
 pytestmark = [
@@ -33,12 +34,6 @@ def make_model() -> nn.Module:
 
 def batch(step: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).cuda()
-
-
-@contextlib.contextmanager
-def wrapped(model: nn.Module, **settings: Any) -> Iterator[DistributedDataParallel]:
-    with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(**settings))) as ddp:
-        yield ddp
 
 
 @in_ranks(2)
@@ -207,14 +202,12 @@ def wrapped_over_nccl(**settings: Any) -> Iterator[tuple[DistributedDataParallel
     with nccl_group() as group:
         torch.manual_seed(0)
         bare = nn.Sequential(*(nn.Linear(_HIDDEN, _HIDDEN) for _ in range(6))).cuda()
-        model = DistributedDataParallel(copy.deepcopy(bare), process_group=group, config=SyncConfig(**settings))
-        with contextlib.closing(model):
+        with wrapped(copy.deepcopy(bare), process_group=group, **settings) as model:
             yield model, bare, group
 
 
 def loss(model: nn.Module, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return model(torch.randn(32, _HIDDEN, generator=generator).cuda()).square().mean()
+    return model(batch(step, 32, _HIDDEN)).square().mean()
 
 
 def write_over_freed_memory() -> None:

@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-EFFORT = Effort(num_turns=2, has_start_up=False)
 
 
 def test_a_clock_of_the_device_sees_what_the_host_does_not_wait_for() -> None:
@@ -35,7 +34,15 @@ def test_systems_train_right_on_a_device(workload: str) -> None:
     kind = kind_of("none", 2, "cuda", has_namespaces=what_is_missing() is None)
     specs = tuple(catalog.SYSTEMS[name] for name in ("bare", "ours", "torch-ddp"))
     spec = catalog.workload_from_text(workload)
-    cell = Cell(workload=spec, num_ranks=2, link="none", kind=kind, systems=specs, effort=EFFORT, device="cuda")
+    cell = Cell(
+        workload=spec,
+        num_ranks=2,
+        link="none",
+        kind=kind,
+        systems=specs,
+        effort=Effort(num_turns=2, has_start_up=False),
+        device="cuda",
+    )
     result = measure_cell(cell, lambda _line: None)
     rows = rows_of_cell(specs, result.timed, result.start_up, result.errors)
     assert {row["system"]: row["error"] for row in rows} == {"bare": None, "ours": None, "torch-ddp": None}

@@ -12,7 +12,6 @@ from soak.injections import Injection, Verdict, inject, injection
 
 
 def main() -> int:
-    """The number of injections that did not end as they must, or 1."""
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--injections", type=int, default=200, help="how many; numbers from 0 on (default: %(default)s)")

@@ -79,8 +79,6 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Injection(Fault):
-    """One fault, as a seed gives it."""
-
     seed: int
     number: int
 
@@ -91,12 +89,10 @@ class Injection(Fault):
 
     @property
     def command(self) -> str:
-        """What does the same again."""
         return f'make soak ARGS="--seed {self.seed} --only {self.number}"'
 
 
 def injection(seed: int, number: int) -> Injection:
-    """Number `number` of those that the seed gives."""
     draw = random.Random(f"{seed}/{number}")
     kind = draw.choice(tuple(KINDS))
     way = draw.choice(KINDS[kind].ways)
@@ -126,7 +122,6 @@ def injection(seed: int, number: int) -> Injection:
 
 
 def points_of(kind: str, way: str, num_ranks: int) -> tuple[str, ...]:
-    """Where this can happen."""
     how = KINDS[kind]
     if how.points:
         return how.points
@@ -143,20 +138,16 @@ WITHIN_S = 10.0  # from the fault to the error, and what it is waited for on pur
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an injection has ended."""
-
     problems: tuple[str, ...]  # empty where all is well
     outcome: str  # in a word
     seconds: tuple[float, ...]  # from the fault to the error on each rank that has raised one
 
 
 def inject(injection: Injection) -> Verdict:
-    """Trains once with the fault."""
     return judged(injection, outcomes(injection))
 
 
 def judged(injection: Injection, ended: list[Ended]) -> Verdict:
-    """What is wrong with how the ranks have ended."""
     fault = ended[injection.rank].words
     if "fault" not in fault:
         problems = [f"rank {rank}: {_last_word(one)}" for rank, one in enumerate(ended)]

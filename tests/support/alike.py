@@ -29,7 +29,6 @@ def train(model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, int], Ten
 
 
 def require_same_by_position(ours: nn.Module, bare: nn.Module) -> None:
-    """Gradients, whatever wraps the parameters of `ours`."""
     pairs = zip(bare.named_parameters(), ours.parameters(), strict=True)
     grads = [((name, mine.grad), (name, theirs.grad)) for (name, theirs), mine in pairs]
     require_same(*map(dict, zip(*grads, strict=True)))
@@ -43,7 +42,6 @@ def require_equal_gradients(ours: nn.Module, bare: nn.Module) -> None:
 
 
 def require_equal_values(ours: nn.Module, bare: nn.Module) -> None:
-    """Parameters, to the bit with any number of ranks."""
     pairs = zip(bare.named_parameters(), ours.parameters(), strict=True)
     assert [name for (name, theirs), mine in pairs if not torch.equal(mine, theirs)] == []
 

@@ -34,8 +34,6 @@ class TableCosts:
 
 @dataclass(frozen=True)
 class Case:
-    """Something to plan."""
-
     params: list[ParamSpec]
     order: list[int]
     timing: StepTiming

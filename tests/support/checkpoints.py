@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from support.models import CASES, Case, mlp, noise
-from support.sharded import mesh_of
-from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from support.models import CASES, Case
+from support.sharded import NARROW, step_of, training
+from undertow import DistributedDataParallel, ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -24,51 +24,28 @@ class Setup:
 
     case: str = "mlp"
     strategy: str = "zero1"
-    optimizer: str = "adamw"
+    optimizer: str = "AdamW"
     bucket_cap_mb: float | None = 3e-4
     state_dict: str = "full"  # what a sharded optimizer's is
     mesh: tuple[int, ...] = ()  # its shape
 
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "plain sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "nadam": (torch.optim.NAdam, {"lr": 0.01}),
-}
-
-BRAIN = Case(lambda: mlp().bfloat16(), lambda model, step: model(noise(5, 6, step=step).bfloat16()).float().square().sum())
-
-
 def case_of(setup: Setup) -> Case:
-    return BRAIN if setup.case == "brain" else CASES[setup.case]
+    return NARROW[torch.bfloat16] if setup.case == "brain" else CASES[setup.case]
 
 
 @contextlib.contextmanager
 def trained_by(setup: Setup, *, num_steps: int = 0, seed: int = 7) -> Iterator[tuple[DistributedDataParallel, Any]]:
-    """A model and its optimizer after so many steps."""
     torch.manual_seed(seed)
-    cls, settings = OPTIMIZERS[setup.optimizer]
-    strategy = None if setup.strategy == "ddp" else setup.strategy
-    config = SyncConfig(strategy=strategy, reduction="ordered", bucket_cap_mb=setup.bucket_cap_mb)
-    with contextlib.ExitStack() as stack:
-        mesh = stack.enter_context(mesh_of(*setup.mesh)) if setup.mesh else None
-        ddp = DistributedDataParallel(case_of(setup).make(), device_mesh=mesh, config=config)
-        stack.callback(ddp.close)
-        if strategy is None:
-            optimizer: torch.optim.Optimizer = cls(ddp.parameters(), **settings)
-        else:
-            optimizer = ShardedOptimizer(cls, ddp, state_dict=setup.state_dict, **settings)
+    how = {"reduction": "ordered", "bucket_cap_mb": setup.bucket_cap_mb, "shape": setup.mesh, "state_dict": setup.state_dict}
+    with training(case_of(setup).make(), setup.strategy, setup.optimizer, **how) as (ddp, optimizer):
         train(setup, ddp, optimizer, steps=range(num_steps))
         yield ddp, optimizer
 
 
 def train(setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: range) -> None:
     for step in steps:
-        optimizer.zero_grad()
-        case_of(setup).loss(model, step).backward()
-        optimizer.step()  # what it has sent is still on its way afterwards
+        step_of(model, optimizer, case_of(setup), step)  # what it has sent is still on its way afterwards
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -82,9 +59,15 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def state_after(setup: Setup, num_steps: int) -> dict[str, Any]:
-    """The whole state after so many steps without a break."""
     with trained_by(setup, num_steps=num_steps) as both:
         return whole_state(*both)
+
+
+def taken_from(setup: Setup, state: dict[str, Any], *, steps: range) -> dict[str, Any]:
+    with trained_by(setup, seed=8) as (model, optimizer):
+        load_whole(model, optimizer, state)
+        train(setup, model, optimizer, steps=steps)
+        return copied(whole_state(model, optimizer))
 
 
 def load_whole(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -116,5 +99,4 @@ def rewrite(path: Path, change: Callable[[Any], object]) -> None:
 
 
 def require_equal(ours: Any, wanted: Any, where: str = "") -> None:
-    """To the bit, in all that is nested."""
     torch.testing.assert_close(ours, wanted, rtol=0.0, atol=0.0, equal_nan=True, msg=lambda text: f"{where}: {text}")

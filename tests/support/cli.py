@@ -49,5 +49,4 @@ def question(profile: Profile = SMALL, strategy: str = "ddp", **options: Any) ->
 
 
 def rows_of(printed: str) -> list[list[str]]:
-    """The cells of the tables of a terminal."""
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines() if line.startswith("│")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
 from collections.abc import Callable, Iterator
 
 from support.programs import PLANS, Program, events_of, run
@@ -78,7 +77,7 @@ class Drawing:
         yield "zero" if change or self.is_eager else self.chance.choice(self.clearings())
         yield (
             self.chance.choice(["fail backward", "fail backward|", "fail |backward"])
-            if not self.is_eager and self.likely(0.05)
+            if not self.is_eager and "norm" not in self.units and self.likely(0.05)  # whose statistics it would change
             else ""
         )
         for _ in range(self.chance.choice([0, 0, 1, 2])):
@@ -87,12 +86,15 @@ class Drawing:
                 self.weight(),
                 self.chance.choice(["accumulate", "accumulate flagged", "accumulate leaves"]),
             )
-        # Parameters that are new are written to in the first synchronization: no other graph may have them.
-        yield from self.synchronization(is_plain=self.is_eager or change.startswith(("append", "replace")))
+        # A forward behind a synchronization that has brought nothing, on any rank, would owe another one.
+        looks = not self.is_eager and "norm" not in self.units and self.likely(0.1)
+        # Parameters that are new, or thawed, are written to in the first synchronization: no other graph may have them.
+        is_plain = self.is_eager or change.startswith(("append", "replace", "thaw"))
+        yield from self.synchronization(is_plain=is_plain, reaches=looks)
         if not self.is_eager and self.likely(0.2):
-            yield from self.synchronization(is_plain=False)
-        yield f"look {self.of_ranks(['now', ''])}" if not self.is_eager and "norm" not in self.units and self.likely(0.1) else ""
+            yield from self.synchronization(is_plain=False, reaches=looks)
         yield "scale" if self.is_plain and self.likely(0.1) else ""
+        yield f"look {self.of_ranks(['now', ''])}" if looks else ""
         if not self.is_eager and self.likely(0.1):
             return  # without a step
         yield "step"
@@ -100,14 +102,12 @@ class Drawing:
         yield "reload" if self.likely(0.1) else ""
 
     def clearings(self) -> list[str]:
-        return ["zero", "zero", "zero in-place", "", *(["hold"] if self.is_plain else [])] + (
-            [f"zero, write {self.unit()}"] if self.is_plain and self.divides == "by ranks" else []
-        )
+        return ["zero", "zero", "zero in-place", "", *(["hold"] if self.is_plain else [])]
 
-    def synchronization(self, *, is_plain: bool) -> Iterator[str]:
+    def synchronization(self, *, is_plain: bool, reaches: bool) -> Iterator[str]:
         """A rank that reaches nothing joins once for each forward; in all but the plain way it must reach something."""
         how = 1.0 if is_plain else self.chance.random()
-        yield self.forward(reaches=how < 0.4)
+        yield self.forward(reaches=reaches or how < 0.4)
         if how < 0.1:
             yield from (self.weight(), "accumulate", "reduce")
         elif how < 0.2:
@@ -118,7 +118,16 @@ class Drawing:
             yield from (self.forward(reaches=True), self.weight(), "backward together")
         elif how < 0.45:
             overflow = f"overflow {self.of_ranks(['now', ''])}"
-            yield from (overflow, self.weight(), "backward", "step", "zero", self.forward(), self.weight(), "backward")
+            yield from (
+                overflow,
+                self.weight(),
+                "backward",
+                "step",
+                "zero",
+                self.forward(reaches=reaches),
+                self.weight(),
+                "backward",
+            )
         else:
             yield from (self.weight(), "backward")
 
@@ -139,8 +148,8 @@ class Drawing:
         return f"weight {self.of_ranks('1234567')}" if self.divides == "by weights" else ""
 
     def unit(self) -> int:
-        """One that may be frozen: what writes gradients does not ask."""
-        units = [index for index, kind in enumerate(self.units) if index > 0 and not kind.startswith("written")]
+        """One that may be frozen: of another kind its loss would have a graph all the same, which reaches nothing."""
+        units = [index for index, kind in enumerate(self.units) if index > 0 and kind not in IN_PARTS]
         return self.chance.choice(units)
 
     def change(self) -> str:
@@ -174,7 +183,3 @@ def main(seed: int, num_ranks: int) -> None:
             return False
 
         print(shrunk(drawn(seed, num_ranks), fails))
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

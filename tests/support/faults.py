@@ -155,10 +155,6 @@ class Points:
 # Kinds of faults. Each function is called on the faulty rank, where it has come to the point.
 
 
-def is_killed(_points: Points) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def raises(_points: Points) -> None:
     raise BadBatch("row 7 has no label")
 
@@ -173,27 +169,15 @@ def closes(points: Points) -> None:
     points.rank.waits_for("knows", points.fault.others)
 
 
-def is_stopped(_points: Points) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def is_paused(points: Points) -> None:
     wakes = subprocess.Popen(["sh", "-c", f"sleep {points.fault.seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
     wakes.wait()
 
 
-def is_late(points: Points) -> None:
-    time.sleep(points.fault.seconds)
-
-
 def is_late_until_reported(points: Points) -> None:
     ranks = points.fault.others if points.fault.point == "start" else range(points.fault.num_ranks)
     points.rank.waits_for(f"logged {points.fault.num_reports}", ranks)
-
-
-def is_late_for_good(points: Points) -> None:
-    points.rank.waits_for("knows", points.fault.others)
 
 
 def writes(points: Points) -> None:
@@ -205,15 +189,15 @@ def _has_training_do_it(points: Points) -> None:
     points._taken = points.fault.kind
 
 
-KINDS: dict[str, Callable[[Points], None]] = {
-    "killed": is_killed,
+KINDS: dict[str, Callable[[Points], object]] = {
+    "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "raises": raises,
     "leaves": leaves,
     "closes": closes,
-    "stopped": is_stopped,
+    "stopped": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "paused": is_paused,
-    "late": is_late,
+    "late": lambda points: time.sleep(points.fault.seconds),
     "late until reported": is_late_until_reported,
-    "late for good": is_late_for_good,
+    "late for good": lambda points: points.rank.waits_for("knows", points.fault.others),
     "writes": writes,
 }

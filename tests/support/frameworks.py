@@ -42,7 +42,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from support.naive import require_same
-from support.ranks import Ranks
 from undertow import DistributedDataParallel, SyncConfig
 
 Wrapper = type[TorchDistributedDataParallel]
@@ -68,11 +67,6 @@ def require_installed(*packages: str) -> None:
     pytest.skip(reason, allow_module_level=True)
 
 
-def same_as_torch(ranks: Ranks, recipe: Recipe, *args: Any, timeout_s: float = TIMEOUT_S) -> None:
-    """Requires that `recipe(wrapper, *args)` gives bit-identical tensors with torch's class and with Undertow's."""
-    ranks.run(_compare, recipe, args, timeout_s=timeout_s)
-
-
 def configured(config: SyncConfig) -> Wrapper:
     """Undertow's class with settings: frameworks that construct the wrapper do not know of `config`."""
 
@@ -83,7 +77,8 @@ def configured(config: SyncConfig) -> Wrapper:
     return Configured
 
 
-def _compare(recipe: Recipe, args: tuple[Any, ...]) -> None:
+def same_as_torch(recipe: Recipe, *args: Any) -> None:
+    """Requires that `recipe(wrapper, *args)` gives bit-identical tensors with torch's class and with Undertow's, on each rank."""
     wanted = run_recipe(recipe, TorchDistributedDataParallel, *_with_own_folders(args, "first"))
     found = run_recipe(recipe, DistributedDataParallel, *_with_own_folders(args, "second"))
     assert wanted, "the recipe returned nothing to compare"

@@ -34,7 +34,7 @@ from undertow.runtime.emulated_link import BACKEND as BACKEND
 from undertow.runtime.emulated_link import EmulatedLink as EmulatedLink
 from undertow.runtime.emulated_link import emulated_backend as emulated_backend
 from undertow.runtime.engine import Engine
-from undertow.runtime.exchange import Exchange, Exchanges, PostedExchanges
+from undertow.runtime.exchange import Exchange, PostedExchanges
 from undertow.runtime.executor import Executor
 from undertow.runtime.gathers import Gathers
 from undertow.runtime.group import GroupRef, OwnGroup
@@ -64,23 +64,16 @@ def engine_of(model: Model) -> Engine:
 
 
 def generation_of(model: Model) -> int:
-    """How many plans have been in force before the present one."""
     return engine_of(model).generation
 
 
 def assembly_of(model: Model) -> Assembly:
-    """The present plan, ready to run."""
     return engine_of(model).formation.assembly
-
-
-def executor_of(model: Model) -> Executor:
-    """The buckets of the present plan."""
-    return assembly_of(model).executor
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:
     """The tensor that a bucket's gradients are views of."""
-    return executor_of(model)._bindings[bucket].bucket.storage
+    return assembly_of(model).executor._bindings[bucket].bucket.storage
 
 
 def sharding_of(model: Model) -> Sharding | None:
@@ -89,16 +82,13 @@ def sharding_of(model: Model) -> Sharding | None:
 
 
 def gathers_of(model: Model) -> Gathers:
-    sharding = sharding_of(model)
-    assert sharding is not None, "no sharded optimizer has stepped"
-    return sharding.gathers
+    return _sharding_after_a_step(model).gathers
 
 
-def exchanges_of(model: Model) -> Exchanges:
-    """The sends and receives between the ranks that share an optimizer's state."""
+def _sharding_after_a_step(model: Model) -> Sharding:
     sharding = sharding_of(model)
     assert sharding is not None, "no sharded optimizer has stepped"
-    return sharding.exchanges
+    return sharding
 
 
 def own_group_of(model: Model) -> OwnGroup:
@@ -126,24 +116,18 @@ class _Observers:
     """Calls one after the other, those that were added first."""
 
     def __init__(self) -> None:
-        self._before: list[OpCall] = []
-        self._after: list[OpCall] = []
-
-    def add(self, before: OpCall, after: OpCall) -> None:
-        self._before.append(before)
-        self._after.append(after)
+        self.calls: list[tuple[OpCall, OpCall]] = []
 
     def before(self, op: Op) -> None:
-        for call in self._before:
-            call(op)
+        for before, _ in self.calls:
+            before(op)
 
     def after(self, op: Op) -> None:
-        for call in self._after:
-            call(op)
+        for _, after in self.calls:
+            after(op)
 
 
 def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
-    """`with` it ranks of the demo call that function."""
     return mock.patch.object(undertow.demo.run, "_run_rank", target)
 
 
@@ -216,14 +200,12 @@ def around_waits(passes: Callable[[str], object]) -> None:
 
 
 def opened_group() -> OwnGroup:
-    """A clone of the default group, as every model has one."""
     group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
     group.open()
     return group
 
 
 def cloned_group() -> dist.ProcessGroup:
-    """A clone of the default group, as torch.distributed has it."""
     return GroupRef.of(dist.group.WORLD).clone()
 
 
@@ -265,7 +247,7 @@ def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) 
     if recorder.observer is None:
         recorder.observer = _Observers()
     assert isinstance(recorder.observer, _Observers)
-    recorder.observer.add(before, after)
+    recorder.observer.calls.append((before, after))
 
 
 def issued_ops(model: Model) -> list[str]:
@@ -300,11 +282,6 @@ def late_calls(owner: Any, name: str, *, seconds: float, rank: int | None = None
     setattr(owner, name, late_call)
 
 
-def late_gathers(model: Model, *, seconds: float) -> None:
-    """Has every all-gather of this rank leave late, in the thread that sends it."""
-    late_calls(exchanges_of(model), "_post_all_gather", seconds=seconds)
-
-
 def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
     """Has rank 0 send late, so that gathers take long. The list that it returns has the buckets that were waited for."""
     gathers, waited = gathers_of(model), []
@@ -316,18 +293,12 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
         wait(chosen)
 
     gathers.wait = noted  # type: ignore[method-assign]
-    late_calls(exchanges_of(model), "_send", seconds=seconds, rank=0)
+    late_calls(_sharding_after_a_step(model).exchanges, "_send", seconds=seconds, rank=0)
     return waited
 
 
 def bucket_of_a_hook(index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> HookedBucket:
-    """A bucket as communication hooks get it."""
     return HookedBucket(index, buffer, parameters, is_last=is_last)
-
-
-def late_posting(model: Model, *, seconds: float) -> None:
-    """Keeps the thread busy that sends shards, so that what it is given next leaves late."""
-    exchanges_of(model)._posting.submit(time.sleep, seconds)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -335,17 +306,14 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def without_a_ring() -> contextlib.AbstractContextManager[object]:
-    """Inside, ranks cannot connect to their neighbours."""
     return mock.patch.object(private, "gloo_device", side_effect=RuntimeError("no such interface"))
 
 
 def of_version(version: str) -> contextlib.AbstractContextManager[object]:
-    """Inside, the library says that it has that version."""
     return mock.patch.object(agreement, "__version__", version)
 
 
 def on_device(name: str) -> contextlib.AbstractContextManager[object]:
-    """Inside, all parameters are said to be on that device."""
     described = members.spec_of
 
     def named(*args: Any, **kwargs: Any) -> ParamSpec:
@@ -417,8 +385,7 @@ def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
 
 
 def post(model: Model, work: Callable[[], object]) -> None:
-    """Has the thread that posts exchanges do some other work."""
-    exchanges_of(model)._posting.submit(work)  # type: ignore[attr-defined]
+    _sharding_after_a_step(model).exchanges._posting.submit(work)  # type: ignore[attr-defined]
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:
@@ -432,7 +399,6 @@ def gathers_behind(model: Model) -> Any:
 
 
 def interleave(model: Model, behind: Any) -> None:
-    """Has gathers leave behind these reductions from now on."""
     assembly_of(model).interleave(behind)
     engine_of(model).formation.watch.tuning._order = (sync_of(model).plan.groups, behind)
 
@@ -443,7 +409,6 @@ def step_times(usual_us: Callable[[Sequence[Any]], float]) -> contextlib.Abstrac
 
 
 def records_of(model: Model) -> Any:
-    """What is known of the steps under the present plan."""
     return sync_of(model)._recorder.records(generation=generation_of(model))
 
 
@@ -477,13 +442,11 @@ def is_placeholder(gradient: object) -> bool:
 
 
 def num_state_elements(optimizer: Any) -> int:
-    """The elements of all state that this rank holds."""
     states = [state for inner in optimizer._inners.values() for state in inner.optimizer.state.values()]
     return sum(value.numel() for state in states for value in state.values())
 
 
 def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None:
-    """Opens the module on all ranks, arranged as these rows."""
     world = GroupRef.of(dist.group.WORLD)
     group = GroupRef(world.ranks, world.backend, world.timeout, rows=rows)
     with contextlib.closing(Sync(module, process_group=group, config=SyncConfig(strategy="hybrid"))) as sync:
@@ -491,10 +454,8 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
 
 
 def stored_entries_of(path: Path) -> dict[str, Entry]:
-    """What the metadata of a checkpoint says is stored, by name."""
     return stored_entries((path / ".metadata").read_bytes())
 
 
 def rows_of(model: Model) -> Any:
-    """How the ranks are arranged on a mesh."""
     return sync_of(model).group_reference.rows

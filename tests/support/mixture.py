@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.alike import backward_alike, require_equal_gradients, require_equal_values  # noqa: F401  # one place for mixtures
-from support.hybrid import chain
+from support.sharded import chain, of_ranks
 from undertow import DistributedDataParallel, ExpertGroup, SyncConfig
 
 MATCH = "*experts.*"
@@ -25,8 +25,6 @@ ROUTES = (((0, 1), (0,), (1,), (0, 1)), ((0,), (1,), (1,), (1,)), ((), (), (0, 1
 
 
 class Mixture(nn.Module):
-    """Two experts on each rank, and dense layers around them."""
-
     def __init__(self, names: Sequence[str] = ("0", "1")) -> None:
         super().__init__()
         self.names = tuple(names)
@@ -87,14 +85,8 @@ def reduce_naively(model: nn.Module, group: dist.ProcessGroup, *, divisor: float
 
 
 def reduced(param: Tensor, group: dist.ProcessGroup | None, *, divisor: float) -> Tensor | None:
-    has_gradient = torch.tensor(float(param.grad is not None))
-    dist.all_reduce(has_gradient, group=group)
-    if not has_gradient:
-        return None
-    mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
-    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_ranks, mine, group=group)
-    return chain(of_ranks) / divisor
+    parts = of_ranks(param, group)
+    return None if parts is None else chain(parts) / divisor
 
 
 def steps_alike(
@@ -106,13 +98,11 @@ def steps_alike(
     loss: Callable[[nn.Module, int], Tensor] = loss,
     **divisors: float,
 ) -> None:
-    """Backwards of both models, whose gradients must be the same to the bit."""
     mean = partial(reduce_naively, group=group, **divisors)
     backward_alike(ddp, bare, loss, steps=steps, mean=mean, require=require_equal_gradients)
 
 
 def trained_naively(model: nn.Module, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, *, num_steps: int) -> None:
-    """Trains a bare model."""
     for step in range(num_steps):
         optimizer.zero_grad()
         loss(model, step).backward()

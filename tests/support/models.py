@@ -100,13 +100,10 @@ class Fragile(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and its loss on this rank in a step."""
-
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], Tensor]
 
     def model(self) -> nn.Module:
-        """The same on every rank."""
         torch.manual_seed(7)
         return self.make()
 

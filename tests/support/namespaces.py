@@ -19,7 +19,6 @@ def needs_namespaces() -> None:
 
 
 def enter(namespace: str) -> None:
-    """Has this process open its sockets in a network namespace from now on."""
     descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0) != 0:
         raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")

@@ -40,7 +40,6 @@ def snippets(page: Path) -> Iterator[Snippet]:
 
 
 def execute(snippet: Snippet, **given: Any) -> dict[str, Any]:
-    """Runs the snippet with the names that are given, and returns all names that there are then."""
     # As many empty lines in front as the page has: an error then points to its line there.
     code = compile("\n" * (snippet.line - 1) + snippet.code, snippet.page, "exec", dont_inherit=True)
     names = {"__name__": "__main__", **given}

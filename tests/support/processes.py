@@ -61,7 +61,6 @@ class Rank(logging.Handler):
         os.environ |= {name: str(value) for name, value in variables.items()}
 
     def say(self, **words: Any) -> None:
-        """Tells the tests."""
         self._connection.send(words)
 
     def tell(self, word: str) -> None:
@@ -84,8 +83,6 @@ Target = Callable[[Rank], Any]
 
 @dataclass(frozen=True)
 class Ended:
-    """What a rank has said, and how it ended."""
-
     words: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
     was_killed: bool = False  # by us, for it had not ended
@@ -103,7 +100,6 @@ class Ended:
 
     @property
     def seconds(self) -> float:
-        """From the fault to its error."""
         return self.words.get("seconds", 0.0)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from support.hybrid import chain, mesh_of
+from support.drop_in import groups_of
 from support.inside import late_ops, sharding_of
 from support.models import noise
+from support.sharded import chain, mesh_of
 from support.units import IN_PARTS, WIDTH, Units, made
-from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, attach
+from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, attach, clip_grad_norm_
 from undertow.schedule import OpKind
 
 ROWS = 3
@@ -42,7 +44,9 @@ class Program:
     strategy: str = "ddp"
     is_eager: bool = False
     is_attached: bool = False
+    is_alone: bool = False  # each rank is a group of its own
     has_hook: bool = False
+    has_momentum: bool = True
     plan: str = "each"
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -62,8 +66,9 @@ class Reference:
     synchronization. If `is_apart`, the results of earlier synchronizations are not reduced again, but added.
     """
 
-    def __init__(self, model: nn.Module, program: Program) -> None:
-        self.model, self.program, self.num_ranks = model, program, dist.get_world_size()
+    def __init__(self, model: nn.Module, program: Program, group: dist.ProcessGroup | None) -> None:
+        self.model, self.program, self.group = model, program, group
+        self.num_ranks = dist.get_world_size(group)
         self.op = program.settings.get("op", "mean")
         self.is_weighted = self.has_shards = False  # shards come with the first step, and go with a change of parameters
         self.new: set[Tensor] = set()  # parameters with a gradient since the last synchronization
@@ -114,9 +119,9 @@ class Reference:
     def synchronize(self, *, op: str | None = None) -> None:
         self.weigh()
         self.take()
-        mine = [(None if (grad := param.grad) is None else grad.to_dense(), param in self.new) for param in self.params]
+        mine = [(None if (it := param.grad) is None else it.detach().to_dense(), param in self.new) for param in self.params]
         everyone: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(everyone, (mine, self.weight))
+        dist.all_gather_object(everyone, (mine, self.weight), group=self.group)
         weights = [weight for _, weight in everyone if weight is not None]
         total = sum(weights) + (self.total or 0.0)
         keep = (self.total or 1.0) / (total or 1.0) if weights and self.total is not None else 1.0
@@ -137,7 +142,8 @@ class Reference:
     def reduced(self, parts: list[Tensor], op: str) -> Tensor:
         """Added up in rank order, row by row on a mesh, with 32 bits at least."""
         wide = [part.float() if part.dtype.itemsize == 2 else part for part in parts]
-        rows = [wide[:2], wide[2:]] if self.program.strategy == "hybrid" else [wide]
+        half = self.num_ranks // 2
+        rows = [wide[:half], wide[half:]] if self.program.strategy == "hybrid" else [wide]
         return (chain([chain(row) for row in rows]) / (1 if op == "sum" else self.num_ranks)).to(parts[0].dtype)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
@@ -151,29 +157,53 @@ def stop(*_: object) -> None:
     raise ZeroDivisionError
 
 
+# How a rank whose loss reaches nothing may join a synchronization, besides `finish`.
+JOINS: dict[str, Callable[[Run], object]] = {
+    "by-step": lambda run: torch.optim.SGD(run.module.parameters(), lr=0.0).step(),
+    "by-own-step": lambda run: run.optimizers[0].step(),
+    "by-norm": lambda run: clip_grad_norm_(run.handle, 1e9),
+    "by-optimizers-norm": lambda run: run.optimizers[0].clip_grad_norm_(1e9),
+    "by-look": lambda run: run.handle.full_gradient(next(run.module.parameters())),
+    "by-scaler": lambda run: run.unscale(),
+}
+# What a user holds of a gradient, which must then not be overwritten.
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "gradient": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "slice": lambda grad: grad[1:],
+    "flat-view": lambda grad: grad.view(-1),
+    "array": lambda grad: grad.numpy(),
+}
+
+
 class Run:
     """One rank's run of a program: whatever happens to the synchronized model happens to the reference's too."""
 
     def __init__(self, program: Program, **target: Any) -> None:
         self.program, self.rank = program, dist.get_rank()
         self.module, self.bare = Units(program.units), Units(program.units)
-        self.reference = Reference(self.bare, program)
+        self.reference = Reference(self.bare, program, target.get("process_group"))
         self.losses: list[tuple[Tensor, Tensor]] = []  # of forwards whose backward is to come
-        self.held: list[tuple[Tensor, Tensor]] = []
+        self.held: list[tuple[Any, Tensor]] = []
+        self.late_ops: list[tuple[int, list[OpKind]]] = []  # that must come
+        self.unused: set[str] | None = None  # as it is to be said now, if that is known
         self.num_forwards, self.is_synchronized = 0, False
         for event in events_of(program.before):
             self.happen(event)
-        given = {"strategy": program.strategy, "reduction": "ordered", "bucket_cap_mb": PLANS[program.plan], **program.settings}
+        # With two ranks the bits are the same, and "native" is what users have.
+        reduction = "native" if dist.get_world_size() == 2 else "ordered"
+        given = {"strategy": program.strategy, "reduction": reduction, "bucket_cap_mb": PLANS[program.plan], **program.settings}
         make: Any = attach if program.is_attached else DistributedDataParallel
         self.handle = make(self.module, config=SyncConfig(**given), **target)
         self.model, self.sync = (self.module, self.handle) if program.is_attached else (self.handle, self.handle.sync)
         if program.has_hook:
             self.handle.register_comm_hook(None, allreduce_hook)
         self.make_optimizers()
+        self.unused = set()
 
     def make_optimizers(self) -> None:
         how = {"lr": LEARNING_RATE}
-        if not self.program.has("table", "bag"):
+        if self.program.has_momentum and not self.program.has("table", "bag"):
             how |= {"momentum": 0.5, "weight_decay": 0.01}
         self.optimizers: list[Any] = [torch.optim.SGD(model.parameters(), **how) for model in (self.module, self.bare)]
         if self.program.strategy != "ddp":
@@ -183,11 +213,15 @@ class Run:
         verb, _, words = event.partition(" ")
         of_ranks = words.split("|")
         getattr(self, verb)(*of_ranks[self.rank % len(of_ranks)].split())
+        if self.unused is not None:
+            assert sorted(self.sync.unused_parameters) == sorted(self.unused)
 
     def close(self) -> None:
         self.handle.close()
-        for grad, copied in self.held:
-            assert torch.equal(grad.to_dense(), copied.to_dense()), "a gradient that the user holds has changed"
+        for rank, late in self.late_ops:
+            assert (late != []) == (rank == self.rank)
+        for held, copied in self.held:
+            assert torch.equal(torch.as_tensor(held).to_dense(), copied.to_dense()), "a gradient that the user holds has changed"
 
     # Training
 
@@ -203,25 +237,40 @@ class Run:
             self.reference.next = float(weight)
 
     def forward(self, order: str, *words: str) -> None:
-        """Another batch each time; it may be "empty", or run "quiet", while backwards would only accumulate, or "inside"."""
+        """Another batch each time; it may be "empty", or run "quiet", while backwards would only accumulate, or "inside".
+
+        With "penalty" the loss has a gradient in it.
+        """
         self.num_forwards += 1
-        if self.is_synchronized and "inside" not in words:  # of which nobody knows
-            self.reference.used.clear()
+        if "inside" not in words:  # of which nobody knows
+            self.unused = set()
+            if self.is_synchronized:
+                self.reference.used.clear()
             self.is_synchronized = False
-        x = noise(0 if "empty" in words else ROWS, WIDTH, step=self.num_forwards)
-        with self.handle.no_sync() if "quiet" in words else contextlib.nullcontext():
-            ours = (self.module.forward if "inside" in words else self.model)(x, order)
-        self.losses.append((ours.square().sum() / ROWS, self.bare(x, order).square().sum() / ROWS))
+        x = noise(0 if "empty" in words else ROWS, WIDTH, step=self.num_forwards).requires_grad_("penalty" in words)
+        losses = []
+        for model in (self.module.forward if "inside" in words else self.model, self.bare):
+            with self.handle.no_sync() if "quiet" in words else contextlib.nullcontext():
+                loss = model(x, order).square().sum() / ROWS
+            if x.requires_grad:
+                loss = loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+            losses.append(loss)
+        self.losses.append((losses[0], losses[1]))
 
     def backward(self, *words: str) -> None:
-        """Of the oldest loss, or of all "together"; or it will "retain" the graph. A rank that reaches nothing joins."""
+        """Of the oldest loss, or of all "together"; it may "retain" the graph, or make a "graph" of gradients.
+
+        A rank that reaches nothing joins.
+        """
         self._backward(*words)
         self._synchronize()
 
     def accumulate(self, *words: str) -> None:
-        """A backward that only accumulates, "flagged" so, or in a context that it "leaves" by an exception."""
+        """A backward that only accumulates, "flagged" so, behind a "nested" context, or in one that an exception "leaves"."""
         with contextlib.suppress(ZeroDivisionError), contextlib.nullcontext() if "flagged" in words else self.handle.no_sync():
             self.sync.is_accumulating = True
+            with self.handle.no_sync() if "nested" in words else contextlib.nullcontext():
+                pass
             self._backward(*words)
             self.sync.is_accumulating = "flagged" not in words
             stop() if "leaves" in words else None
@@ -234,7 +283,7 @@ class Run:
 
     @property
     def sends_micro_batches(self) -> bool:
-        return self.program.strategy == "zero2" and self.reference.has_shards
+        return self.program.strategy == "zero2" and self.reference.has_shards and not self.program.is_alone
 
     def train(self, order: str) -> None:
         """A forward and a backward; a rank that has "none" only joins."""
@@ -252,19 +301,50 @@ class Run:
         self.handle.reduce_gradients_async(op).wait()
         self._synchronize(op=op)
 
+    def begin(self) -> None:
+        """A reduction by hand, which something else will complete."""
+        self.handle.reduce_gradients_async()
+        self.reference.synchronize()
+        self.unused = None
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.compare_gradients()
+
     def _backward(self, *words: str) -> None:
         losses = list(self.losses) if "together" in words else self.losses[:1]
         if "retain" not in words:
             del self.losses[: len(losses)]
         ours, wanted = (sum(each) for each in zip(*losses, strict=True))
+        joins = JOINS.keys() & set(words)
+        has_graph = "graph" in words
         if ours.requires_grad:
-            ours.backward(retain_graph="retain" in words)
-        if "by-step" in words:  # of an optimizer; else a rank that reaches nothing is to say so
-            torch.optim.SGD(self.module.parameters(), lr=0.0).step()
-        elif not ours.requires_grad and (self.sends_micro_batches or not self.sync.is_accumulating):
+            self.differentiate(ours, *words, retain_graph="retain" in words or has_graph, create_graph=has_graph)
+        for name in joins:
+            JOINS[name](self)
+        if not joins and not ours.requires_grad and (self.sends_micro_batches or not self.sync.is_accumulating):
             self.handle.finish()
         self.reference.has_shards = sharding_of(self.sync) is not None
-        self.reference.backward(wanted, retain_graph="retain" in words)
+        self.reference.backward(wanted, retain_graph="retain" in words or has_graph, create_graph=has_graph)
+
+    def differentiate(self, loss: Tensor, *words: str, **how: Any) -> None:
+        """By backward; "by-hand" for all parameters, or "partly-by-hand" for those of unit 1, before the others' backward."""
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        chosen = params if "by-hand" in words else list(self.module.units[1].parameters()) if "partly-by-hand" in words else []
+        if chosen:
+            for param, grad in zip(chosen, torch.autograd.grad(loss, chosen, retain_graph=True), strict=True):
+                param.grad = grad
+            how["inputs"] = [param for param in params if all(param is not it for it in chosen)]
+        if "by-hand" not in words:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
+                loss.backward(**how)
+
+    def unscale(self) -> None:
+        """A scaler looks at gradients."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(torch.optim.SGD(self.module.parameters(), lr=0.0))
 
     def _synchronize(self, *, op: str | None = None, is_last: bool = True) -> None:
         reference = self.reference
@@ -274,14 +354,17 @@ class Run:
             self.compare_gradients()
         if is_last:
             used = {name for name, param in self.bare.named_parameters() if param in reference.used}
-            assert set(self.sync.unused_parameters) == {spec.name for spec in self.sync.plan.params} - used
+            self.unused = {spec.name for spec in self.sync.plan.params} - used
 
     def compare_gradients(self) -> None:
         for (name, param), wanted in zip(self.module.named_parameters(), self.bare.parameters(), strict=True):
+            if self.program.strategy != "ddp" and not param.requires_grad:
+                continue  # it may still have a part of a gradient
             ours = self.handle.full_gradient(param) if self.reference.has_shards else param.grad
             if ours is None or wanted.grad is None:
                 assert ours is wanted.grad, (name, ours, wanted.grad)
                 continue
+            assert not ours.requires_grad, name
             assert ours.is_sparse or self.reference.has_shards or ours.stride() == torch.empty_like(param).stride(), name
             # (a + b) / 2 + (c + d) / 2 for ((a + c) + (b + d)) / 2, or sums in another order: some units in the last place.
             is_exact = self.program.is_exact(dist.get_world_size()) or not wanted.numel()
@@ -292,12 +375,15 @@ class Run:
             if not is_exact:  # nor may the difference grow
                 wanted.grad = ours.to_dense().clone()
 
-    def step(self) -> None:
+    def step(self, how: str = "") -> None:
+        """After a step that is "flying" the next event comes while parameters are on their way."""
         is_finite = all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None)
         for optimizer in self.optimizers[: 2 if is_finite else 1]:
             optimizer.step()
         self.reference.has_shards = sharding_of(self.sync) is not None
         self.reference.used.clear()
+        if how == "flying":
+            return
         self.sync.wait()
         for (name, ours), wanted in zip(self.module.named_parameters(), self.bare.parameters(), strict=True):
             assert torch.equal(ours, wanted), name
@@ -369,19 +455,23 @@ class Run:
             elif param.grad is not None:
                 param.grad.data = param.grad.data * 0.3
 
-    def hold(self) -> None:
-        """The user keeps these gradients, of which there are new ones from now on."""
-        self.held += [(grad, grad.clone()) for param in self.module.parameters() if (grad := param.grad) is not None]
+    def hold(self, how: str = "gradient") -> None:
+        """The user keeps something of some gradients, of which there are new ones from now on."""
+        params = list(self.module.parameters())[: self.num_forwards + 1]
+        held = [HOLDERS[how](param.grad) for param in params if param.grad is not None]
+        self.held += [(it, torch.as_tensor(it).clone()) for it in held]
         self.zero()
 
     def finish(self) -> None:
-        """When nothing is owed it does nothing."""
+        """When nothing is owed it does nothing, and completes a reduction."""
         self.handle.finish()
+        self.compare_gradients()
 
     def look(self, now: str = "") -> None:
         """One more training forward on some ranks, for a look at the loss."""
         if now:
             self.model(noise(ROWS, WIDTH), "0")
+            self.unused = set()
 
     def evaluate(self, now: str = "") -> None:
         if now:
@@ -405,22 +495,47 @@ class Run:
             ours, wanted = self.losses[0]
             self.losses[0] = ours * float("inf"), wanted * float("inf")
 
-    def late(self, rank: str, kind: str) -> None:
-        """From now on a rank is late with every op of a kind."""
-        late_ops(self.sync, OpKind(kind), int(rank), seconds=0.005)
+    def late(self, rank: str, kind: str, how: str = "") -> None:
+        """From now on a rank is late with every op of a kind, of which "surely" there are some."""
+        late = late_ops(self.sync, OpKind(kind), int(rank), seconds=0.005)
+        if how == "surely":
+            self.late_ops.append((int(rank), late))
 
     def fail(self, where: str = "") -> None:
-        """A forward or a backward fails on the ranks that say where, and backward on the others therefore; all drop gradients."""
+        """A forward or a backward, also one that would "accumulate", fails on the ranks that say where, others' therefore.
+
+        All drop gradients; the one that had failed is as it was before.
+        """
         unit = self.module.units[0]
-        hooks = [unit.register_forward_hook(stop)] if where == "forward" else []
-        trained = [param for param in unit.parameters() if param.requires_grad]
-        hooks += [trained[0].register_hook(stop)] if where == "backward" else []
-        with pytest.raises(ZeroDivisionError if where else PeerFailed):
+        param = next(param for param in unit.parameters() if param.requires_grad)
+        before = None if self.reference.has_shards or param.grad is None else param.grad.clone()
+        hook = unit.register_forward_hook(stop) if where == "forward" else param.register_hook(stop) if where else None
+        with (
+            self.handle.no_sync() if where == "accumulate" else contextlib.nullcontext(),
+            pytest.raises(ZeroDivisionError if where else PeerFailed),
+        ):
             self.model(noise(ROWS, WIDTH), "".join(map(str, range(len(self.module.units))))).sum().backward()
-        for hook in hooks:
+        if hook is not None:
             hook.remove()
-        self.handle.finish() if where != "forward" else None
+        if where in ("", "backward"):
+            self.handle.finish()
+        assert before is None or not where or torch.equal(param.grad, before)
+        self.unused = None
         self.zero()
+
+
+@contextlib.contextmanager
+def place_of(program: Program) -> Iterator[dict[str, Any]]:
+    """The ranks that train together: all, rows of a mesh, or this one alone."""
+    if program.strategy == "hybrid":
+        with mesh_of(2, dist.get_world_size() // 2) as mesh:
+            yield {"mesh" if program.is_attached else "device_mesh": mesh}
+    elif program.is_alone:
+        group = groups_of(*[[rank] for rank in range(dist.get_world_size())])[0]
+        yield {"process_group": group}
+        dist.destroy_process_group(group)
+    else:
+        yield {}
 
 
 def events_of(text: str) -> Iterator[str]:
@@ -429,8 +544,8 @@ def events_of(text: str) -> Iterator[str]:
 
 def run(program: Program) -> None:
     """Runs a program on this rank; a failure names the event and the program."""
-    with mesh_of(2, 2) if program.strategy == "hybrid" else contextlib.nullcontext() as mesh:
-        of_rank = Run(program) if mesh is None else Run(program, device_mesh=mesh)
+    with place_of(program) as place:
+        of_rank = Run(program, **place)
         try:
             for number, event in enumerate([*events_of(program.events)] * program.times):
                 try:

@@ -9,5 +9,4 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """How a test's id calls a file."""
     return str(path.relative_to(ROOT))

@@ -13,7 +13,6 @@ _VARIABLE = "UNDERTOW_PUBLISHED_DATA"
 
 
 def published_file(name: str) -> Path:
-    """The file of that name in the folder that UNDERTOW_PUBLISHED_DATA names, else beside the repository; skips without it."""
     named = os.environ.get(_VARIABLE)
     folder = Path(named) if named else ROOT.parent / "shared" / "data"
     if not (folder / name).is_file():

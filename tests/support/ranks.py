@@ -51,8 +51,6 @@ class RanksFailed(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank's work returned, or how it failed."""
-
     value: Any = None
     failure: str = ""
 
@@ -65,7 +63,6 @@ class Ranks:
         self._pool: _Pool | None = None
 
     def run(self, work: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """What `work(*args)`, a function of a module, returned on each rank; RanksFailed if it failed on any."""
         if self._pool is None:
             self._pool = _Pool(self.num_ranks)
         try:
@@ -93,11 +90,9 @@ class RankPools:
         self._of_size: dict[int, Ranks] = {}
 
     def of_size(self, num_ranks: int) -> Ranks:
-        """Those that stay."""
         return self._of_size.setdefault(num_ranks, Ranks(num_ranks))
 
     def run(self, test: pytest.Function, num_ranks: int, *, is_fresh: bool, timeout_s: float) -> None:
-        """Runs the test's function on every rank."""
         args = [test.funcargs[name] for name in inspect.signature(test.obj).parameters]
         with Ranks(num_ranks) if is_fresh else contextlib.nullcontext(self.of_size(num_ranks)) as ranks:
             ranks.run(test.obj, *args, timeout_s=timeout_s)

@@ -23,7 +23,6 @@ def all_in_one(plan: Plan) -> Groups:
 
 
 def one_each(plan: Plan) -> Groups:
-    """A bucket for each parameter, in the reverse order."""
     return tuple((index,) for index in reversed(range(len(plan.params))))
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from support.alike import of_all_ranks
 from support.models import CASES, Case, noise
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 
@@ -19,6 +20,7 @@ Parameters = dict[str, Tensor]
 Step = Callable[[Any, Any, int], None]  # what a model and its optimizer do in the step of that number
 OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "plain SGD": (torch.optim.SGD, {"lr": 0.1}),
     "Nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "foreach": True}),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
@@ -42,13 +44,11 @@ _ON_A_MESH = ({"strategy": "hybrid"}, {"strategy": "hybrid", "eager": True})
 
 
 def ways() -> tuple[dict[str, Any], ...]:
-    """The ways to train in shards that these ranks have."""
     return _ON_A_MESH if dist.get_world_size() == 4 else _IN_SHARDS
 
 
 @contextlib.contextmanager
 def mesh_of(*shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> Iterator[DeviceMesh]:
-    """A mesh of all ranks, whose groups are gone afterwards."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     try:
         yield mesh
@@ -69,7 +69,8 @@ def training(
     optimizer: str = "AdamW",
     *,
     eager: bool = False,
-    shape: tuple[int, int] = (2, 2),
+    state_dict: str = "full",
+    shape: tuple[int, ...] = (2, 2),
     **settings: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Any]]:
     """The wrapped model with an optimizer that goes with the strategy; on a mesh of that shape where it needs one."""
@@ -77,14 +78,13 @@ def training(
         mesh = stack.enter_context(mesh_of(*shape)) if strategy == "hybrid" else None
         ddp = DistributedDataParallel(model, device_mesh=mesh, config=SyncConfig(strategy=strategy, **settings))
         stack.callback(ddp.close)
-        yield ddp, optimizer_for(ddp, strategy, optimizer, eager=eager)
+        yield ddp, optimizer_for(ddp, strategy, optimizer, eager=eager, state_dict=state_dict)
 
 
 @contextlib.contextmanager
 def stepped(
     num_steps: int, strategy: str = "zero1", optimizer: str = "SGD", *, case: Case = MLP, **settings: Any
 ) -> Iterator[tuple[DistributedDataParallel, Any]]:
-    """The same after some steps."""
     with training(case.model(), strategy, optimizer, **settings) as (ddp, opt):
         for number in range(num_steps):
             step_of(ddp, opt, case, number)
@@ -92,13 +92,12 @@ def stepped(
 
 
 def hybrid(model: nn.Module, optimizer: str = "AdamW", **settings: Any) -> Any:
-    """As `training`, on a mesh."""
     return training(model, "hybrid", optimizer, **settings)
 
 
-def optimizer_for(ddp: DistributedDataParallel, strategy: str, name: str = "AdamW", *, eager: bool = False) -> Any:
+def optimizer_for(ddp: DistributedDataParallel, strategy: str, name: str = "AdamW", **how: Any) -> Any:
     cls, settings = OPTIMIZERS[name]
-    return cls(ddp.parameters(), **settings) if strategy == "ddp" else ShardedOptimizer(cls, ddp, eager=eager, **settings)
+    return cls(ddp.parameters(), **settings) if strategy == "ddp" else ShardedOptimizer(cls, ddp, **how, **settings)
 
 
 def trained(
@@ -151,20 +150,23 @@ def bare_training(
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Makes every `.grad` that a rank has the mean over ranks."""
+    """Makes every `.grad` that a rank has the mean over ranks, added up in their order; on four, which are a mesh, row by row."""
     for param in model.parameters():
-        has_gradient = torch.tensor(float(param.grad is not None))
-        dist.all_reduce(has_gradient)
-        if has_gradient:
-            param.grad = mean_in_order(torch.zeros_like(param) if param.grad is None else param.grad)
+        if (parts := of_ranks(param)) is not None:
+            rows = [parts[:2], parts[2:]] if len(parts) == 4 else [parts]
+            param.grad = chain([chain(row) for row in rows]) / len(parts)
 
 
-def mean_in_order(gradient: Tensor) -> Tensor:
-    """The mean over ranks, added up in their order; of four ranks, which are a mesh, row by row."""
-    of_ranks = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, gradient.contiguous())
-    rows = [of_ranks[:2], of_ranks[2:]] if len(of_ranks) == 4 else [of_ranks]
-    return chain([chain(row) for row in rows]) / len(of_ranks)
+def of_ranks(param: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor] | None:
+    """The gradients that ranks have, zeros for those that have none; None if nobody has one."""
+    has_gradient = torch.tensor(float(param.grad is not None))
+    dist.all_reduce(has_gradient, group=group)
+    if not has_gradient:
+        return None
+    mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return parts
 
 
 def chain(parts: Sequence[Tensor]) -> Tensor:
@@ -176,13 +178,6 @@ def parameters(ddp: nn.Module) -> Parameters:
     return {name: param.detach().clone() for name, param in ddp.named_parameters()}
 
 
-def from_all(value: Any) -> list[Any]:
-    """Every rank's value, on each of them."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 def require_equal(first: Parameters, second: Parameters, *, what: str = "") -> None:
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert first.keys() == second.keys()
@@ -190,12 +185,11 @@ def require_equal(first: Parameters, second: Parameters, *, what: str = "") -> N
 
 
 def require_moved(before: Parameters, after: Parameters) -> None:
-    """Every parameter has other values."""
     assert [name for name in before if torch.equal(before[name], after[name])] == []
 
 
 def require_same_everywhere(found: Parameters) -> None:
-    for other in from_all(found):
+    for other in of_all_ranks(found):
         require_equal(found, other)
 
 

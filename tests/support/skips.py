@@ -20,8 +20,6 @@ OPTION = "--no-unexpected-skips"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A skip that is right if `holds`."""
-
     reason: str  # a regular expression, which the whole reason matches
     holds: Callable[[], bool]
 
@@ -64,13 +62,11 @@ def unexpected(config: pytest.Config) -> list[str]:
 
 
 def fail_if_unexpected(session: pytest.Session) -> None:
-    """For pytest_sessionfinish."""
     if session.config.getoption(OPTION) and unexpected(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def summarise(terminalreporter: pytest.TerminalReporter) -> None:
-    """For pytest_terminal_summary: a line for each reason."""
     found, wrong = reasons(terminalreporter.config), unexpected(terminalreporter.config)
     if found:
         terminalreporter.section("skipped")

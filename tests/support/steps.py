@@ -15,8 +15,6 @@ from undertow.profile import Profile
 
 @dataclass(frozen=True)
 class LineCosts:
-    """A line for every kind of collective: (microseconds of one without bytes, microseconds per byte)."""
-
     lines: Mapping[str, tuple[float, float]]
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:

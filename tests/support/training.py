@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from support.faults import FACTORS, FAULTY_STEP, NAN_SKIPPED, NUM_STEPS, BadBatch, Fault, Points
-from support.hybrid import chain
 from support.inside import before_calls, interrupt, own_group_of
 from support.models import noise
 from support.processes import stop_here, wait_until_stopped
+from support.sharded import chain
 from undertow import DistributedDataParallel, ExpertGroup, PeerFailed, ShardedOptimizer, SyncConfig, save_checkpoint
 
 TIMEOUT = timedelta(seconds=1.0)  # of groups
@@ -52,8 +52,6 @@ def loss_of(model: nn.Module, step: int, rank: int, *, micro_batch: int = 0, lea
 
 @dataclass
 class Training:
-    """What the script of one rank does. Subclasses are other ways to do it."""
-
     points: Points
     strategy: str = "ddp"
     is_eager: bool = False

@@ -195,3 +195,15 @@ class Units(nn.Module):
         for unit in (self.units[int(index)] for index in order.strip("-")):
             x = unit(x.to(next(unit.parameters()).dtype.to_real())).float().tanh()
         return x
+
+
+class Layers(nn.Module):
+    """Three layers, of which `way` runs the middle one."""
+
+    def __init__(self, way: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.way(self.middle, self.first(x).tanh()).tanh())

@@ -31,7 +31,6 @@ def stairs(latency_us: float, us_per_byte: float) -> Cost:
 
 
 def model(*, num_layers: int = 24, layer_bytes: int = 1_000_000) -> tuple[ParamSpec, ...]:
-    """Layers of a weight and a bias."""
     sizes = [size for _ in range(num_layers) for size in (layer_bytes, layer_bytes // 200)]
     return tuple(spec(f"p{i}", size // 4) for i, size in enumerate(sizes))
 
@@ -120,8 +119,6 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """What a tuner did: the plan that was measured, and the decision on it, look by look."""
-
     world: World
     plans: list[Plan]
     decisions: list[Decision]
@@ -143,7 +140,6 @@ class Walk:
 
 
 def walk(tuner: Tuner, world: World, plan: Plan, *, num_looks: int) -> Walk:
-    """Lets the tuner look so many times."""
     plans, decisions = [plan], []
     for _ in range(num_looks):
         tuner.learn(world.measure(plans[-1]))
