@@ -440,6 +440,7 @@ WRITTEN = {
             ("zero2", "zero", 1),
         )
     },
+    "a gradient is written in time for an eager step": Program(units="linear written linear", strategy="zero1", is_eager=True),
     "a gradient is written on one rank only": Program(
         units="linear written linear", events="zero, forward 012|02, backward, scale, forward 02, backward, step"
     ),
@@ -479,6 +480,14 @@ DISTURBED = {
             ("zero1", "reduce_scatter"),
             ("zero2", "all_gather"),
         )
+    },
+    "a rank looks at its loss between the steps of two optimizers": Program(
+        events="zero, forward 012, backward, update 0, look now|, update 12"
+    ),
+    **{
+        f"rank {rank} steps, others step on {what}": Program(before=before, events=f"zero, forward 012, backward, step {rank}")
+        for rank in (0, 1)
+        for what, before in (("nothing", ""), ("what is frozen", "freeze 0"))
     },
     "a rank evaluates alone": Program(events="zero, forward 012, backward, step, evaluate now|"),
     "a state dict goes round": Program(events="zero, forward 012, backward, step, reload", strategy="zero1", plan="pieces"),

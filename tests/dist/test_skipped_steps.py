@@ -1,4 +1,4 @@
-"""Optimizer steps that are left out: on all ranks by torch's GradScaler, whatever each of them sees, or on some by the user."""
+"""Optimizer steps that are left out: on all ranks by torch's GradScaler, whatever each of them sees, or on some of them."""
 
 from __future__ import annotations
 
@@ -164,39 +164,3 @@ def test_rounds_of_different_steps_do_not_pair_off() -> None:
             "  rank 1: synchronisation 3, after an optimizer step\n"
             "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
         )
-
-
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-def test_one_rank_may_look_at_its_loss_between_the_steps_of_two_optimizers() -> None:
-    with SideBySide(Branches()) as side:
-        for step in range(3):
-            side.zero_grad()
-            side.backward(lambda model, step=step: branches_loss(model, step))
-            side.compare()
-            for model in side.both_modules:
-                for layers in (model.layers[:1], model.layers[1:]):
-                    torch.optim.SGD(layers.parameters(), lr=0.125).step()
-                    if model is side.module and dist.get_rank() == 0:
-                        branches_loss(side.ddp, step)
-            side.compare_parameters()
-
-
-@in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("first", [0, 1], ids=["rank 0 steps", "rank 0 steps what is frozen"])
-def test_optimizers_may_step_on_some_ranks_only(first: int) -> None:
-    """One rank updates what is trained, and sends it to the others."""
-    with SideBySide(Branches()) as side:
-        for module in side.both_modules:
-            module.layers[0].requires_grad_(False)
-        share = [side.module, nn.Sequential()] if first == 0 else [side.module.layers[0], side.module.layers[1:]]
-        mine = list(share[dist.get_rank()].parameters())
-        optimizer = torch.optim.SGD(mine, lr=0.125) if mine else None
-        for step in range(4):
-            side.zero_grad()
-            side.backward(lambda model, step=step: branches_loss(model, step))
-            side.compare()
-            if optimizer is not None:
-                optimizer.step()
-            for param, theirs in zip(side.module.parameters(), side.bare.parameters(), strict=True):
-                dist.broadcast(param.data, first)
-                theirs.data.copy_(param.data)

@@ -59,12 +59,6 @@ def require_same_gradients(ours: nn.Module, reference: nn.Module) -> None:
     require_same(gradients(ours), gradients(reference))
 
 
-def require_same_parameters(ours: nn.Module, reference: nn.Module) -> None:
-    require_same(
-        {name.removeprefix("module."): param for name, param in ours.named_parameters()}, dict(reference.named_parameters())
-    )
-
-
 def require_same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
     """To the bit with two ranks; with more, sums are formed in another order."""
     assert ours.keys() == reference.keys(), (ours.keys(), reference.keys())

@@ -368,10 +368,15 @@ class Run:
             if not is_exact:  # nor may the difference grow
                 wanted.grad = ours.to_dense().clone()
 
-    def step(self) -> None:
+    def step(self, rank: str = "") -> None:
+        """On all ranks, or on one that sends its parameters to others, which step on those that are frozen."""
         is_finite = all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None)
-        for optimizer in self.optimizers[: 2 if is_finite else 1]:
+        frozen = [param for param in self.module.parameters() if not param.requires_grad]
+        ours = self.optimizers[:1] if rank in ("", str(self.rank)) else [torch.optim.SGD(frozen, lr=1.0)] if frozen else []
+        for optimizer in [*ours, *self.optimizers[1 : 2 if is_finite else 1]]:
             optimizer.step()
+        for param in self.module.parameters() if rank else ():
+            dist.broadcast(param.data, int(rank))
         self.reference.has_shards = sharding_of(self.sync) is not None
         self.reference.used.clear()
         self.sync.wait()
@@ -379,6 +384,12 @@ class Run:
             assert torch.equal(ours, wanted), name
         for ours, wanted in zip(self.module.buffers(), self.bare.buffers(), strict=True):
             assert self.rank > 0 or torch.equal(ours, wanted)  # statistics follow rank 0
+
+    def update(self, indices: str) -> None:
+        """An optimizer of these units alone steps."""
+        for model in (self.module, self.bare):
+            params = [param for index in indices for param in model.units[int(index)].parameters()]
+            torch.optim.SGD(params, lr=LEARNING_RATE).step()
 
     # Changes of the model
 
