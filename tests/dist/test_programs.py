@@ -121,6 +121,13 @@ USED = {
             ("by-scaler", "ddp", "zero in-place"),
         )
     },
+    **{
+        f"a rank that uses nothing joins where another one overflows, {zero}": Program(
+            events=f"{zero}, forward 012, backward, step, {zero}, forward 012|-, overflow now|, backward by-scaler, {zero}",
+            times=2,
+        )
+        for zero in ("zero", "zero in-place")
+    },
     "a rank without data joins": Program(events="zero, train 012|none, finish, finish, step, zero, train 012, finish, step"),
     "an old gradient that nobody adds to stays": Program(
         events="forward 012, backward, scale, forward 02, backward, forward 0, backward"

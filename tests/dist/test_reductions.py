@@ -1,4 +1,4 @@
-"""Sums over ranks, means over all tokens and reductions by hand: what is refused, and what no program in test_programs.py says."""
+"""Sums over ranks, means over all tokens and reductions by hand: what is refused, and what programs cannot say."""
 
 from __future__ import annotations
 

@@ -336,10 +336,13 @@ class Run:
                 loss.backward(**how)
 
     def unscale(self) -> None:
-        """A scaler looks at gradients."""
+        """A scaler looks at gradients, and finds the same on all ranks."""
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         scaler.scale(torch.zeros(()))
-        scaler.unscale_(torch.optim.SGD(self.module.parameters(), lr=0.0))
+        scaler.step(torch.optim.SGD(self.module.parameters(), lr=0.0))
+        scaler.update()
+        is_finite = all(param.grad.isfinite().all() for param in self.module.parameters() if param.grad is not None)
+        assert scaler.get_scale() == (1.0 if is_finite else 0.5)
 
     def _synchronize(self, *, op: str | None = None, is_last: bool = True) -> None:
         reference = self.reference
