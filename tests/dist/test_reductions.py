@@ -64,7 +64,7 @@ def test_two_models_in_one_backward(op: str) -> None:
             for ddp, weight in ((first, rank + 1), (second, 2)):
                 ddp.zero_grad()
                 if op == "mean":
-                    ddp.weight(weight)
+                    ddp.weight(torch.tensor(weight))
             second(first(torch.full((1, 1), rank + 1.0))).backward()
             assert [model.weight.grad.item() for model in models] == pytest.approx(wanted)
 
