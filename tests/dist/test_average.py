@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dist.test_events import collectives
 from support.alike import of_all_ranks
 from support.errors import text_of
 from support.models import CASES, noise
-from support.naive import naive_mean, require_same
+from support.naive import collectives, naive_mean, require_same
 from support.ranks import in_ranks
 from undertow import ConfigError, PhaseError, PlanMismatch, WrongType, average_gradients
 
@@ -33,25 +32,18 @@ def require_naive(averaged: Any, gradients: Any) -> None:
 @in_ranks(2, 3)
 @pytest.mark.parametrize("case_name", CASES)
 def test_the_mean_is_that_of_an_all_reduce_per_gradient(case_name: str) -> None:
+    """Each dtype is one collective, and flags need none."""
     case = CASES[case_name]
     model = case.model()
+    num_dtypes = len({param.dtype for param in model.parameters()})
     for step in range(2):
         local = torch.autograd.grad(case.loss(model, step), list(model.parameters()))
-        averaged = average_gradients(iter(local), model.parameters())  # generators will do
+        with collectives() as called:
+            averaged = average_gradients(iter(local), model.parameters())  # generators will do
+            assert called == ["all_reduce"] * num_dtypes
         require_naive(averaged, local)
         for mean, gradient in zip(averaged, local, strict=True):
             assert mean.numel() == 0 or mean.stride() == torch.empty_like(gradient).stride()
-
-
-@in_ranks(2, 3)
-def test_each_dtype_is_one_collective_and_flags_need_none() -> None:
-    dtypes = [torch.float32, torch.bfloat16, torch.complex64, torch.float32, torch.bfloat16]
-    gradients = [noise(2).to(dtype) for dtype in dtypes]
-    with collectives() as called:
-        averaged = average_gradients(gradients)
-        assert called == ["all_reduce"] * 3
-    require_naive(averaged, gradients)
-    assert [it.dtype for it in averaged] == dtypes
 
 
 @in_ranks(2, 3)

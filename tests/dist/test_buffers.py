@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dist.test_events import collectives
 from support.alike import of_all_ranks
 from support.models import CASES, noise
-from support.naive import wrapped
+from support.naive import collectives, wrapped
 from support.ranks import in_ranks
 
 CASE = CASES["convolutions"]

@@ -20,11 +20,10 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 import undertow
 from support.alike import backward_alike, require_equal_values
-from support.drop_in import TIMEOUT_S, groups_of
 from support.errors import text_of
 from support.inside import bucket_of_a_hook
 from support.models import CASES, mlp, noise
-from support.naive import naive_mean, wrapped
+from support.naive import TIMEOUT_S, groups_of, naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel
 from undertow.demo.corpus import load_corpus

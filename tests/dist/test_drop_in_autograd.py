@@ -18,9 +18,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import undertow
 from support.alike import backward_alike, heard, of_all_ranks, require_equal_values, train
-from support.drop_in import TIMEOUT_S
 from support.models import CASES, mlp, noise
-from support.naive import naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
+from support.naive import TIMEOUT_S, naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from support.sharded import parameters, require_equal, training
 from undertow import DistributedDataParallel, SyncConfig, attach, average_gradients, clip_grad_norm_

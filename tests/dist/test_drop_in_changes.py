@@ -17,11 +17,10 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 from support.alike import backward_alike, of_all_ranks
-from support.drop_in import TIMEOUT_S
 from support.errors import text_of
 from support.inside import generation_of
 from support.models import CASES, Branches, mlp, noise
-from support.naive import naive_mean, wrapped, wrapped_and_bare
+from support.naive import TIMEOUT_S, naive_mean, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from undertow import (
     ConfigError,

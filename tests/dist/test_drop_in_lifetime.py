@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from support.alike import backward_alike, of_all_ranks
-from support.drop_in import TIMEOUT_S, groups_of
 from support.errors import text_of
-from support.models import CASES, mlp, noise
-from support.naive import naive_mean, require_same_gradients, wrapped, wrapped_and_bare
+from support.models import CASES, mlp, noise, step_in_backward
+from support.naive import TIMEOUT_S, groups_of, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, attach
 
@@ -184,14 +182,6 @@ def test_close_inside_a_backward_is_refused() -> None:
         f"  rank {dist.get_rank()}\n"
         "  Call it after backward: gradients of this one may be on their way."
     ]
-
-
-def step_in_backward(model: nn.Module, **settings: float) -> None:
-    """Has torch put an SGD on each parameter."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.* is deprecated", DeprecationWarning)  # torch's own use of it
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), settings)
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)

@@ -37,8 +37,10 @@ from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Piece, Plan, plan_from_groups
 from undertow.profile import Profile, profile_from_json
 
-_WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod", "shutil.")
-_RUNS = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.", "ctypes.", "pty.", "webbrowser.")
+_ACTS = (
+    *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod", "shutil."),
+    *("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.", "ctypes.", "pty.", "webbrowser."),
+)
 _PROGRAMS = [Path(folder).resolve() for folder in sys.path if folder]
 
 
@@ -69,7 +71,7 @@ class Watch:
             is_program = path.suffix in (".py", ".pyc", ".so") and any(map(path.is_relative_to, _PROGRAMS))  # imported late
             if writes or not (is_program or path.is_relative_to(self._folder)):
                 self.seen.append(f"open{(file, mode, flags)}")
-        elif event.startswith((*_WRITES, *_RUNS)):
+        elif event.startswith(_ACTS):
             self.seen.append(f"{event}{args}")
 
 
@@ -149,8 +151,6 @@ PROFILE = Profile(
     groups=PLAN.groups,
     step_us=60.0,
 ).to_json()
-TABLE = json.dumps({"params": [{"name": "layer.weight", "shape": [64, 3], "dtype": "float32"}] * 2})
-SETTINGS = SyncConfig(bucket_cap_mb=(1, 25.0), ignore=("a", "b"), check_replicas_every=100).to_json()
 
 
 def shown(text: str, folder: Path) -> None:
@@ -174,13 +174,16 @@ def read_again(text: str, read: Callable[[str], Any]) -> None:
 
 JSON: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "plan": (PLAN.to_json(), lambda text, _: read_again(text, Plan.from_json)),
-    "settings": (SETTINGS, lambda text, _: read_again(text, SyncConfig.from_json)),
+    "settings": (
+        SyncConfig(bucket_cap_mb=(1, 25.0), ignore=("a", "b"), check_replicas_every=100).to_json(),
+        lambda text, _: read_again(text, SyncConfig.from_json),
+    ),
     "profile": (
         PROFILE.replace('"params"', f'{CURVES}"params"', 1),
         lambda text, _: read_again(text, lambda text: profile_from_json(text, "run.json")),
     ),
     "shown plan": (PLAN.to_json(), shown),
-    "shown table": (TABLE, shown),
+    "shown table": (json.dumps({"params": [{"name": "layer.weight", "shape": [64, 3], "dtype": "float32"}] * 2}), shown),
     "shown profile": (PROFILE.replace('"params"', f'{CURVES}"params"', 1), shown),
 }
 

@@ -20,12 +20,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from dist.test_events import collectives
 from support.alike import backward_alike, heard, require_equal_values, require_same_by_position
-from support.drop_in import TIMEOUT_S, groups_of
 from support.inside import engine_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
-from support.naive import naive_mean, require_nearly_same, require_same_gradients, wrapped, wrapped_and_bare
+from support.naive import (
+    TIMEOUT_S,
+    collectives,
+    groups_of,
+    naive_mean,
+    require_nearly_same,
+    require_same_gradients,
+    wrapped,
+    wrapped_and_bare,
+)
 from support.ranks import in_ranks
 from support.sharded import training
 from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients

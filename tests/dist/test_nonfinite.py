@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from dist.test_drop_in_lifetime import step_in_backward
-from dist.test_events import collectives
 from support.alike import heard, of_all_ranks
 from support.errors import text_of
 from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
-from support.models import Branches, noise
-from support.naive import wrapped
+from support.models import Branches, noise, step_in_backward
+from support.naive import collectives, wrapped
 from support.ranks import in_ranks
 from support.sharded import Parameters, hybrid, optimizer_for, parameters, require_equal, training
 from support.units import Applied

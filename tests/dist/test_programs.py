@@ -121,6 +121,13 @@ USED = {
             ("by-scaler", "ddp", "zero in-place"),
         )
     },
+    **{
+        f"a rank that uses nothing joins where another one overflows, {zero}": Program(
+            events=f"{zero}, forward 012, backward, step, {zero}, forward 012|-, overflow now|, backward by-scaler, {zero}",
+            times=2,
+        )
+        for zero in ("zero", "zero in-place")
+    },
     "a rank without data joins": Program(events="zero, train 012|none, finish, finish, step, zero, train 012, finish, step"),
     "an old gradient that nobody adds to stays": Program(
         events="forward 012, backward, scale, forward 02, backward, forward 0, backward"
@@ -370,6 +377,7 @@ COMBINED = {
             ("overlap", False, "zero1"),
             ("overlap", False, "ddp"),
             ("average_in_collective", False, "ddp"),
+            ("average_in_collective", False, "zero1"),
         )
     },
     **{
@@ -440,6 +448,7 @@ WRITTEN = {
             ("zero2", "zero", 1),
         )
     },
+    "a gradient is written in time for an eager step": Program(units="linear written linear", strategy="zero1", is_eager=True),
     "a gradient is written on one rank only": Program(
         units="linear written linear", events="zero, forward 012|02, backward, scale, forward 02, backward, step"
     ),
@@ -480,6 +489,14 @@ DISTURBED = {
             ("zero2", "all_gather"),
         )
     },
+    "a rank looks at its loss between the steps of two optimizers": Program(
+        events="zero, forward 012, backward, update 0, look now|, update 12"
+    ),
+    **{
+        f"rank {rank} steps, others step on {what}": Program(before=before, events=f"zero, forward 012, backward, step {rank}")
+        for rank in (0, 1)
+        for what, before in (("nothing", ""), ("what is frozen", "freeze 0"))
+    },
     "a rank evaluates alone": Program(events="zero, forward 012, backward, step, evaluate now|"),
     "a state dict goes round": Program(events="zero, forward 012, backward, step, reload", strategy="zero1", plan="pieces"),
 }
@@ -501,10 +518,15 @@ def test_an_example_has_the_results_of_the_reference(name: str) -> None:
 
 
 # The mean of three equal values may have other bits, and a third rank is neither the first nor the last.
-ON_THREE_RANKS = ["units of every kind train together", "twice-reentrant units train", "an attached model accumulates"]
+ON_THREE_RANKS = [
+    *USED,
+    *(name for name in ACCUMULATED if not name.startswith("reduced by hand as")),  # which rounds once more
+    *list(COMBINED)[:36],
+    *("units of every kind train together", "twice-reentrant units train"),
+]
 
 
-@pytest.mark.parametrize("name", [*USED, *list(COMBINED)[:36], *ON_THREE_RANKS])
+@pytest.mark.parametrize("name", ON_THREE_RANKS)
 @pytest.mark.parametrize("plan", ["default", "each"])
 @in_ranks(3)
 def test_an_example_has_them_on_three_ranks(name: str, plan: str) -> None:

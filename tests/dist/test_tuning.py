@@ -14,10 +14,10 @@ from torch import nn
 
 import undertow
 from support.alike import of_all_ranks, train
-from support.drop_in import TIMEOUT_S
 from support.errors import text_of
 from support.inside import NUM_STEPS_OF_A_LOOK as ONE_LOOK
 from support.models import CASES, noise
+from support.naive import TIMEOUT_S
 from support.programs import Program, run
 from support.ranks import in_ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted

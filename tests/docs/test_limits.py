@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from support.models import step_in_backward
 from support.project import ROOT
 from support.ranks import in_ranks
 from support.sharded import hybrid
@@ -139,10 +140,8 @@ def test_a_rank_that_has_run_out_of_data_makes_no_steps() -> None:
 
 @in_ranks(2)
 def test_optimizers_in_backward_do_not_go_with_shards() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
     model = nn.Linear(2, 1)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
+    step_in_backward(model, lr=0.5)
     with pytest.raises((ConfigError, PhaseError)):
         train(*sharded(model))
 

@@ -1,17 +1,22 @@
-"""What all tests compare with: a bare model, and after backward an all-reduce per parameter."""
+"""What tests in ranks compare with, count, and form groups of: a bare model, and after backward an all-reduce per parameter."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow import DistributedDataParallel, SyncConfig
+
+TIMEOUT_S = 20.0  # for a test whose ranks wait for each other for ever if it fails
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
 
 
 def naive_mean(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -59,12 +64,6 @@ def require_same_gradients(ours: nn.Module, reference: nn.Module) -> None:
     require_same(gradients(ours), gradients(reference))
 
 
-def require_same_parameters(ours: nn.Module, reference: nn.Module) -> None:
-    require_same(
-        {name.removeprefix("module."): param for name, param in ours.named_parameters()}, dict(reference.named_parameters())
-    )
-
-
 def require_same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
     """To the bit with two ranks; with more, sums are formed in another order."""
     assert ours.keys() == reference.keys(), (ours.keys(), reference.keys())
@@ -92,3 +91,24 @@ def _is_same(ours: Tensor | None, wanted: Tensor | None) -> bool:
 
 def _text(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.flatten()[:3].tolist()}"
+
+
+def groups_of(*members: Sequence[int]) -> list[dist.ProcessGroup]:
+    """The new groups of `members` that this rank is in; a collective call."""
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    return [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[list[str]]:
+    """The names of torch.distributed's collectives as they are called."""
+    called: list[str] = []
+
+    def counted(name: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return call(*args, **kwargs)
+
+    with contextlib.ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(mock.patch.object(dist, name, partial(counted, name, getattr(dist, name))))
+        yield called

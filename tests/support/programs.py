@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from support.drop_in import groups_of
 from support.inside import late_ops, sharding_of
 from support.models import noise
+from support.naive import groups_of
 from support.sharded import chain, mesh_of
 from support.units import IN_PARTS, WIDTH, Units, made
 from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, attach, clip_grad_norm_
@@ -341,10 +341,13 @@ class Run:
                 loss.backward(**how)
 
     def unscale(self) -> None:
-        """A scaler looks at gradients."""
+        """A scaler looks at gradients, and finds the same on all ranks."""
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         scaler.scale(torch.zeros(()))
-        scaler.unscale_(torch.optim.SGD(self.module.parameters(), lr=0.0))
+        scaler.step(torch.optim.SGD(self.module.parameters(), lr=0.0))
+        scaler.update()
+        is_finite = all(param.grad.isfinite().all() for param in self.module.parameters() if param.grad is not None)
+        assert scaler.get_scale() == (1.0 if is_finite else 0.5)
 
     def _synchronize(self, *, op: str | None = None, is_last: bool = True) -> None:
         reference = self.reference
@@ -376,10 +379,18 @@ class Run:
                 wanted.grad = ours.to_dense().clone()
 
     def step(self, how: str = "") -> None:
-        """After a step that is "flying" the next event comes while parameters are on their way."""
+        """On all ranks, or on one that sends its parameters to others, which step on those that are frozen.
+
+        After a step that is "flying" the next event comes while parameters are on their way.
+        """
+        rank = how.replace("flying", "")
         is_finite = all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None)
-        for optimizer in self.optimizers[: 2 if is_finite else 1]:
+        frozen = [param for param in self.module.parameters() if not param.requires_grad]
+        ours = self.optimizers[:1] if rank in ("", str(self.rank)) else [torch.optim.SGD(frozen, lr=1.0)] if frozen else []
+        for optimizer in [*ours, *self.optimizers[1 : 2 if is_finite else 1]]:
             optimizer.step()
+        for param in self.module.parameters() if rank else ():
+            dist.broadcast(param.data, int(rank))
         self.reference.has_shards = sharding_of(self.sync) is not None
         self.reference.used.clear()
         if how == "flying":
@@ -389,6 +400,12 @@ class Run:
             assert torch.equal(ours, wanted), name
         for ours, wanted in zip(self.module.buffers(), self.bare.buffers(), strict=True):
             assert self.rank > 0 or torch.equal(ours, wanted)  # statistics follow rank 0
+
+    def update(self, indices: str) -> None:
+        """An optimizer of these units alone steps."""
+        for model in (self.module, self.bare):
+            params = [param for index in indices for param in model.units[int(index)].parameters()]
+            torch.optim.SGD(params, lr=LEARNING_RATE).step()
 
     # Changes of the model
 

@@ -1,8 +1,7 @@
-"""Sums over ranks and means over all tokens, besides what test_programs.py trains: `join`, two models, and what is refused."""
+"""Sums over ranks, means over all tokens and reductions by hand: what is refused, and what programs cannot say."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -15,12 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from support.drop_in import TIMEOUT_S, groups_of
 from support.errors import text_of
-from support.naive import wrapped
+from support.models import Branches, noise
+from support.naive import TIMEOUT_S, groups_of, wrapped
 from support.ranks import in_ranks
-from support.sharded import parameters, require_equal, require_moved, training
-from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig, WrongType
+from support.sharded import MLP, one_step, parameters, require_equal, require_moved, require_same_everywhere, stepped, training
+from undertow import (
+    ConfigError,
+    Desync,
+    DistributedDataParallel,
+    PhaseError,
+    PlanMismatch,
+    ShardedOptimizer,
+    SyncConfig,
+    WrongType,
+)
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -46,22 +54,18 @@ def test_ranks_that_have_left_their_loop_add_nothing_and_have_no_weight(op: str)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_two_models_in_one_backward(op: str) -> None:
     """One backward reaches both: each of them sends its own weights, also the first time."""
-    models = [nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False)]
-    bare, weights = copy.deepcopy(models), torch.tensor([dist.get_rank() + 1.0, 2.0])
-    totals = weights.clone()
-    dist.all_reduce(totals)
+    models, rank, num_ranks = [nn.Linear(1, 1, bias=False) for _ in range(2)], dist.get_rank(), dist.get_world_size()
+    for model in models:
+        nn.init.constant_(model.weight, 2.0)
+    wanted = [num_ranks * (num_ranks + 1)] * 2 if op == "sum" else [2.0, (num_ranks + 1) / 2]
     with wrapped(models[0], op=op) as first, wrapped(models[1], op=op) as second:
         for _ in range(3):
-            for pair in ((first, second), bare):
-                for model, weight in zip(pair, weights.tolist(), strict=True):
-                    model.zero_grad()
-                    if op == "mean" and pair is not bare:
-                        model.weight(weight)
-                loss_of(nn.Sequential(*pair)).backward()
-            for model, wanted, total in zip(models, bare, totals.tolist(), strict=True):
-                dist.all_reduce(wanted.weight.grad)
-                wanted.weight.grad /= total if op == "mean" else 1
-                torch.testing.assert_close(model.weight.grad, wanted.weight.grad)
+            for ddp, weight in ((first, rank + 1), (second, 2)):
+                ddp.zero_grad()
+                if op == "mean":
+                    ddp.weight(torch.tensor(weight))
+            second(first(torch.full((1, 1), rank + 1.0))).backward()
+            assert [model.weight.grad.item() for model in models] == pytest.approx(wanted)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
@@ -289,3 +293,130 @@ def test_weights_cost_one_small_all_reduce_that_leaves_first() -> None:
 
 def test_a_sum_is_a_setting_of_all_ranks() -> None:
     assert SyncConfig.from_json(SyncConfig(op="sum").to_json()).op == "sum"
+
+
+def accumulate(ddp: nn.Module, step: int = 0) -> None:
+    with ddp.no_sync():
+        MLP.loss(ddp, step).backward()
+
+
+def nothing_to_reduce(number: int, ranks: str = "0, 1") -> str:
+    return (
+        f"there is nothing to reduce on rank {ranks}: no accumulation has run there since the last synchronisation.\n"
+        f"  reduce_gradients_async(), synchronisation {number}\n"
+        "  Run backward inside accumulate() or no_sync() on every rank, then reduce once."
+    )
+
+
+def reduced_twice(number: int, ranks: str = "0, 1") -> str:
+    return (
+        f"an earlier reduction was not waited for on rank {ranks}.\n"
+        f"  reduce_gradients_async(), synchronisation {number}\n"
+        "  Call wait() on what reduce_gradients_async() has returned before the next call."
+    )
+
+
+@in_ranks(2)
+def test_a_reduction_at_the_wrong_time_is_an_error() -> None:
+    with wrapped(Branches(2)) as ddp:
+        assert text_of(PhaseError, ddp.reduce_gradients_async) == nothing_to_reduce(0)
+        with ddp.no_sync():
+            ddp(noise(2, 4), (0, 1)).sum().backward()
+        reduction = ddp.reduce_gradients_async()
+        assert text_of(PhaseError, ddp.reduce_gradients_async) == reduced_twice(2)
+        reduction.wait()
+        assert text_of(PhaseError, ddp.reduce_gradients_async) == nothing_to_reduce(3)
+        ddp(noise(2, 4), (0, 1)).sum().backward()
+        assert text_of(PhaseError, ddp.reduce_gradients_async) == nothing_to_reduce(5)
+        ddp.module.layers[0].weight.register_hook(lambda _: ddp.reduce_gradients_async())
+        assert text_of(PhaseError, ddp(noise(2, 4), (0, 1)).sum().backward) == (
+            "reduce_gradients_async() was called inside a backward.\n"
+            "  Sync.reduce_gradients_async\n"
+            "  Call it after the last backward of the step."
+        )
+
+
+@in_ranks(2)
+def test_a_backward_during_a_reduction_is_an_error() -> None:
+    with wrapped(MLP.model()) as ddp:
+        accumulate(ddp)
+        loss = MLP.loss(ddp, 1)
+        reduction = ddp.reduce_gradients_async()
+        assert text_of(PhaseError, loss.backward) == (
+            "a backward began while gradients are being synchronised.\n"
+            "  synchronisation 0\n"
+            "  Wait for reduce_gradients_async() before the next backward."
+        )
+        reduction.wait()
+
+
+@in_ranks(2)
+def test_a_rank_alone_is_told_the_same() -> None:
+    group = groups_of([0], [1])[0]
+    with wrapped(MLP.model(), process_group=group) as ddp:
+        for then in (int, lambda: MLP.loss(ddp, 1).backward(), int):
+            assert text_of(PhaseError, ddp.reduce_gradients_async).startswith("there is nothing to reduce on rank 0: ")
+            accumulate(ddp)
+            ddp.reduce_gradients_async("sum").wait()
+            then()
+    dist.destroy_process_group(group)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("is_twice", [False, True], ids=["nothing accumulated", "twice"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_where_one_rank_reduces_at_the_wrong_time_all_are_told(strategy: str, is_twice: bool) -> None:
+    """Rank 1 alone is wrong, and all go on afterwards."""
+    is_wrong = dist.get_rank() == 1
+    with stepped(1, strategy, bucket_cap_mb=1e-4) as (ddp, opt):
+        opt.zero_grad()
+        if is_twice:
+            accumulate(ddp)
+            reduction = ddp.reduce_gradients_async()
+        if is_twice and not is_wrong:
+            reduction.wait()
+        if not is_wrong:
+            accumulate(ddp)
+        expected = reduced_twice(2, "1") if is_twice else nothing_to_reduce(1, "1")
+        assert text_of(PhaseError, lambda: ddp.reduce_gradients_async().wait()) == expected
+        for step in range(2):
+            one_step(ddp, opt, step)
+        require_same_everywhere(parameters(ddp))
+
+
+@in_ranks(2)
+def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
+    """Unknown ones, hooks, weights, shards of an earlier mean, and ranks that differ."""
+    rank = dist.get_rank()
+    with wrapped(MLP.model()) as ddp:
+        accumulate(ddp)
+        assert text_of(ConfigError, lambda: ddp.reduce_gradients_async("avg")) == (
+            'op must be "mean" or "sum", got \'avg\'.\n  reduce_gradients_async(op)\n  Leave it out for the op of the settings.'
+        )
+        assert text_of(Desync, lambda: ddp.reduce_gradients_async(("sum", "mean")[rank]).wait()) == (
+            f'ranks are not in the same step.\n  synchronisation 0, rank {rank}\n  rank 0: synchronisation 0, op="sum"\n'
+            "  rank 1: synchronisation 0\n"
+            "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
+        )
+        ddp.weight(2.0)
+        accumulate(ddp)
+        assert text_of(PhaseError, lambda: ddp.reduce_gradients_async("sum").wait()) == (
+            'weights divide gradients, and op="sum" was asked for on rank 0, 1.\n'
+            "  reduce_gradients_async(), synchronisation 1\n"
+            "  Leave the op or the weights out."
+        )
+    with wrapped(MLP.model()) as ddp:
+        ddp.register_comm_hook(None, allreduce_hook)
+        accumulate(ddp)
+        assert text_of(ConfigError, lambda: ddp.reduce_gradients_async("sum")) == (
+            "with a communication hook it is the hook that divides gradients.\n"
+            "  reduce_gradients_async(op)\n"
+            "  Leave op out, and have the hook do what you want."
+        )
+    with stepped(2) as (ddp, _opt):
+        accumulate(ddp)
+        assert text_of(PhaseError, lambda: ddp.reduce_gradients_async("sum").wait()) == (
+            "rank 0, 1 holds shards of what an earlier synchronisation has brought, which another op would count again.\n"
+            "  reduce_gradients_async(), synchronisation 2\n"
+            "  Call zero_grad() before the accumulation, or set op in SyncConfig."
+        )
