@@ -17,9 +17,9 @@ from benchmarks.matrix.job import Job
 from benchmarks.matrix.links import Network
 
 
+# What would have run, on a machine with two devices.
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Network]]:
-    """What would have run, on a machine with two devices."""
     found: list[tuple[Job, Network]] = []
 
     def run_job(job: Job, network: Network, **_: Any) -> list[dict[str, Any]]:
@@ -105,9 +105,9 @@ NOBODY = 2**22 + 1  # above every process id of Linux
 LEFT = [f"{links.PREFIX}{NOBODY}-0-{end}" for end in ("0", "1", "hub")]
 
 
+# Those of a runner that is no more, one of this process, and somebody else's.
 @pytest.fixture
 def namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Those of a runner that is no more, one of this process, and somebody else's."""
     monkeypatch.setattr(links, "NAMESPACES", tmp_path)
     for name in (*LEFT, f"{links.PREFIX}{os.getpid()}-0-hub", "mine"):
         (tmp_path / name).touch()

@@ -32,9 +32,9 @@ def fake_commands(name: str) -> list[list[str]]:
     ]
 
 
+# Environments of two peers that are nothing yet; one of them cannot be made.
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Environments of two peers that are nothing yet; one of them cannot be made."""
     monkeypatch.setattr(install, "commands_for", fake_commands)
     monkeypatch.setattr(environments, "FOLDER", tmp_path / ".venv-peers")
     monkeypatch.setattr(environments, "PINS", tmp_path / "peers")

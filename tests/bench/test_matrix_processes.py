@@ -20,9 +20,8 @@ from benchmarks.matrix.job import Job
 from benchmarks.matrix.processes import _wait
 
 
+# A process that says this whenever it is asked how it ended, and the last of it from then on.
 class Rank:
-    """A process that says this whenever it is asked how it ended, and the last of it from then on."""
-
     def __init__(self, *codes: int | None) -> None:
         self.codes = list(codes)
         self.returncode: int | None = None

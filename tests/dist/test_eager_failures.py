@@ -44,8 +44,8 @@ def train(ddp: DistributedDataParallel, opt: Any, num_steps: int = 3, **how: Any
     return parameters(ddp)
 
 
+# Its error is not raised.
 def failing_backward(ddp: DistributedDataParallel, opt: Any, num_failing: int, *, weight: float | None = None) -> None:
-    """Its error is not raised."""
     ddp.module.fails = dist.get_rank() < num_failing
     with pytest.raises(ZeroDivisionError if ddp.module.fails else PeerFailed):
         weighted_step(ddp, opt, 3, weight=weight)
@@ -119,10 +119,9 @@ def test_a_checkpoint_in_an_except_block_is_whole(tmp_path: Path, num_failing: i
         require_equal(state, of_optimizer(opt))
 
 
+# On rank 0 no bucket is full yet, and rank 1 has sent some.
 @in_ranks(2)
 def test_a_rank_that_has_updated_nothing_takes_part_in_what_others_end(tmp_path: Path) -> None:
-    """On rank 0 no bucket is full yet, and rank 1 has sent some."""
-
     def fails(_gradient: Tensor) -> None:
         raise ZeroDivisionError
 
@@ -140,9 +139,9 @@ def test_a_rank_that_has_updated_nothing_takes_part_in_what_others_end(tmp_path:
         require_equal(before, parameters(ddp))
 
 
+# When the last layer's buckets are on their way.
 @in_ranks(2)
 def test_another_thread_is_told_that_a_backward_updates_what_it_reads() -> None:
-    """When the last layer's buckets are on their way."""
     with started() as (ddp, opt), ThreadPoolExecutor(1) as thread:
         train(ddp, opt)
         reads: list[Future[object]] = []
@@ -163,9 +162,9 @@ def test_another_thread_is_told_that_a_backward_updates_what_it_reads() -> None:
     assert len(reads) == 1
 
 
+# An interrupt where the synchronization ends: what cannot be ended any more is neither read nor trained on.
 @in_ranks(2)
 def test_what_cannot_be_made_whole_raises_wherever_it_is_read() -> None:
-    """An interrupt where the synchronization ends: what cannot be ended any more is neither read nor trained on."""
     with started() as (ddp, opt):
         train(ddp, opt)
         with interrupted_at_the_end_of_backward(ddp), pytest.raises(KeyboardInterrupt):
@@ -175,9 +174,9 @@ def test_what_cannot_be_made_whole_raises_wherever_it_is_read() -> None:
                 act()
 
 
+# Of a backward that has updated a part; the other rank will never send its shards.
 @in_ranks(2, is_fresh=True)
 def test_what_a_lost_rank_leaves_in_part_is_not_read() -> None:
-    """Of a backward that has updated a part; the other rank will never send its shards."""
     with started() as (ddp, opt):
         train(ddp, opt)
         member, has_updated, update = member_of(ddp), threading.Event(), opt.update
@@ -220,8 +219,8 @@ def test_steps_behind_a_micro_batch_that_failed_are_as_ever(num_failing: int) ->
     require_equal(trained(fails=False), trained(fails=True))
 
 
+# Rank 0 fails, and gives the synchronization up, before what it has sent of the last layer is complete.
 def require_divided_by_weights(*, on_mesh: bool) -> None:
-    """Rank 0 fails, and gives the synchronization up, before what it has sent of the last layer is complete."""
     weight = 3.0 + dist.get_rank()
     with started(on_mesh=on_mesh) as (ddp, opt):
         healthy = train(ddp, opt, 4, weight=weight)

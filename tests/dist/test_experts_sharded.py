@@ -35,8 +35,8 @@ ADAMW = {"lr": 0.01}
 EPS = torch.finfo(torch.float32).eps
 
 
+# Dense gradients once, experts of ranks 0 and 1.
 def distinct_norm(model: nn.Module, norm_type: float = 2.0) -> float:
-    """Dense gradients once, experts of ranks 0 and 1."""
     found = of_all_ranks({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
     grads = [grad for rank in (0, 1) for name, grad in found[rank].items() if ".experts." in f".{name}" or rank == 0]
     assert any(".experts." in f".{name}" for name in found[dist.get_rank()])
@@ -162,9 +162,9 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come() -> None:
         require_same_model(model, bare, group)
 
 
+# Dense state in shards, all of the experts' on each rank that holds them, in groups of one rank.
 @in_ranks(4)
 def test_experts_on_one_rank_each_go_with_a_plain_optimizer() -> None:
-    """Dense state in shards, all of the experts' on each rank that holds them, in groups of one rank."""
     model = mixture()
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
     experts = (ExpertGroup(match=MATCH, process_group=alone, divisor=4),)
@@ -201,10 +201,10 @@ def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
             ddp.wait()
 
 
+# In the last step rank 1's backward reaches nothing, and a collective call about one part only comes before the other's.
 @in_ranks(4)
 @pytest.mark.parametrize("way", ["clip", "look", "unscale", "step"])
 def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(way: str) -> None:
-    """In the last step rank 1's backward reaches nothing, and a collective call about one part only comes before the other's."""
     with wrapped_mixture(mixture(), strategy="zero1", overlap=way != "step") as (ddp, bare, group):
         optimizers, scaler = optimizers_of(ddp), torch.amp.GradScaler("cpu", init_scale=2.0, enabled=way == "unscale")
         theirs = torch.optim.AdamW(bare.parameters(), **ADAMW)

@@ -74,9 +74,8 @@ def test_gathers_leave_in_the_order_of_the_forward() -> None:
     assert last_of_attention < min(at for at, name in enumerate(names) if "linear2" in name)
 
 
+# Computes with the parameters of a layer that it never calls, and of its own under a condition.
 class Elsewhere(nn.Module):
-    """Computes with the parameters of a layer that it never calls, and of its own under a condition."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
@@ -87,9 +86,9 @@ class Elsewhere(nn.Module):
         hidden = nn.functional.linear(x, self.layer.weight, self.layer.bias).tanh()
         return self.head(hidden) * self.scale
 
+    # Of a method that the wrapper does not see, which reads parameters outside of every module.
     @staticmethod
     def loss_of(model: Any, step: int) -> Tensor:
-        """Of a method that the wrapper does not see, which reads parameters outside of every module."""
         inner = model.module
         if step == 4:
             model(noise(5, 6)).sum()  # a forward of the whole model changes nothing for the next call

@@ -85,8 +85,8 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(*shape)
 
 
+# Steps on ones; `leaves_out` is one in which this rank's optimizer does not step.
 def train(ddp: DistributedDataParallel, optimizer: object, *, num_steps: int = 2, leaves_out: int = -1) -> None:
-    """Steps on ones; `leaves_out` is one in which this rank's optimizer does not step."""
     for step in range(num_steps):
         ddp(ones(1, 2)).sum().backward()
         if step != leaves_out:
@@ -198,9 +198,8 @@ def test_with_weights_a_gradient_is_new_until_the_next_synchronisation() -> None
     ddp.close()
 
 
+# Steps as an optimizer does, and is none of torch's.
 class Descent:
-    """Steps as an optimizer does, and is none of torch's."""
-
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
