@@ -1,7 +1,5 @@
 """Cells of the benchmark matrix that take a moment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

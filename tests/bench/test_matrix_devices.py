@@ -1,7 +1,5 @@
 """The matrix with models on CUDA devices, as far as it shows without one; namespaces that a runner has left."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an earlier run of the matrix has written, and what a later one makes of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names that the command of the matrix knows, and the systems that run together."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """With root and iproute2: what shaped links carry, and that nothing of them stays."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

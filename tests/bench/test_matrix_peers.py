@@ -1,7 +1,5 @@
 """Environments of peers: what is pinned, made, stale and absent."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

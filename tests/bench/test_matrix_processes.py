@@ -1,7 +1,5 @@
 """Which rank of a run is blamed, and what it says."""
 
-from __future__ import annotations
-
 import copy
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The rows, the document and the guard of the matrix, of times that were played."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Turns of systems, what the bare model tells of its steps, and the limits of a step over a link."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

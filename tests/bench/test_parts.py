@@ -1,7 +1,5 @@
 """What `make bench` runs before the matrix: its entry, and the ranks that its parts start."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

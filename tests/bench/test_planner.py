@@ -1,7 +1,5 @@
 """What the part of the benchmark that times the planner is made of."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Buffers follow rank 0 or become the mean over ranks before a training forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints: saved by some ranks and loaded by others, interrupted, cut short, and of another model."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import errno

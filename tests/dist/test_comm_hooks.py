@@ -1,7 +1,5 @@
 """torch's communication hooks beside torch's own class, chains of hooks, and what the recorder says that hooks send."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

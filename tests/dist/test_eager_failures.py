@@ -1,7 +1,5 @@
 """Backwards in eager form that fail when they have updated a part: what may be read then, and what comes after."""
 
-from __future__ import annotations
-
 import copy
 import re
 import threading

@@ -1,7 +1,5 @@
 """What surrounds a step in backward: what it refuses, failures, changes, and other plans on the way."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from statistics import median

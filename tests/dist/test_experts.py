@@ -1,7 +1,5 @@
 """Experts on 2 x 2 ranks: reduced over ranks of their own, with a divisor of their own, beside the dense parameters."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time

@@ -1,7 +1,5 @@
 """Experts whose optimizer is sharded over their ranks, and clipping that counts each parameter once."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time

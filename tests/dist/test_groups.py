@@ -1,7 +1,5 @@
 """Several models, several process groups, and collectives of the user and of layers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """What surrounds a step on a mesh: clipping, evaluation, failures, copies, and meshes that cannot be."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any

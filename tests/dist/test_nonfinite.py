@@ -1,7 +1,5 @@
 """Gradients that are infinite or no number: named alike on every rank, and a step that all ranks skip."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

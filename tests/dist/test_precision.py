@@ -1,7 +1,5 @@
 """Dtypes of gradients, of what is computed, and of what travels."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

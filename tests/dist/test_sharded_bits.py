@@ -1,7 +1,5 @@
 """Sharded training has the bits of unsharded training, whatever the plan; on a mesh those of sums row by row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Corners of the sharded step in which numbers were once silently wrong, and mistakes that are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Gathers under the next forward: every reader waits for what it reads, and for no more; delays change nothing."""
 
-from __future__ import annotations
-
 import threading
 import time
 from functools import partial

@@ -3,8 +3,6 @@
 After a step that is "flying" the next event comes while parameters are on their way.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import cycle
 

@@ -1,7 +1,5 @@
 """Parameters read between a sharded step and the next forward are what the step has made of them, however they are reached."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What surrounds a sharded step: gradients, clipping, scaling, groups, schedules, changes of the parameters, failures."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

@@ -1,7 +1,5 @@
 """The state dict of a sharded optimizer, whole as a plain one's or in shards: whoever saves and loads those can do with it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Plans that follow what is measured: the same on every rank, and the same training; what ranks do while plans are compared."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from pathlib import Path

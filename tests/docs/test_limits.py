@@ -1,7 +1,5 @@
 """Every limit that the README states has tests that show it."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """The snippets of docs/planning.md and docs/profiles.md run, as they stand there; what else these pages say is so."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

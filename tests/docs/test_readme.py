@@ -1,7 +1,5 @@
 """Every snippet and every command of the README is run, or checked in another way where a run takes long."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """The reference of docs/reference has every public name, and every one has something to say."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The settings of docs/reliability.md work, and its table is of tests that there are; tests/unit has its quotes of errors."""
 
-from __future__ import annotations
-
 import re
 
 from support.pages import execute, snippets

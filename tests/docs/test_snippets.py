@@ -1,7 +1,5 @@
 """The snippets of the pages run as they stand there, and what the pages quote and list is what the library and torch have."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Collects how long each fault took to be told; `--reliability PATH` writes them as a table."""
 
-from __future__ import annotations
-
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tests that last, and are not collected: test_interrupted.py runs them and interrupts them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Places of a training at which a rank fails, and what the other ranks say then."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

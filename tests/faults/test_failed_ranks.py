@@ -1,7 +1,5 @@
 """A rank that ends with an exception tells the others, wherever it was raised; so does one whose numbers are wrong."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

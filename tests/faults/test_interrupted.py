@@ -1,7 +1,5 @@
 """Tests that are interrupted leave no processes and no namespaces."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

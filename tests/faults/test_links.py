@@ -1,7 +1,5 @@
 """With root and iproute2: ranks in network namespaces, whose links are cut and throttled while they train."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A rank that is killed, wherever it is, is named by all others within seconds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

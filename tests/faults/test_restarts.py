@@ -1,7 +1,5 @@
 """Jobs: one whose rank is killed starts again and ends as if nothing had happened; one whose results are right ends well."""
 
-from __future__ import annotations
-
 import runpy
 import signal
 import subprocess

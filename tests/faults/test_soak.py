@@ -1,7 +1,5 @@
 """A small part of `make soak`: one injection of every kind, of a seed that can be chosen."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank that keeps others waiting is named, with what it is doing; then the step fails on every rank."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

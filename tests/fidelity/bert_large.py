@@ -5,8 +5,6 @@ per iteration. Of the measured rows only those of one fused message and the 8-GP
 the model; the others are predicted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache

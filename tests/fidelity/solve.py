@@ -1,7 +1,5 @@
 """Where a growing function reaches a value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 _NUM_TRIES = 60

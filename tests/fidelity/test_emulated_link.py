@@ -1,7 +1,5 @@
 """Steps over an emulated link against steps that are simulated from what a run has measured."""
 
-from __future__ import annotations
-
 import os
 import time
 from functools import partial

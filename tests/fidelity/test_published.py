@@ -1,7 +1,5 @@
 """Steps that others have measured, or described, against what the simulator makes of them; docs/fidelity.md has the figures."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

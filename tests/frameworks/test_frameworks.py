@@ -1,7 +1,5 @@
 """Training through Undertow's class by frameworks has the bits of training through torch's; sharded, of training that goes on."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """On a CUDA device: two gloo ranks share it, so that the host paths and the device paths are both in play; and over NCCL."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -1,7 +1,5 @@
 """The benchmark matrix with models that compute on a CUDA device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from benchmarks.matrix import catalog

@@ -8,8 +8,6 @@
 What follows -- is for pytest.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

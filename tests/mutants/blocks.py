@@ -4,8 +4,6 @@ A block is a run of statements that are executed together, unless one of them ra
 that writes one byte into a file that all processes map. Ranks that are killed lose nothing that way.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Mutants of the source, which are changes of one line that a test suite should notice, and a choice of them from a seed."""
 
-from __future__ import annotations
-
 import ast
 import random
 import re

@@ -3,8 +3,6 @@
 A test that has passed before is left out, so that a recording goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

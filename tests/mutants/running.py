@@ -1,7 +1,5 @@
 """Runs a suite in copies of its tree: once to record what each test enters, and then against mutants."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

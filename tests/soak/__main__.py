@@ -1,7 +1,5 @@
 """Injects faults into trainings, one after the other: `make soak ARGS="--seed 7 --injections 20"`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """What is done to a training, drawn from a seed, and whether it has ended as it must: the same numbers give the same again."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import dataclass, field

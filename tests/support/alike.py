@@ -1,7 +1,5 @@
 """What must be alike: ranks, and a wrapped model beside a bare one; what is logged."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Systems that fail, for tests of the benchmark; `options["how"]` says in which way."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping

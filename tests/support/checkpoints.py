@@ -1,7 +1,5 @@
 """Stretches of training between checkpoints, over any number of ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pickle

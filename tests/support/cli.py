@@ -1,7 +1,5 @@
 """The commands `undertow plan` and `undertow simulate`: models for them, and what they answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Run as a script it is the example, whose ranks do not hear torchrun end them: it
 miss.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks of a test over an emulated link, forked for it; results back in rank order."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import partial

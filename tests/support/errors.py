@@ -1,7 +1,5 @@
 """Errors are product text: tests pin all of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

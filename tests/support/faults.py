@@ -5,8 +5,6 @@ fault names one of them. With `meets` the faulty rank waits there until all othe
 step, so that the step that they name is known.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -21,8 +21,6 @@ How a framework gets the class: `lightning_strategy(wrapper)` and `fabric_strate
 Trainer and Fabric; within `torchs_name_is(wrapper)` Accelerate and the HF Trainer find the class under torch's name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The example profile: GPT-2 small by arithmetic."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 from undertow.plan import ParamSpec

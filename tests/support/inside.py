@@ -4,8 +4,6 @@ Outside of tests/unit no other file imports `undertow.runtime` or touches privat
 library changes this file and no test. Every function takes a wrapped model, or what `attach` has returned.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading

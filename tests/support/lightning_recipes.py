@@ -1,7 +1,5 @@
 """Modules and loaders for recipes with Lightning; imported in ranks only, since loading Lightning takes seconds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

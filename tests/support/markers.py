@@ -1,7 +1,5 @@
 """Marker expressions: a name that no marker has is an error, not an empty run."""
 
-from __future__ import annotations
-
 import difflib
 import re
 

@@ -1,7 +1,5 @@
 """Cells of the benchmark matrix as ranks and rows would make them, without ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.matrix.catalog import SYSTEMS

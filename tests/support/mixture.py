@@ -1,7 +1,5 @@
 """A model with experts on 2 x 2 ranks, and the naive reference: each gradient added up in rank order over its own ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence

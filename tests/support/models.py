@@ -1,7 +1,5 @@
 """Small models for tests with ranks, each with a loss of its own data for every rank and step."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Changes at random to bytes, to JSON, and to checkpoints: the same ones for the same seed."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

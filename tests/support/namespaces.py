@@ -1,7 +1,5 @@
 """Tests over networks of namespaces, where this machine lets us make some."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 

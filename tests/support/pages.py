@@ -1,7 +1,5 @@
 """Pages of the documentation, and the snippets in them that tests run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What ranks of tests need, imported once: they are forked off a process that has it."""
 
-from __future__ import annotations
-
 import pytest
 import rich.table  # noqa: F401
 import torch._dynamo

@@ -3,8 +3,6 @@
 They are forked off the same server as the ranks of support.ranks, and do not outlive the tests, whatever ends those.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """Fewer items of tests with several parameters: every value of each, not every product."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 

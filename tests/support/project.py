@@ -1,7 +1,5 @@
 """The files of the project, for tests that read them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]

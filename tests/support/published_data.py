@@ -1,7 +1,5 @@
 """Measurements that others have published and that are not part of this repository."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records of steps whose times are known, and the plan they are of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

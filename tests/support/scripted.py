@@ -1,7 +1,5 @@
 """Tuners that have other plans tried, one after another, whatever was measured."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from itertools import cycle

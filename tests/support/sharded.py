@@ -1,7 +1,5 @@
 """Training with plain and with sharded optimizers, also on a mesh, and what it is compared with."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 A skip is expected where this machine lacks what its reason names; CI must not lose tests for another reason.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Profiles, and costs that are lines, for steps that are planned and simulated."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model that takes time and no processor: for what is measured on a busy machine."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The trainings that something happens to, in several ways, and what an undisturbed one comes to in a single process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A model and a network that a tuner can be let loose on: what it would measure of any plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -3,8 +3,6 @@
 Exit code 0 if every result is the recorded one (expected.txt), 1 if one differs, 2 if the tests cannot be loaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import re

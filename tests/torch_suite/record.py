@@ -1,7 +1,5 @@
 """The results that are recorded for torch's tests, and what differs from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Each test runs in ranks that are forked from this process, on CPU with gloo. tor
 although they need none: the module is rewritten as text while it is loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import inspect
