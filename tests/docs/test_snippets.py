@@ -1,6 +1,7 @@
 """The snippets of the pages run as they stand there, and what the pages quote and list is what the library and torch have."""
 
 import ast
+import importlib
 import inspect
 import os
 import re
@@ -19,6 +20,8 @@ from support.pages import Snippet, execute, snippets, titles
 from support.project import ROOT, SOURCES
 from support.ranks import Ranks
 from undertow import UndertowError
+from undertow.profile import profile_from_file, profile_from_json
+from undertow.profile.reader import FIELDS, PARAM_FIELDS
 
 RANKS = {"two ranks": "two_ranks", "three ranks": "three_ranks", "four ranks": "four_ranks"}
 GPU, FAILS, SCRIPT, BEFORE = "needs a GPU", "two ranks, fails", "script", "before"
@@ -140,3 +143,114 @@ def test_the_rows_of_printed_reports_and_the_reasons_of_a_plan_are_the_librarys(
     quoted = [row.split("`")[1] for row in table.splitlines()]
     assert len(quoted) > 8
     assert [text for text in quoted if not all(part in SOURCE for part in text.split("..."))] == []
+
+
+# The snippets of docs/planning.md and docs/profiles.md run, as they stand there; what else these pages say is so.
+
+
+PLANNING, PROFILES = (ROOT / "docs" / f"{name}.md" for name in ("planning", "profiles"))
+FOUND = {page: list(snippets(page)) for page in (PLANNING, PROFILES)}
+(EXAMPLE,) = (snippet for snippet in FOUND[PROFILES] if snippet.language == "json")
+PYTHON = [snippet for page in FOUND for snippet in FOUND[page] if snippet.language == "python"]
+
+
+@pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: f"{Path(snippet.page).stem}: {snippet.section}")
+def test_a_snippet_on_plans_and_profiles_holds(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("example.json").write_text(EXAMPLE.code)
+    execute(snippet)
+
+
+@pytest.mark.parametrize("page", FOUND, ids=lambda page: page.stem)
+def test_no_snippet_has_slipped_through(page: Path) -> None:
+    assert page.read_text(encoding="utf-8").count("```") == 2 * len(FOUND[page]) > 0
+
+
+def test_every_snippet_on_planning_can_fail() -> None:
+    nodes = {snippet.line: [type(node) for node in ast.walk(ast.parse(snippet.code))] for snippet in FOUND[PLANNING]}
+    assert [line for line in nodes if ast.Assert not in nodes[line]] == []
+
+
+def test_what_torchs_buckets_expose_is_what_the_page_of_fidelity_has() -> None:
+    page = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+    rows = (row.split("|")[1:-1] for row in page.splitlines() if row.startswith("|"))
+    ratios = {tuple(map(str.strip, cells[:2])): cells[-1].strip() for cells in rows}
+    fast, faster, slow = ratios["56 Gb/s", "5"], ratios["100 Gb/s", "5"], float(ratios["10 GbE", "20"])
+    said = f"exposes {fast} and {faster} times as much as our fewer buckets on 56 and 100 Gb/s, and {slow - 1:.0%} more on 10 GbE"
+    assert said.replace("%", " %") in PLANNING.read_text(encoding="utf-8")
+
+
+def test_the_contents_of_planning_lead_to_every_section() -> None:
+    text = PLANNING.read_text(encoding="utf-8")
+    anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(text)]
+    assert re.findall(r"\]\(#([^)]*)\)", text) == anchors
+
+
+def test_the_example_of_a_profile_is_written_as_we_write_it(tmp_path: Path) -> None:
+    assert profile_from_json(EXAMPLE.code, "the example").to_json() == EXAMPLE.code
+    (tmp_path / "example.json").write_text(EXAMPLE.code)
+    assert profile_from_file(tmp_path / "example.json").num_ranks == 2
+
+
+@pytest.mark.parametrize(("section", "fields"), [("The fields", FIELDS), ("A parameter", PARAM_FIELDS)])
+def test_every_field_of_a_profile_has_a_row(section: str, fields: tuple[str, ...]) -> None:
+    text = PROFILES.read_text(encoding="utf-8")
+    assert section in titles(text)
+    part = text.split(f"## {section}\n")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^\| `([^`]*)`", part, re.MULTILINE)) == sorted(fields)
+
+
+# The reference of docs/reference has every public name, and every one has something to say.
+
+
+MODULES = ["undertow", "undertow.plan", "undertow.cost", "undertow.profile", "undertow.simulate", "undertow.trace"]
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+SHOWN = [name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_shown_once(module: str) -> None:
+    public = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+    shown = [name for name in SHOWN if name.rpartition(".")[0] == module and name not in [*MODULES, "undertow.errors"]]
+    assert sorted(shown) == sorted(public)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_class_and_function_has_a_docstring(module: str) -> None:
+    imported = importlib.import_module(module)
+    public = {name: getattr(imported, name) for name in imported.__all__}
+    # A dataclass without one is given its signature.
+    without = [
+        name
+        for name, it in public.items()
+        if (inspect.isclass(it) or inspect.isfunction(it)) and (not it.__doc__ or it.__doc__.startswith(f"{name}("))
+    ]
+    assert without == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == pages
+
+
+# The settings of docs/reliability.md work, and its table is of tests that there are; tests/unit has its quotes of errors.
+
+
+PAGE = ROOT / "docs" / "reliability.md"
+
+
+def test_the_settings_of_the_page_work() -> None:
+    codes = [snippet for snippet in snippets(PAGE) if snippet.language == "python"]
+    assert len(codes) == 2
+    for snippet in codes:
+        execute(snippet)
+
+
+def test_every_test_of_the_table_exists_and_took_less_than_ten_seconds() -> None:
+    pattern = r"^\| .* \| `\w+` \| [\d.]+ \| ([\d.]+) \| \d+ \| `(test_\w+)` \|$"
+    rows = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "faults").glob("*.py"))
+    assert len(rows) > 15
+    assert [test for _, test in rows if f"def {test}(" not in tests] == []
+    assert max(float(worst) for worst, _ in rows) < 10.0
