@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.alike import of_all_ranks, require_equal_gradients, require_equal_values
+from support.alike import backward_alike, of_all_ranks, require_equal_gradients, require_equal_values
 from support.errors import text_of
 from support.inside import post
 from support.mixture import (
@@ -30,6 +30,7 @@ from support.mixture import (
 )
 from support.models import Fails
 from support.ranks import in_ranks
+from support.sharded import MLP, training
 from undertow import (
     CheckpointError,
     ConfigError,
@@ -71,57 +72,38 @@ def test_a_training_run_is_that_of_the_naive_reference(divisor: float | None, se
         require_equal_values(ddp.module, bare)
 
 
-# Of two ranks, whose sum has one order, divided by a power of two.
-@in_ranks(4)
-def test_the_backends_own_sums_give_the_same_experts() -> None:
-    with wrapped_mixture(mixture(), reduction="native") as (ddp, bare, group):
-        for step in range(8):
-            for model in (ddp, bare):
-                model.zero_grad()
-                loss(model, step).backward()
-            reduce_naively(bare, group)
-            require_equal_gradients(ddp.module.experts, bare.experts)
-            for param, wanted in zip(ddp.module.after.parameters(), bare.after.parameters(), strict=True):
-                # Four summands in another order: three roundings, each of at most half a unit of the largest partial sum.
-                assert torch.allclose(param.grad, wanted.grad, rtol=0.0, atol=1e-6)
-
-
-def even_freezes(model: Any, step: int) -> None:
-    model.experts["0"].weight.requires_grad_(dist.get_rank() % 2 == 1 or step < 2 or step > 3)
-
-
-def even_replaces(model: Any, step: int) -> None:
-    if dist.get_rank() % 2 == 0 and step == 2:
-        model.experts["0"].weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.25))
-
-
-# Its gradients of experts come late: those of the others arrive, and leave, in another order.
-def late(model: Any, step: int, *, rank: int) -> None:
-    def sleep(_gradient: Tensor) -> None:
-        time.sleep(0.05)
-
-    for param in model.experts.parameters() if step == 0 and dist.get_rank() == rank else ():
-        param.register_hook(sleep)
-
-
 CHANGES: dict[str, Callable[[Any, int], object]] = {
     "frozen and thawed": lambda model, step: model.experts["0"].requires_grad_(step < 2 or step > 3),
     # Ranks 1 and 3, which hold other experts, know nothing of it.
-    "frozen in one group": even_freezes,
-    "replaced in one group": even_replaces,
-    "rank 0 is late": lambda model, step: late(model, step, rank=0),
-    "rank 3 is late": lambda model, step: late(model, step, rank=3),
+    "frozen in one group": lambda model, step: model.experts["0"].weight.requires_grad_(
+        dist.get_rank() % 2 == 1 or step < 2 or step > 3
+    ),
+    "replaced in one group": lambda model, step: (
+        model.experts["0"].register_parameter("weight", nn.Parameter(torch.full((WIDTH, WIDTH), 0.25)))
+        if dist.get_rank() % 2 == 0 and step == 2
+        else None
+    ),
 }
 
 
 @in_ranks(4)
 @pytest.mark.parametrize("name", CHANGES)
-def test_experts_may_change_and_be_late(name: str) -> None:
-    with wrapped_mixture(mixture(), bucket_cap_mb=1e-4 if "late" in name else None) as (ddp, bare, group):
+def test_experts_may_change(name: str) -> None:
+    with wrapped_mixture(mixture()) as (ddp, bare, group):
         for step in range(6):
             for model in (ddp.module, bare):
                 CHANGES[name](model, step)
             steps_alike(ddp, bare, group, steps=[step])
+
+
+# The gradients of others arrive, and leave, in another order.
+@in_ranks(4)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_gradients_of_experts_may_come_late(rank: int) -> None:
+    with wrapped_mixture(mixture(), bucket_cap_mb=1e-4) as (ddp, bare, group):
+        for param in ddp.module.experts.parameters() if dist.get_rank() == rank else ():
+            param.register_hook(lambda _: time.sleep(0.05))
+        steps_alike(ddp, bare, group, steps=range(3))
 
 
 # Experts by their numbers among those of all ranks.
@@ -410,18 +392,16 @@ def test_clipping_counts_each_parameter_once(norm_type: float) -> None:
 
 @in_ranks(2)
 def test_clipping_goes_without_experts_as_well() -> None:
-    torch.manual_seed(0)
-    model, rows = nn.Linear(3, 2), torch.ones(2, 3) + dist.get_rank()
-    with contextlib.closing(DistributedDataParallel(model)) as ddp:
-        ddp(rows).square().sum().backward()
-        wanted = torch.nn.utils.get_total_norm([param.grad.double() for param in model.parameters()])
-        assert clip_grad_norm_(ddp, 1.0) == wanted.float()
-    for strategy in ("zero1", "zero2"):
-        with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(strategy=strategy))) as ddp:
-            optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
+    model = MLP.model()
+    for strategy in ("ddp", "zero1", "zero2"):
+        with training(model, strategy, "plain SGD") as (ddp, optimizer):
             ddp.zero_grad()
-            ddp(rows).square().sum().backward()
-            assert torch.equal(clip_grad_norm_(ddp, 1e9), optimizer.clip_grad_norm_(1e9))
+            MLP.loss(ddp, 0).backward()
+            if strategy == "ddp":
+                wanted = torch.nn.utils.get_total_norm([param.grad.double() for param in model.parameters()]).float()
+            else:
+                wanted = optimizer.clip_grad_norm_(1e9)
+            assert torch.equal(clip_grad_norm_(ddp, 1e9), wanted)
     assert "target must be what attach()" in text_of(WrongType, lambda: clip_grad_norm_(model, 1.0))
     assert "norm_type must be above zero" in text_of(ConfigError, lambda: clip_grad_norm_(ddp, 1.0, 0.0))
 
@@ -530,10 +510,7 @@ def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
         optimizers = optimizers_of(ddp)
         for step in (0, 4, 8):
             bare.load_state_dict(ddp.module.state_dict())
-            for model in (ddp, bare):
-                model.zero_grad()
-                loss(model, step).backward()
-            reduce_naively(bare, group)
+            backward_alike(ddp, bare, loss, steps=[step], mean=partial(reduce_naively, group=group), require=lambda *_: None)
             before = {name: param.grad for name, param in bare.named_parameters()}
             require_clipped(ddp, clip_grad_norm_(ddp, 0.01), before, distinct_norm(bare), 0.01)
             for optimizer in optimizers:

@@ -135,37 +135,29 @@ def test_a_read_waits_for_what_is_in_flight(name: str) -> None:
         require_read(found, ddp, kept.params)
 
 
-def follow_by_averaged_model(ema: AveragedModel, module: nn.Module, _source: Any, _shadow: list[Tensor]) -> None:
-    ema.update_parameters(module)
-
-
-def follow_in_a_loop(_ema: Any, module: nn.Module, _source: Any, shadow: list[Tensor]) -> None:
-    for mine, param in zip(shadow, module.parameters(), strict=True):
-        mine.mul_(0.9).add_(param.data, alpha=0.1)
-
-
-def follow_by_a_batched_function(_ema: Any, module: nn.Module, _source: Any, shadow: list[Tensor]) -> None:
-    torch._foreach_lerp_(shadow, list(module.parameters()), 0.1)
-
-
-def follow_a_state_dict(_ema: Any, _module: nn.Module, source: dict[str, Tensor], shadow: list[Tensor]) -> None:
-    for mine, value in zip(shadow, source.values(), strict=True):
-        mine.lerp_(value, 0.1)
+FOLLOWS: dict[str, Callable[..., object]] = {
+    "AveragedModel": lambda ema, module, _source, _shadow: ema.update_parameters(module),
+    "a loop": lambda _ema, module, _source, shadow: [
+        mine.mul_(0.9).add_(param.data, alpha=0.1) for mine, param in zip(shadow, module.parameters(), strict=True)
+    ],
+    "a batched function": lambda _ema, module, _source, shadow: torch._foreach_lerp_(shadow, list(module.parameters()), 0.1),
+    "a state dict": lambda _ema, _module, source, shadow: [
+        mine.lerp_(value, 0.1) for mine, value in zip(shadow, source.values(), strict=True)
+    ],
+}
 
 
 # A moving average of the parameters, written as people do, next to training.
 @in_ranks(2)
-@pytest.mark.parametrize(
-    "follow", [follow_by_averaged_model, follow_in_a_loop, follow_by_a_batched_function, follow_a_state_dict]
-)
+@pytest.mark.parametrize("follow", FOLLOWS)
 @pytest.mark.parametrize("in_hook", [False, True])
-def test_a_moving_average_is_that_of_plain_training(in_hook: bool, follow: Callable[..., None]) -> None:
+def test_a_moving_average_is_that_of_plain_training(in_hook: bool, follow: str) -> None:
     def averaged(strategy: str) -> Parameters:
         with training(MLP.model(), strategy, "SGD", **ORDERED) as (ddp, opt):
-            source = ddp.module.state_dict() if follow is follow_a_state_dict else None  # held for good, as some recipes do
+            source = ddp.module.state_dict() if follow == "a state dict" else None  # held for good, as some recipes do
             ema = AveragedModel(ddp.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
             shadow = [param.detach().clone() for param in ddp.module.parameters()]
-            follow_all = torch.no_grad(partial(follow, ema, ddp.module, source, shadow))
+            follow_all = torch.no_grad(partial(FOLLOWS[follow], ema, ddp.module, source, shadow))
             if in_hook:
                 opt.register_step_post_hook(lambda *_: follow_all())
             for number in range(5):
@@ -180,27 +172,11 @@ def test_a_moving_average_is_that_of_plain_training(in_hook: bool, follow: Calla
     require_equal(averaged("ddp"), averaged("zero1"))
 
 
-@torch.no_grad()
-def clamp(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.clamp_(-0.05, 0.05)
-
-
-def replace_data(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.data = param.data.sign() * 0.1
-
-
-def write_through_data(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.data.clamp_(-0.05, 0.05)
-
-
-WRITES = {
-    "clamp_": clamp,
+WRITES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "clamp_": torch.no_grad(lambda params: [param.clamp_(-0.05, 0.05) for param in params]),
     "a batched function": torch.no_grad(lambda params: torch._foreach_mul_(params, 0.5)),
-    "param.data =": replace_data,
-    "param.data.clamp_": write_through_data,
+    "param.data =": lambda params: [setattr(param, "data", param.data.sign() * 0.1) for param in params],
+    "param.data.clamp_": lambda params: [param.data.clamp_(-0.05, 0.05) for param in params],
 }
 
 
@@ -225,10 +201,8 @@ def test_a_write_between_steps_is_trained_on(how: str) -> None:
 @in_ranks(2)
 def test_so_it_is_with_sixteen_bits() -> None:
     def each(ddp: Any, opt: Any, step: int) -> None:
-        opt.zero_grad()
-        NARROW[torch.bfloat16].loss(ddp, step).backward()
-        opt.step()
-        clamp(list(ddp.module.parameters()))
+        step_of(ddp, opt, NARROW[torch.bfloat16], step)
+        WRITES["clamp_"](list(ddp.module.parameters()))
 
     found = trained(NARROW[torch.bfloat16], "zero1", "SGD", num_steps=5, each=each, before=slowly, **ORDERED)
     assert all(bool((value.float().abs() <= 0.051).all()) for value in found.values())
@@ -568,5 +542,9 @@ def test_without_overlap_nothing_is_in_flight_after_a_step() -> None:
 
 @in_ranks(2)
 def test_a_compiled_model_waits_as_a_whole() -> None:
-    each = lambda ddp, opt, step: one_step(torch.compile(ddp, backend="eager"), opt, step)  # noqa: E731
-    require_bits(MLP, num_steps=4, each=each, among=[{"strategy": "zero1"}])
+    require_bits(
+        MLP,
+        num_steps=4,
+        each=lambda ddp, opt, step: one_step(torch.compile(ddp, backend="eager"), opt, step),
+        among=[{"strategy": "zero1"}],
+    )

@@ -217,10 +217,6 @@ def test_a_wrong_decision_is_refused_on_every_rank() -> None:
             last.backward()
 
 
-def test_tuning_is_on_by_default() -> None:
-    assert SyncConfig().auto_tune
-
-
 @in_ranks(2, 3)
 def test_a_sweep_over_sizes_is_in_the_profile_where_somebody_asks_for_it() -> None:
     with training(MLP.model(), "ddp") as (ddp, _):

@@ -38,7 +38,7 @@ SHOWN_BY = {
         "test_weights_of_a_rank_alone_are_refused_with_shards",
         "test_optimizers_in_backward_do_not_go_with_shards",
     ],
-    "What is frozen, added or replaced": ["test_a_change_on_one_rank_is_told", "test_experts_may_change_and_be_late"],
+    "What is frozen, added or replaced": ["test_a_change_on_one_rank_is_told", "test_experts_may_change"],
     "Inside `join()` every forward": [
         "test_ranks_that_do_different_things_are_told_so",
         "test_a_rank_that_has_run_out_of_data_makes_no_steps",
