@@ -73,16 +73,20 @@ def test_a_system_that_fails_is_lost_alone(how: str, error: str, measure: Measur
     assert rows["per-parameter"]["error"] is None
 
 
-def test_a_system_that_cannot_be_imported_is_a_row(measure: Measure) -> None:
-    rows = measure("bare", SystemSpec(name="absent", title="absent", module="no_such_package"), kind="emulated")
-    assert rows["absent"]["error"] == "ModuleNotFoundError: No module named 'no_such_package'"
+ABSENT = {
+    "cannot be imported": ({"module": "no_such_package"}, "ModuleNotFoundError: No module named 'no_such_package'"),
+    "has no environment": (
+        {"module": "x", "environment": "never-made"},
+        "no virtual environment .venv-peers/never-made; make bench-peers makes it",
+    ),
+}
 
 
-def test_a_system_without_its_environment_is_a_row(measure: Measure) -> None:
-    spec = SystemSpec(name="peer", title="peer", module="x", environment="never-made")
-    rows = measure("bare", spec, kind="emulated")
-    assert rows["peer"]["error"] == "no virtual environment .venv-peers/never-made; make bench-peers makes it"
-    assert rows["bare"]["error"] is None
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_system_that_cannot_be_started_is_a_row(name: str, measure: Measure) -> None:
+    how, error = ABSENT[name]
+    rows = measure("bare", SystemSpec(name="absent", title="absent", **how), kind="emulated")
+    assert {system: row["error"] for system, row in rows.items()} == {"bare": None, "absent": error}
 
 
 def test_without_root_the_emulated_link_is_used_and_said(

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 import undertow
 from support.alike import backward_alike, require_equal_values
 from support.errors import text_of
-from support.inside import bucket_of_a_hook
+from support.inside import HookedBucket
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, groups_of, naive_mean, wrapped
 from support.ranks import in_ranks
@@ -159,7 +159,7 @@ def test_power_sgd_makes_of_our_buckets_what_it_makes_of_the_same_values_by_hand
             # In memory order, as they lie in a bucket.
             flat = torch.cat([param.grad.as_strided((param.numel(),), (1,)) for param in own])
             is_last = bucket.index == len(ddp.plan.buckets) - 1
-            result = hook(state, bucket_of_a_hook(bucket.index, flat, own, is_last=is_last)).wait()
+            result = hook(state, HookedBucket(bucket.index, flat, own, is_last=is_last)).wait()
             for param, piece in zip(own, result.split([param.numel() for param in own]), strict=True):
                 param.grad.as_strided((param.numel(),), (1,)).copy_(piece)
 
@@ -227,29 +227,28 @@ def test_a_hook_is_given_a_bucket_with_torchs_methods(bucket_cap_mb: float | Non
         backward_alike(ddp, bare, loss, mean=require_seen)
 
 
-def triple(_state, bucket):
-    return completed(3 * bucket.buffer())
-
-
-def triple_by_set_buffer(_state, bucket):
-    bucket.set_buffer(3 * bucket.buffer())
-    return completed(bucket.buffer())
-
-
-def triple_in_place(_state, bucket):
-    torch._foreach_mul_(bucket.gradients(), 3)
-    return completed(bucket.buffer())
-
-
-def triple_in_a_chain(_state, bucket):
-    return completed(bucket.buffer()).then(lambda future: 3 * future.value())
+# Before the hook's future holds the buffer, something is done; then it is multiplied.
+TRIPLING: dict[str, tuple[Callable[[Any], object], Callable[[Tensor], Tensor]]] = {
+    "another tensor": (lambda _: None, lambda buffer: 3 * buffer),
+    "by set_buffer": (lambda bucket: bucket.set_buffer(3 * bucket.buffer()), lambda buffer: buffer),
+    "in place": (lambda bucket: torch._foreach_mul_(bucket.gradients(), 3), lambda buffer: buffer),
+}
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("hook", [triple, triple_by_set_buffer, triple_in_place, triple_in_a_chain])
-def test_what_the_future_of_a_hook_holds_becomes_the_gradient(hook: Hook) -> None:
+@pytest.mark.parametrize("in_a_chain", [False, True])
+@pytest.mark.parametrize("name", TRIPLING)
+def test_what_the_future_of_a_hook_holds_becomes_the_gradient(name: str, in_a_chain: bool) -> None:
+    first, then = TRIPLING[name]
+
+    def hook(_state, bucket):
+        first(bucket)
+        if in_a_chain:
+            return completed(bucket.buffer()).then(lambda future: then(future.value()))
+        return completed(then(bucket.buffer()))
+
     bare = mlp()
-    with hooked(copy.deepcopy(bare), None, hook, bucket_cap_mb=None if hook is triple else 1e-6) as ddp:
+    with hooked(copy.deepcopy(bare), None, hook, bucket_cap_mb=None if name == "another tensor" else 1e-6) as ddp:
         backward_alike(ddp, bare, MLP.loss, mean=lambda bare: torch._foreach_mul_([it.grad for it in bare.parameters()], 3))
 
 

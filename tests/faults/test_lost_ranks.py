@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,26 +225,23 @@ DIFFERS = """parameter 'last.weight' has other values on rank {faulty} than on r
   Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again."""
 
 
-def require_error_on_all_ranks(num_ranks: int, kind: str, settings: dict[str, object], error: tuple[str, str]) -> None:
+# What is wrong, with which settings, and the error.
+WRONG: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "infinite gradient": ("infinite", {"nonfinite": "raise"}, "NonFiniteGradient", NONFINITE),
+    "parameters changed, check_replicas_every=1": ("writes", {"check_replicas_every": 1}, "ReplicaMismatch", DIFFERS),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_numbers_are_named_on_all_ranks(what: str, num_ranks: int, record: Record) -> None:
+    kind, settings, error, text = WRONG[what]
     fault = PLACES["in data"].fault(kind, num_ranks, settings=settings)
     found = outcomes(fault)
-    text = error[1].format(faulty=fault.rank, others=", ".join(map(str, fault.others)))
-    assert [(rank.kind, rank.text) for rank in found] == [(error[0], text)] * num_ranks
+    text = text.format(faulty=fault.rank, others=", ".join(map(str, fault.others)))
+    assert [(rank.kind, rank.text) for rank in found] == [(error, text)] * num_ranks
     assert all(rank.seconds < WITHIN_S for rank in found)
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(num_ranks: int, record: Record) -> None:
-    error = "NonFiniteGradient", NONFINITE
-    record("infinite gradient", require_error_on_all_ranks(num_ranks, "infinite", {"nonfinite": "raise"}, error))
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_parameters_that_differ_are_named_on_all_ranks(num_ranks: int, record: Record) -> None:
-    error, settings = ("ReplicaMismatch", DIFFERS), {"check_replicas_every": 1}
-    found = require_error_on_all_ranks(num_ranks, "writes", settings, error)
-    record("parameters changed, check_replicas_every=1", found)
+    record(what, found)
 
 
 SCRIPT = """

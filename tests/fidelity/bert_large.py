@@ -82,7 +82,6 @@ def per_tensor_ms(costs: Costs, num_ranks: int) -> float:
 
 
 def link_of(network: str, num_ranks: int, model: str, *, hop_s: float) -> Link:
-    """With the bandwidth that explains the fused row at this latency."""
     make = MODELS[model]
     one_byte_per_s = Link(name=network, hop_s=0.0, bytes_per_s=1.0)
     num_bytes = sum(spec.num_bytes for spec in profile().params)

@@ -63,7 +63,6 @@ def num_buckets() -> int:
 
 
 def given_costs() -> TrainCosts:
-    """3.2 s for all buckets."""
     return TrainCosts(bucket_us=1e6 * COMMUNICATION_S * BUCKET_BYTES / num_bytes())
 
 
@@ -76,7 +75,6 @@ def step_s(costs: TrainCosts | None = None, conditions: Conditions | None = None
 
 
 def compute_s(*, backward_s: float = BACKWARD_S) -> float:
-    """Of the mean rank."""
     return backward_s * (1 + _FORWARD_SHARE)
 
 

@@ -50,7 +50,6 @@ def main() -> None:
 
 
 def table(files: list[Path]) -> None:
-    """Prints the mutants and how suites meet them, in Markdown."""
     reasons = {Mutant(**row["mutant"]): row["reason"] for row in rows(EQUIVALENT)}
     suites = {path.stem: {Mutant(**row["mutant"]): row for row in rows(path)} for path in files}
     caught = {name: {mutant for mutant, row in suite.items() if row["failure"]} for name, suite in suites.items()}

@@ -28,7 +28,6 @@ def sources(root: Path) -> list[Path]:
 
 
 def blocks_of(root: Path) -> list[Block]:
-    """Returns all blocks of a checkout; a block's number is its index."""
     return [block for path in sources(root) for block in _probed(path, root, 0)[1]]
 
 

@@ -39,7 +39,6 @@ class Tree:
             shutil.copytree(root, self.tree, ignore=IGNORED)
 
     def pytest(self, *arguments: str, limit_s: float | None = None) -> tuple[int | None, list[str]]:
-        """Returns the exit code, None after the limit, and the output's lines; leaves no process and no temporary file."""
         path = (self.tree / "src", self.tree / "tests", self.tree, Path(__file__).parents[1])
         temporary, mine = self.directory / "t", {"MUTANTS": str(self.directory), "COLUMNS": "300"}
         temporary.mkdir(exist_ok=True)
@@ -86,7 +85,6 @@ class Tree:
 
 
 def record(root: Path, directory: Path, arguments: list[str]) -> None:
-    """Records what each test enters."""
     tree = Tree(root, directory.absolute(), arguments)
     if not (directory / "hits").exists():
         write_probes(tree.tree, tree.directory / "hits")
@@ -94,7 +92,6 @@ def record(root: Path, directory: Path, arguments: list[str]) -> None:
 
 
 def run(root: Path, reach: Path, mutants: list[Mutant], arguments: list[str], *, most: int, jobs: int) -> Iterator[Row]:
-    """Runs at most that many tests against each mutant, and yields how that ends."""
     blocks = blocks_of(root)
     hits = np.memmap(reach / "hits", dtype=np.uint8, mode="r", offset=HEADER_BYTES, shape=(MAX_TESTS, len(blocks)))
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory, ThreadPoolExecutor(jobs) as pool:

@@ -28,8 +28,6 @@ _ACCUMULATES = ("ddp", "zero1", "hybrid")  # what has not travelled yet; the oth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """How every rank is to end; patterns are filled with the `rank` that it happens on."""
-
     others: str = ""  # error of the other ranks; empty where the training is to be as if nothing had been
     says: str = ""  # a pattern of its text
     own: str = ""  # error of the rank itself; empty where it is none

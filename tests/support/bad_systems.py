@@ -12,8 +12,6 @@ from torch import Tensor
 
 
 class Late(PlainSystem):
-    """Averages, and its forward reads the parameters of the step before."""
-
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting.model, setting.model)
         self.before = [param.detach().clone() for param in self.bare.parameters()]
@@ -33,8 +31,6 @@ class Late(PlainSystem):
 
 
 class Parted(PlainSystem):
-    """Averages, and has come to other parameters on rank 1."""
-
     def backward(self, batch: tuple[Tensor, ...]) -> None:
         super().backward(batch)
         for param in self.bare.parameters():

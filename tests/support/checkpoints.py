@@ -18,8 +18,6 @@ from undertow import DistributedDataParallel, ShardedOptimizer
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained: by a plain optimizer ("ddp") or a sharded one."""
-
     case: str = "mlp"
     strategy: str = "zero1"
     optimizer: str = "AdamW"
@@ -85,12 +83,10 @@ def from_bytes(data: bytes, *, weights_only: bool = True) -> Any:
 
 
 def copied(state: Any, *, weights_only: bool = True) -> Any:
-    """What is there now, whatever is trained on."""
     return from_bytes(to_bytes(state), weights_only=weights_only)
 
 
 def rewrite(path: Path, change: Callable[[Any], object]) -> None:
-    """The `.metadata` of a checkpoint as torch would have written it after `change`."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     change(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -8,7 +8,6 @@ from undertow.cli import main
 
 
 def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of the command with these arguments."""
     monkeypatch.setattr(sys, "argv", ["undertow", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()

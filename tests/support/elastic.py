@@ -31,8 +31,6 @@ PATIENCE_S = 240.0
 
 @dataclass(frozen=True)
 class Step:
-    """What one attempt has done for one step, over its ranks."""
-
     number: int
     attempt: int
     num_ranks: int
@@ -63,7 +61,6 @@ def _attempt(spoils: Callable[[Rank], object] | None, how: dict[str, Any], rank:
 
 
 def is_killed_in_a_checkpoint(number: int, times: int, rank: Rank) -> None:
-    """Has that rank killed when it brings a file to the disk for that time."""
     calls, fsync = itertools.count(1), os.fsync
 
     def killed(descriptor: int) -> None:
@@ -76,7 +73,6 @@ def is_killed_in_a_checkpoint(number: int, times: int, rank: Rank) -> None:
 
 
 def torchrun(path: Path, *options: str, num_ranks: int, folder: Path, max_restarts: int = 0) -> dict[str, Any]:
-    """What a process is started with that runs a file under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "tests"))
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
@@ -89,7 +85,6 @@ def torchrun(path: Path, *options: str, num_ranks: int, folder: Path, max_restar
 
 
 def run_under_torchrun(path: Path, *options: str, num_ranks: int, folder: Path, max_restarts: int = 0) -> Ended:
-    """How torchrun has ended, which itself fails if a rank does."""
     how = torchrun(path, *options, num_ranks=num_ranks, folder=folder, max_restarts=max_restarts)
     with subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         try:
@@ -100,14 +95,12 @@ def run_under_torchrun(path: Path, *options: str, num_ranks: int, folder: Path, 
 
 
 def losses_in(text: str, num_losses: int) -> tuple[float, float]:
-    """The first and the last loss of the lines that report a step."""
     losses = [float(loss) for loss in re.findall(r"^step +\d+ .*\bloss (\S+)", text, re.MULTILINE)]
     assert len(losses) == num_losses
     return losses[0], losses[-1]
 
 
 def steps_of(folder: Path) -> list[Step]:
-    """What the ranks of one job have logged, step by step and attempt by attempt."""
     lines = [json.loads(line) for path in sorted(folder.glob("rank*.jsonl")) for line in path.read_text().splitlines()]
     found = []
     for attempt, number in sorted({(line["attempt"], line["step"]) for line in lines}):
@@ -121,7 +114,6 @@ def steps_of(folder: Path) -> list[Step]:
 
 
 def trained_alone(order: list[int], *, batch: int) -> dict[str, Any]:
-    """The parameters that a plain loop in one process comes to."""
     inputs = torch.randn(480, 32, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))

@@ -16,12 +16,10 @@ Program = Callable[[EmulatedLink], Any]
 
 
 def ended_over_link(program: Program, link: str, *, num_ranks: int = 2, burst_bytes: int = 0) -> list[Ended]:
-    """How each rank ends that calls `program(link)`."""
     return run_ranks(partial(_run, program, link, burst_bytes), num_ranks, patience_s=120.0)
 
 
 def run_over_link(program: Program, link: str, *, num_ranks: int = 2, burst_bytes: int = 0) -> list[Any]:
-    """What `program(link)` returned on each rank."""
     found = ended_over_link(program, link, num_ranks=num_ranks, burst_bytes=burst_bytes)
     for rank in found:
         assert rank.exit_code == 0, "\n".join(f"rank {number}: {one.log}" for number, one in enumerate(found))

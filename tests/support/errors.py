@@ -10,12 +10,10 @@ Call = Callable[[], object]
 
 
 def refusal(call: Call) -> str:
-    """The text of the ConfigError that `call` raises."""
     return text_of(ConfigError, call)
 
 
 def text_of(error: type[Exception], call: Call) -> str:
-    """What `call`, which must raise `error`, tells its user."""
     with pytest.raises(error) as caught:
         call()
     return str(caught.value)

@@ -36,8 +36,6 @@ class BadBatch(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong, where, on which rank, and in what training."""
-
     kind: str  # one of KINDS
     point: str  # that a training passes
     rank: int = 1
@@ -56,7 +54,6 @@ class Fault:
 
     @property
     def others(self) -> list[int]:
-        """The ranks that nothing happens to."""
         return [rank for rank in range(self.num_ranks) if rank != self.rank]
 
 
@@ -91,8 +88,6 @@ def run_rank(fault: Fault, port: int | None, rank: Rank) -> list[str]:
 
 
 class Points:
-    """Which points one rank has passed, and what happens to it at one of them."""
-
     def __init__(self, fault: Fault, rank: Rank) -> None:
         self.fault, self.rank = fault, rank
         self.step = -1
@@ -105,7 +100,6 @@ class Points:
         around_waits(self.passes)
 
     def watch(self, model: DistributedDataParallel) -> None:
-        """Has the model's ops pass their points."""
         self.model = model
         observe(
             model,
@@ -126,12 +120,10 @@ class Points:
                 self._comes()
 
     def spoiled(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The hook of a gradient that is to be infinite, or no number."""
         factor = FACTORS.get(self._taken)
         return gradient * factor if factor is not None and self.takes(self._taken) else None
 
     def takes(self, kind: str) -> bool:
-        """Whether the training has to do this now, once."""
         is_taken = self._taken == kind
         self._taken = "" if is_taken else self._taken
         return is_taken

@@ -114,7 +114,6 @@ def run_recipe(recipe: Recipe, chosen: Wrapper, *args: Any) -> dict[str, Tensor]
 
 
 def _recorded(wrapper: Wrapper) -> tuple[Wrapper, list[weakref.ref[Any]]]:
-    """A subclass of `wrapper`, and the list of the instances that will have been made."""
     made: list[weakref.ref[Any]] = []
 
     class Recorded(wrapper):
@@ -127,7 +126,6 @@ def _recorded(wrapper: Wrapper) -> tuple[Wrapper, list[weakref.ref[Any]]]:
 
 @contextlib.contextmanager
 def as_launched() -> Iterator[None]:
-    """The environment that a launcher gives a process, around one recipe; frameworks find the group of the pooled rank."""
     rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
     variables = {
         "RANK": rank,
@@ -153,7 +151,6 @@ def as_launched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torchs_name_is(wrapper: Wrapper) -> Iterator[None]:
-    """Accelerate, and with it the HF Trainer, looks the class up under torch's name whenever it wraps."""
     with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", wrapper):
         yield
 
@@ -171,7 +168,6 @@ def lightning_strategy(wrapper: Wrapper, **arguments: Any) -> Any:
 
 
 def fabric_strategy(wrapper: Wrapper, **arguments: Any) -> Any:
-    """Fabric's DDP strategy for `Fabric(strategy=...)`, which wraps by `wrapper`."""
     strategies = importlib.import_module("lightning.fabric.strategies")
     environments = importlib.import_module("lightning.fabric.plugins.environments")
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import undertow.demo.run
 import undertow.sync
@@ -27,7 +26,7 @@ from undertow.plan import ParamSpec
 from undertow.runtime import agreement, members, patience, private, private_checkpoint
 from undertow.runtime.assembly import Assembly
 from undertow.runtime.checkpoint_metadata import Entry, stored_entries
-from undertow.runtime.comm_hook import HookedBucket
+from undertow.runtime.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.emulated_link import BACKEND as BACKEND
 from undertow.runtime.emulated_link import EmulatedLink as EmulatedLink
 from undertow.runtime.emulated_link import emulated_backend as emulated_backend
@@ -39,6 +38,9 @@ from undertow.runtime.group import GroupRef, OwnGroup
 from undertow.runtime.guard import Ring
 from undertow.runtime.member import Member
 from undertow.runtime.placeholder import GradientPlaceholder
+from undertow.runtime.private import interrupt as interrupt
+from undertow.runtime.private import is_gone as is_gone
+from undertow.runtime.private import timeout_of as timeout_of
 from undertow.runtime.reducer import Reducer
 from undertow.runtime.ring import Neighbour
 from undertow.runtime.sharding import Sharding
@@ -70,12 +72,10 @@ def assembly_of(model: Model) -> Assembly:
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:
-    """The tensor that a bucket's gradients are views of."""
     return assembly_of(model).executor._bindings[bucket].bucket.storage
 
 
 def sharding_of(model: Model) -> Sharding | None:
-    """The layout of a sharded optimizer's shards; None before it has stepped."""
     return assembly_of(model).reducer.sharding
 
 
@@ -90,12 +90,10 @@ def _sharding_after_a_step(model: Model) -> Sharding:
 
 
 def own_group_of(model: Model) -> OwnGroup:
-    """The clone of the user's group, over which the library communicates."""
     return sync_of(model).own_group
 
 
 def member_of(model: Model) -> Member:
-    """The model's place among the ranks that watch each other."""
     member = own_group_of(model).member
     assert member is not None, "one rank alone watches nobody"
     return member
@@ -111,8 +109,6 @@ def nothing(_op: Op) -> None:
 
 
 class _Observers:
-    """Calls one after the other, those that were added first."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[OpCall, OpCall]] = []
 
@@ -207,11 +203,6 @@ def cloned_group() -> dist.ProcessGroup:
     return GroupRef.of(dist.group.WORLD).clone()
 
 
-def is_gone(rank: int) -> bool:
-    """True if no process of that rank is at the other end of the default group's connection."""
-    return private.is_gone(rank)
-
-
 @contextlib.contextmanager
 def posted_exchanges() -> Iterator[PostedExchanges]:
     """Exchanges made of sends and receives, over a clone of the default group."""
@@ -234,11 +225,6 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
         PostedExchanges(group).all_gather(torch.zeros(2 * num_bytes, dtype=torch.uint8), number=1, then=int).wait()
 
 
-def interrupt(group: dist.ProcessGroup) -> None:
-    """Has what waits over the group fail, on this rank alone."""
-    private.interrupt(group)
-
-
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
     """Has both called around every op of the model from now on, under later plans too."""
     recorder = sync_of(model)._recorder
@@ -249,7 +235,6 @@ def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) 
 
 
 def issued_ops(model: Model) -> list[str]:
-    """A list that every op from now on is added to, as "all_reduce b0"."""
     ops: list[str] = []
     observe(model, before=lambda op: ops.append(op.label))
     return ops
@@ -293,14 +278,6 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
     gathers.wait = noted  # type: ignore[method-assign]
     late_calls(_sharding_after_a_step(model).exchanges, "_send", seconds=seconds, rank=0)
     return waited
-
-
-def bucket_of_a_hook(index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> HookedBucket:
-    return HookedBucket(index, buffer, parameters, is_last=is_last)
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    return private.timeout_of(group)
 
 
 def without_a_ring() -> contextlib.AbstractContextManager[object]:
@@ -387,7 +364,6 @@ def post(model: Model, work: Callable[[], object]) -> None:
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:
-    """Groups that are made in it use the collectives of their backend, as with NCCL, in place of sends and receives."""
     return mock.patch("undertow.runtime.group._BACKENDS_OVER_GLOO", ())
 
 

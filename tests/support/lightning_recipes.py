@@ -28,14 +28,11 @@ def trainer_of(wrapper: Wrapper, *, max_epochs: int = 1, **settings: Any) -> pl.
 
 
 def loader() -> DataLoader[Any]:
-    """Six batches on each of two ranks; every call gives the same numbers."""
     x = torch.randn(48, 6, generator=torch.Generator().manual_seed(3))
     return DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=4)
 
 
 class Regression(pl.LightningModule):
-    """Automatic optimization, with a scheduler and batch norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))

@@ -9,7 +9,6 @@ MS = 1e-3
 
 
 def played(backward_ms: list[float], **more: Any) -> dict[str, Any]:
-    """One system's turns on one rank; its update takes 1 ms."""
     num_turns = len(backward_ms)
     return {
         "backward_s": [ms * MS for ms in backward_ms],

@@ -18,8 +18,6 @@ def noise(*shape: int, step: int = 0, rank: int | None = None) -> Tensor:
 
 
 class TiedTransformer(nn.Module):
-    """One block between an embedding and a head that share their weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
@@ -85,8 +83,6 @@ class Fails(torch.autograd.Function):
 
 
 class Fragile(nn.Module):
-    """Its backward fails behind the last layer where it is told to."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)

@@ -23,7 +23,6 @@ TEXTS = ["[" * 3000, "]" * 50, "1" * 5000, '"\\ud800"', "NaN", "-Infinity", "1e9
 
 
 def mutated_bytes(chance: random.Random, data: bytes) -> bytes:
-    """With a few bytes changed, added, taken out, moved, or cut off."""
     changed = bytearray(data)
     for _ in range(chance.choice([1, 1, 1, 2, 3, 8])):
         at, to = (chance.randrange(len(changed) + 1) for _ in range(2))
@@ -47,7 +46,6 @@ def mutated_bytes(chance: random.Random, data: bytes) -> bytes:
 
 
 def mutated_json(chance: random.Random, text: str) -> str:
-    """With values and keys of it replaced, taken out, doubled or nested, or with its characters changed."""
     if chance.random() < 0.25:
         return mutated_bytes(chance, text.encode()).decode("utf-8", "surrogateescape")
     if chance.random() < 0.1:
@@ -72,7 +70,6 @@ def mutated_json(chance: random.Random, text: str) -> str:
 
 
 def _like(chance: random.Random, value: Any) -> Any:
-    """Another value of the same type, which may well be right."""
     match value:
         case bool():
             return not value

@@ -9,7 +9,6 @@ from benchmarks.matrix.links import NAMESPACES, remove_abandoned, what_is_missin
 
 @pytest.fixture
 def needs_namespaces() -> None:
-    """Skips where there can be none; removes those of tests that were killed."""
     missing = what_is_missing()
     if missing is not None:
         pytest.skip(f"shaped links cannot be made here: {missing}")

@@ -49,7 +49,6 @@ class Rank(logging.Handler):
         logging.getLogger("undertow").addHandler(self)
 
     def meet(self, backend: str = "gloo") -> None:
-        """Makes the default process group; the store is in the process of the tests, which no fault ends."""
         dist.init_process_group(backend, store=self._store, rank=self.number, world_size=self.num_ranks)
 
     def enter_environment(self, port: int, *, attempt: int = 0) -> None:
@@ -89,7 +88,6 @@ class Ended:
 
     @property
     def kind(self) -> str:
-        """The class of its error; empty if there was none."""
         return self.words.get("kind", "")
 
     @property
@@ -152,7 +150,6 @@ def free_port() -> int:
 
 
 def script(source: str, rank: Rank, **names: Any) -> None:
-    """Runs the text of a script as `__main__`, with these names, its `rank` and what scripts import; for `run_ranks`."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main).update(names, rank=rank)
     exec(compile(source, "<script>", "exec"), vars(main))
@@ -167,14 +164,12 @@ def stop_here(at: Path) -> None:
 
 
 def wait_until_stopped(at: Path) -> int:
-    """The number of the process that stops there, as soon as it has."""
     while not at.exists() or Path(f"/proc/{at.read_text()}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.005)
     return int(at.read_text())
 
 
 def _files(directory: Path, rank: int) -> tuple[Path, Path]:
-    """What a rank writes to stdout and to stderr."""
     return directory / f"out-{rank}.txt", directory / f"log-{rank}.txt"
 
 

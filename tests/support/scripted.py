@@ -13,7 +13,6 @@ Groups = tuple[tuple[Member, ...], ...]
 
 
 def all_in_one(plan: Plan) -> Groups:
-    """A bucket for each dtype, filled in order of registration."""
     kinds: dict[object, list[int]] = {}
     for index, spec in enumerate(plan.params):
         kinds.setdefault(spec.kind, []).append(index)

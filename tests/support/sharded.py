@@ -71,7 +71,6 @@ def training(
     shape: tuple[int, ...] = (2, 2),
     **settings: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Any]]:
-    """The wrapped model with an optimizer that goes with the strategy; on a mesh of that shape where it needs one."""
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(mesh_of(*shape)) if strategy == "hybrid" else None
         ddp = DistributedDataParallel(model, device_mesh=mesh, config=SyncConfig(strategy=strategy, **settings))
@@ -108,7 +107,6 @@ def trained(
     before: Step | None = None,
     **settings: Any,
 ) -> Parameters:
-    """The parameters after those steps; `each` takes one, in place of the usual forward, backward and step."""
     begin = bare_training if strategy == "naive" else functools.partial(training, strategy=strategy)
     with begin(case.model(), optimizer=optimizer, **settings) as (ddp, opt):
         for number in range(num_steps):
@@ -125,8 +123,6 @@ reference = functools.cache(trained)  # for cases and steps of modules, with whi
 
 
 class Bare(nn.Module):
-    """A module that is trained naively, with what steps ask of a wrapper."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

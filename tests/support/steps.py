@@ -28,7 +28,6 @@ FREE = lines((0, 0))
 
 
 def profile_of(ready_us: Sequence[float], *, backward_us: float, numels: Sequence[int] = (), update_us: float = 5) -> Profile:
-    """Parameters 'p0', 'p1', ... of 100 elements, if nothing else is said; forward takes 10 us."""
     params = tuple(spec(f"p{i}", numel) for i, numel in enumerate(numels or [100] * len(ready_us)))
     return Profile(params=params, ready_us=tuple(ready_us), forward_us=10, backward_us=backward_us, update_us=update_us)
 

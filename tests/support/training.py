@@ -28,8 +28,6 @@ TIMEOUT = timedelta(seconds=1.0)  # of groups
 
 
 class Net(nn.Module):
-    """Layers with buffers between them; one may be left out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.middle, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8)
@@ -59,7 +57,6 @@ class Training:
         self.config = SyncConfig(strategy=self.strategy, **self.fault.settings)
 
     def run(self) -> dict[str, Tensor]:
-        """The parameters after the last step."""
         points = self.points
         points.passes("start")
         with contextlib.ExitStack() as stack:
@@ -321,7 +318,6 @@ def _mean(of_ranks: Sequence[Tensor | None], rows: Sequence[Sequence[int]]) -> T
 
 
 def different(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    """Names of what is not the same to the bit; what is no number is so in both."""
     names = sorted(first.keys() | second.keys())
     return [name for name in names if name not in first or name not in second or not _is_same(first[name], second[name])]
 

@@ -64,7 +64,6 @@ class World:
         return self.plan(group_by_size(self.params, order, caps))
 
     def finish_us(self, plan: Plan) -> float:
-        """When all gradients are through, without noise."""
         return replace(self, noise=0.0).measure(plan).synchronised_us
 
     def best_us(self) -> float:
@@ -123,12 +122,10 @@ class Walk:
 
     @property
     def last(self) -> Plan:
-        """In force after the last decision."""
         return self.plans[-1]
 
     @property
     def outcomes(self) -> str:
-        """The first letters of what was decided."""
         return "".join(decision.outcome.name[0] for decision in self.decisions)
 
     @property

@@ -35,7 +35,6 @@ def main() -> int:
 
 
 def _run(pattern: re.Pattern[str]) -> tuple[Counter[str], list[str]]:
-    """The number of each result, and the lines about unexpected ones."""
     from torch_suite import wheel  # it needs expecttest
 
     expected, counts = record.read(), Counter[str]()

@@ -10,14 +10,11 @@ LEFT_OUT = "left"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The result of one test: "pass", "fail" or "left" for left out, and why if it is not "pass"."""
-
     result: str
     why: str
 
 
 def read(path: Path = RECORD) -> dict[str, Expected]:
-    """The recorded results, by the test's name."""
     lines = (line.split(maxsplit=2) for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
     return {name: Expected(result, " ".join(why)) for result, name, *why in lines}
 
@@ -36,5 +33,4 @@ def difference(name: str, result: str, expected: Mapping[str, Expected]) -> str:
 
 
 def missing(names: set[str], expected: Mapping[str, Expected]) -> list[str]:
-    """A line for each recorded test that this torch does not have."""
     return [f"{name} is recorded, and this torch does not have it" for name in sorted(set(expected) - names)]

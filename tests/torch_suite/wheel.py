@@ -39,7 +39,6 @@ TO_CPU = {
 
 
 def cases() -> Iterator[unittest.TestCase]:
-    """Every test of torch's that uses DistributedDataParallel."""
     _prepare()
     plain = _load(f"{HOME}.distributed_test", TO_CPU)
     autograd = _load(f"{HOME}.ddp_under_dist_autograd_test", {})
@@ -54,7 +53,6 @@ def cases() -> Iterator[unittest.TestCase]:
 
 
 def outcome(case: unittest.TestCase) -> tuple[str, str]:
-    """The result of a test, "pass", "fail" or "skip", and the reason of the last two."""
     result = unittest.TestResult()
     with contextlib.redirect_stdout(io.StringIO()):
         case.run(result)
@@ -91,7 +89,6 @@ def _prepare() -> None:
 
 
 def _load(name: str, changes: dict[str, str]) -> types.ModuleType:
-    """The module of that name, with these regular expressions replaced in its text."""
     spec = importlib.util.find_spec(name)
     text = spec.loader.get_source(name)
     for found, replacement in changes.items():
