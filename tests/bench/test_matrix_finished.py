@@ -1,9 +1,9 @@
 """What an earlier run of the matrix has written, and what a later one makes of it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from benchmarks.matrix import environments, guard, run
@@ -16,8 +16,6 @@ from benchmarks.matrix.table import markdown
 from benchmarks.matrix.turns import STEPS_PER_TURN
 
 from support.matrix import cell, played, rank_result
-
-Measure = Callable[[Cell, Any], CellResult]
 
 
 # A cell of the bare model and of ours; `start_up` in ms, if it was measured.
@@ -127,7 +125,7 @@ def test_start_up_that_was_measured_in_another_way_is_not_kept(out: Path) -> Non
 def test_an_earlier_cell_is_kept_where_nothing_could_be_measured(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "measure_cell", raises(NoNamespaces("ip netns add: no")))
+    monkeypatch.setattr(run, "measure_cell", Mock(side_effect=NoNamespaces("ip netns add: no")))
     write(out, at())
     assert start(out, "--resume", "--ranks", "2", systems=("fsdp2",)) == 1
     assert written(out) == [at()]
@@ -150,15 +148,8 @@ def test_a_run_tells_which_recorded_ratios_it_has_lost(
     assert [line for line in told if line.startswith("  LOST")] == lost
 
 
-def raises(error: Exception) -> Measure:
-    def measure(_cell: Cell, _tell: Any) -> CellResult:
-        raise error
-
-    return measure
-
-
 def test_what_raises_anything_loses_its_cell_and_not_the_others(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "measure_cell", raises(OSError("no space left on device")))
+    monkeypatch.setattr(run, "measure_cell", Mock(side_effect=OSError("no space left on device")))
     assert start(out) == 1
     parts = (out / "matrix.md").read_text().split("## gpt, ")[1:]
     assert [(part[0], "no space left on device" in part) for part in parts] == [("2", True), ("4", True)]

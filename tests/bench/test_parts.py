@@ -96,11 +96,5 @@ def test_ranks_do_not_outlive_an_interruption(tmp_path: Path) -> None:
 
 
 def _ranks() -> list[int]:
-    found = []
-    for child in psutil.Process().children():
-        try:
-            if "spawn_main" in " ".join(child.cmdline()):
-                found.append(child.pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    processes = [it.info for it in psutil.process_iter(["pid", "ppid", "cmdline"])]
+    return [it["pid"] for it in processes if it["ppid"] == os.getpid() and "spawn_main" in " ".join(it["cmdline"] or ())]

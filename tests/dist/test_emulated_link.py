@@ -30,45 +30,40 @@ def test_every_collective_has_gloos_answer(link: EmulatedLink) -> None:
     mine, other = torch.full((2,), rank + 1.0), torch.full((2,), 2.0 - rank)
     both, total = torch.tensor([1.0, 1.0, 2.0, 2.0]), torch.full((1,), 3.0)
 
-    def require(found: Tensor, answer: Tensor) -> None:
-        assert torch.equal(found, answer)
-
-    summed, mean, sent = mine.clone(), mine.clone(), mine.clone()
-    dist.all_reduce(summed)
-    require(summed, mine + other)
-    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-    require(mean, (mine + other) / 2)
-    dist.broadcast(sent, src=1)
-    require(sent, both[2:])
-    gathered = list(torch.empty(size, 2))
-    dist.all_gather(gathered, mine)
-    require(torch.cat(gathered), both)
-    scattered, exchanged = torch.empty(1), torch.empty(2)
-    dist.reduce_scatter(scattered, list(mine.chunk(size)))
-    require(scattered, total)
-    dist.all_to_all_single(exchanged, mine)
-    require(exchanged, torch.tensor([1.0, 2.0]))
+    # What is written to, the call, and the answer; only rank 0 gathers and scatters.
+    calls: dict[str, tuple[Tensor, Callable[[Tensor], object], Tensor]] = {
+        "a sum": (mine.clone(), dist.all_reduce, mine + other),
+        "a mean": (mine.clone(), partial(dist.all_reduce, op=dist.ReduceOp.AVG), (mine + other) / 2),
+        "broadcast": (mine.clone(), partial(dist.broadcast, src=1), both[2:]),
+        "all_gather": (torch.empty(size, 2), lambda out: dist.all_gather(list(out), mine), both.view(size, 2)),
+        "reduce_scatter": (torch.empty(1), lambda out: dist.reduce_scatter(out, list(mine.chunk(size))), total),
+        "all_to_all": (torch.empty(2), lambda out: dist.all_to_all_single(out, mine), torch.tensor([1.0, 2.0])),
+        "one tensor gathered": (torch.empty(4), lambda out: dist.all_gather_into_tensor(out, mine), both),
+        "one tensor scattered": (torch.empty(1), lambda out: dist.reduce_scatter_tensor(out, mine), total),
+        "gather": (
+            torch.zeros(size, 2),
+            lambda out: dist.gather(mine, None if rank else list(out), dst=0),
+            torch.zeros(size, 2) if rank else both.view(size, 2),
+        ),
+        "scatter": (
+            torch.empty(2),
+            lambda out: dist.scatter(out, None if rank else [mine, mine + 10], src=0),
+            torch.full((2,), 1.0 + 10 * rank),
+        ),
+    }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed these two
-        flat, part = torch.empty(2 * size), torch.empty(1)
-        dist.all_gather_into_tensor(flat, mine)
-        require(flat, both)
-        dist.reduce_scatter_tensor(part, mine)
-        require(part, total)
-    collected = list(torch.zeros(size, 2)) if rank == 0 else None
-    dist.gather(mine, collected, dst=0)
-    require(both if collected is None else torch.cat(collected), both)
-    own = torch.empty(2)
-    dist.scatter(own, [mine, mine + 10] if rank == 0 else None, src=0)
-    require(own, torch.full((2,), 1.0 + 10 * rank))
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed those of one tensor
+        for name, (found, call, answer) in calls.items():
+            call(found)
+            assert torch.equal(found, answer), name
     if rank == 0:
         dist.send(mine, dst=1)
         dist.send(mine, dst=1)
     else:
-        received, from_any = torch.zeros(2), torch.zeros(2)
-        dist.recv(received, src=0)
-        assert dist.recv(from_any) == 0
-        require(torch.cat([received, from_any]), torch.ones(4))
+        received = torch.zeros(2, 2)
+        dist.recv(received[0], src=0)
+        assert dist.recv(received[1]) == 0
+        assert torch.equal(received, torch.ones(2, 2))
     dist.barrier()
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from support.alike import backward_alike
 from support.errors import text_of
 from support.inside import cloned_group, interrupt, is_gone, member_of, own_group_of, skip_a_round
 from support.models import Branches, noise
@@ -54,11 +55,7 @@ THEIRS = (
 
 
 def step_is_right(ddp: nn.Module, bare: nn.Module, step: int) -> None:
-    for model in (ddp, bare):
-        model.zero_grad()
-        loss(model, step).backward()
-    naive_mean(bare)
-    require_same_gradients(ddp, bare)
+    backward_alike(ddp, bare, loss, steps=[step])
 
 
 @in_ranks(2, 3)

@@ -157,25 +157,22 @@ def torchs_name_is(wrapper: Wrapper) -> Iterator[None]:
 
 def lightning_strategy(wrapper: Wrapper, **arguments: Any) -> Any:
     """Lightning's DDP strategy for `Trainer(strategy=...)`, which wraps by `wrapper`; `arguments` are the wrapper's."""
-    strategies = importlib.import_module("lightning.pytorch.strategies")
-    environments = importlib.import_module("lightning.fabric.plugins.environments")
-
-    class Strategy(strategies.DDPStrategy):
-        def _setup_model(self, model: Any) -> Any:
-            return wrapper(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
-
-    return Strategy(cluster_environment=environments.LightningEnvironment(), **arguments)
+    return _strategy("pytorch", "_setup_model", "determine_ddp_device_ids", wrapper, arguments)
 
 
 def fabric_strategy(wrapper: Wrapper, **arguments: Any) -> Any:
-    strategies = importlib.import_module("lightning.fabric.strategies")
+    return _strategy("fabric", "setup_module", "_determine_ddp_device_ids", wrapper, arguments)
+
+
+def _strategy(package: str, method: str, devices: str, wrapper: Wrapper, arguments: dict[str, Any]) -> Any:
+    strategies = importlib.import_module(f"lightning.{package}.strategies")
     environments = importlib.import_module("lightning.fabric.plugins.environments")
 
-    class Strategy(strategies.DDPStrategy):
-        def setup_module(self, module: Any) -> Any:
-            return wrapper(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+    def wrap(self: Any, model: Any) -> Any:
+        return wrapper(model, device_ids=getattr(self, devices)(), **self._ddp_kwargs)
 
-    return Strategy(cluster_environment=environments.LightningEnvironment(), **arguments)
+    made = type("Strategy", (strategies.DDPStrategy,), {method: wrap})
+    return made(cluster_environment=environments.LightningEnvironment(), **arguments)
 
 
 def gpt2_trainer(folder: Path, *, num_rows: int, trainer: Any = None, callbacks: Any = (), **settings: Any) -> Any:
