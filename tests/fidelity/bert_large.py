@@ -6,8 +6,8 @@ the model; the others are predicted.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from fidelity.solve import solve
 from undertow.cost import Costs, HalvingDoublingCosts, Link, RingCosts
@@ -36,16 +36,12 @@ _BACKWARD_SHARE = 2 / 3  # of an iteration: assumed, backward computes two gradi
 _WIDTH, _NUM_BLOCKS = 1024, 24
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(NamedTuple):
     network: str
     num_ranks: int
     measured_ms: float
     predicted_ms: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted_ms / self.measured_ms - 1
+    error: float
 
 
 @cache
@@ -112,13 +108,9 @@ def cells(model: str) -> tuple[Cell, ...]:
 
 
 def _cell(network: str, num_ranks: int, model: str) -> Cell:
-    costs = costs_of(network, num_ranks, model, hop_s=hop_s_of(network, model))
-    return Cell(
-        network=network,
-        num_ranks=num_ranks,
-        measured_ms=PER_TENSOR_MS[network][num_ranks],
-        predicted_ms=per_tensor_ms(costs, num_ranks),
-    )
+    predicted_ms = per_tensor_ms(costs_of(network, num_ranks, model, hop_s=hop_s_of(network, model)), num_ranks)
+    measured_ms = PER_TENSOR_MS[network][num_ranks]
+    return Cell(network, num_ranks, measured_ms, predicted_ms, predicted_ms / measured_ms - 1)
 
 
 def table() -> str:

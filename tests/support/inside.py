@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -106,19 +107,6 @@ def skip_a_round(model: Model) -> None:
 
 def nothing(_op: Op) -> None:
     """Does nothing before or after an op."""
-
-
-class _Observers:
-    def __init__(self) -> None:
-        self.calls: list[tuple[OpCall, OpCall]] = []
-
-    def before(self, op: Op) -> None:
-        for before, _ in self.calls:
-            before(op)
-
-    def after(self, op: Op) -> None:
-        for _, after in self.calls:
-            after(op)
 
 
 def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
@@ -228,10 +216,10 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
     """Has both called around every op of the model from now on, under later plans too."""
     recorder = sync_of(model)._recorder
-    if recorder.observer is None:
-        recorder.observer = _Observers()
-    assert isinstance(recorder.observer, _Observers)
-    recorder.observer.calls.append((before, after))
+    earlier: Any = recorder.observer or SimpleNamespace(before=nothing, after=nothing)
+    recorder.observer = SimpleNamespace(
+        before=lambda op: (earlier.before(op), before(op)), after=lambda op: (earlier.after(op), after(op))
+    )
 
 
 def issued_ops(model: Model) -> list[str]:
@@ -255,14 +243,7 @@ def late_ops(model: Model, kind: OpKind, rank: int, *, seconds: float, late: lis
 
 def late_calls(owner: Any, name: str, *, seconds: float, rank: int | None = None) -> None:
     """Delays every call of that method of an object from now on, on one rank or all: also below the ops, in threads."""
-    act = getattr(owner, name)
-
-    def late_call(*args: Any, **kwargs: Any) -> Any:
-        if rank is None or dist.get_rank() == rank:
-            time.sleep(seconds)
-        return act(*args, **kwargs)
-
-    setattr(owner, name, late_call)
+    setattr(owner, name, _after(lambda: rank in (None, dist.get_rank()) and time.sleep(seconds), getattr(owner, name)))
 
 
 def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
@@ -350,13 +331,7 @@ def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
     """Has `call` made first, in the thread that does it, at every one of these under the present plan."""
     axis, name = _PLACES[place]
     owner = getattr(sharding_of(model), axis)
-    act = getattr(owner, name)
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        call()
-        return act(*args, **kwargs)
-
-    setattr(owner, name, called)
+    setattr(owner, name, _after(call, getattr(owner, name)))
 
 
 def post(model: Model, work: Callable[[], object]) -> None:
@@ -400,13 +375,7 @@ def interrupted_steps() -> contextlib.AbstractContextManager[object]:
 def reads_that_wait(model: Model) -> list[str]:
     """A list that every read of a parameter on its way, for which it waits, is added to from now on."""
     reads, found = gathers_of(model)._reads, []
-    wait = reads._before_read
-
-    def noted() -> Any:
-        found.append("a read")
-        return wait()
-
-    reads._before_read = noted
+    reads._before_read = _after(lambda: found.append("a read"), reads._before_read)
     reads._classes.clear()
     return found
 
