@@ -9,11 +9,12 @@ from benchmarks.matrix.systems import Setting
 from benchmarks.matrix.systems.plain import PlainSystem
 from benchmarks.matrix.truth import NUM_STEPS
 from torch import Tensor
+from torch.nn import Module
 
 
 class Late(PlainSystem):
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting.model, setting.model)
+    def __init__(self, *models: Module) -> None:
+        super().__init__(*models)
         self.before = [param.detach().clone() for param in self.bare.parameters()]
 
     def backward(self, batch: tuple[Tensor, ...]) -> None:
@@ -57,19 +58,11 @@ class Dying(PlainSystem):
             dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
 
 
+SYSTEMS = {"dies": Dying, "reads too early": Late, "wrong on rank 1": Parted}
+
+
 def build(setting: Setting) -> PlainSystem:
-    match setting.options["how"]:
-        case "dies":
-            return Dying(setting.model, setting.model)
-        case "reads too early":
-            return Late(setting)
-        case "wrong on rank 1":
-            return Parted(setting.model, setting.model)
-        case "forgets to average":
-            return PlainSystem(setting.model, setting.model)
-        case "fails on rank 1" if dist.get_rank() == 1:
-            raise ValueError("not on this rank")
-        case "fails on rank 1":
-            return PlainSystem(setting.model, setting.model)
-        case how:
-            raise ValueError(f"there is no way to fail like {how!r}")
+    how = setting.options["how"]
+    if how == "fails on rank 1" and dist.get_rank() == 1:
+        raise ValueError("not on this rank")
+    return SYSTEMS.get(how, PlainSystem)(setting.model, setting.model)  # otherwise it forgets to average
