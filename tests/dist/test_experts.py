@@ -235,17 +235,16 @@ def test_several_groups_go_side_by_side_and_a_rank_alone_divides_too() -> None:
             ExpertGroup(match="mine.*", process_group=alone, divisor=4),
             ExpertGroup(match="ours.*", process_group=group, divisor=2.5),
         )
-        sync = attach(model, config=SyncConfig(experts=groups, reduction="ordered"))
-        bare = copy.deepcopy(model)
-        rows = torch.randn(3, 2, generator=torch.Generator().manual_seed(dist.get_rank()))
-        for it in (model, bare, model, bare):
-            it.zero_grad()
-            it["ours"](it["mine"](it["dense"](rows))).square().sum().backward()
-        for name, over, divisor in (("dense", None, 4), ("mine", alone, 4), ("ours", group, 2.5)):
-            for param in bare[name].parameters():
-                param.grad = reduced(param, over, divisor=divisor)
-        require_equal_gradients(model, bare)
-        sync.close()
+        with contextlib.closing(attach(model, config=SyncConfig(experts=groups, reduction="ordered"))):
+            bare = copy.deepcopy(model)
+            rows = torch.randn(3, 2, generator=torch.Generator().manual_seed(dist.get_rank()))
+            for it in (model, bare, model, bare):
+                it.zero_grad()
+                it["ours"](it["mine"](it["dense"](rows))).square().sum().backward()
+            for name, over, divisor in (("dense", None, 4), ("mine", alone, 4), ("ours", group, 2.5)):
+                for param in bare[name].parameters():
+                    param.grad = reduced(param, over, divisor=divisor)
+            require_equal_gradients(model, bare)
     dist.destroy_process_group(alone)
 
 
@@ -488,18 +487,17 @@ def test_experts_on_one_rank_each_go_with_a_plain_optimizer() -> None:
     model = mixture()
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
     experts = (ExpertGroup(match=MATCH, process_group=alone, divisor=4),)
-    sync = attach(model, config=SyncConfig(experts=experts, reduction="ordered"))
-    bare = copy.deepcopy(model)
-    dense = ShardedOptimizer(torch.optim.AdamW, sync, [param for _, param in sync.named_parameters()], **ADAMW)
-    train(model, [dense, torch.optim.AdamW([param for _, param in sync.experts[0].named_parameters()], **ADAMW)])
-    sync.wait()
-    require_same_model(model, bare, alone)
-    assert text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.AdamW, sync.experts[0], **ADAMW)) == (
-        "these experts are on one rank only, which has nobody to share an optimizer with.\n"
-        "  ShardedOptimizer, ExpertGroup(match='*experts.*')\n"
-        "  Give them to a plain optimizer."
-    )
-    sync.close()
+    with contextlib.closing(attach(model, config=SyncConfig(experts=experts, reduction="ordered"))) as sync:
+        bare = copy.deepcopy(model)
+        dense = ShardedOptimizer(torch.optim.AdamW, sync, [param for _, param in sync.named_parameters()], **ADAMW)
+        train(model, [dense, torch.optim.AdamW([param for _, param in sync.experts[0].named_parameters()], **ADAMW)])
+        sync.wait()
+        require_same_model(model, bare, alone)
+        assert text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.AdamW, sync.experts[0], **ADAMW)) == (
+            "these experts are on one rank only, which has nobody to share an optimizer with.\n"
+            "  ShardedOptimizer, ExpertGroup(match='*experts.*')\n"
+            "  Give them to a plain optimizer."
+        )
     dist.destroy_process_group(alone)
 
 

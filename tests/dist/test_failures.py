@@ -193,15 +193,14 @@ def test_an_optimizer_that_steps_in_backward_is_an_error() -> None:
 @pytest.mark.parametrize("in_forward", [True, False], ids=["before the forward", "before the backward"])
 def test_a_step_after_the_group_is_gone_is_an_error(in_forward: bool) -> None:
     model = Branches()
-    sync = attach(model)
-    result = None if in_forward else loss(model)
-    dist.destroy_process_group(own_group_of(sync).process_group)
-    assert text_of(PhaseError, lambda: (loss(model) if result is None else result).backward()) == (
-        "the process group of this model has been destroyed.\n"
-        "  gradient synchronisation\n"
-        "  Call torch.distributed.destroy_process_group() after the last backward."
-    )
-    sync.close()
+    with contextlib.closing(attach(model)) as sync:
+        result = None if in_forward else loss(model)
+        dist.destroy_process_group(own_group_of(sync).process_group)
+        assert text_of(PhaseError, lambda: (loss(model) if result is None else result).backward()) == (
+            "the process group of this model has been destroyed.\n"
+            "  gradient synchronisation\n"
+            "  Call torch.distributed.destroy_process_group() after the last backward."
+        )
 
 
 # Rank 1 ends training with an exception and lives on, so that no connection breaks; rank 0 waits over the user's group.

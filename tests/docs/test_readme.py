@@ -139,14 +139,13 @@ def test_the_first_snippets_make_one_script(tmp_path: Path) -> None:
 
 @in_ranks(2)
 def test_a_plan_is_explained_and_saved(tmp_path: Path) -> None:
-    model = DistributedDataParallel(nn.Linear(8, 1))
-    for _ in range(11):
-        model(torch.ones(2, 8)).sum().backward()
-    with quiet(tmp_path) as printed:
-        execute(EXPLAIN, model=model)
-        assert sorted(path.name for path in Path.cwd().iterdir()) == ["plan.json", "profile.json"]
-    assert printed.getvalue().startswith("The plan: ")
-    model.close()
+    with contextlib.closing(DistributedDataParallel(nn.Linear(8, 1))) as model:
+        for _ in range(11):
+            model(torch.ones(2, 8)).sum().backward()
+        with quiet(tmp_path) as printed:
+            execute(EXPLAIN, model=model)
+            assert sorted(path.name for path in Path.cwd().iterdir()) == ["plan.json", "profile.json"]
+        assert printed.getvalue().startswith("The plan: ")
 
 
 # A model with a head, which is frozen when the model is wrapped.
@@ -183,13 +182,17 @@ def clip_values(limit: float, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 @in_ranks(2)
 def test_a_hook_clips_before_another_one_sends() -> None:
-    model = DistributedDataParallel(nn.Linear(8, 1, bias=False))
-    execute(
-        HOOK, undertow=undertow, model=model, clip_values=clip_values, PowerSGDState=PowerSGDState, powerSGD_hook=powerSGD_hook
-    )
-    model(torch.full((1, 8), 100.0)).sum().backward()
-    assert torch.equal(model.module.weight.grad, torch.ones(1, 8))
-    model.close()
+    with contextlib.closing(DistributedDataParallel(nn.Linear(8, 1, bias=False))) as model:
+        execute(
+            HOOK,
+            undertow=undertow,
+            model=model,
+            clip_values=clip_values,
+            PowerSGDState=PowerSGDState,
+            powerSGD_hook=powerSGD_hook,
+        )
+        model(torch.full((1, 8), 100.0)).sum().backward()
+        assert torch.equal(model.module.weight.grad, torch.ones(1, 8))
 
 
 # Every limit that the README states has tests that show it.
@@ -296,14 +299,13 @@ def test_a_sharded_parameter_is_refused(through: str) -> None:
 
 @in_ranks(2)
 def test_a_rank_that_has_run_out_of_data_makes_no_steps() -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    optimizer = torch.optim.AdamW(ddp.parameters())
-    with ddp.join():
-        for _ in range(2 + dist.get_rank()):
-            ddp(ones(1, 2)).sum().backward()
-            optimizer.step()
-    assert [state["step"].item() for state in optimizer.state.values()] == [2 + dist.get_rank()] * 2
-    ddp.close()
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 1))) as ddp:
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        with ddp.join():
+            for _ in range(2 + dist.get_rank()):
+                ddp(ones(1, 2)).sum().backward()
+                optimizer.step()
+        assert [state["step"].item() for state in optimizer.state.values()] == [2 + dist.get_rank()] * 2
 
 
 @in_ranks(2)
@@ -323,61 +325,57 @@ def test_a_hook_that_raises_on_one_rank_ends_the_others_by_the_timeout() -> None
         return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(lambda done: done.value()[0])
 
     raises, store, group = False, dist.distributed_c10d._get_default_store(), dist.new_group([0, 1])
-    ddp = DistributedDataParallel(nn.Linear(2, 1), process_group=group, config=STALLS)
-    ddp.register_comm_hook(None, hook)
-    ddp(ones(1, 2)).sum().backward()
-    raises = dist.get_rank() == 0
-    with pytest.raises(ValueError if raises else StallTimeout):
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 1), process_group=group, config=STALLS)) as ddp:
+        ddp.register_comm_hook(None, hook)
         ddp(ones(1, 2)).sum().backward()
-    if raises:
-        store.wait(["the other one has raised"], timedelta(seconds=30))
-    store.set("the other one has raised", "")
-    ddp.close()
+        raises = dist.get_rank() == 0
+        with pytest.raises(ValueError if raises else StallTimeout):
+            ddp(ones(1, 2)).sum().backward()
+        if raises:
+            store.wait(["the other one has raised"], timedelta(seconds=30))
+        store.set("the other one has raised", "")
     dist.destroy_process_group(group)
 
 
 @in_ranks(2, is_fresh=True)
 def test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own() -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
-    ddp(ones(1, 2)).sum().backward()
-    if dist.get_rank() == 0:
-        for param in ddp.parameters():
-            param.grad.zero_()
-        ddp(ones(1, 2)).sum()
-    optimizer.step()
-    train(ddp, optimizer, num_steps=2 if dist.get_rank() else 1)  # rank 1 waits for no other rank: rank 0 has one behind it
-    ddp.close()
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 1))) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+        ddp(ones(1, 2)).sum().backward()
+        if dist.get_rank() == 0:
+            for param in ddp.parameters():
+                param.grad.zero_()
+            ddp(ones(1, 2)).sum()
+        optimizer.step()
+        train(ddp, optimizer, num_steps=2 if dist.get_rank() else 1)  # rank 1 waits for no other rank: rank 0 has one behind it
 
 
 @in_ranks(2)
 def test_with_weights_a_gradient_is_new_until_the_next_synchronisation() -> None:
-    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    with contextlib.closing(DistributedDataParallel(nn.Linear(1, 1, bias=False))) as ddp:
 
-    def backward(num_tokens: int) -> float:
-        ddp.weight(num_tokens)
-        ddp(ones(num_tokens, 1)).sum().backward()
-        return ddp.module.weight.grad.item()
+        def backward(num_tokens: int) -> float:
+            ddp.weight(num_tokens)
+            ddp(ones(num_tokens, 1)).sum().backward()
+            return ddp.module.weight.grad.item()
 
-    assert backward(2) == 1.0  # the mean over all tokens
-    with ddp.no_sync():
-        assert backward(3) == 3.0  # this rank's sum of the new ones alone
-    assert backward(1) == 1.0
-    ddp.close()
+        assert backward(2) == 1.0  # the mean over all tokens
+        with ddp.no_sync():
+            assert backward(3) == 3.0  # this rank's sum of the new ones alone
+        assert backward(1) == 1.0
 
 
 @in_ranks(2)
 @pytest.mark.parametrize("is_torchs", [True, False])
 def test_steps_that_torch_does_not_know_are_not_skipped(is_torchs: bool) -> None:
-    ddp = DistributedDataParallel(nn.Linear(1, 1), config=SyncConfig(nonfinite="skip"))
-    (ddp(ones(1, 1)) * float("inf")).sum().backward()
-    params = list(ddp.parameters())
-    if is_torchs:
-        torch.optim.SGD(params, lr=1.0).step()
-    else:
-        torch._foreach_sub_([param.data for param in params], [param.grad for param in params])
-    assert ddp.module.weight.isfinite().item() == is_torchs
-    ddp.close()
+    with contextlib.closing(DistributedDataParallel(nn.Linear(1, 1), config=SyncConfig(nonfinite="skip"))) as ddp:
+        (ddp(ones(1, 1)) * float("inf")).sum().backward()
+        params = list(ddp.parameters())
+        if is_torchs:
+            torch.optim.SGD(params, lr=1.0).step()
+        else:
+            torch._foreach_sub_([param.data for param in params], [param.grad for param in params])
+        assert ddp.module.weight.isfinite().item() == is_torchs
 
 
 @in_ranks(2)
@@ -415,12 +413,11 @@ def test_with_shards_a_step_of_one_rank_is_an_error() -> None:
     warm, optimizer = sharded(nn.Linear(2, 2))  # imports what the first step needs, which may take longer than the stall
     train(warm, optimizer)
     warm.close()
-    ddp = DistributedDataParallel(nn.Linear(2, 2), config=STALLS)
-    optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.5)
-    train(ddp, optimizer)
-    with pytest.raises(StallTimeout):
-        train(ddp, optimizer, leaves_out=0 if dist.get_rank() else -1)
-    ddp.close()
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 2), config=STALLS)) as ddp:
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.5)
+        train(ddp, optimizer)
+        with pytest.raises(StallTimeout):
+            train(ddp, optimizer, leaves_out=0 if dist.get_rank() else -1)
 
 
 @in_ranks(4)

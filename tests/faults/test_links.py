@@ -1,5 +1,6 @@
 """With root and iproute2: ranks in network namespaces, whose links are cut and throttled while they train."""
 
+import contextlib
 import os
 import re
 import signal
@@ -44,16 +45,15 @@ def trains_until_told(network: Network, here: Path, rank: Rank) -> bool:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(700, 700), nn.Tanh(), nn.Linear(700, 700))  # 4 MB
     begins = [param.detach().clone() for param in model.parameters()]
-    ddp = DistributedDataParallel(model, config=SyncConfig(reduction="ordered"))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    num_steps = 0
-    while not (here / "last").exists() or num_steps < int((here / "last").read_text()):
-        optimizer.zero_grad()
-        loss(ddp, num_steps, rank.number).backward()
-        optimizer.step()
-        num_steps += 1
-        write(here / f"rank-{rank.number}", f"{num_steps} {os.getpid()} {sum('slow' in text for text in rank.logged)}")
-    ddp.close()
+    with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(reduction="ordered"))) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        num_steps = 0
+        while not (here / "last").exists() or num_steps < int((here / "last").read_text()):
+            optimizer.zero_grad()
+            loss(ddp, num_steps, rank.number).backward()
+            optimizer.step()
+            num_steps += 1
+            write(here / f"rank-{rank.number}", f"{num_steps} {os.getpid()} {sum('slow' in text for text in rank.logged)}")
     return rank.number > 0 or is_trained_alone(model, begins, num_steps)
 
 

@@ -1,5 +1,6 @@
 """A rank that keeps others waiting is named, with what it is doing; then the step fails on every rank."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -201,16 +202,15 @@ NO_SUCH_WRAPPER = (
 
 def waits_for_another_wrapper(rank: Rank) -> str:
     rank.meet()
-    first = attach(nn.Linear(4, 3), config=LIMITS)
-    text = error_of_the_first(rank, "another", lambda: DistributedDataParallel(nn.Linear(2, 2), config=LIMITS))
-    if rank.number == 1:
-        text = error_of(lambda: DistributedDataParallel(nn.Linear(2, 2), config=LIMITS))
-    elif rank.number == 0:
-        assert set(map(without_frames, rank.logged)) == {"\n".join(NO_SUCH_WRAPPER)}
-        assert 1 <= len(rank.logged) <= 4  # every 0.4 s, as patience is shortened, and when the time is over
-    third = DistributedDataParallel(nn.Linear(2, 2), config=LIMITS)
-    third(torch.ones(2, 2)).sum().backward()
-    first.close()
+    with contextlib.closing(attach(nn.Linear(4, 3), config=LIMITS)):
+        text = error_of_the_first(rank, "another", lambda: DistributedDataParallel(nn.Linear(2, 2), config=LIMITS))
+        if rank.number == 1:
+            text = error_of(lambda: DistributedDataParallel(nn.Linear(2, 2), config=LIMITS))
+        elif rank.number == 0:
+            assert set(map(without_frames, rank.logged)) == {"\n".join(NO_SUCH_WRAPPER)}
+            assert 1 <= len(rank.logged) <= 4  # every 0.4 s, as patience is shortened, and when the time is over
+        third = DistributedDataParallel(nn.Linear(2, 2), config=LIMITS)
+        third(torch.ones(2, 2)).sum().backward()
     return text
 
 
@@ -237,11 +237,10 @@ def waits_alone(rank: Rank) -> dict[str, str]:
     found = {}
     for name, call in CALLS.items():
         group = dist.new_group([0, 1])  # over which only this model is synchronised: a fault breaks it
-        model = DistributedDataParallel(nn.Linear(4, 3), process_group=group, config=LIMITS)
-        model(torch.ones(2, 4)).sum().backward()
-        path = rank.directory / "checkpoint"
-        found[name] = error_of_the_first(rank, name, lambda: call(model, group, path))  # noqa: B023  now
-        model.close()
+        with contextlib.closing(DistributedDataParallel(nn.Linear(4, 3), process_group=group, config=LIMITS)) as model:
+            model(torch.ones(2, 4)).sum().backward()
+            path = rank.directory / "checkpoint"
+            found[name] = error_of_the_first(rank, name, lambda: call(model, group, path))  # noqa: B023  now
         dist.destroy_process_group(group)
     return found
 

@@ -1,5 +1,6 @@
 """Steps over an emulated link against steps that are simulated from what a run has measured."""
 
+import contextlib
 import os
 import time
 from functools import partial
@@ -38,18 +39,17 @@ def missed(errors: list[float]) -> None:
 # The profile as JSON, and the median of the steps after it, in milliseconds; under one plan.
 def steps(strategy: str, _link: object) -> tuple[str, float]:
     model = Timed(numel=NUMEL, pause_s=PAUSE_S, num_layers=NUM_LAYERS)
-    ddp = DistributedDataParallel(model, config=SyncConfig(strategy=strategy, auto_tune=False))
-    is_plain = strategy == "ddp"
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01) if is_plain else ShardedOptimizer(torch.optim.SGD, ddp, lr=0.01)
-    begins = []
-    for _ in range(NUM_STEPS_FOR_A_PROFILE + NUM_STEPS_COMPARED + 1):
-        begins.append(time.perf_counter())
-        optimizer.zero_grad()
-        ddp(torch.ones(1)).backward()
-        optimizer.step()
-    steps = [(later - earlier) * 1e3 for earlier, later in pairwise(begins)]
-    profile = ddp.profile().to_json()
-    ddp.close()
+    with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(strategy=strategy, auto_tune=False))) as ddp:
+        is_plain = strategy == "ddp"
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01) if is_plain else ShardedOptimizer(torch.optim.SGD, ddp, lr=0.01)
+        begins = []
+        for _ in range(NUM_STEPS_FOR_A_PROFILE + NUM_STEPS_COMPARED + 1):
+            begins.append(time.perf_counter())
+            optimizer.zero_grad()
+            ddp(torch.ones(1)).backward()
+            optimizer.step()
+        steps = [(later - earlier) * 1e3 for earlier, later in pairwise(begins)]
+        profile = ddp.profile().to_json()
     return profile, median(steps[NUM_STEPS_FOR_A_PROFILE:])
 
 
