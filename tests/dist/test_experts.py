@@ -263,8 +263,7 @@ def test_communication_hooks_see_the_dense_parameters_only() -> None:
 
     def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         seen.append(bucket.buffer().numel())
-        work = dist.all_reduce(bucket.buffer().div_(4), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
+        return dist.all_reduce(bucket.buffer().div_(4), async_op=True).get_future().then(lambda done: done.value()[0])
 
     with wrapped_mixture(mixture(), reduction="native") as (ddp, bare, group):
         ddp.register_comm_hook(None, hook)

@@ -314,8 +314,7 @@ def test_mistakes_are_told() -> None:
 
 @in_ranks(2)
 def test_sparse_gradients_are_refused() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
-    with training(model, "zero1", "SGD") as (ddp, opt):
+    with training(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)), "zero1", "SGD") as (ddp, opt):
         ddp(torch.tensor([1, 2])).sum().backward()
         with pytest.raises(ConfigError, match=r"the gradient of '0\.weight' is sparse: it cannot be cut into shards"):
             opt.step()

@@ -28,8 +28,7 @@ OF_THEIR_OWN = ("in hybrid backward", "in expert backward", "in launch")  # test
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("place", [place for place in PLACES if place not in OF_THEIR_OWN])
 def test_a_killed_rank_is_named_on_all_others(place: str, num_ranks: int, record: Record) -> None:
-    fault = PLACES[place].fault("killed", num_ranks)
-    record(f"killed {place}", PLACES[place].told(fault, "RankLost", GONE))
+    record(f"killed {place}", PLACES[place].told(PLACES[place].fault("killed", num_ranks), "RankLost", GONE))
 
 
 @pytest.mark.parametrize("place", ["in forward", "in gathers"])
@@ -41,15 +40,13 @@ def test_a_rank_that_served_the_store_is_named_too(place: str, record: Record) -
 # Of four, rank 3 has no connection of the ring to rank 1.
 @pytest.mark.parametrize("place", ["in backward", "in checkpoint"])
 def test_a_rank_far_away_from_the_killed_one_learns_of_it(place: str, record: Record) -> None:
-    fault = PLACES[place].fault("killed", 4, rank=1)
-    record("killed, not a neighbour", PLACES[place].told(fault, "RankLost", GONE))
+    record("killed, not a neighbour", PLACES[place].told(PLACES[place].fault("killed", 4, rank=1), "RankLost", GONE))
 
 
 @pytest.mark.parametrize("place", ["in hybrid backward", "in expert backward"])
 @pytest.mark.parametrize("faulty", [0, 3])
 def test_a_rank_is_named_in_other_rows_and_columns_and_with_other_experts_too(place: str, faulty: int, record: Record) -> None:
-    fault = PLACES[place].fault("killed", 4, rank=faulty)
-    record(f"killed {place}", PLACES[place].told(fault, "RankLost", GONE))
+    record(f"killed {place}", PLACES[place].told(PLACES[place].fault("killed", 4, rank=faulty), "RankLost", GONE))
 
 
 # What is under way over them is not waited for, and the process ends as the script does.
@@ -206,8 +203,7 @@ RAISES_IN = [
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("place", RAISES_IN)
 def test_an_exception_is_told_to_all_others(place: str, num_ranks: int, record: Record) -> None:
-    fault = PLACES[place].fault("raises", num_ranks)
-    record(f"exception {place}", PLACES[place].told(fault, "PeerFailed", FAILED))
+    record(f"exception {place}", PLACES[place].told(PLACES[place].fault("raises", num_ranks), "PeerFailed", FAILED))
 
 
 @pytest.mark.parametrize(("kind", "name"), [("closes", "closes"), ("leaves", "exits")])

@@ -52,8 +52,7 @@ def loss(model: nn.Module, step: int, *, part: int = 0) -> Tensor:
 @contextlib.contextmanager
 def experts_group() -> Iterator[dist.ProcessGroup]:
     """The group of the ranks with the same experts as this one: 0 and 2, or 1 and 3."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = groups[dist.get_rank() % 2]
+    mine = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
     try:
         yield mine
     finally:
