@@ -113,6 +113,7 @@ CHANGES: dict[str, Callable[[Any, int], object]] = {
 }
 
 
+@pytest.mark.slow
 @in_ranks(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_experts_may_change_and_be_late(name: str) -> None:

@@ -142,6 +142,7 @@ def test_shards_of_experts_over_their_group_make_the_same_model(strategy: str, i
         require_same_model(ddp, bare, group)
 
 
+@pytest.mark.slow
 @in_ranks(4, is_fresh=True)
 def test_a_dropped_wrapper_leaves_parameters_that_have_come() -> None:
     model = mixture()

@@ -102,6 +102,7 @@ def slowly(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
         slow_gathers(ddp, seconds=0.005)
 
 
+@pytest.mark.slow
 @in_ranks(2, 3)
 def test_what_was_not_seen_before_reads_parameters_that_have_come() -> None:
     for case in (Case(lambda: nn.Sequential(Elsewhere()), MLP.loss), Case(Elsewhere, Elsewhere.loss_of)):
@@ -139,6 +140,7 @@ def test_a_graph_from_before_a_step_does_not_go_through_backward() -> None:
             before.backward()
 
 
+@pytest.mark.slow
 @in_ranks(2, 4)
 def test_a_delay_in_a_thread_changes_nothing() -> None:
     def before(ddp: Any, opt: Any, step: int, *, place: str) -> None:
@@ -214,6 +216,7 @@ def test_without_overlap_nothing_is_in_flight_after_a_step() -> None:
             assert gathers_of(ddp).in_flight == {}
 
 
+@pytest.mark.slow
 @in_ranks(2)
 def test_a_compiled_model_waits_as_a_whole() -> None:
     each = lambda ddp, opt, step: one_step(torch.compile(ddp, backend="eager"), opt, step)  # noqa: E731

@@ -95,6 +95,7 @@ def require_read(found: Iterable[Tensor], ddp: DistributedDataParallel, params: 
     assert [torch.equal(mine.view(it.shape), it) for mine, it in zip(values, params, strict=True)] == [True] * len(params), what
 
 
+@pytest.mark.slow
 @in_ranks(2)
 @pytest.mark.parametrize(("strategy", "settings"), [("zero1", SMALL), ("zero2", MIXED), ("zero1", {})])
 def test_a_read_between_steps_sees_what_was_stepped(strategy: str, settings: dict[str, Any]) -> None:
@@ -197,6 +198,7 @@ def slowly(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
         slow_gathers(ddp)
 
 
+@pytest.mark.slow
 @in_ranks(2)
 @pytest.mark.parametrize("how", WRITES)
 def test_a_write_between_steps_is_trained_on(how: str) -> None:
@@ -297,6 +299,7 @@ def test_parameters_stay_in_memory_that_processes_share(after_a_step: bool) -> N
         require_moved(values, parameters(ddp))
 
 
+@pytest.mark.slow
 @in_ranks(2)
 def test_a_compiled_function_sees_what_was_stepped() -> None:
     with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):

@@ -88,6 +88,7 @@ GONE = "RankLost: rank 1 is gone: its process has ended without a word, or was k
 TOLD = "PeerFailed: rank 1 has failed: ValueError: row 7 has no label"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

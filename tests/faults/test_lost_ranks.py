@@ -38,6 +38,7 @@ def test_a_rank_that_served_the_store_is_named_too(place: str, record: Record) -
     record("killed, and it served the store", PLACES[place].told(fault, "RankLost", GONE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["in backward", "in checkpoint"])
 def test_a_rank_far_away_from_the_killed_one_learns_of_it(place: str, record: Record) -> None:
     """Of four, rank 3 has no connection of the ring to rank 1."""
@@ -60,6 +61,7 @@ def test_process_groups_may_be_destroyed_right_after_the_error(place: str, kind:
     assert (survivor.kind, survivor.exit_code) == (error, 1), f"{survivor.log}\n{faulty.log}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["left open", "destroyed"])
 @pytest.mark.parametrize("is_script", [False, True])
 @pytest.mark.parametrize("way", ["a hook of a stopped rank", "trailers of a stopped rank"])

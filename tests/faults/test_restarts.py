@@ -82,6 +82,8 @@ def exit_codes(found: Sequence[Ended]) -> list[int | None]:
     return [rank.exit_code for rank in found]
 
 
+@pytest.mark.smoke
+@pytest.mark.slow
 def test_a_job_goes_on_behind_its_last_checkpoint_with_the_same_bits(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_job_goes_on_behind_its_last_checkpoint_with_the_same_bits(
     require_as_undisturbed(tmp_path, found[2].out, undisturbed, killed_in=11, goes_on_in=9)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_killed_rank_has_half_written_does_not_count(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
@@ -110,6 +113,7 @@ def require_trained_alone(folder: Path, *, batch: int) -> None:
         torch.testing.assert_close(after[name], value, rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_three_ranks_go_on_where_one_of_four_was_killed(tmp_path: Path) -> None:
     """Batches of 53 are no equal shares for either."""
     options = [*OPTIONS, "--batch", "53"]
@@ -125,6 +129,7 @@ def test_three_ranks_go_on_where_one_of_four_was_killed(tmp_path: Path) -> None:
     require_trained_alone(tmp_path, batch=53)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_smaller_than_the_ranks_leaves_one_without_data(tmp_path: Path) -> None:
     found = run(tmp_path, *OPTIONS, "--batch", "159", num_ranks=4)  # 159, 159, 159 and 3
     assert exit_codes(found) == [0] * 4, found[0].log

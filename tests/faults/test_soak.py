@@ -11,6 +11,7 @@ from support.faults import NUM_STEPS
 from support.processes import Ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_as_if_nothing_had_been_or_the_right_error_comes_on_every_rank(kind: str, soak_seed: int) -> None:
     one = next(drawn for number in count() if (drawn := injection(soak_seed, number)).kind == kind)
@@ -18,6 +19,7 @@ def test_training_is_as_if_nothing_had_been_or_the_right_error_comes_on_every_ra
     assert verdict.problems == (), f"{one}\n" + "\n".join([*verdict.problems, f"again: {one.command}"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_is_not_taken_for_the_one_that_is_waited_for() -> None:
     """On a mesh one row is through while in the other a rank is stopped."""
     one = injection(21, 172)

@@ -44,6 +44,7 @@ def test_the_page_has_the_worst_errors_in_its_text() -> None:
     assert f"misses by up to {worst['ring']:.1f} %" in PAGE
 
 
+@pytest.mark.slow
 def test_the_page_has_what_the_inputs_of_gpt3_imply() -> None:
     assert gpt3.inputs_table() in PAGE
     assert gpt3.claim_table() in PAGE
