@@ -8,6 +8,7 @@ from benchmarks.planner import busy_link, model_of
 from undertow.plan import optimal_groups
 
 
+@pytest.mark.slow
 def test_twice_as_many_atoms_would_gain_little_where_most_is_to_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     # Random sizes and times, and a link on which gathers just fit under forward: docs/planning.md says 1.4 % at most.
     params, timing = model_of(300)

@@ -132,6 +132,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.slow
 @in_ranks(2)
 def test_arguments_that_cannot_work_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("outer", "dp"))

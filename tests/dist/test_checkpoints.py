@@ -93,6 +93,7 @@ def run_chain(pools: dict[int, Ranks], folder: Path, setup: Setup, stages: list[
         state, *_ = pools[num_ranks].run(*work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer"])
@@ -102,6 +103,7 @@ def test_training_goes_on_with_the_same_bits(
     run_chain(pools, tmp_path, Setup(case, optimizer=optimizer), CHAINS[chain])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "stages"),
     [

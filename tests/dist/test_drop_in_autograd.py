@@ -291,6 +291,7 @@ def logging_backend(log: list[str]) -> Callable[..., Any]:
     return made  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @in_ranks(2)
 @pytest.mark.parametrize(("make", "width"), [(Layers, WIDTH), (sequential, WIDTH), (Layers, SMALL)])
 @pytest.mark.parametrize("when", ["before", "after", "before attach", "after attach", "in place, attach"])
@@ -323,6 +324,7 @@ def test_graphs_are_cut_where_buckets_end_and_a_small_model_is_one(
         assert between == [{f"gradient_{2 * layer}", f"gradient_{2 * layer + 1}"} for layer in reversed(range(NUM_LAYERS))]
 
 
+@pytest.mark.slow
 @in_ranks(2)
 def test_mixed_precision_cuts_no_graph() -> None:
     """fullgraph=True is an error where anything cuts the graph."""
@@ -341,6 +343,7 @@ def test_mixed_precision_cuts_no_graph() -> None:
     ddp.close()
 
 
+@pytest.mark.slow
 @in_ranks(2, timeout_s=TIMEOUT_S)
 def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
     torch._dynamo.reset()
@@ -375,6 +378,7 @@ def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
     assert [graph for graph in graphs if "linear" not in graph and "tanh" not in graph] == ["mean square", "add_"]
 
 
+@pytest.mark.slow
 @in_ranks(2)
 @pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
 @pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after wrapping"])
@@ -433,6 +437,7 @@ def results(strategy: str, *, eager: bool, run: Callable[[Call], Any]) -> dict[s
         return parameters(ddp)
 
 
+@pytest.mark.slow
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize(("strategy", "eager"), [("ddp", False), ("zero1", False), ("zero1", True)])
 def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str, eager: bool) -> None:

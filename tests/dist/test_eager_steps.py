@@ -213,6 +213,7 @@ def test_it_is_refused_where_it_cannot_be_made(settings: dict[str, Any], text: s
 
 
 # The lane carries gathers between the reductions of the same backward.
+@pytest.mark.slow
 @in_ranks(2, 3)
 def test_gathers_between_reductions_change_nothing() -> None:
     def before(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
@@ -303,6 +304,7 @@ def test_rank_0_plans_the_lane_and_all_follow() -> None:
 
 
 # Whatever is predicted, steps are told to be slower where a gather leaves between reductions.
+@pytest.mark.slow
 @in_ranks(2)
 def test_an_order_that_is_measured_to_be_slower_is_given_up() -> None:
     are_between, reasons = [], []
@@ -330,6 +332,7 @@ def test_an_order_that_is_measured_to_be_slower_is_given_up() -> None:
 
 
 # Look after look another plan, taken with its state; in between rounds that are measured in another order.
+@pytest.mark.slow
 @in_ranks(2, 3)
 def test_other_plans_are_taken_with_their_state() -> None:
     expected = reference(TIED, "ddp", num_steps=40, reduction="ordered")
@@ -338,6 +341,7 @@ def test_other_plans_are_taken_with_their_state() -> None:
     assert dist.get_rank() > 0 or len({plan.fingerprint for plan in seen}) >= 4
 
 
+@pytest.mark.slow
 @in_ranks(2)
 def test_what_is_saved_after_a_step_is_whole() -> None:
     def saved_after_steps(*, eager: bool) -> list[Any]:

@@ -29,6 +29,7 @@ def require_norms(text: str) -> None:
     assert min(float(norm) for norm in re.findall(r"gradient norm (\S+)", text)) > 0.0
 
 
+@pytest.mark.slow
 def test_the_sharded_example_learns_and_saves_what_a_plain_optimizer_can_load(tmp_path: Path) -> None:
     text = output_of("train_sharded.py", tmp_path, num_ranks=2)
     first, last = losses_in(text, 3)
@@ -66,6 +67,7 @@ def test_the_gpt_learns_to_repeat(tmp_path: Path) -> None:
     assert "Where a step goes" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_branches_are_used_as_each_rank_likes(num_ranks: int, tmp_path: Path) -> None:
     text = output_of("branches.py", tmp_path, num_ranks=num_ranks)
@@ -81,6 +83,7 @@ def test_branches_are_used_as_each_rank_likes(num_ranks: int, tmp_path: Path) ->
     assert "Where a step goes" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_bucketing_example_sends_less_often_and_gets_the_same(num_ranks: int, tmp_path: Path) -> None:
     lines = output_of("demo_bucketing.py", tmp_path, num_ranks=num_ranks).splitlines()
@@ -90,6 +93,7 @@ def test_the_bucketing_example_sends_less_often_and_gets_the_same(num_ranks: int
     assert lines[-1] == "gradients equal: yes"
 
 
+@pytest.mark.slow
 def test_the_mixture_of_experts_learns_and_reports_its_experts(tmp_path: Path) -> None:
     text = output_of("experts.py", tmp_path, num_ranks=4)
     first, last = losses_in(text, 6)

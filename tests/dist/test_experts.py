@@ -86,6 +86,7 @@ CHANGES: dict[str, Callable[[Any, int], object]] = {
 }
 
 
+@pytest.mark.slow
 @in_ranks(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_experts_may_change(name: str) -> None:
@@ -97,6 +98,7 @@ def test_experts_may_change(name: str) -> None:
 
 
 # The gradients of others arrive, and leave, in another order.
+@pytest.mark.slow
 @in_ranks(4)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_gradients_of_experts_may_come_late(rank: int) -> None:
@@ -460,6 +462,7 @@ def test_shards_of_experts_over_their_group_make_the_same_model(strategy: str, i
         require_same_model(ddp, bare, group)
 
 
+@pytest.mark.slow
 @in_ranks(4, is_fresh=True)
 def test_a_dropped_wrapper_leaves_parameters_that_have_come() -> None:
     model = mixture()

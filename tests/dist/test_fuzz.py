@@ -242,6 +242,7 @@ def share(request: pytest.FixtureRequest) -> float:
     return 1.0 if request.config.getoption("thorough") else 0.2
 
 
+@pytest.mark.slow
 @in_ranks(2, is_fresh=True, timeout_s=86_400.0)
 @pytest.mark.parametrize(("kind", "num_cases"), [(checkpoints, 60), (texts, 300), (messages, 300)])
 def test_whatever_is_changed_is_read_or_is_an_error_of_ours(

@@ -74,6 +74,7 @@ def test_parts_of_a_model_can_be_attached_one_by_one() -> None:
 
 
 # Ranks may be in different numbers of other groups, late to theirs, and have let go of a wrapper that others still have.
+@pytest.mark.slow
 @in_ranks(3, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("way", WRAP)
 def test_gradients_are_averaged_inside_subgroups_one_after_another(way: str) -> None:

@@ -81,6 +81,7 @@ def _target(descriptor: str) -> str:
         return "the one that lists them"
 
 
+@pytest.mark.slow
 @in_ranks(2)
 @pytest.mark.parametrize("once", [closes, closes_with_shards, drops, fails_on_all_ranks, is_refused])
 def test_nothing_is_left_of_many_wraps(once: Callable[[], None]) -> None:

@@ -39,6 +39,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @in_ranks(2, 3, 4, timeout_s=120)
 @pytest.mark.parametrize("case", ["mlp", "tied transformer", "convolutions"])
 def test_every_plan_has_the_same_bits(case: str) -> None:
@@ -70,6 +71,7 @@ def test_what_rounds_differently_is_near(what: str) -> None:
     assert [name for name in got if not torch.allclose(expected[name], got[name], rtol=1e-5, atol=1e-6)] == []
 
 
+@pytest.mark.slow
 @in_ranks(2, 3, 4)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS.keys() - {"fused AdamW"}))
 def test_every_elementwise_optimizer_has_the_bits_of_the_plain_one(optimizer: str) -> None:
@@ -77,6 +79,7 @@ def test_every_elementwise_optimizer_has_the_bits_of_the_plain_one(optimizer: st
         require_bits(case, optimizer, plans=[{"bucket_cap_mb": 2e-4}])
 
 
+@pytest.mark.slow
 @in_ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_parameters_are_alike_under_every_plan(dtype: torch.dtype) -> None:
@@ -123,6 +126,7 @@ def test_master_weights_remember_what_sixteen_bits_forget() -> None:
 WHOLE = Case(lambda: nn.Linear(20, 12), lambda model, step: model(noise(5, 20, step=step).mul(4).round()).sum())
 
 
+@pytest.mark.slow
 @in_ranks(4)
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 def test_where_sums_are_exact_a_mesh_has_the_bits_of_plain_training(reduction: str) -> None:
@@ -132,6 +136,7 @@ def test_where_sums_are_exact_a_mesh_has_the_bits_of_plain_training(reduction: s
 
 
 # As where sends and receives are not posted: what NCCL would be asked for.
+@pytest.mark.slow
 @in_ranks(4)
 def test_the_collectives_of_a_backend_do_the_same() -> None:
     with over_collectives():
@@ -140,6 +145,7 @@ def test_the_collectives_of_a_backend_do_the_same() -> None:
     require_equal(trained(WHOLE, "ddp", "SGD", num_steps=12), exact)
 
 
+@pytest.mark.slow
 @in_ranks(4)
 @pytest.mark.parametrize("eager", [False, True])
 def test_other_plans_on_the_way_change_no_bit_on_a_mesh(eager: bool) -> None:

@@ -140,6 +140,7 @@ def test_after_close_and_with_strangers() -> None:
         require_moved(before, parameters(ddp))
 
 
+@pytest.mark.slow
 @in_ranks(2, is_fresh=True)
 @pytest.mark.parametrize("keeping", [None, 1], ids=["both drop it", "one keeps it"])
 @pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])

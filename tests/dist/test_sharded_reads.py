@@ -107,6 +107,7 @@ def require_read(found: Iterable[Tensor], ddp: DistributedDataParallel, params: 
     assert [torch.equal(mine.view(it.shape), it) for mine, it in zip(values, params, strict=True)] == [True] * len(params), what
 
 
+@pytest.mark.slow
 @in_ranks(2)
 @pytest.mark.parametrize(("strategy", "settings"), [("zero1", SMALL), ("zero2", MIXED), ("zero1", {})])
 def test_a_read_between_steps_sees_what_was_stepped(strategy: str, settings: dict[str, Any]) -> None:
@@ -185,6 +186,7 @@ def slowly(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
         slow_gathers(ddp)
 
 
+@pytest.mark.slow
 @in_ranks(2)
 @pytest.mark.parametrize("how", WRITES)
 def test_a_write_between_steps_is_trained_on(how: str) -> None:
@@ -283,6 +285,7 @@ def test_parameters_stay_in_memory_that_processes_share(after_a_step: bool) -> N
         require_moved(values, parameters(ddp))
 
 
+@pytest.mark.slow
 @in_ranks(2)
 def test_a_compiled_function_sees_what_was_stepped() -> None:
     with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
@@ -428,6 +431,7 @@ def slowly_later(ddp: DistributedDataParallel, _opt: Any, step: int) -> None:
         slow_gathers(ddp, seconds=0.005)
 
 
+@pytest.mark.slow
 @in_ranks(2, 3)
 def test_what_was_not_seen_before_reads_parameters_that_have_come() -> None:
     for case in (Case(lambda: nn.Sequential(Elsewhere()), MLP.loss), Case(Elsewhere, Elsewhere.loss_of)):
@@ -465,6 +469,7 @@ def test_a_graph_from_before_a_step_does_not_go_through_backward() -> None:
             before.backward()
 
 
+@pytest.mark.slow
 @in_ranks(2, 4)
 def test_a_delay_in_a_thread_changes_nothing() -> None:
     def before(ddp: Any, opt: Any, step: int, *, place: str) -> None:
@@ -540,6 +545,7 @@ def test_without_overlap_nothing_is_in_flight_after_a_step() -> None:
             assert gathers_of(ddp).in_flight == {}
 
 
+@pytest.mark.slow
 @in_ranks(2)
 def test_a_compiled_model_waits_as_a_whole() -> None:
     require_bits(

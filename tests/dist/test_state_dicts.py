@@ -66,6 +66,7 @@ def saved(value: Any) -> bytes:
     return found[0]
 
 
+@pytest.mark.slow
 @in_ranks(2, 3)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 @pytest.mark.parametrize("case", ["mlp", "convolutions"])
@@ -155,6 +156,7 @@ def test_one_rank_may_have_all_of_the_state_until_the_next_step(kind: str) -> No
         )
 
 
+@pytest.mark.slow
 @in_ranks(2, is_fresh=True)
 def test_a_state_dict_on_one_rank_only_is_an_error_on_all() -> None:
     with trained_by(Setup(), num_steps=2) as (model, optimizer):

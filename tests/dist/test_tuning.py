@@ -40,6 +40,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.slow
 @in_ranks(2, 3, timeout_s=120)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("name", TRAINED)
@@ -191,6 +192,7 @@ def test_a_rank_alone_has_a_profile_too() -> None:
 
 
 # With nothing but what is measured: it is looked, decided and explained.
+@pytest.mark.slow
 @in_ranks(2, 3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
@@ -217,6 +219,7 @@ def test_a_wrong_decision_is_refused_on_every_rank() -> None:
             last.backward()
 
 
+@pytest.mark.slow
 @in_ranks(2, 3)
 def test_a_sweep_over_sizes_is_in_the_profile_where_somebody_asks_for_it() -> None:
     with training(MLP.model(), "ddp") as (ddp, _):
@@ -228,6 +231,7 @@ def test_a_sweep_over_sizes_is_in_the_profile_where_somebody_asks_for_it() -> No
     assert sizes >= {4096.0, 65536.0, float(64 * 2**20)}
 
 
+@pytest.mark.slow
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("step_of_the_change", [1, 5, 6, 7, 8, 9])
 def test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times(step_of_the_change: int) -> None:

@@ -176,6 +176,7 @@ def test_what_was_only_accumulated_when_data_ends_is_left_out_with_its_weight(st
     require_as_by_hand(Loop((), is_weighted=True, num_micro=2, ends_within=True), strategy)
 
 
+@pytest.mark.slow
 @in_ranks(4, timeout_s=120.0)
 @pytest.mark.parametrize("name", ["plain", "synchronises twice"])
 def test_rows_of_a_mesh_run_out_of_data_too(name: str) -> None:

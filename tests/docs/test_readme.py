@@ -219,7 +219,7 @@ SHOWN_BY = {
     "With a ShardedOptimizer: sparse gradients": [
         "test_sparse_gradients_are_refused",
         "test_mistakes_are_told",
-        "test_weights_of_a_rank_alone_are_refused_with_shards",
+        "test_what_does_not_go_with_weights_is_refused",
         "test_optimizers_in_backward_do_not_go_with_shards",
     ],
     "What is frozen, added or replaced": [
@@ -241,7 +241,7 @@ SHOWN_BY = {
     "is not stepped, whatever its `.grad`": ["test_with_shards_what_is_frozen_is_not_stepped"],
     "`step()` is for all ranks or none": ["test_with_shards_a_step_of_one_rank_is_an_error"],
     "A change of the plan brings": ["test_shards_move_up_to_so_many_bytes"],
-    "In eager form weights": ["test_weights_of_eager_steps_begin_with_the_first"],
+    "In eager form weights": ["test_weights_that_are_not_sound_are_an_error_on_every_rank_and_update_nothing"],
     "On a mesh each row": ["test_rows_that_have_drifted_apart_stay_so_until_rank_0_is_followed"],
     "Profiles on GPUs": ["test_a_rank_alone_has_a_profile_too"],
     "Plans do not account": [

@@ -38,6 +38,7 @@ def test_a_rank_that_served_the_store_is_named_too(place: str, record: Record) -
 
 
 # Of four, rank 3 has no connection of the ring to rank 1.
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["in backward", "in checkpoint"])
 def test_a_rank_far_away_from_the_killed_one_learns_of_it(place: str, record: Record) -> None:
     record("killed, not a neighbour", PLACES[place].told(PLACES[place].fault("killed", 4, rank=1), "RankLost", GONE))
@@ -58,6 +59,7 @@ def test_process_groups_may_be_destroyed_right_after_the_error(place: str, kind:
 
 
 # Not the backward, nor `destroy_process_group()`, nor the end of the process.
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["left open", "destroyed"])
 @pytest.mark.parametrize("is_script", [False, True])
 @pytest.mark.parametrize("way", ["a hook of a stopped rank", "trailers of a stopped rank"])
@@ -266,6 +268,7 @@ SILENT = "RankLost: rank 1 is gone: its process has ended without a word, or was
 TOLD = "PeerFailed: rank 1 has failed: ValueError: row 7 has no label"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

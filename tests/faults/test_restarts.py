@@ -80,6 +80,8 @@ def exit_codes(found: Sequence[Ended]) -> list[int | None]:
     return [rank.exit_code for rank in found]
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_job_goes_on_behind_its_last_checkpoint_with_the_same_bits(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
@@ -91,6 +93,7 @@ def test_a_job_goes_on_behind_its_last_checkpoint_with_the_same_bits(
 
 
 # Rank 1 brings one file of each checkpoint to the disk: the second is that of step 8.
+@pytest.mark.slow
 def test_a_checkpoint_that_a_killed_rank_has_half_written_does_not_count(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
@@ -109,6 +112,7 @@ def require_trained_alone(folder: Path, *, batch: int) -> None:
 
 
 # Batches of 53 are no equal shares for either.
+@pytest.mark.slow
 def test_three_ranks_go_on_where_one_of_four_was_killed(tmp_path: Path) -> None:
     options = [*OPTIONS, "--batch", "53"]
     first = run(tmp_path, *options, "--kill-rank", "0", "--kill-step", "7", num_ranks=4)
@@ -123,6 +127,7 @@ def test_three_ranks_go_on_where_one_of_four_was_killed(tmp_path: Path) -> None:
     require_trained_alone(tmp_path, batch=53)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_smaller_than_the_ranks_leaves_one_without_data(tmp_path: Path) -> None:
     found = run(tmp_path, *OPTIONS, "--batch", "159", num_ranks=4)  # 159, 159, 159 and 3
     assert exit_codes(found) == [0] * 4, found[0].log

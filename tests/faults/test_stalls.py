@@ -85,6 +85,7 @@ def test_the_report_comes_again_while_the_rank_is_late() -> None:
         assert heads.count(HEAD.format(bucket=FIRST, faulty=1)) >= 2
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, record: Record) -> None:
     fault = PLACES["in data"].fault("late for good", num_ranks, settings=STOPS)

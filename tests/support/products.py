@@ -1,4 +1,7 @@
-"""Fewer items of tests with several parameters: every value of each, not every product."""
+"""Fewer items of tests with several parameters: every value of each, not every product.
+
+The id of a parameter may name several values, as "an infinity, zero1" does.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,7 +18,7 @@ def without_products(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
-    seen: set[tuple[int, str]] = set()
+    seen: set[tuple[int, int, str]] = set()
     chosen = []
     for wanted in (all, any):
         for item in items:
@@ -26,7 +29,7 @@ def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
     return chosen
 
 
-def _values(item: pytest.Item) -> set[tuple[int, str]]:
-    """The id that each parametrize mark has given: `callspec.indices` has the number of the product instead."""
-    callspec = getattr(item, "callspec", None)
-    return set() if callspec is None else set(enumerate(callspec._idlist))
+def _values(item: pytest.Item) -> set[tuple[int, int, str]]:
+    """The values that each parametrize mark has named: `callspec.indices` has the number of the product instead."""
+    ids = [] if (callspec := getattr(item, "callspec", None)) is None else callspec._idlist
+    return {(number, place, value) for number, named in enumerate(ids) for place, value in enumerate(named.split(", "))}

@@ -62,6 +62,7 @@ def test_every_rank_is_connected_to_the_next_and_the_one_before(num_ranks: int) 
         close_all(neighbours)
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_be_connected_leave_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = private.pair
 

@@ -17,6 +17,7 @@ def parsing_error(text: str) -> str:
     return refusal(lambda: schedule_from_text(text))
 
 
+@pytest.mark.slow
 @given(lowerings, st.integers(1, 150))
 def test_text_round_trip(lower: Callable[[int], Schedule], num_buckets: int) -> None:
     schedule = lower(num_buckets)

@@ -312,6 +312,7 @@ def test_gathers_leave_between_reductions_as_long_as_that_is_faster() -> None:
     assert not tuner.has_compared_orders(plan.groups)  # to be answered as soon as the first time
 
 
+@pytest.mark.slow
 @given(
     latency_us=st.floats(10, 5000),
     us_per_byte=st.floats(1e-5, 1e-2),
