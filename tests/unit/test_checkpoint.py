@@ -112,15 +112,8 @@ def test_loading_changes_no_class_of_torchs(saved: Path) -> None:
     data = (saved / ".metadata").read_bytes()
     (saved / ".metadata").write_bytes(data[:2] + set_version + set_method + data[2:])
     before = {cls: dict(vars(cls)) for cls in (torchs.Metadata, torchs.ChunkStorageMetadata)}
-    try:
-        text = refusal(saved)
-    finally:
-        for cls, attributes in before.items():
-            changed = {name for name, value in vars(cls).items() if attributes.get(name) is not value}
-            for name in changed:
-                setattr(cls, name, attributes[name])
-            assert not changed, cls
-    assert ".metadata" in text
+    assert ".metadata" in refusal(saved)
+    assert {cls: dict(vars(cls)) for cls in before} == before
 
 
 def tensor(metadata: Any, name: str = NAME) -> Any:
@@ -313,23 +306,3 @@ def test_what_is_too_deep_to_be_loaded_is_not_saved(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "saved", model) == deep
     text = text_of(CheckpointError, lambda: save_checkpoint(tmp_path / "saved", model, extra=[deep]))
     assert text.startswith("extra does not survive being written as JSON: ")
-
-
-class Counting(nn.Linear):
-    """A module with a state of more than one entry."""
-
-    counts: tuple[int, int] = (0, 0)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"first": self.counts[0], "second": {"third": self.counts[1]}}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.counts = state["first"], state["second"]["third"]
-
-
-def test_an_extra_state_of_a_module_comes_back_whole(tmp_path: Path) -> None:
-    model, other = Counting(1, 1), Counting(1, 1)
-    model.counts = (3, 4)
-    save_checkpoint(tmp_path / "saved", model)
-    load_checkpoint(tmp_path / "saved", other)
-    assert other.counts == (3, 4)

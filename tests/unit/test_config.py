@@ -42,10 +42,8 @@ def experts(**given: Any) -> ExpertGroup:
     return ExpertGroup(**{"match": "a.*", "process_group": None, **given})
 
 
-def test_defaults_that_cannot_be_changed_later() -> None:
+def test_defaults() -> None:
     assert dataclasses.asdict(SyncConfig()) == DEFAULTS
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SyncConfig().overlap = False  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +238,3 @@ REFUSALS: dict[str, tuple[Call, str]] = {
 @pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
 def test_what_cannot_be_set_is_refused(call: Call, text: str) -> None:
     assert refusal(call) == text
-
-
-def test_the_text_of_settings_names_experts() -> None:
-    assert '"experts": [{"divisor": 4, "match": "a.*"}]' in WITH_EXPERTS

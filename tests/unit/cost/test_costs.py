@@ -77,12 +77,6 @@ def test_costs_have_the_shape_of_the_sizes(costs: Costs) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_halving_and_doubling_is_never_slower_than_a_ring(kind: str) -> None:
-    for num_ranks in (2, 4, 8, 64):
-        assert us(HalvingDoublingCosts(LINK, num_ranks=num_ranks), kind) <= us(RingCosts(LINK, num_ranks=num_ranks), kind)
-
-
 POSITIVE = "Give a positive number of ranks."
 MEASURE = "Measure it, or name a link."
 REFUSALS: dict[str, tuple[Call, str]] = {

@@ -17,7 +17,6 @@ from undertow.cost.curve import Line, line_through
 
 Points = tuple[tuple[float, float], ...]
 SIZES = [64 * 1024 * 2**k for k in range(10)]
-GROWING = [1000 * 1.2**k for k in range(41)]
 
 
 def affine(size: Any) -> Any:
@@ -143,32 +142,6 @@ def test_a_point_that_is_no_size_and_time_is_refused(point: Any) -> None:
 )
 def test_samples_become_points(samples: list[tuple[float, float]], points: Points) -> None:
     assert curve_from_samples(samples).points == points
-
-
-@st.composite
-def noisy_samples(draw: st.DrawFn) -> list[tuple[float, float]]:
-    """Ten of each size, 5 % to either side of `affine`, up to four of them ten times as slow."""
-    samples = []
-    for size in SIZES:
-        noise, num_slow = draw(st.lists(st.floats(0.95, 1.05), min_size=10, max_size=10)), draw(st.integers(0, 4))
-        samples += [(float(size), affine(size) * factor * (10 if i < num_slow else 1)) for i, factor in enumerate(noise)]
-    return draw(st.permutations(samples))
-
-
-@given(noisy_samples())
-def test_a_curve_is_recovered_from_noise_and_outliers(samples: list[tuple[float, float]]) -> None:
-    # The sixth of ten at most is no outlier, so the lower median is not: 5 % off. The median of a pool lies between those
-    # of its sizes, of which the smaller size's is the greater one: 5 % off both. Between two such points it is no more.
-    sizes = np.linspace(SIZES[0], SIZES[-1], 200)
-    assert curve_from_samples(samples).us(sizes) == pytest.approx(affine(sizes), rel=0.05 + 1e-12)
-
-
-@pytest.mark.parametrize("first", range(10))
-def test_an_outlier_alone_at_its_size_takes_the_time_of_the_next(first: int) -> None:
-    samples = [(size, affine(size) * (10 if i % 10 == first and i < 40 else 1)) for i, size in enumerate(GROWING)]
-    ratios = curve_from_samples(samples).us(GROWING) / affine(np.array(GROWING))
-    # Sizes are 1.2 apart, so times are no more than that.
-    assert 1 - 1e-12 <= ratios.min() <= ratios.max() <= 1.2
 
 
 @given(st.floats(0, 1e4), st.floats(1e-6, 1), st.integers(0, 9))

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from support.strategies import spec, specs_of_sizes
 from undertow.plan import largest_first, observed, reverse_registration
@@ -30,9 +28,3 @@ from undertow.plan import largest_first, observed, reverse_registration
 )
 def test_an_order(order: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert order == expected
-
-
-@given(st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1)))))
-def test_an_observed_order_is_a_permutation(case: tuple[int, list[int]]) -> None:
-    num_params, arrivals = case
-    assert sorted(observed(num_params, arrivals)) == list(range(num_params))

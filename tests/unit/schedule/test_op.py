@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from support.errors import refusal
 from support.strategies import lowerings
-from undertow.schedule import Buffer, Op, OpKind, Schedule, lower_data_parallel, schedule_from_text
+from undertow.schedule import Buffer, Schedule, lower_data_parallel, schedule_from_text
 
 HEADER = "id lane kind bucket reads writes after"
 
@@ -28,22 +28,12 @@ def test_blank_lines_and_indentation_do_not_matter() -> None:
     assert schedule_from_text("".join(f"\n    {line}   \n" for line in schedule.to_text().splitlines())) == schedule
 
 
-@given(st.integers(1, 150), st.booleans())
-def test_collectives_leave_in_the_order_of_buckets(num_buckets: int, overlap: bool) -> None:
-    assert [op.bucket for op in lower_data_parallel(num_buckets, overlap=overlap).collectives] == list(range(num_buckets))
-
-
 @pytest.mark.parametrize(
     ("other", "overlaps"),
     [(Buffer("grad", 1), True), (Buffer("grad", None), True), (Buffer("grad", 2), False), (Buffer("param", 1), False)],
 )
 def test_buffers_overlap_in_one_bucket_or_in_all(other: Buffer, overlaps: bool) -> None:
     assert Buffer("grad", 1).overlaps(other) == other.overlaps(Buffer("grad", 1)) == overlaps
-
-
-def test_label_is_kind_and_bucket() -> None:
-    ops = [Op(id=0, lane="comm.dp", kind=OpKind.ALL_REDUCE, bucket=bucket) for bucket in (3, None)]
-    assert [op.label for op in ops] == ["all_reduce b3", "all_reduce *"]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "00  compute  fill  b0  -  grad[b0]  -", "id lane kind"])

@@ -37,24 +37,6 @@ SHARDED = trace(
 )
 
 
-@pytest.mark.parametrize(
-    ("spans", "length"),
-    [
-        ([], 0),
-        ([(3, 7)], 4),
-        ([(3, 3)], 0),
-        ([(0, 2), (5, 6)], 3),
-        ([(0, 5), (2, 8)], 8),
-        ([(0, 9), (2, 4)], 9),
-        ([(5, 6), (0, 5)], 6),
-        ([(-4, -1), (-2, 0)], 4),
-    ],
-    ids=["none", "one", "empty", "apart", "crossing", "nested", "touching", "negative"],
-)
-def test_union_counts_what_lies_under_two_intervals_once(spans: list[tuple[float, float]], length: float) -> None:
-    assert union_us(spans) == length
-
-
 @given(intervals)
 def test_union_is_the_number_of_microseconds_under_any_interval(spans: list[tuple[int, int]]) -> None:
     assert union_us(spans) == len({us for start, stop in spans for us in range(start, stop)})
@@ -86,14 +68,6 @@ def test_events_of_a_lane_and_of_all_communication() -> None:
     assert [event.start_us for event in STEP.on_lane("compute")] == [0, 100, 125, 130]
     assert STEP.communication == STEP.on_lane("comm.dp")
     assert [event.duration_us for event in STEP.communication] == [40, 40, 30]
-
-
-@pytest.mark.parametrize(
-    ("ready", "wire", "limit"),
-    [([], [], 0), ([5], [3], 8), ([0, 10], [4, 4], 14), ([0, 10], [40, 4], 44), ([0, 9, 10], [1, 8, 8], 25)],
-)
-def test_limit_examples(ready: list[float], wire: list[float], limit: float) -> None:
-    assert limit_us(ready, wire) == limit
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=12))

@@ -13,7 +13,6 @@ from rich.console import Console
 from support.strategies import spec
 from undertow.cost import CostCurve
 from undertow.plan import ParamSpec, Plan, plan_from_groups
-from undertow.plan.finish import finish_us
 from undertow.profile import Profile
 from undertow.report.explain import print_explanation
 from undertow.tune import Decided, Decision, Explanation, Outcome, Tuner, explanation
@@ -82,14 +81,6 @@ ALTERNATIVES: dict[str, tuple[Plan, Profile, tuple[str, ...]]] = {
 @pytest.mark.parametrize(("plan", "measured", "alternatives"), ALTERNATIVES.values(), ids=ALTERNATIVES)
 def test_alternatives(plan: Plan, measured: Profile, alternatives: tuple[str, ...]) -> None:
     assert explained(plan, measured).alternatives == alternatives
-
-
-def test_alternatives_are_as_much_later_as_they_finish() -> None:
-    timing, costs = profile().timing, profile().costs()
-    groups = ((3, 2), (1, 0)), ((3, 2, 1, 0),), ((3,), (2,), (1, 0)), ((3, 2), (1,), (0,))
-    present, fewer, more, other = (finish_us(PARAMS, each, timing, costs) / 1e3 for each in groups)
-    assert (fewer - present, more - present) == (pytest.approx(1.9), pytest.approx(-0.1))
-    assert other > more
 
 
 def test_two_buckets_of_a_kind_next_to_each_other_may_be_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -154,24 +153,6 @@ def test_a_rank_that_has_not_recorded_the_steps_learns_nothing_and_disturbs_nobo
     whole = [STEP] * 3
     assert measured(whole, records, num_steps=3) == [*measured(whole, num_steps=3), None]
     assert measured(records, [STEP], num_steps=3) == [None, None]
-
-
-maybe_times = st.floats(0, 1e5)
-records_of_any_kind = st.builds(
-    lambda idle_us, arrivals, changes: step(idle_us=idle_us, arrivals=arrivals, **changes),
-    maybe_times,
-    st.dictionaries(st.integers(0, 2), maybe_times),
-    st.sampled_from([{}, {"backwards": ()}]),
-)
-
-
-@given(ranks=st.lists(st.lists(records_of_any_kind, min_size=2, max_size=2), min_size=1, max_size=4))
-def test_no_measurement_has_a_time_that_is_none(ranks: list[list[StepRecord]]) -> None:
-    for it in measured(*ranks, num_steps=2):
-        if it is not None:
-            times = (*it.ready_us, it.forward_us, it.backward_us, it.rest_us, it.synchronised_us, it.spread_us)
-            assert all(math.isfinite(time) and time >= 0 for time in times)
-            assert all(0 < time < math.inf for rows in it.samples.values() for _, time in rows)
 
 
 @pytest.mark.parametrize(
