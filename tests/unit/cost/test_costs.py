@@ -83,7 +83,26 @@ def test_costs_have_the_shape_of_the_sizes(costs: Costs) -> None:
 
 POSITIVE = "Give a positive number of ranks."
 MEASURE = "Measure it, or name a link."
+IMPOSSIBLE = "A point is a size of zero bytes or more and a time of more than zero microseconds."
+ONCE = "Sort the points by size, each size once."
 REFUSALS: dict[str, tuple[Call, str]] = {
+    **{
+        f"a curve of {points}": (lambda points=points: CostCurve(points=points), text)
+        for points, text in (
+            ((), "a cost curve needs one point at least.\n  Measure one size or more."),
+            (((1, 1), (2, 0)), f"point 1 of a cost curve is impossible: (2, 0).\n  {IMPOSSIBLE}"),
+            (((10, 1), (10, 2)), f"point 1 of a cost curve has 10 bytes and follows one of 10.\n  {ONCE}"),
+            (((1, 1), (20.5, 1), (10, 2)), f"point 2 of a cost curve has 10 bytes and follows one of 20.5.\n  {ONCE}"),
+        )
+    },
+    "no samples": (
+        lambda: curve_from_samples([]),
+        "there are no samples to make a cost curve of.\n  Measure one size or more.",
+    ),
+    "a sample that is no number": (
+        lambda: curve_from_samples([(5, 1), (1, math.nan)]),
+        f"point 1 of samples is impossible: (1, nan).\n  {IMPOSSIBLE}",
+    ),
     **{
         f"halving and doubling of {num_ranks}": (
             lambda num_ranks=num_ranks: HalvingDoublingCosts(LINK, num_ranks=num_ranks),
@@ -304,26 +323,6 @@ def test_a_larger_payload_never_costs_less(measured: CostCurve, sizes: list[floa
     last_size, last_time = measured.points[-1]
     assert float(measured.us(last_size)) == last_time
     assert float(measured.us(np.nextafter(last_size, math.inf))) == pytest.approx(last_time, rel=1e-9)
-
-
-IMPOSSIBLE = "A point is a size of zero bytes or more and a time of more than zero microseconds."
-CURVE_REFUSALS: dict[str, Call] = {
-    "a cost curve needs one point at least.\n  Measure one size or more.": lambda: CostCurve(points=()),
-    f"point 1 of a cost curve is impossible: (2, 0).\n  {IMPOSSIBLE}": lambda: CostCurve(points=((1, 1), (2, 0))),
-    "point 1 of a cost curve has 10 bytes and follows one of 10.\n  Sort the points by size, each size once.": lambda: CostCurve(
-        points=((10, 1), (10, 2))
-    ),
-    "point 2 of a cost curve has 10 bytes and follows one of 20.5.\n  Sort the points by size, each size once.": lambda: (
-        CostCurve(points=((1, 1), (20.5, 1), (10, 2)))
-    ),
-    "there are no samples to make a cost curve of.\n  Measure one size or more.": lambda: curve_from_samples([]),
-    f"point 1 of samples is impossible: (1, nan).\n  {IMPOSSIBLE}": lambda: curve_from_samples([(5, 1), (1, math.nan)]),
-}
-
-
-@pytest.mark.parametrize("text", CURVE_REFUSALS)
-def test_what_is_no_curve_is_refused(text: str) -> None:
-    assert refusal(CURVE_REFUSALS[text]) == text
 
 
 @pytest.mark.parametrize(

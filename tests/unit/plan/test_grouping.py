@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import refusal
+from support.errors import Call, refusal
 from support.strategies import ITEMSIZE, param_lists, size_caps, spec, specs_of_sizes
 from undertow.config import SyncConfig
 from undertow.plan import (
@@ -178,25 +178,6 @@ def test_what_keeps_to_every_cap_is_grouped_as_without_pieces(
     assert group_in_pieces(params, within, caps, num_ranks=num_ranks) == group_by_size(params, within, caps)
 
 
-@pytest.mark.parametrize("value", [0, -1, math.nan])
-@pytest.mark.parametrize(
-    ("name", "caps"),
-    [
-        ("cap_bytes", lambda value: {"cap_bytes": value}),
-        ("first_bytes", lambda value: {"cap_bytes": 1, "first_bytes": (value,)}),
-        ("first_bytes", lambda value: {"cap_bytes": 1, "first_bytes": (1, value)}),
-        ("last_bytes", lambda value: {"cap_bytes": 1, "last_bytes": (1, value)}),
-    ],
-    ids=["cap_bytes", "first_bytes", "second of first_bytes", "last_bytes"],
-)
-def test_a_cap_must_be_positive(name: str, caps: Callable[[float], dict[str, Any]], value: float) -> None:
-    assert refusal(lambda: SizeCaps(**caps(value))) == (
-        f"a bucket size must be positive, got {name}={value}.\n"
-        "  the largest sizes of buckets\n"
-        "  Give a size above zero; math.inf puts everything into one bucket."
-    )
-
-
 @pytest.mark.parametrize(
     ("caps", "sizes_mib"),
     [
@@ -246,7 +227,7 @@ def first(params: list[ParamSpec] = PARAMS, *, num_ranks: int = 2, splits: bool 
     return first_plan(params, SyncConfig(**settings), num_ranks=num_ranks, splits=splits)
 
 
-def observed(*, splits: bool = False, **settings: Any) -> Plan:
+def as_observed(*, splits: bool = False, **settings: Any) -> Plan:
     return plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(**settings), num_ranks=2, splits=splits)
 
 
@@ -272,8 +253,8 @@ BUCKETS = {
     "before anything is observed": (first(order="observed", bucket_cap_mb=6), REVERSE[6]),
     "without a cap the size of the model chooses": (first(order="reverse"), REVERSE[1]),
     "largest first goes by size": (first(order="largest_first", bucket_cap_mb=5), [(2,), (0, 3), (1,), (4,)]),
-    "an observed order": (observed(bucket_cap_mb=4), [(1,), (4, 3), (0,), (2,)]),
-    "an observed order by several caps": (observed(bucket_cap_mb=(1, 3, 7)), [(1,), (4, 3), (0, 2)]),
+    "an observed order": (as_observed(bucket_cap_mb=4), [(1,), (4, 3), (0,), (2,)]),
+    "an observed order by several caps": (as_observed(bucket_cap_mb=(1, 3, 7)), [(1,), (4, 3), (0, 2)]),
     "sparse parameters take no room under the caps": (
         first([spec("rows", 9 * MIB, is_sparse=True), *PARAMS], order="reverse", bucket_cap_mb=100),
         [(5,), (4, 3, 2, 1), (0,)],
@@ -284,7 +265,7 @@ BUCKETS = {
         [*pieces(2, (0, 3, 6, 8)), *pieces(0, (0, 3, 6)), (3,), (1,), (4,)],
     ),
     "an observed order in pieces": (
-        observed(bucket_cap_mb=2, splits=True),
+        as_observed(bucket_cap_mb=2, splits=True),
         [(1,), (4,), (3,), *pieces(0, (0, 3, 6)), *pieces(2, (0, 3, 6, 8))],
     ),
 }
@@ -302,7 +283,22 @@ def test_a_pinned_plan_keeps_its_groups_on_any_number_of_ranks(num_ranks: int) -
         assert (plan.groups, plan.num_ranks) == (pinned.groups, num_ranks)
 
 
-REFUSALS: dict[str, tuple[Callable[[], Plan], str]] = {
+REFUSALS: dict[str, tuple[Call, str]] = {
+    **{
+        f"{which} is {value}": (
+            lambda caps=caps, value=value: SizeCaps(**caps(value)),
+            f"a bucket size must be positive, got {which.split()[-1]}={value}.\n"
+            "  the largest sizes of buckets\n"
+            "  Give a size above zero; math.inf puts everything into one bucket.",
+        )
+        for value in (0, -1, math.nan)
+        for which, caps in {
+            "cap_bytes": lambda value: {"cap_bytes": value},
+            "first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (value,)},
+            "second of first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (1, value)},
+            "last_bytes": lambda value: {"cap_bytes": 1, "last_bytes": (1, value)},
+        }.items()
+    },
     **{
         name: (
             lambda params=params: first(params, plan=PINNED.to_json()),
@@ -329,7 +325,7 @@ REFUSALS: dict[str, tuple[Callable[[], Plan], str]] = {
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
-def test_a_pinned_plan_that_does_not_fit_is_refused(call: Callable[[], Plan], text: str) -> None:
+def test_a_cap_or_a_pinned_plan_that_does_not_fit_is_refused(call: Call, text: str) -> None:
     assert refusal(call) == text
 
 

@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.brute_force import NOT_DECREASING, NUM_RANKS, SHAPES, Case, TableCosts, random_case, table_costs, times_us
-from support.errors import refusal, text_of
+from support.errors import refusal
 from support.gpt2_profile import gpt2_profile
 from support.steps import FREE, LineCosts, lines, profile_of, random_profile
 from support.strategies import spec, specs_of_sizes
 from undertow.cost import RingCosts, link_from_text
-from undertow.errors import ConfigError
 from undertow.plan import (
     GathersBehind,
     LaneTimes,
@@ -38,7 +37,6 @@ from undertow.plan import (
 )
 from undertow.plan.atoms import atoms_of, small_pieces, whole_pieces
 from undertow.plan.certificate import limit_us
-from undertow.plan.finish import StepTiming
 from undertow.plan.layout import unit_numel
 from undertow.plan.optimal import SLACK
 from undertow.schedule import ZERO1, gathers_after_reductions, lower_eager, verify
@@ -334,6 +332,11 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         partial(plan, specs_of_sizes(1, 2), timing(0, 0, used=(0,)), line(1, 1)),
         f"each of the 2 parameters must have its used_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
     ),
+    "the times of a lane are not complete": (
+        partial(LaneTimes, ready_us=[1], reduce_us=[], step_us=[1], gather_us=[1], used_us=[1], forward_us=1),
+        "every bucket must have all of its times, got [0, 1] of them.\n  the times of a lane\n"
+        "  Give one time of each kind for each bucket, and at least one bucket.",
+    ),
     "an order that is no permutation": (
         partial(optimal_groups, specs_of_sizes(1, 2), [0, 0], timing(1, 1), line(1, 1), num_ranks=2),
         "an order must hold each of the 2 parameters exactly once.\n"
@@ -446,16 +449,6 @@ def test_an_order_can_be_lowered_and_is_no_worse_than_none(seed: int, num: int) 
     order = eager_order(times)
     verify(lower_eager(num, ZERO1, order), ZERO1, num_buckets=num)
     assert lane_period_us(times, order) <= lane_period_us(times, gathers_after_reductions(num))
-
-
-def test_times_of_a_lane_are_complete() -> None:
-    assert text_of(
-        ConfigError, lambda: LaneTimes(ready_us=[1], reduce_us=[], step_us=[1], gather_us=[1], used_us=[1], forward_us=1)
-    ) == (
-        "every bucket must have all of its times, got [0, 1] of them.\n"
-        "  the times of a lane\n"
-        "  Give one time of each kind for each bucket, and at least one bucket."
-    )
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6))

@@ -236,7 +236,23 @@ def test_a_text_that_is_no_plan_is_refused(text: Any, error: str) -> None:
     assert text_of(ConfigError, lambda: Plan.from_json(text)) == error
 
 
+SLOT_REMEDY = "A slot starts at zero or later and does not end before it starts."
+PIECE_REMEDY = "A piece begins at zero or later and does not end before it begins."
 REFUSALS: dict[str, tuple[Call, str]] = {
+    **{
+        f"the slot [{start}, {stop}) from {first} on": (
+            lambda start=start, stop=stop, first=first: Slot(param=5, start=start, stop=stop, first=first),
+            f"the slot of parameter 5 is impossible: [{start}, {stop}), first element {first}.\n  {SLOT_REMEDY}",
+        )
+        for start, stop, first in ((-1, 0, 0), (3, 2, 0), (3, 4, -1))
+    },
+    **{
+        f"the piece [{first}, {stop})": (
+            lambda first=first, stop=stop: piece(5, first, stop),
+            f"the piece of parameter 5 is impossible: [{first}, {stop}).\n  {PIECE_REMEDY}",
+        )
+        for first, stop in ((-1, 0), (3, 2))
+    },
     "a slot too large": (
         lambda: with_bucket(1, slots=(Slot(param=2, start=0, stop=4),)),
         f"{EACH_ONCE}parameter 2 ('half') has elements [0, 3), its slots hold [0, 4) in bucket 1{IN_PIECES}",
@@ -313,24 +329,6 @@ def test_trailer_of_another_bucket_has_no_verdict() -> None:
 def test_a_slot_knows_what_of_its_parameter_it_holds() -> None:
     slot = Slot(param=5, start=10, stop=14, first=3)
     assert (slot.numel, slot.piece, slot.piece.numel) == (4, Piece(param=5, first=3, stop=7), 4)
-
-
-SLOT_REMEDY = "A slot starts at zero or later and does not end before it starts."
-PIECE_REMEDY = "A piece begins at zero or later and does not end before it begins."
-LAYOUT_REFUSALS: dict[str, Call] = {
-    f"the slot of parameter 5 is impossible: [-1, 0), first element 0.\n  {SLOT_REMEDY}": lambda: Slot(param=5, start=-1, stop=0),
-    f"the slot of parameter 5 is impossible: [3, 2), first element 0.\n  {SLOT_REMEDY}": lambda: Slot(param=5, start=3, stop=2),
-    f"the slot of parameter 5 is impossible: [3, 4), first element -1.\n  {SLOT_REMEDY}": lambda: Slot(
-        param=5, start=3, stop=4, first=-1
-    ),
-    f"the piece of parameter 5 is impossible: [-1, 0).\n  {PIECE_REMEDY}": lambda: Piece(param=5, first=-1, stop=0),
-    f"the piece of parameter 5 is impossible: [3, 2).\n  {PIECE_REMEDY}": lambda: Piece(param=5, first=3, stop=2),
-}
-
-
-@pytest.mark.parametrize("text", LAYOUT_REFUSALS)
-def test_an_impossible_range_is_refused(text: str) -> None:
-    assert refusal(LAYOUT_REFUSALS[text]) == text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import undertow
 from support.errors import text_of
 from undertow import ConfigError, WrongType
-from undertow.errors import ConfigError, WrongType
 from undertow.runtime.comm_hook import CommHook, HookedBucket
 
 BUFFER = torch.arange(6.0)

@@ -327,10 +327,6 @@ def test_an_eager_step_is_lowered_so() -> None:
 HEADER = "id lane kind bucket reads writes after"
 
 
-def parsing_error(text: str) -> str:
-    return refusal(lambda: schedule_from_text(text))
-
-
 @given(lowerings, st.integers(1, 150))
 def test_text_round_trip(lower: Callable[[int], Schedule], num_buckets: int) -> None:
     schedule = lower(num_buckets)
@@ -350,53 +346,41 @@ def test_buffers_overlap_in_one_bucket_or_in_all(other: Buffer, overlaps: bool) 
     assert Buffer("grad", 1).overlaps(other) == other.overlaps(Buffer("grad", 1)) == overlaps
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "00  compute  fill  b0  -  grad[b0]  -", "id lane kind"])
-def test_text_without_its_header_is_no_schedule(text: str) -> None:
-    assert parsing_error(text) == f"this is no schedule: the first line is not its header.\n  Expected: {HEADER}"
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("00  compute  fill  b0", "it has 4 columns, expected 7"),
-        ("00 compute fill b0 - grad[b0] -", "it has 1 columns, expected 7"),
-        ("00  compute  fill  b0  -  grad[b0]  -  -", "it has 8 columns, expected 7"),
-        ("no  compute  fill  b0  -  grad[b0]  -", "invalid literal for int() with base 10: 'no'"),
-        ("00  compute  pour  b0  -  grad[b0]  -", "'pour' is not a valid OpKind"),
-        ("00  compute  fill  7  -  grad[b0]  -", "'7' is no bucket"),
-        ("00  compute  fill  b0  -  grad  -", "'grad' is no buffer"),
-        ("00  compute  fill  b0  -  grad[0]  -", "'grad[0]' is no buffer"),
-        ("00  compute  fill  b0  -  grad[b0]  first", "invalid literal for int() with base 10: 'first'"),
-    ],
-)
-def test_a_line_that_is_no_op_is_named(line: str, reason: str) -> None:
-    assert parsing_error(f"{HEADER}\n{line}") == (
-        f"this line is no op: {line!r}.\n  {reason}\n"
-        "  Columns are two spaces apart, items of one column one space; an empty column is '-'."
-    )
-
-
-@pytest.mark.parametrize(
-    ("op_id", "after"), [(1, "-"), (0, "0"), (0, "3"), (0, "-1")], ids=["number", "itself", "later", "negative"]
-)
-def test_ops_out_of_order_are_refused(op_id: int, after: str) -> None:
-    ids = [] if after == "-" else [int(after)]
-    assert parsing_error(f"{HEADER}\n{op_id:02d}  compute  fill  b0  -  grad[b0]  {after}") == (
-        f"op {op_id} (fill b0) stands at position 0 and comes after {ids}.\n  schedule\n"
-        "  Number ops from 0 in order; an op may only come after ops with smaller ids."
-    )
-
-
 def test_a_strategy_is_found_by_its_name() -> None:
     assert [strategy_named(name) for name in (None, "ddp", "zero1", "zero2", "hybrid")] == [DDP, DDP, ZERO1, ZERO2, HYBRID]
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("zero3", "Use torch.distributed.fsdp.fully_shard to shard parameters."),
-        ("zero", "Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'."),
-    ],
-)
-def test_another_strategy_is_refused_with_the_way_out(name: str, remedy: str) -> None:
-    assert refusal(lambda: strategy_named(name)) == f"there is no strategy {name!r}.\n  strategy\n  {remedy}"
+# The text of a schedule, and why it is none.
+REFUSALS = {
+    **dict.fromkeys(
+        ("", "\n\n", "00  compute  fill  b0  -  grad[b0]  -", "id lane kind"),
+        f"this is no schedule: the first line is not its header.\n  Expected: {HEADER}",
+    ),
+    **{
+        f"{HEADER}\n{line}": f"this line is no op: {line!r}.\n  {reason}\n"
+        "  Columns are two spaces apart, items of one column one space; an empty column is '-'."
+        for line, reason in (
+            ("00  compute  fill  b0", "it has 4 columns, expected 7"),
+            ("00 compute fill b0 - grad[b0] -", "it has 1 columns, expected 7"),
+            ("00  compute  fill  b0  -  grad[b0]  -  -", "it has 8 columns, expected 7"),
+            ("no  compute  fill  b0  -  grad[b0]  -", "invalid literal for int() with base 10: 'no'"),
+            ("00  compute  pour  b0  -  grad[b0]  -", "'pour' is not a valid OpKind"),
+            ("00  compute  fill  7  -  grad[b0]  -", "'7' is no bucket"),
+            ("00  compute  fill  b0  -  grad  -", "'grad' is no buffer"),
+            ("00  compute  fill  b0  -  grad[0]  -", "'grad[0]' is no buffer"),
+            ("00  compute  fill  b0  -  grad[b0]  first", "invalid literal for int() with base 10: 'first'"),
+        )
+    },
+    **{
+        f"{HEADER}\n{op_id:02d}  compute  fill  b0  -  grad[b0]  {after}": (
+            f"op {op_id} (fill b0) stands at position 0 and comes after {ids}.\n  schedule\n"
+            "  Number ops from 0 in order; an op may only come after ops with smaller ids."
+        )
+        for op_id, after, ids in ((1, "-", []), (0, "0", [0]), (0, "3", [3]), (0, "-1", [-1]))
+    },
+}
+
+
+@pytest.mark.parametrize("text", REFUSALS)
+def test_what_is_no_schedule_is_refused(text: str) -> None:
+    assert refusal(lambda: schedule_from_text(text)) == REFUSALS[text]

@@ -181,7 +181,7 @@ def test_union_is_the_number_of_microseconds_under_any_interval(spans: list[tupl
         (overlap_of(trace(("compute", "backward", 0, 100))), (0, 0, 0, None)),
         (Overlap(total_us=10, exposed_us=12), (10, 12, 0, 0)),
     ],
-    ids=["a step", "gathers that began before it", "no communication", "a wait for longer than the link was in use"],
+    ids=["a step", "gathers that began before it", "no communication", "a longer wait than communication"],
 )
 def test_overlap(overlap: Overlap, expected: tuple[float | None, ...]) -> None:
     assert (overlap.total_us, overlap.exposed_us, overlap.hidden_us, overlap.fraction) == expected
