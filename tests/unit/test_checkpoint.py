@@ -77,20 +77,6 @@ def rename_all(name: Any) -> Callable[[Path], None]:
     return change
 
 
-def link(path: Path) -> None:
-    there = path.parent.with_name(f"other{path.name}")
-    shutil.move(path, there)
-    path.symlink_to(there)
-
-
-def special(make: Callable[[Path], None]) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return change
-
-
 OTHER_NAMES = {
     "another checkpoint": "../other/__0_0.distcp",
     "an absolute path": "{parent}/other/__0_0.distcp",
@@ -100,7 +86,12 @@ OTHER_NAMES = {
     "digits of another script": "__\u0660_0.distcp",
     "a number": 7,
 }
-SPECIAL = {"a link": link, "a folder": special(Path.mkdir), "a fifo": special(os.mkfifo)}  # who opened that would wait for ever
+# What is there instead of a file, which is elsewhere now. Who opened a fifo would wait for ever.
+SPECIAL: dict[str, Callable[[Path, Path], object]] = {
+    "a link": Path.symlink_to,
+    "a folder": lambda path, _: path.mkdir(),
+    "a fifo": lambda path, _: os.mkfifo(path),
+}
 
 
 def test_the_folder_may_be_reached_through_a_link(saved: Path) -> None:
@@ -137,11 +128,6 @@ def change_shape(*shape: int, chunk: tuple[int, ...] | None = None) -> Callable[
     return change
 
 
-def same_bytes_twice(metadata: Any) -> None:
-    one = of(metadata)
-    vars(of(metadata, "model.1.weight")).update(offset=one.offset, length=one.length)
-
-
 METADATA: dict[str, Callable[[Any], object]] = {
     "shape that no memory holds": change_shape(2**40, 2**20, chunk=(2**40, 2**20)),
     "shape beyond 64 bits": change_shape(2**62, 2**62, chunk=(2**62, 2**62)),
@@ -150,7 +136,9 @@ METADATA: dict[str, Callable[[Any], object]] = {
     "no pieces": set_fields(tensor, chunks=[]),
     "a piece twice": lambda metadata: vars(tensor(metadata)).update(chunks=tensor(metadata).chunks * 2),
     "pieces that leave something out": set_fields(lambda metadata: tensor(metadata).chunks[0], sizes=torch.Size((2, 2))),
-    "bytes that two tensors claim": same_bytes_twice,
+    "bytes that two tensors claim": lambda metadata: vars(of(metadata, "model.1.weight")).update(
+        offset=of(metadata).offset, length=of(metadata).length
+    ),
     "negative offset": set_fields(of, offset=-1),
     "negative length": set_fields(of, length=-1),
     "offset beyond all files": set_fields(of, offset=2**70),
@@ -186,6 +174,10 @@ PICKLES = {
     "a number of a million digits": b"\x80\x04\x8b\x00\x00\x10\x00" + b"\x01" * 0x100000 + b".",
     "the call of a text": b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.",
     "the call of what it has": b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)R)R.",
+    "a function": b"cos\ngetcwd\n.",
+    "a function of a module there": b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.getcwd\x93.",
+    "a number": b"K\x01.",
+    "nothing": b"",
     "an attribute of torch": b"\x80\x04\x8c\x05torch\x8c\x06onnx.x\x93.",
 }
 
@@ -256,11 +248,11 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     },
     **{
         f"{name} is {kind}": (
-            lambda saved, name=name, change=change: change(saved / name),
+            lambda saved, name=name, make=make: make(saved / name, (saved / name).rename(saved.with_name(f"other{name}"))),
             f"{re.escape(name)} is not a regular file",
         )
         for name in ("undertow.json", ".metadata", DATA)
-        for kind, change in SPECIAL.items()
+        for kind, make in SPECIAL.items()
     },
     **{
         name: (lambda saved, change=change: rewrite(saved, change), rf"^{CANNOT}(\.metadata|__0_0\.distcp) .*\n  {{saved}}")

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from support.brute_force import NOT_DECREASING, NUM_RANKS, SHAPES, Case, TableCosts, random_case, table_costs, times_us
 from support.errors import refusal
-from support.gpt2_profile import gpt2_profile
 from support.steps import FREE, LineCosts, lines, profile_of, random_profile
 from support.strategies import spec, specs_of_sizes
-from undertow.cost import RingCosts, link_from_text
 from undertow.plan import (
     GathersBehind,
     LaneTimes,
@@ -50,7 +48,6 @@ each_form = pytest.mark.parametrize("has_shards", [False, True], ids=["whole", "
 
 
 def line(launch_us: float, us_per_byte: float) -> LineCosts:
-    """One cost for every collective."""
     return lines((launch_us, us_per_byte), gather=(launch_us, us_per_byte))
 
 
@@ -253,7 +250,6 @@ def test_merging_greedily_takes_up_to_twice_as_long_as_the_optimum(num: int, rat
 
 
 def coarse(patch: pytest.MonkeyPatch, max_atoms: int, solve_it: Callable[[], Optimum]) -> Optimum:
-    """What is solved over so many atoms at most."""
     with patch.context() as patched:
         for name in ("_MAX_ATOMS", "_MAX_ATOMS_WITH_SHARDS"):
             patched.setattr(optimal, name, max_atoms)
@@ -298,15 +294,6 @@ def test_pieces_begin_at_multiples_of_the_shards_unit_and_keep_to_the_largest_bu
     assert len(pieces) > cap // 4 // unit // 12  # a 64th of all bytes is below the cap
     assert {piece.first % unit for piece in pieces} == {0}
     assert all(piece.numel * 4 <= cap for piece in pieces)
-
-
-@pytest.mark.parametrize(("link", "num_ranks"), [("25gbit,10us", 8), ("100gbit,5us", 8), ("100gbit,5us", 64)])
-def test_twice_as_many_atoms_would_gain_nothing_on_gpt2(link: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile, costs = gpt2_profile(), RingCosts(link_from_text(link), num_ranks=num_ranks)
-    given = profile.params, profile.order, profile.timing, costs
-    solve_it = partial(optimal_groups, *given, num_ranks=num_ranks, has_shards=True)
-    # Half of the slack that fewer buckets are worth.
-    assert solve_it().best_us == pytest.approx(coarse(monkeypatch, 256, solve_it).best_us, rel=1e-3)
 
 
 TOO_SMALL = partial(plan, specs_of_sizes(*[10] * 3000), timing(*range(3000)), line(1, 1))

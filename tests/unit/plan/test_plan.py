@@ -362,7 +362,6 @@ def test_signature_is_the_bits_and_their_complements() -> None:
 
 
 def summed(signatures: Iterable[tuple[int, ...]]) -> list[bool]:
-    """What the ranks' signatures look like after their sum."""
     return [sum(column) != 0 for column in zip(*signatures, strict=True)]
 
 

@@ -204,7 +204,6 @@ WHOLE_TEXT = """\
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    """The least that a profile needs."""
     params = [{"name": "a", "shape": 5, "ready_us": 2}, {"name": "b", "shape": [2, 3], "ready_us": 1}]
     return {"undertow_profile": 1, "forward_us": 1, "backward_us": 2, "params": params, **changes}
 

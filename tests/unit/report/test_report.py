@@ -119,7 +119,6 @@ def test_steps_without_communication_or_without_anything_can_be_drawn(tmp_path: 
 
 
 def drawn(traces: dict[str, Trace], monkeypatch: pytest.MonkeyPatch) -> Figure:
-    """The figure that would be written."""
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, _path: figures.append(figure))
     save_timeline(traces, "unused.png")

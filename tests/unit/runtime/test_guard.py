@@ -226,8 +226,6 @@ def test_a_worker_that_cannot_start_is_not_waited_for(at_exit: list[Any], monkey
 
 
 class Lost:
-    """A group, one of whose ranks is gone."""
-
     is_broken = True
 
 

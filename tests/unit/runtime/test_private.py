@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -125,22 +124,6 @@ def test_a_hook_on_the_accumulating_node_runs_after_the_gradient_is_there() -> N
     assert private.accumulating_node(param) is node
 
 
-def test_optimizers_in_backward_are_found_and_disarmed() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.* is deprecated", DeprecationWarning)  # torch's own use of it
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    params = [ones(), ones()]
-    assert private.optimizers_in_backward(params[0]) == ()
-    _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.5})
-    assert [type(optimizer) for optimizer in private.optimizers_in_backward(params[0])] == [torch.optim.SGD]
-    private.disarm_optimizers_in_backward(params[0])
-    sum(param.sum() for param in params).backward()
-    assert [param.tolist() for param in params] == [[1, 1], [0.5, 0.5]]
-    for optimizer in private.optimizers_in_backward(params[0]):
-        optimizer.step()  # there is a gradient
-    assert params[0].tolist() == [0.5, 0.5]
-
-
 def test_arguments_of_a_forward_keep_their_structure_when_they_are_moved() -> None:
     x = torch.ones(2)
     inputs, kwargs = private.moved_to_device((x, [x, 3], "text"), {"a": {"b": x}}, torch.device("meta"))
@@ -216,26 +199,6 @@ def test_what_is_there_may_be_taken_out_before_a_gradient_is_added() -> None:
     (3 * param).sum().backward()
     assert param.grad is not earlier
     assert (param.grad.tolist(), earlier.tolist()) == ([3.0, 3.0], [1.0, 1.0])
-
-
-def test_a_pair_of_gloos_tells_both_sides_of_its_end_and_torch_knows_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store, within, forever = dist.HashStore(), timedelta(seconds=30), timedelta(days=3650)
-    with ThreadPoolExecutor(2) as threads:
-        pairs = list(threads.map(lambda place: private.pair(store, "pair", place, private.gloo_device(), within), range(2)))
-    assert not dist.is_initialized()
-    received = torch.zeros(3)
-    works = [pairs[1].recv([tensor], 0, 7) for tensor in (received, torch.zeros(3))]
-    other = pairs[0].recv([torch.zeros(3)], 1, 7)
-    pairs[0].send([torch.ones(3)], 1, 7).wait(within)
-    private.disconnect(pairs[0])
-    works[0].wait(within)  # it was there before the end
-    assert torch.equal(received, torch.ones(3))
-    with pytest.raises(RuntimeError, match="Application timeout caused pair closure"):
-        other.wait(forever)
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        works[1].wait(forever)
-    private.disconnect(pairs[0])  # again, which does nothing
 
 
 def test_the_default_groups_device_connects_pairs(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:

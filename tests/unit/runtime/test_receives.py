@@ -125,12 +125,6 @@ def test_closing_before_a_message_has_come_is_said(wire: Wire, caplog: pytest.Lo
     message.come()  # or its thread would wait on
 
 
-def test_receives_can_be_posted_again_after_closing(receives: Receives) -> None:
-    post(receives, Message(1).come()).wait()
-    receives.close(10.0)
-    assert post(receives, Message(1).come()).wait()
-
-
 LINK = Link(name="slow", hop_s=1.0, bytes_per_s=10.0)
 
 

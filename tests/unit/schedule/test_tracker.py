@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -40,7 +40,7 @@ BY_BUCKET = lower_data_parallel(3)
 WHOLE = [(1, 0), (2,), (3,)]  # parameters of each bucket
 PIECES = [(1, 0), (0, 2), (0,)]
 ALL_LEAVE = "end: pack b0, all_reduce b0, pack b1, all_reduce b1, pack b2, all_reduce b2"
-AFTER_REPEATS = ["0:", "1: pack b0, all_reduce b0", "0:", "repeats: True", "learn:"]  # of WHOLE
+AFTER_REPEATS = ["0:", "1: pack b0, all_reduce b0", "0:", "repeats: True", "learn:", "reset:"]  # of WHOLE
 
 SCRIPTS = {
     "a full bucket is packed and leaves": (BY_BUCKET, WHOLE, ["1:", "0: pack b0, all_reduce b0"]),
@@ -88,7 +88,7 @@ SCRIPTS = {
     "learning from a round without repeats forgets them": (
         BY_BUCKET,
         WHOLE,
-        [*AFTER_REPEATS, "0:", "1:", "learn:", "0:", "1: pack b0, all_reduce b0"],
+        [*AFTER_REPEATS, "0:", "1:", "learn:", "reset:", "0:", "1: pack b0, all_reduce b0"],
     ),
     "what is only noted has arrived and releases nothing": (
         BY_BUCKET,
@@ -114,37 +114,36 @@ SCRIPTS = {
         BY_BUCKET,
         PIECES,
         [
-            *("0:", "1: pack b0, all_reduce b0", "2: pack b1, all_reduce b1", "0:", "repeats: True", "learn:"),
+            *("0:", "1: pack b0, all_reduce b0", "2: pack b1, all_reduce b1", "0:", "repeats: True", "learn:", "reset:"),
             *("0:", "1:", "2:", "0: pack b0, all_reduce b0, pack b1, all_reduce b1", "repeats: False", "0:", "repeats: True"),
         ],
     ),
 }
 
 
+def named(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, sorted(numbers)))
+
+
+# What an event releases, or the state that is asked for.
+EVENTS: dict[str, Callable[..., Any]] = {
+    "end": lambda tracker: tracker.end_backward(),
+    "join": lambda tracker: tracker.join(),
+    "reset": lambda tracker: tracker.reset(),
+    "learn": lambda tracker: tracker.arrivals.learn_repeats(),
+    "note": lambda tracker, param: tracker.arrivals.note(int(param)),
+    "arrive": lambda tracker, param: tracker.arrive(int(param)),
+    "arrived": lambda tracker: named(tracker.arrivals.arrived),
+    "missing": lambda tracker: " | ".join(named(tracker.arrivals.missing(bucket)) or "-" for bucket in range(3)),
+    "repeats": lambda tracker: str(tracker.arrivals.has_repeats),
+}
+
+
 def after(tracker: Tracker, event: str) -> str:
-    """What an event releases: an arrival, if it is a number. Or the state that is asked for."""
-    arrivals, ops = tracker.arrivals, list[Op]()
-    match event.split():
-        case ["end"]:
-            ops += tracker.end_backward()
-        case ["join"]:
-            ops += tracker.join()
-        case ["reset"]:
-            tracker.reset()
-        case ["learn"]:
-            arrivals.learn_repeats()
-            tracker.reset()
-        case ["note", param]:
-            arrivals.note(int(param))
-        case ["arrived"]:
-            return " ".join(map(str, sorted(arrivals.arrived)))
-        case ["missing"]:
-            return " | ".join(" ".join(map(str, sorted(arrivals.missing(bucket)))) or "-" for bucket in range(3))
-        case ["repeats"]:
-            return str(arrivals.has_repeats)
-        case [param]:
-            ops += tracker.arrive(int(param))
-    return ", ".join(op.label for op in ops)
+    """An event that is a number is an arrival."""
+    name, *given = event.split() if event.split()[0] in EVENTS else ("arrive", event)
+    found = EVENTS[name](tracker, *given) or ()
+    return found if isinstance(found, str) else ", ".join(op.label for op in found)
 
 
 @pytest.mark.parametrize(("schedule", "buckets", "script"), SCRIPTS.values(), ids=SCRIPTS)
@@ -240,25 +239,22 @@ class Heard:
     def after(self, event: str) -> str:
         """What is called at an event: an arrival, if it is a number."""
         self.calls.clear()
-        arrivals, (name, *given) = self.arrivals, event.split()
-        match name:
-            case "each":
-                arrivals.call_at_each(lambda param: self.calls.append(f"p{param}"))
-            case "none":
-                arrivals.call_at_each(None)
-            case "note":
-                arrivals.note(int(given[0]))
-            case "enter":
-                self.traversal = int(given[0])
-            case "regroup":
-                arrivals.regroup([tuple(map(int, bucket)) for bucket in given])
-            case "state":
-                return f"arrived {sorted(arrivals.arrived)}, repeats {arrivals.has_repeats}"
-            case "learn_repeats" | "reset" | "forget_traversal":
-                getattr(arrivals, name)()
-            case param:
-                arrivals.arrive(int(param))
-        return ", ".join(self.calls)
+        name, *given = event.split() if event.split()[0] in CALLS else ("arrive", event)
+        return CALLS[name](self, *given) or ", ".join(self.calls)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "arrive": lambda it, param: it.arrivals.arrive(int(param)),
+    "each": lambda it: it.arrivals.call_at_each(lambda param: it.calls.append(f"p{param}")),
+    "none": lambda it: it.arrivals.call_at_each(None),
+    "note": lambda it, param: it.arrivals.note(int(param)),
+    "enter": lambda it, traversal: vars(it).update(traversal=int(traversal)),
+    "regroup": lambda it, *buckets: it.arrivals.regroup([tuple(map(int, bucket)) for bucket in buckets]),
+    "state": lambda it: f"arrived {sorted(it.arrivals.arrived)}, repeats {it.arrivals.has_repeats}",
+    "learn_repeats": lambda it: it.arrivals.learn_repeats(),
+    "reset": lambda it: it.arrivals.reset(),
+    "forget_traversal": lambda it: it.arrivals.forget_traversal(),
+}
 
 
 ARRIVALS_SCRIPTS = {

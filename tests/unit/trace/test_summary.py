@@ -230,7 +230,6 @@ def transfer(num_bytes: int, start_us: float, stop_us: float) -> Transfer:
 
 
 def exact(sizes: Sequence[int]) -> tuple[tuple[float, Any], ...]:
-    """The samples of collectives of those sizes, to rounding."""
     return tuple((size, pytest.approx(cost_us(size))) for size in sizes)
 
 
@@ -245,25 +244,11 @@ def queued(sizes: Sequence[int]) -> list[Transfer]:
     return [transfer(size, 0.0, float(end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def shared(launches: Sequence[tuple[int, float]], *, most: int) -> list[Transfer]:
-    """As many as `most` at a time share the link evenly; each needs its cost of it."""
-    waiting, active, done, now = list(enumerate(launches)), dict[int, float](), dict[int, float](), 0.0
-    while waiting or active:
-        while waiting and len(active) < most and waiting[0][1][1] <= now:
-            at, (size, _) = waiting.pop(0)
-            active[at] = cost_us(size)
-        first_end = now + min(active.values()) * len(active) if active else np.inf
-        is_room = bool(waiting) and len(active) < most
-        then = min(first_end, waiting[0][1][1]) if is_room else first_end
-        active = {at: left - (then - now) / len(active) for at, left in active.items()}
-        now = then
-        ended = [at for at, left in active.items() if left <= 1e-6]
-        done |= dict.fromkeys(ended, now)
-        active = {at: left for at, left in active.items() if at not in ended}
-    return [transfer(size, start, done[at]) for at, (size, start) in enumerate(launches)]
-
-
-TOGETHER = shared([(SIZES[1], 0.0), (SIZES[3], 0.0)], most=2)
+# Each has half of the link until the first one is through.
+TOGETHER = [
+    transfer(SIZES[1], 0.0, 2 * cost_us(SIZES[1])),
+    transfer(SIZES[3], 0.0, cost_us(SIZES[1]) + cost_us(SIZES[3])),
+]
 LENGTHS, STALLS = (1, 2, 3, 5), [queued(SIZES[: 1 + at % 5]) for at in range(19)]
 # The steps, and the sizes of the first samples, which are exact.
 STEPS: dict[str, tuple[list[list[Transfer]], Sequence[int]]] = {
@@ -304,10 +289,6 @@ def test_samples_of_one_step(steps: list[Transfer], samples: tuple[tuple[float, 
     assert cost_samples([steps]) == tuple((size, pytest.approx(time)) for size, time in samples)
 
 
-def test_two_that_share_the_link_are_longer() -> None:
-    assert TOGETHER[0].stop_us == pytest.approx(2 * cost_us(SIZES[1]))  # half of the link
-
-
 def test_queues_that_are_almost_the_same_in_every_step_give_what_each_costs() -> None:
     # One step of five had a pause, and all were 2 % longer or shorter: the latency must not drown in that.
     times = np.random.default_rng(7).uniform(0.98, 1.02, size=5)
@@ -316,21 +297,6 @@ def test_queues_that_are_almost_the_same_in_every_step_give_what_each_costs() ->
     line = curve_from_samples(cost_samples(steps)).us([0, 1_000_000])
     # Sizes range over a factor of 100: the smallest costs 1.4 latencies, and its time is within 2 %, as are all others.
     assert line == pytest.approx([LATENCY_US, cost_us(1_000_000)], rel=0.05)
-
-
-@pytest.mark.parametrize("most", [2, 3])
-def test_latency_and_bandwidth_are_found_where_several_share_the_link(most: int) -> None:
-    # However they share it, it is busy for the sum of what they cost: the fit is exact, to rounding.
-    launches = [[(size, 40.0 * at) for at, size in enumerate(SIZES[:length])] for length in (1, 2, 3, 4, 5)]
-    samples = cost_samples([shared(step, most=most) for step in launches])
-    assert curve_from_samples(samples).us([0, 500_000]) == pytest.approx([LATENCY_US, cost_us(500_000)], rel=1e-6)
-
-
-@pytest.mark.parametrize("most", [2, 3])
-def test_the_bandwidth_is_nearly_found_where_several_share_the_link_and_every_step_is_the_same(most: int) -> None:
-    # At an end as many as `most` - 1 others are under way: on average half of each, of ten that were sent.
-    samples = cost_samples([shared([(size, 40.0 * at) for at, size in enumerate(SIZES * 2)], most=most)] * 5)
-    assert float(curve_from_samples(samples).us(sum(SIZES))) == pytest.approx(cost_us(sum(SIZES)), rel=0.2 * (most - 1))
 
 
 def test_costs_without_a_latency_leave_something_to_one_without_bytes() -> None:
