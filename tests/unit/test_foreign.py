@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support.cli import Undertow
-from support.records import record
+from support.records import printed, record
 from support.strategies import spec
 from undertow import SyncConfig, errors
 from undertow.cost import CostCurve
@@ -206,19 +204,11 @@ def profile_of(name: str) -> Profile:
     return Profile(name=name, params=(spec(name, 1000),), ready_us=(10.0,), **times, num_ranks=2, curves=curves)
 
 
-def printed(show: Callable[[Console], None]) -> str:
-    file = io.StringIO()
-    show(Console(file=file, width=200))
-    return file.getvalue()
-
-
 # What shows a name, or the file that has it and the command that shows that.
 SHOWN: dict[str, Callable[[str], Any]] = {
-    "a report": lambda name: printed(
-        lambda console: print_report(summarize([record(buckets=record().buckets[:1])], plan_of(name), rank=0), console)
-    ),
+    "a report": lambda name: printed(print_report, summarize([record(buckets=record().buckets[:1])], plan_of(name), rank=0)),
     "an explanation": lambda name: printed(
-        lambda console: print_explanation(Explanation(num_ranks=2, strategy="ddp", bucket_mb=(1.0,), why=name), console)
+        print_explanation, Explanation(num_ranks=2, strategy="ddp", bucket_mb=(1.0,), why=name)
     ),
     "a table": lambda name: ("plan", json.dumps({"params": [{"name": name, "shape": [3], "dtype": "float32"}]})),
     "a saved plan": lambda name: ("plan", plan_of(name).to_json()),

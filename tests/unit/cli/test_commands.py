@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 import undertow as library
-from support.cli import Undertow, question, rows_of
-from support.gpt2_profile import gpt2_profile
+from support.cli import EXAMPLE, Undertow, question, rows_of
 from support.project import ROOT
 from undertow import demo
 from undertow.cli import main
@@ -19,6 +19,7 @@ from undertow.cli.what_if import OPTIMAL
 from undertow.demo import DemoSettings
 from undertow.plan import Plan, plan_from_groups
 from undertow.plan.table import source_from_file
+from undertow.profile import profile_from_json
 from undertow.schedule import STRATEGIES, Strategy, schedule_from_text
 
 HELP = {
@@ -349,6 +350,18 @@ def test_a_step_on_nodes_takes_what_its_schedule_has_on_each_axis(undertow: Unde
 
 
 def test_the_example_is_what_its_arithmetic_says() -> None:
-    profile = gpt2_profile()
-    assert sum(spec.numel for spec in profile.params) == 124_439_808  # GPT-2 small as published
-    assert (ROOT / "examples" / "profiles" / "gpt2.json").read_text(encoding="utf-8") == profile.to_json()
+    text = EXAMPLE.read_text(encoding="utf-8")
+    profile = profile_from_json(text, "gpt2.json")
+    assert profile.to_json() == text
+    numels = {param.name: param.numel for param in profile.params}
+    assert sum(numels.values()) == 124_439_808  # GPT-2 small as published
+    # Forward 2, backward 4 operations per token and parameter that it is multiplied with, of 8192 tokens at 50 TFLOP/s.
+    are_multiplied = [len(param.shape) == 2 and param.name != "wpe.weight" for param in profile.params]
+    times_us = [4 * 8192 * numel / 50e6 * is_used for numel, is_used in zip(numels.values(), are_multiplied, strict=True)]
+    # Layers come in reverse; the embedding, which is the head as well, is complete only when the first layer has had its turn.
+    ready_us = [sum(times_us), *list(accumulate(times_us[:0:-1], initial=times_us[0]))[:0:-1]]
+    assert profile.ready_us == tuple(round(time_us, 1) for time_us in ready_us)
+    # AdamW reads and writes 28 bytes of a parameter, at 1 TB/s.
+    update_us = 28 * sum(numels.values()) / 1e6
+    expected_us = [round(time_us, 1) for time_us in (sum(times_us) / 2, sum(times_us), update_us)]
+    assert [profile.forward_us, profile.backward_us, profile.update_us] == expected_us

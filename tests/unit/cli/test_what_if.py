@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from support.cli import MEASURED, SMALL, question
-from support.gpt2_profile import gpt2_profile
+from support.cli import EXAMPLE, MEASURED, SMALL, question
 from undertow.cli.sweep import sweep_named
 from undertow.cli.what_if import OPTIMAL
 from undertow.cost import CostCurve, RingCosts, TransferredCosts, link_from_text
-from undertow.profile import Profile
+from undertow.profile import Profile, profile_from_file
 from undertow.schedule import STRATEGIES
 
 
@@ -86,7 +85,7 @@ def test_sizes_are_swept_until_one_holds_all_gradients() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("link", ["1gbit", "10gbit,20us", "400gbit,2us"])
 def test_no_way_beats_the_optimal_buckets_or_the_limit(strategy: str, link: str) -> None:
-    *others, optimal = question(gpt2_profile(), strategy, link=link).at(8).outcomes()
+    *others, optimal = question(profile_from_file(EXAMPLE), strategy, link=link).at(8).outcomes()
     assert optimal.method == OPTIMAL
     assert optimal.step_us >= optimal.limit_us
     # The plan is one of few buckets, at most 0.2 % from the best; padding and trailers are less than a millionth of a bucket.

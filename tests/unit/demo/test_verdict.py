@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support.errors import Call, refusal
+from support.records import printed
 from undertow.demo import DemoSettings, Way
 from undertow.demo.corpus import load_corpus
 from undertow.demo.measure import StepTimes, trace_of
@@ -71,10 +70,9 @@ def test_a_way_that_is_wrong_is_named(changes: dict[Way, dict[str, Any]], num_ra
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
-    found, console = results({Way.BUCKETED: {"gradients_agree": False}}), Console(file=io.StringIO(), width=80)
-    with console.capture() as captured:
-        console.print(comparison_table(found, Verdict.of(found, num_ranks=2), num_steps=3))
-    lines = [line.strip() for line in captured.get().splitlines()]
+    found = results({Way.BUCKETED: {"gradients_agree": False}})
+    table = comparison_table(found, Verdict.of(found, num_ranks=2), num_steps=3)
+    lines = [line.strip() for line in printed(lambda console: console.print(table), width=80).splitlines()]
     assert "bucketed, after backward   1234.6  1.00x     25.0    80%     1  2.5000     NO" in lines
     assert "Undertow, defaults         1234.6  1.00x     25.0    80%     1  2.5000    yes" in lines
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from support.errors import refusal
-from support.records import GATHERS, record, report
+from support.records import GATHERS, printed, record, report
 from undertow.report.terminal import print_report
 from undertow.report.timeline import save_timeline
 from undertow.trace import Event, StepReport, Trace
-
-
-def shown(made: StepReport, *, width: int = 120) -> str:
-    file = io.StringIO()
-    print_report(made, Console(file=file, width=width))
-    return file.getvalue()
 
 
 def sent(*num_bytes: int) -> StepReport:
@@ -50,7 +42,7 @@ SHOWN = {
 
 @pytest.mark.parametrize(("made", "parts", "others"), SHOWN.values(), ids=SHOWN)
 def test_a_report_shows(made: StepReport, parts: tuple[str, ...], others: tuple[str, ...]) -> None:
-    text = shown(made)
+    text = printed(print_report, made)
     assert [part for part in parts if part not in text] == []
     assert [other for other in others if other in text] == []
 
@@ -60,7 +52,7 @@ def test_bytes_that_were_really_sent_are_added_up() -> None:
 
 
 def test_gathers_have_a_table() -> None:
-    lines = [line.rstrip() for line in shown(report(record(gathers=GATHERS)), width=80).splitlines()]
+    lines = [line.rstrip() for line in printed(print_report, report(record(gathers=GATHERS)), width=80).splitlines()]
     (line,) = (line for line in lines if "of it gathers" in line)
     assert [cell.strip() for cell in line.split("│")[1:-1]] == ["of it gathers", "20.0", "0.0 MB, 75% hidden"]
     assert lines[-7:] == [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from support.records import printed
 from support.strategies import spec
 from undertow.cost import CostCurve
 from undertow.plan import ParamSpec, Plan, plan_from_groups
@@ -156,7 +155,5 @@ def test_every_outcome_has_a_text() -> None:
     ids=["all that is known", "nothing measured"],
 )
 def test_what_is_known_is_printed(measured: Profile | None, more: dict[str, Any], text: str) -> None:
-    file = io.StringIO()
     # Narrower than the lines.
-    print_explanation(explained(plan_of((3, 2), (1, 0)), measured, **more), Console(file=file, width=40))
-    assert file.getvalue() == text
+    assert printed(print_explanation, explained(plan_of((3, 2), (1, 0)), measured, **more), width=40) == text
