@@ -1,26 +1,47 @@
-"""The commands: their help and exit codes, what they show, and what they refuse."""
+"""The commands: their help and exit codes, what they show, what they refuse, and the questions that they ask the simulator."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import shutil
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 import undertow as library
-from support.cli import EXAMPLE, Undertow, question, rows_of
+from support.cli import EXAMPLE, MEASURED, SMALL, TABLE, Undertow, question, rows_of
 from support.project import ROOT
 from undertow import demo
 from undertow.cli import main
+from undertow.cli.sweep import sweep_named
 from undertow.cli.what_if import OPTIMAL
+from undertow.cost import CostCurve, RingCosts, TransferredCosts, link_from_text
 from undertow.demo import DemoSettings
 from undertow.plan import Plan, plan_from_groups
 from undertow.plan.table import source_from_file
-from undertow.profile import profile_from_json
+from undertow.profile import Profile, profile_from_file, profile_from_json
 from undertow.schedule import STRATEGIES, Strategy, schedule_from_text
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The present one; pictures go there too."""
+    monkeypatch.chdir(tmp_path)
+    Path("table.json").write_text(TABLE)
+    curve = MEASURED.curves["all_reduce"]
+    for name, profile in {
+        "small": SMALL,
+        "sharded": replace(SMALL, strategy="zero1"),
+        "measured": MEASURED,
+        "linked": replace(MEASURED, link="8gbit,10us"),
+        "mesh": replace(MEASURED, strategy="hybrid", curves={"reduce_scatter": curve, "all_gather": curve}),
+    }.items():
+        profile.save(f"{name}.json")
+    return tmp_path
+
 
 HELP = {
     "demo": ("--nproc", "--link", "--text", "--steps", "--out", "--seed", "--strategy", "Exit code"),
@@ -285,7 +306,7 @@ def test_what_a_command_cannot_do_is_refused(line: str, undertow: Undertow) -> N
 
 
 PNG_HEAD = b"\x89PNG"
-TABLE = """\
+SIMULATED = """\
 small, ddp: 4 parameters, 37.8 MB, 46.0 ms of computing per step
 Network: 8gbit,10us, 4 ranks
 ┏━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━┓
@@ -308,7 +329,7 @@ By data-parallel size
 def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     code, printed, _ = undertow("simulate small.json --link 8gbit,10us --out out", columns=120)
     assert code == 0
-    assert printed.startswith(TABLE)
+    assert printed.startswith(SIMULATED)
     # A byte takes 1.5 / 0.956 ns and a collective 4 hops of 10 us: from 15 + 10 ms on 0.05 for the bias, 26.37 for each large
     # weight and 6.62 for the stem are 84.41 one after another, and the update 85.4. One bucket leaves at 45: 45 + 59.28 + 1.
     assert [row[:3] for row in rows_of(printed)] == [
@@ -365,3 +386,81 @@ def test_the_example_is_what_its_arithmetic_says() -> None:
     update_us = 28 * sum(numels.values()) / 1e6
     expected_us = [round(time_us, 1) for time_us in (sum(times_us) / 2, sum(times_us), update_us)]
     assert [profile.forward_us, profile.backward_us, profile.update_us] == expected_us
+
+
+def test_a_link_goes_below_what_the_software_of_the_run_took() -> None:
+    profile, sizes = replace(MEASURED, link="8gbit,10us"), [0.0, 1e6, 2.0**24, 1e8]
+    was, wanted = (RingCosts(link_from_text(link), num_ranks=4) for link in ("8gbit,10us", "100gbit,5us"))
+    network = question(profile, link="100gbit,5us").at(4).network
+    expected = TransferredCosts(measured=profile.costs(), was=was, wanted=wanted).collective_us("all_reduce", sizes)
+    assert network.costs.collective_us("all_reduce", sizes).tolist() == expected.tolist()
+    assert network.source == "100gbit,5us, 4 ranks, and on top what collectives took on 8gbit,10us above the formula of a ring"
+
+
+def test_the_link_of_the_run_itself_takes_what_was_measured() -> None:
+    # Above a ring's 60 us and 1.57 ns per byte, and the more the larger the payload.
+    curve = CostCurve(points=((2.0**20, 3e3), (2.0**24, 3.6e4), (2.0**26, 1.5e5)))
+    costs = question(replace(SMALL, curves={"all_reduce": curve}, link="8gbit,10us"), link="8gbit,10us").at(4).network.costs
+    sizes, times_us = zip(*curve.points, strict=True)
+    assert costs.collective_us("all_reduce", sizes) == pytest.approx(times_us, rel=1e-12)  # a rounding off
+
+
+@pytest.mark.parametrize(
+    ("profile", "options", "num_ranks"),
+    [
+        (MEASURED, {"link": "1gbit"}, 4),  # the link of the run is not known
+        (replace(MEASURED, link="8gbit"), {"link": "1gbit"}, 8),
+        (replace(SMALL, link="8gbit"), {"link": "1gbit"}, 4),
+        (replace(MEASURED, link="8gbit", num_ranks=8), {"link": "8xH200-nvlink4"}, 8),
+        (replace(MEASURED, link="8gbit", num_ranks=16), {"link": "1gbit", "per_node": 8, "node_link": "8xH200-nvlink4"}, 16),
+    ],
+)
+def test_without_an_overhead_to_transfer_a_link_is_its_formula_or_its_curve(
+    profile: Profile, options: dict[str, object], num_ranks: int
+) -> None:
+    network, plain = (question(each, **options).at(num_ranks).network for each in (profile, SMALL))
+    assert "on top" not in network.source
+    assert float(network.costs.collective_us("all_reduce", 1e6)) == float(plain.costs.collective_us("all_reduce", 1e6))
+
+
+def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
+    costs = question(link="1gbit", per_node=8, node_link="80gbit,1us").at(4).network.costs
+    on_one_node = question(link="80gbit,1us").at(4).network.costs
+    assert costs.collective_us("all_reduce", 1e6) == pytest.approx(on_one_node.collective_us("all_reduce", 1e6))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "per_node", "expected"),
+    [
+        (64, None, [2, 4, 8, 16, 32, 64]),
+        (24, None, [2, 4, 8, 16, 24]),
+        (24, 6, [2, 4, 6, 12, 24]),
+        (16, 8, [2, 4, 8, 16]),
+        (1, None, [1]),
+    ],
+)
+def test_ranks_are_swept_over_full_nodes(num_ranks: int, per_node: int | None, expected: list[int]) -> None:
+    assert [point.value for point in sweep_named("ranks")(question(per_node=per_node), num_ranks).points] == expected
+
+
+def test_rates_are_swept_around_that_of_the_link() -> None:
+    sweep = sweep_named("bandwidth")(question(link="2.5gbit,20us"), 4)
+    assert [point.label for point in sweep.points] == ["0.3125", "0.625", "1.25", "2.5", "5", "10", "20"]
+    assert sweep.points[3].outcomes == question(link="2.5gbit,20us").at(4).outcomes()
+
+
+def test_sizes_are_swept_until_one_holds_all_gradients() -> None:
+    sweep = sweep_named("bucket")(question(), 4)
+    assert [point.value for point in sweep.points][-3:] == [16, 25, 50]  # of 36 MiB
+    assert sweep.methods == ("per parameter", "fixed size", "optimal buckets")
+    assert [point.outcomes[1].num_buckets for point in sweep.points][-2:] == [3, 2]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("link", ["1gbit", "10gbit,20us", "400gbit,2us"])
+def test_no_way_beats_the_optimal_buckets_or_the_limit(strategy: str, link: str) -> None:
+    *others, optimal = question(profile_from_file(EXAMPLE), strategy, link=link).at(8).outcomes()
+    assert optimal.method == OPTIMAL
+    assert optimal.step_us >= optimal.limit_us
+    # The plan is one of few buckets, at most 0.2 % from the best; padding and trailers are less than a millionth of a bucket.
+    assert optimal.step_us <= 1.0021 * min(outcome.step_us for outcome in others)
