@@ -135,20 +135,6 @@ def fits(params: list[ParamSpec], group: Sequence[Member], cap_bytes: float, sma
     return num_bytes <= cap_bytes or (len(pieces) == 1 and pieces[0].numel <= smallest)
 
 
-@given(groupings())
-def test_groups_of_whole_parameters(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
-    params, order, caps = grouping
-    groups = group_by_size(params, order, caps)
-    assert sorted(i for group in groups for i in group) == list(range(len(params)))
-    places = [[order.index(i) for i in group] for group in groups]
-    assert all(of_group and of_group == sorted(of_group) for of_group in places)
-    assert [of_group[-1] for of_group in places] == sorted(of_group[-1] for of_group in places)
-    assert all(len({params[i].kind for i in group}) == 1 for group in groups)
-    assert all(fits(params, group, max(all_caps(caps))) for group in groups)
-    assert all(fits(params, groups[0], cap) for cap in caps.first_bytes[:1])
-    assert all(fits(params, groups[-1], cap) for cap in caps.last_bytes[:1])
-
-
 @given(groupings(), st.integers(1, 9))
 def test_groups_with_pieces(grouping: tuple[list[ParamSpec], list[int], SizeCaps], num_ranks: int) -> None:
     params, order, caps = grouping
