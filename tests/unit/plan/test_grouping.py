@@ -245,10 +245,9 @@ BUCKETS = {
         first([spec("rows", 9 * MIB, is_sparse=True), *PARAMS], order="reverse", bucket_cap_mb=100),
         [(5,), (4, 3, 2, 1), (0,)],
     ),
-    # In pieces of a mebibyte and a half.
     "a first plan in pieces": (
         first(bucket_cap_mb=2, order="largest_first", splits=True),
-        [*pieces(2, (0, 3, 6, 8)), *pieces(0, (0, 3, 6)), (3,), (1,), (4,)],
+        [*pieces(2, (0, 2, 5, 8)), *pieces(0, (0, 3, 6)), (3,), (1,), (4,)],
     ),
     "an observed order in pieces": (
         as_observed(bucket_cap_mb=2, splits=True),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from undertow.runtime.comm_hook import CommHook, HookedBucket
 
 BUFFER = torch.arange(6.0)
 # As much of a group as a hook asks for: one without ranks that could be lost.
-ALONE: Any = SimpleNamespace(is_broken=False, member="of one", result=lambda future: future.result())
+ALONE = Mock(is_broken=False, member="of one", result=lambda future: future.result())
 
 
 def bucket() -> HookedBucket:
