@@ -264,6 +264,11 @@ STEPS: dict[str, tuple[list[list[Transfer]], Sequence[int]]] = {
         [*STALLS, [transfer(it.num_bytes, 0.0, it.stop_us + 1e6) for it in queued(SIZES[:2])]],
         [size for at in range(19) for size in SIZES[: 1 + at % 5]],
     ),
+    # Some wait for others although each is launched later than the one before it: the link is busy all the time.
+    "launched while others are under way": (
+        [[transfer(it.num_bytes, 40.0 * at, it.stop_us) for at, it in enumerate(queued(SIZES[:length]))] for length in LENGTHS],
+        [size for length in LENGTHS for size in SIZES[:length]],
+    ),
     "without bytes the latency": ([queued([0, 0]), queued([0, 1000, 0]), queued([0])], (0, 0, 0, 1000, 0, 0)),
     "nothing sent": ([[], []], ()),
     "no steps": ([], ()),
