@@ -83,7 +83,8 @@ def test_an_error_of_ours_is_text_on_stderr_and_exit_code_2(undertow: Undertow) 
 def test_an_unknown_option_is_exit_code_2(undertow: Undertow) -> None:
     code, _, error = undertow("demo --ranks 2")
     assert code == 2
-    assert "No such option: --ranks" in error
+    assert "No such option" in error
+    assert "--ranks" in error
 
 
 def test_options_become_settings(undertow: Undertow, monkeypatch: pytest.MonkeyPatch) -> None:
