@@ -18,7 +18,11 @@ POOLS = RankPools()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="every product of parameters, and more examples of each property")
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="every product of parameters but in slow tests, and more examples",
+    )
     skips.add_option(parser)
 
 
@@ -28,10 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("thorough"):
-        chosen = without_products(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+    is_thorough = config.getoption("thorough")
+    has_products = {item for item in items if is_thorough and item.get_closest_marker("slow") is None}
+    chosen = has_products | without_products([item for item in items if item not in has_products])
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

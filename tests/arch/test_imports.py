@@ -1,5 +1,8 @@
+"""What modules import and export, how long they are, and the words in them."""
+
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -8,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from support.project import ROOT, SOURCES
+from support.project import ROOT, SOURCES, name_of
 
+PROFILE = str(ROOT / "examples" / "profiles" / "gpt2.json")
 PURE = [
     "undertow",
     "undertow.foreign",
@@ -39,9 +43,13 @@ def test_the_pure_half_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
-def test_planning_from_a_file_does_not_import_torch(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    path.write_text('{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}')
+@pytest.mark.parametrize(
+    "arguments",
+    [("plan", "table.json"), pytest.param(("simulate", PROFILE, "--ranks", "8", "--link", "25gbit"), marks=pytest.mark.slow)],
+    ids=["planning from a file", "simulating"],
+)
+def test_a_command_does_not_import_torch(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "table.json").write_text('{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}')
     check = """
 import sys
 from undertow.cli import main
@@ -50,7 +58,8 @@ try:
 except SystemExit as ended:
     sys.exit(ended.code or "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", check, "plan", str(path)], check=False, capture_output=True, text=True)
+    command = [sys.executable, "-c", check, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -72,3 +81,38 @@ def test_nothing_of_ours_opens_sockets() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'undertow' has no attribute 'nonsense'"):
         importlib.import_module("undertow").nonsense  # noqa: B018
+
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+
+
+def test_a_file_can_be_read_in_one_sitting() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_a_function_can_be_seen_at_once() -> None:
+    lengths = {
+        f"{name_of(path)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json"}
+FOLDERS = ["src", "tests", "benchmarks", "examples", "docs", ".ci"]
+# Places of one machine, and trackers that a reader of the repository cannot open. In brackets, so as not to find itself.
+FOREIGN = re.compile(r"/w[o]rk/|/r[o]ot/|/h[o]me/|/o[p]t/|/t[m]p/bash|\bissue [0-9]+\b")
+
+
+def project_files() -> list[Path]:
+    inside = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
+    return sorted(path for path in (*ROOT.iterdir(), *inside) if path.suffix in SUFFIXES or path.name in ("Makefile", "run"))
+
+
+def test_files_speak_of_the_project_only() -> None:
+    texts = {name_of(path): path.read_text() for path in project_files() if path.is_file()}
+    assert {name: found for name, text in texts.items() if (found := FOREIGN.findall(text))} == {}

@@ -43,7 +43,6 @@ def test_has_no_data(name):
 
 
 def run(directory: Path, *options: str) -> tuple[int, str]:
-    """The exit code of a run, and all that it says."""
     (directory / "conftest.py").write_text(CONFTEST)
     (directory / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(directory), *options, str(directory)]

@@ -502,6 +502,12 @@ DISTURBED = {
 }
 
 DROPPED_IN = {
+    "a gradient that was there before the forward is none, in a later step": Program(
+        events="zero, forward 012, backward, zero, write 1, forward 02, backward, zero, write 1, forward 02, accumulate, reduce"
+    ),
+    "of a rank alone a backward accumulates whose forward did not know": Program(
+        events="zero, forward 012, accumulate, reduce, step", is_alone=True
+    ),
     "a state dict of a model without shards goes round": Program(events="zero, forward 012, backward, step, reload"),
     "empty and single parameters are left out": Program(
         units="linear odd", events="zero, forward 01|0, backward, step, forward 0, backward, zero, forward 0, backward, step"

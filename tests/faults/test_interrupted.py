@@ -66,8 +66,10 @@ def test_interrupted_tests_leave_no_namespace(number: signal.Signals) -> None:
         def namespaces() -> list[str]:
             return [path.name for path in NAMESPACES.glob(f"{PREFIX}{tests.pid}-*")]
 
-        awaited(tests, namespaces)
+        awaited(tests, lambda: stopped([psutil.Process(tests.pid)]))
+        assert namespaces()
         tests.send_signal(number)
+        tests.send_signal(signal.SIGCONT)
         tests.wait(PATIENCE_S)
         if number is signal.SIGKILL:
             assert remove_abandoned()[1] is None

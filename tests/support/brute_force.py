@@ -14,8 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 from undertow.plan import ParamSpec, Piece, StepTiming
 from undertow.plan.atoms import small_pieces, whole_pieces
 
-Group = list[Piece]
-Times = list[float]
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -42,7 +40,7 @@ class Case:
     has_shards: bool = False
     pieces: list[Piece] = field(default_factory=list)  # of the parameters in order
 
-    def finish_us(self, groups: Sequence[Group]) -> float:
+    def finish_us(self, groups: Sequence[list[Piece]]) -> float:
         sizes = [sum(piece.numel for piece in group) for group in groups]
         through, last = 0.0, len(groups) - 1
         for at, group in enumerate(groups):
@@ -51,7 +49,7 @@ class Case:
             through = max(through, ready) + self.costs.of("reduce_scatter" if self.has_shards else "all_reduce", sizes[at])
         return through + self._stall_us(groups, sizes) if self.has_shards else through
 
-    def _stall_us(self, groups: Sequence[Group], sizes: Sequence[int]) -> float:
+    def _stall_us(self, groups: Sequence[list[Piece]], sizes: Sequence[int]) -> float:
         """Gathers from the last bucket to the first; a forward that reads its parameters one by one and waits for each."""
         clock, there = 0.0, dict.fromkeys(self.order, 0.0)
         for group, size in zip(reversed(groups), reversed(sizes), strict=True):
@@ -62,7 +60,7 @@ class Case:
             stall = max(stall, there[param] - self.timing.used_us[param])
         return stall
 
-    def groupings(self) -> Iterator[tuple[int, list[Group]]]:
+    def groupings(self) -> Iterator[tuple[int, list[list[Piece]]]]:
         """Every way to cut the pieces into windows that keep to the cap: how many windows, and their buckets."""
         places = range(1, len(self.pieces))
         for chosen in product((False, True), repeat=len(places)):
@@ -71,13 +69,12 @@ class Case:
             if all(len(group) == 1 or sum(piece.numel for piece in group) <= self.max_bucket_bytes for group in groups):
                 yield len(cuts) - 1, groups
 
-    def _window(self, first: int, stop: int) -> list[Group]:
+    def _window(self, first: int, stop: int) -> list[list[Piece]]:
         kinds = [self.params[piece.param].kind for piece in self.pieces[first:stop]]
         by_last = sorted(set(kinds), key=lambda kind: len(kinds) - kinds[::-1].index(kind))
         return [[piece for piece in self.pieces[first:stop] if self.params[piece.param].kind == kind] for kind in by_last]
 
     def best_by_windows(self) -> dict[int, float]:
-        """The earliest finish for every number of windows."""
         best: dict[int, float] = {}
         for num_windows, groups in self.groupings():
             best[num_windows] = min(best.get(num_windows, math.inf), self.finish_us(groups))
@@ -89,8 +86,7 @@ def table_costs(rng: random.Random, total_bytes: int, shape: str) -> TableCosts:
     return TableCosts({kind: _table(rng, range(total_bytes + 2), shape) for kind in _KINDS})
 
 
-def times_us(rng: random.Random, num: int) -> Times:
-    """Times with many ties, or without any."""
+def times_us(rng: random.Random, num: int) -> list[float]:
     return [float(rng.randrange(8)) for _ in range(num)] if rng.random() < 0.5 else [rng.uniform(0, 30) for _ in range(num)]
 
 

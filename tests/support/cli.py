@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from support.project import ROOT
 from support.strategies import spec
 from undertow.cli.network import NetworkOptions
 from undertow.cli.what_if import Question
@@ -12,6 +13,7 @@ from undertow.profile import Profile
 from undertow.schedule import STRATEGIES
 from undertow.simulate import Conditions
 
+EXAMPLE = ROOT / "examples" / "profiles" / "gpt2.json"
 MIB = 1024 * 1024
 TABLE = """{"params": [
   {"name": "stem.weight", "shape": [1000, 500], "dtype": "bfloat16"},

@@ -1,7 +1,11 @@
 """Records of steps whose times are known, and the plan they are of."""
 
+import io
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from rich.console import Console
 
 from support.strategies import spec
 from undertow.plan import Plan, plan_from_groups
@@ -37,3 +41,9 @@ GATHERS = (
 
 def report(*records: StepRecord, **how: Any) -> StepReport:
     return summarize(records, two_buckets(), **{"rank": 0, **how})
+
+
+def printed(show: Callable[..., object], *given: object, width: int = 200) -> str:
+    file = io.StringIO()
+    show(*given, Console(file=file, width=width))
+    return file.getvalue()

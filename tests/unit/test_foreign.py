@@ -1,20 +1,20 @@
-"""What comes from elsewhere: JSON that no program writes is refused by our own errors, names are shown without effect."""
+"""What comes from elsewhere is refused by our own errors and shown without effect; the tree of those errors."""
 
 from __future__ import annotations
 
-import io
+import inspect
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support.cli import Undertow
-from support.records import record
+from support.records import printed, record
 from support.strategies import spec
-from undertow import SyncConfig
+from undertow import SyncConfig, errors
 from undertow.cost import CostCurve
 from undertow.errors import ConfigError, UndertowError
 from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_lines
@@ -204,19 +204,11 @@ def profile_of(name: str) -> Profile:
     return Profile(name=name, params=(spec(name, 1000),), ready_us=(10.0,), **times, num_ranks=2, curves=curves)
 
 
-def printed(show: Callable[[Console], None]) -> str:
-    file = io.StringIO()
-    show(Console(file=file, width=200))
-    return file.getvalue()
-
-
 # What shows a name, or the file that has it and the command that shows that.
 SHOWN: dict[str, Callable[[str], Any]] = {
-    "a report": lambda name: printed(
-        lambda console: print_report(summarize([record(buckets=record().buckets[:1])], plan_of(name), rank=0), console)
-    ),
+    "a report": lambda name: printed(print_report, summarize([record(buckets=record().buckets[:1])], plan_of(name), rank=0)),
     "an explanation": lambda name: printed(
-        lambda console: print_explanation(Explanation(num_ranks=2, strategy="ddp", bucket_mb=(1.0,), why=name), console)
+        print_explanation, Explanation(num_ranks=2, strategy="ddp", bucket_mb=(1.0,), why=name)
     ),
     "a table": lambda name: ("plan", json.dumps({"params": [{"name": name, "shape": [3], "dtype": "float32"}]})),
     "a saved plan": lambda name: ("plan", plan_of(name).to_json()),
@@ -262,3 +254,47 @@ def test_a_picture_draws_names_as_they_are(name: str, tmp_path: Path) -> None:
 def test_the_name_of_a_file_in_an_error_has_no_control_characters(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\\x1b\[2Jnone cannot be read\."):
         profile_from_file(tmp_path / "\x1b[2Jnone")
+
+
+# The bases of each: the built-in that it resembles catches it too.
+TREE = {
+    "CheckpointError": (UndertowError,),
+    "ConfigError": (UndertowError, ValueError),
+    "Desync": (UndertowError,),
+    "NonFiniteGradient": (UndertowError,),
+    "PeerFailed": (UndertowError,),
+    "PhaseError": (UndertowError,),
+    "PlanMismatch": (UndertowError,),
+    "RankLost": (UndertowError,),
+    "ReplicaMismatch": (UndertowError,),
+    "ShardedGradientError": (UndertowError,),
+    "StallTimeout": (UndertowError, TimeoutError),
+    "UndertowError": (RuntimeError,),
+    "WrongType": (ConfigError, TypeError),
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({"where": "rank 2, step 7", "remedy": "Mend it."}, "it broke.\n  rank 2, step 7\n  Mend it."),
+        ({"remedy": "Mend it."}, "it broke.\n  Mend it."),
+    ],
+)
+def test_text_has_what_where_and_remedy_on_a_line_each_as_far_as_they_are_given(parts: dict[str, str], text: str) -> None:
+    assert str(UndertowError("it broke.", **parts)) == text
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_an_error_has_its_bases_is_drawn_and_can_be_pickled(name: str) -> None:
+    kind: type[UndertowError] = getattr(errors, name)
+    assert kind.__bases__ == TREE[name]
+    assert f" {name} " in errors.__doc__.replace("\n", " ")
+    error = kind("it broke.", where="rank 2", remedy="Mend it.")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy)) == (kind, str(error))
+
+
+def test_exports_are_the_tree() -> None:
+    classes = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert classes == set(errors.__all__) == set(TREE)

@@ -27,7 +27,7 @@ from undertow.schedule import (
     lower_data_parallel,
 )
 from undertow.simulate import Conditions, lane_times, simulate
-from undertow.trace import StepRecord, Trace, limit_us, summarize
+from undertow.trace import StepRecord, Trace, summarize
 
 # Times are multiples of a microsecond, or end in clocks that add up a few hundred of them: what remains is rounding.
 ROUNDING_US = 1e-6
@@ -285,32 +285,6 @@ def test_an_eager_step_takes_the_period_that_the_planner_counts(seed: int, num: 
     assert record.step_us == pytest.approx(lane_period_us(times, order), abs=1e-6)
 
 
-@given(steps(), COSTS, COSTS, some_strategy)
-def test_no_step_is_shorter_than_its_limit(
-    step: tuple[Profile, Plan], reduction: tuple[float, float], gather: tuple[float, float], strategy: Strategy
-) -> None:
-    profile, plan = step
-    record = simulate(profile, plan, strategy, lines(reduction, gather))
-    wire_us = lines(reduction).collective_us("all_reduce", [bucket.wire_bytes for bucket in plan.buckets])
-    ready_us = [max(profile.ready_us[param] for param in bucket.params) for bucket in plan.buckets]
-    limits_us = (
-        profile.forward_us + max(profile.backward_us, limit_us(ready_us, wire_us.tolist())),
-        wire_us.sum() + sum(stop - start for start, stop in record.gather_intervals()),
-    )
-    assert record.step_us >= profile.update_us + max(limits_us) - ROUNDING_US
-
-
-@given(steps(), st.tuples(COSTS, COSTS, COSTS), some_strategy, st.booleans())
-def test_a_slower_network_never_makes_a_step_shorter(
-    step: tuple[Profile, Plan], costs: tuple[tuple[float, float], ...], strategy: Strategy, overlap: bool
-) -> None:
-    reduction, gather, more = costs
-    slower = lines((reduction[0] + more[0], reduction[1] + more[1]), (gather[0] + more[0], gather[1]))
-    conditions = Conditions(overlap=overlap, skew=0.1)
-    fast, slow = (simulate(*step, strategy, each, conditions).step_us for each in (lines(reduction, gather), slower))
-    assert slow >= fast - ROUNDING_US
-
-
 @given(steps(), COSTS, some_strategy, st.booleans(), st.floats(0, 0.5))
 def test_collectives_leave_in_the_order_of_the_schedule(
     step: tuple[Profile, Plan], cost: tuple[float, float], strategy: Strategy, overlap: bool, contention: float
@@ -322,13 +296,6 @@ def test_collectives_leave_in_the_order_of_the_schedule(
     first_used_us = [min(profile.used_us[param] for param in plan.buckets[row.bucket].params) for row in record.gathers]
     launches_us = [[row.launched_us for row in rows] for rows in (record.gathers, record.buckets)]
     assert [first_used_us, *launches_us] == [sorted(times_us) for times_us in (first_used_us, *launches_us)]
-
-
-@given(steps(), some_strategy, st.booleans())
-def test_free_communication_leaves_computing_alone(step: tuple[Profile, Plan], strategy: Strategy, overlap: bool) -> None:
-    profile, plan = step
-    record = simulate(profile, plan, strategy, FREE, Conditions(overlap=overlap, contention=0.5))
-    assert record.step_us == pytest.approx(profile.update_us + profile.forward_us + profile.backward_us, abs=ROUNDING_US)
 
 
 WHERE = "\n  conditions of a simulated step\n  "

@@ -24,7 +24,7 @@ from undertow.runtime.written import Known, has_values
 # that Python sees is such an object: fewer at once, and a bucket of thousands of gradients does not set it off.
 _MOST_AT_ONCE = 512
 
-_version_of = attrgetter("_version")
+_version_of, _grad_of = attrgetter("_version"), attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class Binding(Protocol):
         """Whether a `.grad` is there that nobody has written zeros into since `give`. On a device the host may wait."""
         ...
 
-    def look(self, *, only_bound: bool = False) -> None:
+    def look(self) -> None:
         """A step begins: what lies in `.grad` without being bound, somebody may have put there by hand, and is no gradient.
 
-        Neither is what somebody has written into bound gradients so far, to clip them; `only_bound` looks at nothing else.
+        Neither is what somebody has written into bound gradients so far, to clip them.
         """
         ...
 
@@ -157,11 +157,12 @@ class DenseBinding:
             return bool(self.bucket.bucket_tensor.any())
         return any(grad is not None and bool(grad.any()) for grad in grads)
 
-    def look(self, *, only_bound: bool = False) -> None:
+    def look(self) -> None:
         self._versions_seen = list(map(_version_of, self.bucket.views))
-        if not only_bound:
-            grads, views = [param.grad for param in self.params], self.bucket.views
-            self._known.look(enumerate(None if grad is view else grad for grad, view in zip(grads, views, strict=True)))
+        grads = list(map(_grad_of, self.params))
+        pairs = zip(grads, self.bucket.views, strict=True)
+        is_cleared = all(map(is_, grads, repeat(None)))
+        self._known.look(() if is_cleared else enumerate(None if grad is view else grad for grad, view in pairs))
 
     def is_written(self, position: int) -> bool:
         grad, view = self.params[position].grad, self.bucket.views[position]
@@ -311,9 +312,8 @@ class SparseBinding:
     def has_result(self) -> bool:
         return any(param.grad is not None for param in self.params)
 
-    def look(self, *, only_bound: bool = False) -> None:
-        if not only_bound:
-            self._known.look((position, param.grad) for position, param in enumerate(self.params))
+    def look(self) -> None:
+        self._known.look(enumerate(map(_grad_of, self.params)))
 
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad

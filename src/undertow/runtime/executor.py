@@ -143,10 +143,9 @@ class Executor:
         self._snapshots += before._snapshots
 
     def look(self) -> None:
-        """A step begins, which may find in `.grad` what nobody has bound, where the last round had unused parameters."""
-        unused = None if self._round is None else self._round.unused
-        for index, binding in enumerate(self._bindings):
-            binding.look(only_bound=unused is not None and not unused.get(index))
+        """A step begins, which may find in `.grad` what nobody has bound."""
+        for binding in self._bindings:
+            binding.look()
 
     def written(self, params: Collection[int]) -> set[int]:
         """Those of the parameters into whose `.grad` something has come of which autograd has not told."""

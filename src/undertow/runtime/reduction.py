@@ -58,10 +58,10 @@ def _reduce_accumulated(engine: Engine, op: str | None) -> None:
     """Sends what was accumulated; `complete` waits for it. PhaseError on every rank where that cannot be right on some."""
     progress, uses = engine._progress, engine.formation.watch.uses
     if uses is not None:  # a rank alone
-        if uses.is_over or not progress.has_accumulated:
+        if uses.is_over or not (progress.has_accumulated or uses.has_accumulated):
             raise outcome.misused(outcome.Misuse.NOTHING, [engine.formation.group.rank], number=progress.num_rounds)
         uses.reduces()
-        progress.has_accumulated = False
+        progress.has_accumulated = progress.is_owed = False
     elif engine.formation.is_active:
         misuse = _misuse(engine, op)
         engine._launch(op=op) if misuse is None else _refuse(engine, misuse)

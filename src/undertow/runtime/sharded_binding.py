@@ -180,10 +180,9 @@ class ShardedBinding:
             for grad in (param.grad for param in self.params)
         )
 
-    def look(self, *, only_bound: bool = False) -> None:
-        if not only_bound:
-            grads = [param.grad for param in self.params]
-            self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
+    def look(self) -> None:
+        grads = [param.grad for param in self.params]
+        self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
 
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad

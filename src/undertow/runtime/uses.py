@@ -83,6 +83,11 @@ class Uses:
         """Whether a backward has run that was more than an accumulation."""
         return not self._is_accumulating and (self._has_run or bool(self._arrived))
 
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether a gradient has come while backwards only accumulate."""
+        return bool(self._earlier) or (self._is_accumulating and bool(self._arrived))
+
     def _now(self) -> tuple[int, ...]:
         return tuple(
             index for index, param in enumerate(self._params) if param not in self._arrived and param not in self._earlier

@@ -1,9 +1,9 @@
-"""Groups of parameters, and of pieces of them, that keep to caps."""
+"""Groups of parameters, their order, and the plan that a configuration asks for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import refusal
+from support.errors import Call, refusal
 from support.strategies import ITEMSIZE, param_lists, size_caps, spec, specs_of_sizes
-from undertow.plan import Member, ParamSpec, Piece, SizeCaps, default_caps, group_by_size, group_in_pieces, largest_first
+from undertow.config import SyncConfig
+from undertow.plan import (
+    Member,
+    ParamSpec,
+    Piece,
+    Plan,
+    SizeCaps,
+    default_caps,
+    first_plan,
+    group_by_size,
+    group_in_pieces,
+    largest_first,
+    observed,
+    plan_in_order,
+    reverse_registration,
+)
 from undertow.plan.layout import piece_of, unit_numel
 
 MIB = 1024 * 1024
@@ -109,12 +124,6 @@ def test_kinds_travel_apart(params: list[ParamSpec], cap_bytes: int, groups: tup
     assert group_by_size(params, range(len(params)), SizeCaps(cap_bytes=cap_bytes)) == groups
 
 
-def test_largest_first_example() -> None:
-    params = specs_of_sizes(15, 50, 100, 20, 30)
-    groups = group_by_size(params, largest_first(params), SizeCaps(cap_bytes=100))
-    assert [[params[i].num_bytes for i in group] for group in groups] == [[100], [50, 30, 20], [15]]
-
-
 def all_caps(caps: SizeCaps) -> tuple[float, ...]:
     return caps.cap_bytes, *caps.first_bytes, *caps.last_bytes
 
@@ -122,32 +131,8 @@ def all_caps(caps: SizeCaps) -> tuple[float, ...]:
 def fits(params: list[ParamSpec], group: Sequence[Member], cap_bytes: float, smallest: float = math.inf) -> bool:
     """Whether a group keeps to a cap, as far as it can: one parameter, or the smallest piece of one, may be above it."""
     pieces = pieces_of(group, params)
-    is_alone = len(pieces) == 1 and pieces[0].numel <= smallest
-    return is_alone or sum(piece.numel * params[piece.param].itemsize for piece in pieces) <= cap_bytes
-
-
-@given(groupings())
-def test_groups_of_whole_parameters(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
-    params, order, caps = grouping
-    groups = group_by_size(params, order, caps)
-    assert sorted(i for group in groups for i in group) == list(range(len(params)))
-    places = [[order.index(i) for i in group] for group in groups]
-    assert all(of_group and of_group == sorted(of_group) for of_group in places)
-    assert [of_group[-1] for of_group in places] == sorted(of_group[-1] for of_group in places)
-    assert all(len({params[i].kind for i in group}) == 1 for group in groups)
-    assert all(fits(params, group, max(all_caps(caps))) for group in groups)
-    assert all(fits(params, groups[0], cap) for cap in caps.first_bytes[:1])
-    assert all(fits(params, groups[-1], cap) for cap in caps.last_bytes[:1])
-
-
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), first=st.lists(st.integers(1, 90), max_size=3))
-def test_each_of_the_first_buckets_has_a_cap_of_its_own_and_is_as_full_as_it_allows(sizes: list[int], first: list[int]) -> None:
-    params = specs_of_sizes(*sizes)
-    groups = group_by_size(params, range(len(sizes)), SizeCaps(cap_bytes=50, first_bytes=tuple(first)))
-    caps = [*first, *[50] * len(groups)]
-    assert all(fits(params, group, cap) for group, cap in zip(groups, caps, strict=False))
-    one_more = [(*group, after[0]) for group, after in pairwise(groups)]
-    assert not any(fits(params, group, cap) for group, cap in zip(one_more, caps, strict=False))
+    num_bytes = sum(piece.numel * params[piece.param].itemsize for piece in pieces)
+    return num_bytes <= cap_bytes or (len(pieces) == 1 and pieces[0].numel <= smallest)
 
 
 @given(groupings(), st.integers(1, 9))
@@ -170,14 +155,6 @@ def test_groups_with_pieces(grouping: tuple[list[ParamSpec], list[int], SizeCaps
         assert not any(elements.start % num_ranks or elements.start * param_spec.itemsize % 16 for elements in held)
 
 
-@given(numel=st.integers(1, 5000), cap=st.integers(1, 3000), num_ranks=st.integers(1, 9))
-def test_under_one_cap_pieces_differ_by_less_than_two_of_the_smallest(numel: int, cap: int, num_ranks: int) -> None:
-    params = [spec("p", numel)]
-    groups = group_in_pieces(params, [0], SizeCaps(cap_bytes=cap), num_ranks=num_ranks)
-    sizes = [piece.numel for group in groups for piece in pieces_of(group, params)]
-    assert max(sizes) - min(sizes) < 2 * unit_numel(itemsize=4, num_ranks=num_ranks)
-
-
 @given(groupings(), st.integers(1, 9))
 def test_what_keeps_to_every_cap_is_grouped_as_without_pieces(
     grouping: tuple[list[ParamSpec], list[int], SizeCaps], num_ranks: int
@@ -187,60 +164,170 @@ def test_what_keeps_to_every_cap_is_grouped_as_without_pieces(
     assert group_in_pieces(params, within, caps, num_ranks=num_ranks) == group_by_size(params, within, caps)
 
 
-@pytest.mark.parametrize("value", [0, -1, math.nan])
 @pytest.mark.parametrize(
-    ("name", "caps"),
+    ("caps", "sizes_mib"),
     [
-        ("cap_bytes", lambda value: {"cap_bytes": value}),
-        ("first_bytes", lambda value: {"cap_bytes": 1, "first_bytes": (value,)}),
-        ("first_bytes", lambda value: {"cap_bytes": 1, "first_bytes": (1, value)}),
-        ("last_bytes", lambda value: {"cap_bytes": 1, "last_bytes": (1, value)}),
-    ],
-    ids=["cap_bytes", "first_bytes", "second of first_bytes", "last_bytes"],
-)
-def test_a_cap_must_be_positive(name: str, caps: Callable[[float], dict[str, Any]], value: float) -> None:
-    assert refusal(lambda: SizeCaps(**caps(value))) == (
-        f"a bucket size must be positive, got {name}={value}.\n"
-        "  the largest sizes of buckets\n"
-        "  Give a size above zero; math.inf puts everything into one bucket."
-    )
-
-
-@pytest.mark.parametrize(
-    ("total_mib", "cap_mib", "ends_mib"),
-    [
-        (0, 1.0, (1,)),
-        (1, 1.0, (1,)),
-        (2, 1.5, (1,)),
-        (5, 2.25, (1, 1.5)),
-        (20, 5.0625, (1, 1.5, 2.25, 3.375)),
-        (10_000, 25.0, (1, 1.5, 2.25, 3.375, 5.0625, 7.59375, 11.390625, 17.0859375)),
+        (default_caps(0), [1, 1]),
+        (default_caps(1 * MIB), [1, 1]),
+        (default_caps(2 * MIB), [1, 1.5]),
+        (default_caps(5 * MIB), [1, 1.5, 2.25]),
+        (default_caps(20 * MIB), [1, 1.5, 2.25, 3.375, 5.0625]),
+        (default_caps(10_000 * MIB), [1, 1.5, 2.25, 3.375, 5.0625, 7.59375, 11.390625, 17.0859375, 25]),
+        # Slowly where gradients are reduced to shards.
+        (default_caps(10 * MIB, has_shards=True), [1, 1.2, 1.44, 1.728]),
     ],
 )
-def test_default_caps_grow_from_both_ends(total_mib: int, cap_mib: float, ends_mib: tuple[float, ...]) -> None:
-    ends = tuple(size * MIB for size in ends_mib)
-    assert default_caps(total_mib * MIB) == SizeCaps(cap_bytes=cap_mib * MIB, first_bytes=ends, last_bytes=ends)
+def test_default_caps_grow_from_both_ends(caps: SizeCaps, sizes_mib: list[float]) -> None:
+    for ends in (caps.first_bytes, caps.last_bytes):
+        assert [round(size / MIB, 9) for size in (*ends, caps.cap_bytes)] == sizes_mib
 
 
-def test_default_caps_grow_slowly_where_gradients_are_reduced_to_shards() -> None:
-    caps = default_caps(10 * MIB, has_shards=True)
-    assert [round(size / MIB, 3) for size in (*caps.first_bytes, caps.cap_bytes)] == [1.0, 1.2, 1.44, 1.728]
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (reverse_registration(0), ()),
+        (reverse_registration(1), (0,)),
+        (reverse_registration(4), (3, 2, 1, 0)),
+        (observed(4, [2, 0, 3, 1]), (2, 0, 3, 1)),
+        (observed(4, []), (3, 2, 1, 0)),
+        (observed(4, [1]), (1, 3, 2, 0)),
+        (observed(4, [0, 2]), (0, 2, 3, 1)),
+        (observed(4, [2, 2, 0, 2, 0]), (2, 0, 3, 1)),
+        (largest_first(specs_of_sizes(20, 50, 20, 100, 50)), (3, 1, 4, 0, 2)),
+        (largest_first([spec("short", 30, dtype="uint8"), spec("wide", 10, dtype="float64")]), (1, 0)),
+    ],
+    ids=[
+        *("no parameters", "one parameter", "the last one registered is ready first"),
+        *("all observed", "none observed", "one observed", "some observed", "observed repeatedly"),
+        *("equal sizes keep the order of registration", "size is in bytes"),
+    ],
+)
+def test_an_order(order: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert order == expected
 
 
-def test_only_the_last_bucket_is_left_where_a_reduce_scatter_is_just_fast_enough() -> None:
-    # 60 gradients of 1 MiB every 10 ms, on a link that takes 8 ms for each.
-    left = {}
-    for has_shards in (False, True):
-        free_ms = 0.0
-        for group in group_by_size(specs_of_sizes(*[MIB] * 60), range(60), default_caps(60 * MIB, has_shards=has_shards)):
-            free_ms = max(free_ms, 10.0 * (group[-1] + 1)) + 8.0 * len(group)
-        left[has_shards] = free_ms - 600.0
-    assert left == {False: 50.0, True: 8.0}
+PARAMS = specs_of_sizes(*(size * MIB for size in (3, 1, 4, 2, 1)))
 
 
-def test_an_embedding_that_is_reduced_last_ends_with_small_pieces() -> None:
-    params = specs_of_sizes(150 * MIB, *[2 * MIB] * 30)
-    groups = group_in_pieces(params, range(30, -1, -1), default_caps(210 * MIB), num_ranks=8)
-    sizes = [round(sum(piece.numel for piece in pieces_of(group, params)) / MIB, 1) for group in groups]
-    assert sizes[-9:] == [20.4, 17.0, 10.8, 7.2, 4.9, 3.3, 2.2, 1.5, 1.0]
-    assert all(isinstance(group[-1], Piece) for group in groups[-13:])
+def first(params: list[ParamSpec] = PARAMS, *, num_ranks: int = 2, splits: bool = False, **settings: Any) -> Plan:
+    return first_plan(params, SyncConfig(**settings), num_ranks=num_ranks, splits=splits)
+
+
+def as_observed(*, splits: bool = False, **settings: Any) -> Plan:
+    return plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(**settings), num_ranks=2, splits=splits)
+
+
+def pieces(param: int, ends: tuple[int, ...]) -> list[tuple[Piece]]:
+    """Each alone, between such numbers of half mebibytes."""
+    return [(Piece(param=param, first=start * MIB // 2, stop=stop * MIB // 2),) for start, stop in pairwise(ends)]
+
+
+PINNED, IN_PIECES = first(bucket_cap_mb=4), first(bucket_cap_mb=2, splits=True)
+REVERSE = {
+    0.5: [(4,), (3,), (2,), (1,), (0,)],  # a cap below one mebibyte is that of every bucket
+    1: [(4,), (3,), (2,), (1,), (0,)],
+    6: [(4,), (3, 2), (1,), (0,)],
+    100: [(4,), (3, 2, 1), (0,)],  # the first and the last one are of one mebibyte at most
+    # Those of the first buckets, the last one of all that follow.
+    (1, 2, 5): [(4,), (3,), (2, 1), (0,)],
+    (3, 5): [(4, 3), (2, 1), (0,)],
+    (100,): [(4, 3, 2, 1, 0)],
+    (100, 1, 1): [(4, 3, 2, 1, 0)],
+}
+BUCKETS = {
+    **{f"in reverse by {cap} MiB": (first(order="reverse", bucket_cap_mb=cap), buckets) for cap, buckets in REVERSE.items()},
+    "before anything is observed": (first(order="observed", bucket_cap_mb=6), REVERSE[6]),
+    "without a cap the size of the model chooses": (first(order="reverse"), REVERSE[1]),
+    "largest first goes by size": (first(order="largest_first", bucket_cap_mb=5), [(2,), (0, 3), (1,), (4,)]),
+    "an observed order": (as_observed(bucket_cap_mb=4), [(1,), (4, 3), (0,), (2,)]),
+    "an observed order by several caps": (as_observed(bucket_cap_mb=(1, 3, 7)), [(1,), (4, 3), (0, 2)]),
+    "sparse parameters take no room under the caps": (
+        first([spec("rows", 9 * MIB, is_sparse=True), *PARAMS], order="reverse", bucket_cap_mb=100),
+        [(5,), (4, 3, 2, 1), (0,)],
+    ),
+    "a first plan in pieces": (
+        first(bucket_cap_mb=2, order="largest_first", splits=True),
+        [*pieces(2, (0, 2, 5, 8)), *pieces(0, (0, 3, 6)), (3,), (1,), (4,)],
+    ),
+    "an observed order in pieces": (
+        as_observed(bucket_cap_mb=2, splits=True),
+        [(1,), (4,), (3,), *pieces(0, (0, 3, 6)), *pieces(2, (0, 3, 6, 8))],
+    ),
+}
+
+
+@pytest.mark.parametrize(("plan", "buckets"), BUCKETS.values(), ids=BUCKETS)
+def test_the_buckets_of_a_plan(plan: Plan, buckets: list[tuple[Member, ...]]) -> None:
+    assert plan.groups == tuple(buckets)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_pinned_plan_keeps_its_groups_on_any_number_of_ranks(num_ranks: int) -> None:
+    for pinned, splits in ((PINNED, False), (PINNED, True), (IN_PIECES, True)):
+        plan = first(plan=pinned.to_json(), bucket_cap_mb=1, num_ranks=num_ranks, splits=splits)
+        assert (plan.groups, plan.num_ranks) == (pinned.groups, num_ranks)
+
+
+REFUSALS: dict[str, tuple[Call, str]] = {
+    **{
+        f"{which} is {value}": (
+            lambda caps=caps, value=value: SizeCaps(**caps(value)),
+            f"a bucket size must be positive, got {which.split()[-1]}={value}.\n"
+            "  the largest sizes of buckets\n"
+            "  Give a size above zero; math.inf puts everything into one bucket.",
+        )
+        for value in (0, -1, math.nan)
+        for which, caps in {
+            "cap_bytes": lambda value: {"cap_bytes": value},
+            "first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (value,)},
+            "second of first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (1, value)},
+            "last_bytes": lambda value: {"cap_bytes": 1, "last_bytes": (1, value)},
+        }.items()
+    },
+    **{
+        name: (
+            lambda params=params: first(params, plan=PINNED.to_json()),
+            f"the saved plan is for another model.\n  {difference}\n"
+            "  Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+        )
+        for name, params, difference in (
+            (
+                "another",
+                [spec("other", 3), *PARAMS[1:]],
+                f"it has 'p0' ({3 * MIB},) uint8 where the model has 'other' (3,) float32",
+            ),
+            ("fewer", PARAMS[:4], "it has 5 parameters, the model 4"),
+            ("more", [*PARAMS, spec("more", 1)], "it has 5 parameters, the model 6"),
+        )
+    },
+    "in pieces": (
+        lambda: first(plan=IN_PIECES.to_json()),
+        "the saved plan cuts parameter 'p0' into pieces.\n"
+        "  a gradient that is not sharded lies in one bucket as a whole\n"
+        "  Use this plan with a sharded optimizer, or leave SyncConfig(plan=...) out.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_a_cap_or_a_pinned_plan_that_does_not_fit_is_refused(call: Call, text: str) -> None:
+    assert refusal(call) == text
+
+
+def mixed() -> list[ParamSpec]:
+    pairs = [(spec(f"half.{i}", 512 * (600 + i), dtype="bfloat16"), spec(f"scale.{i}", 700_001)) for i in range(9)]
+    return [spec("rows", 40_000 * 64, is_sparse=True), spec("none", 0), *(param for pair in pairs for param in pair)]
+
+
+@pytest.mark.parametrize(
+    ("params", "settings", "num_ranks", "fingerprint"),
+    [
+        (mixed(), {}, 2, "ca978164"),
+        (mixed(), {"bucket_cap_mb": (1, 2, 5), "order": "largest_first"}, 3, "cee1a814"),
+    ],
+)
+def test_plans_of_whole_parameters_stay_what_they_were(
+    params: list[ParamSpec], settings: dict[str, Any], num_ranks: int, fingerprint: str
+) -> None:
+    # Plans that were saved, and ranks of another version, must still be met.
+    assert first(params, num_ranks=num_ranks, **settings).fingerprint == fingerprint

@@ -1,4 +1,4 @@
-"""Optimal plans: against brute force, by hand, and for a model that others have measured."""
+"""Optimal plans, and the order of an eager step: against brute force, and by hand."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import settings
-from numpy.typing import ArrayLike, NDArray
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fidelity import resnet50
 from support.brute_force import NOT_DECREASING, NUM_RANKS, SHAPES, Case, TableCosts, random_case, table_costs, times_us
 from support.errors import refusal
-from support.gpt2_profile import gpt2_profile
-from support.published_data import published_file
+from support.steps import FREE, LineCosts, lines, profile_of, random_profile
 from support.strategies import spec, specs_of_sizes
-from undertow.cost import RingCosts, link_from_text
 from undertow.plan import (
+    GathersBehind,
+    LaneTimes,
     Optimum,
     ParamSpec,
     Piece,
-    SizeCaps,
     StepTiming,
+    eager_limit_us,
+    eager_order,
     finish_us,
-    group_by_size,
+    lane_period_us,
     optimal,
     optimal_groups,
     plan_from_groups,
@@ -38,6 +37,8 @@ from undertow.plan.atoms import atoms_of, small_pieces, whole_pieces
 from undertow.plan.certificate import limit_us
 from undertow.plan.layout import unit_numel
 from undertow.plan.optimal import SLACK
+from undertow.schedule import ZERO1, gathers_after_reductions, lower_eager, verify
+from undertow.simulate import lane_times
 
 # Sums of a few dozen times, in another order than the planner's: some units in the last place of 1e2.
 ROUNDING = {"rel": 1e-12, "abs": 1e-10}
@@ -46,14 +47,8 @@ MOST_BRUTE_PIECES = 8  # 128 groupings
 each_form = pytest.mark.parametrize("has_shards", [False, True], ids=["whole", "in shards"])
 
 
-class Curve:
-    """One cost for every collective."""
-
-    def __init__(self, launch_us: float, us_per_byte: float, power: float = 1.0) -> None:
-        self.launch_us, self.us_per_byte, self.power = launch_us, us_per_byte, power
-
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        return self.launch_us + self.us_per_byte * np.asarray(num_bytes, dtype=np.float64) ** self.power
+def line(launch_us: float, us_per_byte: float) -> LineCosts:
+    return lines((launch_us, us_per_byte), gather=(launch_us, us_per_byte))
 
 
 def timing(*ready_us: float, end: float | None = None, used: Sequence[float] = ()) -> StepTiming:
@@ -126,68 +121,56 @@ def test_no_split_or_order_of_gradients_is_through_before_the_limit() -> None:
             assert limit <= finish_us(params, filled, when, costs) * (1 + 1e-12), (sizes, groups, when, costs)
 
 
-def test_whole_parameters_in_any_groups_are_not_through_before_the_limit() -> None:
-    # Not only runs of neighbours: groups of any parameters, in the order of their ready times.
-    rng = random.Random(7)
-    for _ in range(NUM_CASES):
-        num = rng.randrange(1, 7)
-        params, when = specs_of_sizes(*(rng.choice([0, 1, 2, 5, 9]) for _ in range(num))), timing(*times_us(rng, num))
-        costs = table_costs(rng, sum(each.num_bytes for each in params), rng.choice(NOT_DECREASING))
-        which = [rng.randrange(3) for _ in params]
-        groups = [[i for i, group in enumerate(which) if group == wanted] for wanted in set(which)]
-        groups.sort(key=lambda group: max(when.ready_us[i] for i in group))
-        limit = limit_us(params, when, costs, has_shards=False)
-        assert limit <= finish_us(params, groups, when, costs) * (1 + 1e-12), (params, when, costs)
-
-
+# The square root of a size.
+ROOT = TableCosts({"all_reduce": [math.sqrt(size) for size in range(40)]})
 ALTERNATING = [spec(f"p{i}", 8, dtype="float32" if i % 2 else "bfloat16") for i in range(20)]
 BY_HAND: dict[str, tuple[Callable[[], Optimum], Any, float | None]] = {
     "the last bucket waits for the end of backward": (
-        lambda: plan(specs_of_sizes(10, 10), timing(0, 20, end=50), Curve(1, 1)),
+        lambda: plan(specs_of_sizes(10, 10), timing(0, 20, end=50), line(1, 1)),
         ((0,), (1,)),
         61.0,
     ),
     # Two buckets are through at 1000 + 1000 + 1, one at 1000 + 1001 + 1.
     "a small gain is not worth a launch": (
-        lambda: plan(specs_of_sizes(1, 1000), timing(0, 1000), Curve(1, 1)),
+        lambda: plan(specs_of_sizes(1, 1000), timing(0, 1000), line(1, 1)),
         ((0, 1),),
         2002.0,
     ),
     "dtypes that alternate travel in one bucket each": (
-        lambda: plan(ALTERNATING, timing(*range(20)), Curve(100, 0.01)),
+        lambda: plan(ALTERNATING, timing(*range(20)), line(100, 0.01)),
         (tuple(range(0, 20, 2)), tuple(range(1, 20, 2))),
         None,
     ),
     # The first bucket is on the link from 0 to 11, the other one from 11 to 16: neither waits for 11 twice.
     "the bucket of a kind leaves when its own last gradient has come": (
-        lambda: plan([spec("a", 10, dtype="uint8"), spec("b", 2, dtype="bfloat16")], timing(0, 11), Curve(1, 1)),
+        lambda: plan([spec("a", 10, dtype="uint8"), spec("b", 2, dtype="bfloat16")], timing(0, 11), line(1, 1)),
         ((0,), (1,)),
         16.0,
     ),
     "a parameter above the largest bucket travels alone": (
-        lambda: plan(specs_of_sizes(3, 3, 99, 3, 3), timing(0, 0, 0, 0, 0), Curve(50, 1), max_bucket_bytes=8),
+        lambda: plan(specs_of_sizes(3, 3, 99, 3, 3), timing(0, 0, 0, 0, 0), line(50, 1), max_bucket_bytes=8),
         ((0, 1), (2,), (3, 4)),
         None,
     ),
     "sparse gradients cost a launch and no bytes": (
-        lambda: plan([spec("a", 10, dtype="uint8"), spec("rows", 10, dtype="uint8", is_sparse=True)], timing(0, 0), Curve(7, 1)),
+        lambda: plan([spec("a", 10, dtype="uint8"), spec("rows", 10, dtype="uint8", is_sparse=True)], timing(0, 0), line(7, 1)),
         ((0,), (1,)),
         24.0,
     ),
     # Ready 0 and 100, used 100 and 0: one bucket of 200 bytes is reduced at 100 + 105 and gathered in 105, a stall. In two,
     # the second one is reduced at 100 + 55 and gathered in 55; the first one is gathered at 110 and late by 10.
     "one bucket is cut if that lets the forward begin": (
-        lambda: plan(specs_of_sizes(100, 100), timing(0, 100, used=(100, 0)), Curve(5, 0.5)),
+        lambda: plan(specs_of_sizes(100, 100), timing(0, 100, used=(100, 0)), line(5, 0.5)),
         ((0,), (1,)),
         155 + 55,
     ),
     "pieces of a parameter in one bucket are one member": (
-        lambda: plan(specs_of_sizes(64, 6400), timing(0, 0, used=(0, 0)), Curve(5, 0.5)),
+        lambda: plan(specs_of_sizes(64, 6400), timing(0, 0, used=(0, 0)), line(5, 0.5)),
         ((0, 1),),
         None,
     ),
     "with shards a parameter above the largest bucket is cut": (
-        lambda: plan(specs_of_sizes(96), timing(0, used=(0,)), Curve(5, 0.5), max_bucket_bytes=40),
+        lambda: plan(specs_of_sizes(96), timing(0, used=(0,)), line(5, 0.5), max_bucket_bytes=40),
         tuple((Piece(param=0, first=first, stop=first + 32),) for first in (0, 32, 64)),
         None,
     ),
@@ -201,12 +184,12 @@ def test_a_plan_by_hand(solve_it: Callable[[], Optimum], groups: Any, finished_u
 
 
 FINISHES = {
-    "one bucket that would be cut": (specs_of_sizes(100, 100), [(0, 1)], timing(0, 100, used=(100, 0)), Curve(5, 0.5), 205 + 105),
+    "one bucket that would be cut": (specs_of_sizes(100, 100), [(0, 1)], timing(0, 100, used=(100, 0)), line(5, 0.5), 205 + 105),
     "two pieces of a parameter": (
         specs_of_sizes(32),
         [[Piece(param=0, first=first, stop=first + 16)] for first in (0, 16)],
         timing(5),
-        Curve(1, 1),
+        line(1, 1),
         5 + 17 + 17,
     ),
     # Groups of a concave cost are the best of neighbours, not of all: no run of neighbours is through before 6.606.
@@ -214,21 +197,20 @@ FINISHES = {
         specs_of_sizes(9, 4, 9),
         [(1,), (0, 2)],
         timing(0, 0, 2),
-        Curve(0, 1, power=0.5),
+        ROOT,
         2 + math.sqrt(18),
     ),
 }
 
 
 @pytest.mark.parametrize(("params", "groups", "when", "curve", "finished_us"), FINISHES.values(), ids=FINISHES)
-def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, curve: Curve, finished_us: float) -> None:
+def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, curve: Any, finished_us: float) -> None:
     assert finish_us(params, groups, when, curve, has_shards=bool(when.used_us)) == pytest.approx(finished_us, **ROUNDING)
 
 
 def test_the_best_of_a_plan_is_of_runs_of_neighbours_however_many() -> None:
-    root = plan(specs_of_sizes(9, 4, 9), timing(0, 0, 2), Curve(0, 1, power=0.5))
-    assert root.best_us == pytest.approx(math.sqrt(13) + 3, **ROUNDING)  # 6.606
-    assert plan(specs_of_sizes(1, 1000), timing(0, 1000), Curve(1, 1)).best_us == 2001.0
+    assert plan(specs_of_sizes(9, 4, 9), timing(0, 0, 2), ROOT).best_us == pytest.approx(math.sqrt(13) + 3, **ROUNDING)  # 6.606
+    assert plan(specs_of_sizes(1, 1000), timing(0, 1000), line(1, 1)).best_us == 2001.0
 
 
 JUMPING = TableCosts({"all_reduce": [10.0] * 11 + [100.0] * 40})
@@ -238,7 +220,7 @@ JUMPING = TableCosts({"all_reduce": [10.0] * 11 + [100.0] * 40})
     ("optimum", "num_groups", "finished_us", "share"),
     [
         # All is ready at once, so that one bucket is best: 3 + 10 + 2 * 30. The limit's cells of sizes cost it 0.3 % at most.
-        (plan(specs_of_sizes(10, 20), timing(3, 3), Curve(10, 2)), 1, 73.0, 0.997),
+        (plan(specs_of_sizes(10, 20), timing(3, 3), line(10, 2)), 1, 73.0, 0.997),
         # 10 for up to 10 bytes and 100 above: 40 bytes in four parts. The cells of sizes cost the limit less than 1 %.
         (plan(specs_of_sizes(10, 10, 10, 10), timing(0, 0, 0, 0), JUMPING), 4, 40.0, 0.99),
     ],
@@ -252,7 +234,7 @@ def test_the_limit_is_met(optimum: Optimum, num_groups: int, finished_us: float,
 @pytest.mark.parametrize(("has_shards", "finish"), [(False, 6.0), (True, 8.0)], ids=["whole", "gathered as well"])
 def test_without_parameters_one_empty_bucket_leaves_at_the_end_of_backward(has_shards: bool, finish: float) -> None:
     empty = StepTiming(ready_us=(), backward_end_us=4.0)
-    optimum = optimal_groups([], [], empty, Curve(2, 1), num_ranks=NUM_RANKS, has_shards=has_shards)
+    optimum = optimal_groups([], [], empty, line(2, 1), num_ranks=NUM_RANKS, has_shards=has_shards)
     assert optimum == Optimum(groups=(), finish_us=finish, best_us=finish, limit_us=6.0)
 
 
@@ -261,14 +243,13 @@ def test_merging_greedily_takes_up_to_twice_as_long_as_the_optimum(num: int, rat
     # MG-WFBP waits for a next gradient that comes before the launch of this one would be over. With r_i = 0.99 alpha i and
     # beta b_i = 0.98 alpha it always does, and one bucket leaves when backward is over: 1.97 alpha num. Of the optimum
     # about sqrt(2 num) launches are exposed: the link has 0.01 alpha to spare for each gradient, so buckets shrink one by one.
-    when, curve, params = timing(*(99.0 * i for i in range(1, num + 1))), Curve(100.0, 1.0), specs_of_sizes(*[98] * num)
+    when, curve, params = timing(*(99.0 * i for i in range(1, num + 1))), line(100.0, 1.0), specs_of_sizes(*[98] * num)
     merged = finish_us(params, [range(num)], when, curve)
     assert merged == pytest.approx(100.0 * (1 + 1.97 * num), **ROUNDING)
     assert merged > ratio * plan(params, when, curve).finish_us
 
 
 def coarse(patch: pytest.MonkeyPatch, max_atoms: int, solve_it: Callable[[], Optimum]) -> Optimum:
-    """What is solved over so many atoms at most."""
     with patch.context() as patched:
         for name in ("_MAX_ATOMS", "_MAX_ATOMS_WITH_SHARDS"):
             patched.setattr(optimal, name, max_atoms)
@@ -285,7 +266,7 @@ def test_coarsening_costs_no_more_than_the_times_within_an_atom(has_shards: bool
         )
         params = specs_of_sizes(*(rng.choice([0, 1, 10, 100]) for _ in range(num)))
         when = timing(*ready, used=used if has_shards else ())
-        solve_it = partial(plan, params, when, Curve(rng.uniform(0, 10), rng.choice([0.01, 0.03, 0.1])))
+        solve_it = partial(plan, params, when, line(rng.uniform(0, 10), rng.choice([0.01, 0.03, 0.1])))
         fine_us, coarse_us = solve_it().best_us, coarse(monkeypatch, 12, solve_it).best_us
         atoms = atoms_of(params, whole_pieces(params, range(num)), when, max_atoms=12, has_shards=has_shards)
         assert atoms.num_cuts <= 13
@@ -300,22 +281,11 @@ def test_coarse_atoms_finish_as_they_were_planned_to_and_fit_into_a_bucket(monke
     for _ in range(NUM_CASES // 4):
         params = [spec(f"p{i}", rng.choice([0, 1, 10]), dtype=rng.choice(["float32", "bfloat16"])) for i in range(40)]
         cap = math.ceil(sum(each.num_bytes for each in params) / 3)
-        when, curve = timing(*(rng.uniform(0, 50) for _ in params)), Curve(rng.uniform(0, 5), 0.1)
+        when, curve = timing(*(rng.uniform(0, 50) for _ in params)), line(rng.uniform(0, 5), 0.1)
         for most in (math.inf, cap):
             optimum = coarse(monkeypatch, 24, partial(plan, params, when, curve, max_bucket_bytes=most))
             assert optimum.finish_us <= SLACK * optimum.best_us * (1 + 1e-12)
             assert all(sum(params[i].num_bytes for i in group if isinstance(i, int)) <= most for group in optimum.groups)
-
-
-@pytest.mark.parametrize("power", [1, 3, 9])
-def test_ten_thousand_parameters_are_planned_over_at_most_512_atoms_of_a_230th_of_the_time(power: int) -> None:
-    rng, num = random.Random(11), 10_000
-    ready = sorted(1000.0 * rng.random() ** power for _ in range(num))
-    params = specs_of_sizes(*(int(1000 * rng.random() ** power) for _ in range(num)))
-    atoms = atoms_of(params, whole_pieces(params, range(num)), timing(*ready), max_atoms=512)
-    spreads = [ready[stop - 1] - ready[first] for first, stop in pairwise(atoms.cuts)]
-    assert len(spreads) <= 512
-    assert max(spreads) <= (ready[-1] - ready[0]) / 230
 
 
 def test_pieces_begin_at_multiples_of_the_shards_unit_and_keep_to_the_largest_bucket() -> None:
@@ -326,16 +296,7 @@ def test_pieces_begin_at_multiples_of_the_shards_unit_and_keep_to_the_largest_bu
     assert all(piece.numel * 4 <= cap for piece in pieces)
 
 
-@pytest.mark.parametrize(("link", "num_ranks"), [("25gbit,10us", 8), ("100gbit,5us", 8), ("100gbit,5us", 64)])
-def test_twice_as_many_atoms_would_gain_nothing_on_gpt2(link: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile, costs = gpt2_profile(), RingCosts(link_from_text(link), num_ranks=num_ranks)
-    given = profile.params, profile.order, profile.timing, costs
-    solve_it = partial(optimal_groups, *given, num_ranks=num_ranks, has_shards=True)
-    # Half of the slack that fewer buckets are worth.
-    assert solve_it().best_us == pytest.approx(coarse(monkeypatch, 256, solve_it).best_us, rel=1e-3)
-
-
-TOO_SMALL = partial(plan, specs_of_sizes(*[10] * 3000), timing(*range(3000)), Curve(1, 1))
+TOO_SMALL = partial(plan, specs_of_sizes(*[10] * 3000), timing(*range(3000)), line(1, 1))
 TIMES = "Give one time for each parameter, in the order of the parameters."
 COUNTED = "Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends."
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
@@ -346,20 +307,25 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         "  Allow buckets of 469 bytes.",
     ),
     "costs without end": (
-        partial(plan, specs_of_sizes(1, 2), timing(1, 2), Curve(math.inf, 1)),
+        partial(plan, specs_of_sizes(1, 2), timing(1, 2), line(math.inf, 1)),
         "no plan is ever through: a collective costs inf.\n  costs of all_reduce\n"
         "  Give finite costs for all sizes up to those of all gradients together.",
     ),
     "a parameter without its time": (
-        partial(plan, specs_of_sizes(1, 2), timing(1), Curve(1, 1)),
+        partial(plan, specs_of_sizes(1, 2), timing(1), line(1, 1)),
         f"each of the 2 parameters must have its ready_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
     ),
     "a parameter that is not used": (
-        partial(plan, specs_of_sizes(1, 2), timing(0, 0, used=(0,)), Curve(1, 1)),
+        partial(plan, specs_of_sizes(1, 2), timing(0, 0, used=(0,)), line(1, 1)),
         f"each of the 2 parameters must have its used_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
     ),
+    "the times of a lane are not complete": (
+        partial(LaneTimes, ready_us=[1], reduce_us=[], step_us=[1], gather_us=[1], used_us=[1], forward_us=1),
+        "every bucket must have all of its times, got [0, 1] of them.\n  the times of a lane\n"
+        "  Give one time of each kind for each bucket, and at least one bucket.",
+    ),
     "an order that is no permutation": (
-        partial(optimal_groups, specs_of_sizes(1, 2), [0, 0], timing(1, 1), Curve(1, 1), num_ranks=2),
+        partial(optimal_groups, specs_of_sizes(1, 2), [0, 0], timing(1, 1), line(1, 1), num_ranks=2),
         "an order must hold each of the 2 parameters exactly once.\n"
         "  got 2 indices, 1 of them different parameters\n  Give a permutation of range(len(params)).",
     ),
@@ -387,22 +353,106 @@ def test_buckets_of_the_size_that_a_refusal_names_can_be_planned() -> None:
     assert len(TOO_SMALL(max_bucket_bytes=469).groups) < 1024
 
 
-# Name of the network, the planned number of buckets, and how much more buckets of one size expose, as docs say it: two digits.
+# Gradients come at 100 and 290 us, all else takes 1: gathering b0 behind b1 makes forward wait 0.5 us of 293 for it.
+LATE = LaneTimes(ready_us=[100, 290], reduce_us=[1, 1], step_us=[0, 0], gather_us=[1, 1], used_us=[0.5, 0], forward_us=1)
+
+
+def times_of(num: int, *, ready_us: float = 10, forward_us: float = 5) -> LaneTimes:
+    """Layers of equal times, which are on the lane for 8 us both ways: the one that is reduced first is used last."""
+    return LaneTimes(
+        ready_us=[ready_us * (at + 1) for at in range(num)],
+        reduce_us=[8] * num,
+        step_us=[0.0] * num,
+        gather_us=[8] * num,
+        used_us=[forward_us * (num - 1 - at) for at in range(num)],
+        forward_us=forward_us * num,
+    )
+
+
+def every_order(num: int, reduced: int = 0, behind: GathersBehind = ()) -> Iterator[GathersBehind]:
+    """All that gather each of `num` buckets once, behind its reduction or a later one."""
+    waiting = sorted(set(range(reduced)) - {bucket for of_one in behind for bucket in of_one})
+    if reduced == num and not waiting:
+        yield behind
+    if reduced < num:
+        yield from every_order(num, reduced + 1, (*behind, ()))
+    for bucket in waiting:
+        yield from every_order(num, reduced, (*behind[:-1], (*behind[-1], bucket)))
+
+
+def random_times(seed: int, num: int) -> LaneTimes:
+    numbers = random.Random(seed)
+    scale = numbers.choice([0.5, 1, 2, 3])
+    reduce_us = [numbers.uniform(0, 3) * scale for _ in range(num)]
+    return LaneTimes(
+        ready_us=sorted(numbers.uniform(0, 10) for _ in range(num)),
+        reduce_us=reduce_us,
+        step_us=[numbers.uniform(0, 0.3) for _ in range(num)],
+        gather_us=[time * numbers.uniform(0.5, 1.5) for time in reduce_us],
+        used_us=sorted((numbers.uniform(0, 5) for _ in range(num)), reverse=True),
+        forward_us=5.5,
+    )
+
+
 @pytest.mark.parametrize(
-    ("network", "num_buckets", "ratio"), [("10 GbE, 20 us", 3, 1.05), ("56 Gb/s, 5 us", 3, 8.4), ("100 Gb/s, 5 us", 2, 3.8)]
+    ("times", "order"),
+    [
+        (times_of(3, ready_us=20, forward_us=1), ((0,), (1,), (2,))),
+        (times_of(3, ready_us=1), ((), (), (2, 1, 0))),
+        (LATE, ((), (1, 0))),
+    ],
+    ids=[
+        "gathers fill the gaps",
+        "without gaps first what is needed first",
+        "near the end of backward half a percent is too little",
+    ],
 )
-def test_resnet50_as_others_have_measured_it_tensor_by_tensor(network: str, num_buckets: int, ratio: float) -> None:
-    profile = resnet50.profile_from_log(published_file("resnet50.bk.log"))
-    assert (len(profile.params), sum(param.num_bytes for param in profile.params)) == (161, 102_228_128)
-    assert profile.backward_us == pytest.approx(64_806.6, abs=0.1)  # published to 0.1 ms
-    costs = RingCosts(resnet50.NETWORKS[network], num_ranks=resnet50.NUM_RANKS)
-    when = timing(*profile.ready_us, end=profile.backward_us)
-    optimum = optimal_groups(profile.params, profile.order, when, costs, num_ranks=resnet50.NUM_RANKS)
-    # Few buckets come within a hundredth of the best step of one GPU.
-    assert optimum.finish_us - optimum.best_us <= 0.01 * resnet50.ITERATION_MS * 1e3
-    # No other grouping would be through two hundredths earlier: above the limit are launches, and cells of sizes.
-    assert optimum.limit_us <= optimum.best_us <= 1.02 * optimum.limit_us
-    groups = group_by_size(profile.params, profile.order, SizeCaps(cap_bytes=25.0 * 2**20, first_bytes=(1.0 * 2**20,)))
-    fixed_us = finish_us(profile.params, groups, when, costs) - profile.backward_us
-    assert len(optimum.groups) == num_buckets < len(groups)
-    assert fixed_us / (optimum.finish_us - profile.backward_us) == pytest.approx(ratio, rel=0.02)
+def test_orders_by_hand(times: LaneTimes, order: GathersBehind) -> None:
+    assert eager_order(times) == order
+
+
+def test_the_period_of_an_order_by_hand() -> None:
+    # Reduced at 10-18 and 20-28. Behind it: b1 gathered until 36, b0 until 44. Forward: b1's layer 36-41, b0's waits: 44-49.
+    assert lane_period_us(times_of(2), ((), (1, 0))) == 49
+    # b0 in the gap, 18-26, so that b1 is reduced 26-34 and gathered until 42: 42-47, 47-52.
+    assert lane_period_us(times_of(2), ((0,), (1,))) == 52
+    assert lane_period_us(LATE, ((0,), (1,))) < lane_period_us(LATE, ((), (1, 0)))
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_the_order_is_near_the_best_of_all(num: int) -> None:
+    ratios = []
+    for times in (random_times(seed, num) for seed in range(60)):
+        best_us = min(lane_period_us(times, order) for order in every_order(num))
+        ratios.append(lane_period_us(times, eager_order(times)) / best_us)
+    # Of 900 random cases the worst was 6 % above the best, and all together 0.1 %, of which half a percent may be on purpose.
+    assert max(ratios) < 1.07
+    assert sum(ratios) / len(ratios) < 1.002
+
+
+@given(st.integers(0, 10_000), st.integers(1, 9))
+def test_an_order_can_be_lowered_and_is_no_worse_than_none(seed: int, num: int) -> None:
+    times = random_times(seed, num)
+    order = eager_order(times)
+    verify(lower_eager(num, ZERO1, order), ZERO1, num_buckets=num)
+    assert lane_period_us(times, order) <= lane_period_us(times, gathers_after_reductions(num))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 6))
+def test_no_period_is_below_the_limit(seed: int, num: int) -> None:
+    profile, costs = random_profile(seed, num), lines((2, 0.02), gather=(1, 0.015))
+    plan = plan_from_groups(profile.params, [[param] for param in profile.order], num_ranks=2)
+    times = lane_times(profile, plan, costs)
+    limit_us = eager_limit_us(profile.params, profile.timing, costs)
+    assert lane_period_us(times, eager_order(times)) >= limit_us - 1e-6  # the same sums in another order: rounding
+
+
+def test_limits_by_hand() -> None:
+    # Forward 10, backward 20: p1 is ready at 20 and used at 5, p0 ready at 30 and used at 0. The 800 bytes of both take
+    # 1 + 16 to be gathered and as much of the lane to be reduced, behind the first gradient and before its parameter is used:
+    # 20 + 34 - 5.
+    profile, costs = profile_of([20, 10], backward_us=20), lines((1, 0.03), gather=(1, 0.02))
+    # Costs are looked up at 12288 sizes and taken from below: a cell is a thousandth of the size here.
+    assert eager_limit_us(profile.params, profile.timing, costs) == pytest.approx(49, rel=2e-3)
+    # A model without parameters is limited by its backward.
+    assert eager_limit_us((), StepTiming(ready_us=[], backward_end_us=7, used_us=[]), FREE) == 7

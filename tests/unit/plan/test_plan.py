@@ -1,32 +1,42 @@
-"""Plans as values: their buckets, as JSON, and what is refused."""
+"""Plans as values: the layout of their buckets, as JSON, from files, and what is refused."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import Call, text_of
-from support.strategies import plans, spec
+from support.errors import Call, refusal, text_of
+from support.strategies import plans, spec, specs_of_sizes
 from undertow.errors import ConfigError
-from undertow.plan import Bucket, ParamSpec, Piece, Plan, SizeCaps, Slot, group_by_size, plan_from_groups
+from undertow.plan import (
+    Bucket,
+    ParamSpec,
+    Piece,
+    Plan,
+    SizeCaps,
+    Slot,
+    Trailer,
+    group_by_size,
+    plan_from_groups,
+    ranks_differ,
+    signature_bits,
+)
+from undertow.plan.layout import padded_numel, weights_in, with_weights, without_weights
+from undertow.plan.table import plan_from_source, source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
 SPARSE = (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))
 NARROW = (spec("wide", 6), dataclasses.replace(spec("narrow", 6), own_dtype="bfloat16"))
 any_plans = plans() | plans(splits=True)
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
 
 
 def planned(groups: Any = ((1, 0), (2,)), params: tuple[ParamSpec, ...] = PARAMS, num_ranks: int = 2) -> Plan:
@@ -58,6 +68,8 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
         (1, "bfloat16", "cpu", (2,)),
     ]
     assert planned([(), (1, 0), (), (2,), ()]) == PLAN  # an empty group makes no bucket
+    (only,) = planned([], ()).buckets
+    assert (only.slots, only.dtype, only.itemsize, only.device) == ((), "float32", 4, "cpu")
     # 8 elements, 2 used flags and 48 signature bits are 58 elements, padded to 60 for 16 bytes.
     bucket = PLAN.buckets[0]
     assert (bucket.numel, bucket.num_bytes, bucket.storage_numel, bucket.wire_bytes) == (8, 32, 60, 240)
@@ -66,6 +78,7 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("plan", "slots"),
     [
+        (planned([(0,)], (dataclasses.replace(spec("scalar", 1), shape=()),)), [[(0, 0, 1, 0)]]),
         (PLAN, [[(1, 0, 2, 0), (0, 2, 8, 0)], [(2, 0, 3, 0)]]),
         (SPLIT, [[(1, 0, 2, 0), (0, 2, 6, 0)], [(2, 0, 3, 0)], [(0, 0, 2, 4)]]),
         (planned([(0, 1)], SPARSE), [[(0, 0, 0, 0), (1, 0, 0, 0)]]),
@@ -73,7 +86,15 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
         (planned([], ()), [[]]),
         (planned([()], ()), [[]]),
     ],
-    ids=["whole", "in pieces", "sparse, which takes no room", "without elements", "no parameters", "an empty group alone"],
+    ids=[
+        "a scalar",
+        "whole",
+        "in pieces",
+        "sparse, which takes no room",
+        "without elements",
+        "no parameters",
+        "an empty group alone",
+    ],
 )
 def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> None:
     found = [[(slot.param, slot.start, slot.stop, slot.first) for slot in bucket.slots] for bucket in plan.buckets]
@@ -81,11 +102,6 @@ def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> 
     assert [len(bucket.trailer.used) for bucket in plan.buckets] == [len(of_bucket) for of_bucket in slots]
     assert [bucket.numel for bucket in plan.buckets] == [of_bucket[-1][2] if of_bucket else 0 for of_bucket in slots]
     assert plan.buckets[-1].trailer.has_verdict
-
-
-def test_without_parameters_one_bucket_of_a_trailer_only_remains() -> None:
-    (bucket,) = planned([], ()).buckets
-    assert (bucket.slots, bucket.dtype, bucket.itemsize, bucket.device) == ((), "float32", 4, "cpu")
 
 
 @pytest.mark.parametrize(("is_sparse", "room"), [(False, 24), (True, 0)])
@@ -96,11 +112,6 @@ def test_a_sparse_parameter_takes_no_room_and_a_saved_plan_knows(is_sparse: bool
     plan = planned([(0,)], (param,))
     read = Plan.from_json(plan.to_json())
     assert (read, read.params[0].is_sparse, read.buckets[0].is_sparse) == (plan, is_sparse, is_sparse)
-
-
-def test_a_scalar_has_one_element() -> None:
-    scalar = ParamSpec(name="scale", shape=(), dtype="float64", itemsize=8)
-    assert (scalar.numel, scalar.num_bytes) == (1, 8)
 
 
 def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_have_one() -> None:
@@ -225,7 +236,23 @@ def test_a_text_that_is_no_plan_is_refused(text: Any, error: str) -> None:
     assert text_of(ConfigError, lambda: Plan.from_json(text)) == error
 
 
+SLOT_REMEDY = "A slot starts at zero or later and does not end before it starts."
+PIECE_REMEDY = "A piece begins at zero or later and does not end before it begins."
 REFUSALS: dict[str, tuple[Call, str]] = {
+    **{
+        f"the slot [{start}, {stop}) from {first} on": (
+            lambda start=start, stop=stop, first=first: Slot(param=5, start=start, stop=stop, first=first),
+            f"the slot of parameter 5 is impossible: [{start}, {stop}), first element {first}.\n  {SLOT_REMEDY}",
+        )
+        for start, stop, first in ((-1, 0, 0), (3, 2, 0), (3, 4, -1))
+    },
+    **{
+        f"the piece [{first}, {stop})": (
+            lambda first=first, stop=stop: piece(5, first, stop),
+            f"the piece of parameter 5 is impossible: [{first}, {stop}).\n  {PIECE_REMEDY}",
+        )
+        for first, stop in ((-1, 0), (3, 2))
+    },
     "a slot too large": (
         lambda: with_bucket(1, slots=(Slot(param=2, start=0, stop=4),)),
         f"{EACH_ONCE}parameter 2 ('half') has elements [0, 3), its slots hold [0, 4) in bucket 1{IN_PIECES}",
@@ -278,16 +305,157 @@ def test_what_is_no_plan_is_refused(call: Call, error: str) -> None:
     assert text_of(ConfigError, call) == error
 
 
-fields = st.sampled_from(["name", "shape", "dtype", "itemsize", "device", "is_sparse", "new"])
+# Where a rank is: step, generation of the plan, mode. As far as the bits reach.
+places = st.tuples(st.integers(0, 2**12 - 1), st.integers(0, 2**8 - 1), st.integers(0, 2**4 - 1))
 
 
-@given(
-    st.dictionaries(st.sampled_from(["format", "num_ranks", "params", "buckets"]), json_values, min_size=1, max_size=1)
-    | json_values.map(lambda value: {"buckets": [[value], [1], [2], [[0, 4, 6]]]})
-    | st.tuples(fields, json_values).map(
-        lambda changed: {"params": [{**PARAMS[0].to_dict(), changed[0]: changed[1]}, *(it.to_dict() for it in PARAMS[1:])]}
-    )
+def ranges_of(trailer: Trailer) -> list[range]:
+    parts = (trailer.used, trailer.signature, trailer.failed, trailer.changed, trailer.buffers, trailer.nonfinite)
+    return [*parts, trailer.late, trailer.busy]
+
+
+def test_trailer_of_the_last_bucket() -> None:
+    trailer = Trailer(start=100, num_slots=3, num_late=2, num_ranks=4)
+    ends = (100, 103, 151, 155, 159, 163, 167, 169, 173)
+    assert (trailer.has_verdict, ranges_of(trailer), trailer.stop) == (True, [range(*ends) for ends in pairwise(ends)], 173)
+
+
+def test_trailer_of_another_bucket_has_no_verdict() -> None:
+    trailer = Trailer(start=100, num_slots=3)
+    assert (trailer.has_verdict, trailer.stop, trailer.signature.stop) == (False, 151, 151)
+    assert [len(part) for part in ranges_of(trailer)] == [3, 48, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_slot_knows_what_of_its_parameter_it_holds() -> None:
+    slot = Slot(param=5, start=10, stop=14, first=3)
+    assert (slot.numel, slot.piece, slot.piece.numel) == (4, Piece(param=5, first=3, stop=7), 4)
+
+
+@pytest.mark.parametrize(
+    ("numel", "itemsize", "num_ranks", "padded"),
+    [(0, 4, 2, 0), (1, 4, 1, 4), (4, 4, 1, 4), (5, 4, 3, 12), (1, 2, 2, 8), (1, 1, 1, 16), (1, 16, 3, 3), (9, 8, 4, 12)],
 )
-def test_any_other_value_in_a_saved_plan_makes_a_plan_or_a_config_error(changes: dict[str, Any]) -> None:
-    with contextlib.suppress(ConfigError):
-        assert all(isinstance(bucket.storage_numel, int) for bucket in Plan.from_json(saved(**changes)).buckets)
+def test_padding_reaches_the_next_multiple_of_ranks_and_16_bytes(numel: int, itemsize: int, num_ranks: int, padded: int) -> None:
+    assert padded_numel(numel, itemsize=itemsize, num_ranks=num_ranks) == padded
+
+
+@given(plans() | plans(splits=True))
+def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> None:
+    for bucket in plan.buckets:
+        assert [*(slot.start for slot in bucket.slots), bucket.numel] == [0, *(slot.stop for slot in bucket.slots)]
+        ranges = [part for part in ranges_of(bucket.trailer) if bucket.trailer.has_verdict or len(part)]
+        sharded_numel = bucket.shard_numel * plan.num_ranks
+        assert bucket.numel <= sharded_numel <= bucket.trailer.start == bucket.trailer.used.start
+        assert all(earlier.stop == later.start for earlier, later in pairwise(ranges))
+        assert ranges[-1].stop == bucket.trailer.stop == bucket.storage_numel
+        # Only the last one carries the verdict: of each rank, but for the flags of late buckets.
+        of_last = [plan.num_ranks] * 4 + [len(plan.buckets), plan.num_ranks]
+        assert [len(part) for part in ranges_of(bucket.trailer)[2:]] == (of_last if bucket is plan.buckets[-1] else [0] * 6)
+        assert bucket.storage_numel % plan.num_ranks == bucket.wire_bytes % 16 == sharded_numel * bucket.itemsize % 16 == 0
+
+
+def test_signature_is_the_bits_and_their_complements() -> None:
+    bits = signature_bits(step=5, generation=2, mode=1)
+    assert bits[:24] == (1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0)
+    assert bits[24:] == tuple(1 - bit for bit in bits[:24])
+    assert bits == signature_bits(step=4096 + 5, generation=256 + 2, mode=1)  # steps wrap around
+
+
+def summed(signatures: Iterable[tuple[int, ...]]) -> list[bool]:
+    return [sum(column) != 0 for column in zip(*signatures, strict=True)]
+
+
+@given(st.lists(st.tuples(places, st.sampled_from([True, False, None])), min_size=1, max_size=9), st.booleans())
+def test_any_difference_of_any_rank_is_seen_and_who_has_weights(
+    ranks: list[tuple[tuple[int, int, int], bool | None]], are_alike: bool
+) -> None:
+    if are_alike:
+        ranks = [(ranks[0][0], has_weights) for _, has_weights in ranks]
+    bits = [signature_bits(step=step, generation=generation, mode=mode) for (step, generation, mode), _ in ranks]
+    assert ranks_differ(summed(bits)) == (len({place for place, _ in ranks}) > 1)
+    said = {has_weights for _, has_weights in ranks}
+    reduced = summed(with_weights(own, has_weights=has) for own, (_, has) in zip(bits, ranks, strict=True))
+    assert weights_in(reduced) == (True in said, False in said)
+    # Weights take the highest bit of the mode, which no mode has set.
+    assert ranks_differ(without_weights(reduced)) == (len({(*place[:2], place[2] % 8) for place, _ in ranks}) > 1)
+
+
+MIB = 1024 * 1024
+EQUAL = specs_of_sizes(MIB, MIB, MIB)
+REMEDY = (
+    "Give a file that save_plan() has written, or write a table of parameters: "
+    '{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}'
+)
+
+
+def test_a_table_is_parameters_whose_size_comes_from_their_dtype(tmp_path: Path) -> None:
+    rows = [{"name": "a", "shape": [2, 3], "dtype": "bfloat16"}, {"name": "b", "shape": [], "dtype": "complex128"}]
+    (tmp_path / "table.json").write_text(json.dumps({"params": rows}))
+    assert source_from_file(tmp_path / "table.json") == (
+        ParamSpec(name="a", shape=(2, 3), dtype="bfloat16", itemsize=2),
+        ParamSpec(name="b", shape=(), dtype="complex128", itemsize=16),
+    )
+
+
+def test_a_saved_plan_is_read_as_it_was(tmp_path: Path) -> None:
+    saved = plan_from_groups([spec("a", 5), spec("b", 7), spec("c", 9)], [(1,), (2, 0)], num_ranks=4)
+    (tmp_path / "plan.json").write_text(saved.to_json() + "\n")
+    source = source_from_file(tmp_path / "plan.json")
+    assert source == plan_from_source(source) == saved
+
+
+@pytest.mark.parametrize(
+    ("plan", "groups", "num_ranks"),
+    [
+        (plan_from_source(EQUAL, bucket_cap_mb=1), ((2,), (1,), (0,)), 2),
+        (plan_from_source(plan_from_groups(EQUAL, [(1,), (2, 0)], num_ranks=4), num_ranks=3), ((1,), (2, 0)), 3),
+        (plan_from_source(plan_from_groups(EQUAL, [(1, 2), (0,)], num_ranks=4), bucket_cap_mb=1), ((1,), (2,), (0,)), 4),
+    ],
+    ids=["parameters in reverse for two ranks", "laid out for other ranks", "cut anew in its own order"],
+)
+def test_a_plan_of_a_source(plan: Plan, groups: tuple[tuple[int, ...], ...], num_ranks: int) -> None:
+    assert (plan.groups, plan.num_ranks) == (groups, num_ranks)
+
+
+def table(**row: Any) -> bytes:
+    return json.dumps({"params": [row]}).encode()
+
+
+NEITHER = "is neither a saved plan nor a table of parameters"
+
+
+@pytest.mark.parametrize(
+    ("content", "what", "reason"),
+    [
+        (None, "cannot be read", "No such file or directory"),
+        (b"import torch", "is no JSON", "Expecting value: line 1 column 1 (char 0)"),
+        (b"\xff", "is no JSON", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"[]", NEITHER, "expected an object, got list."),
+        (b'{"params": 5}', NEITHER, '"params" must be a list, got int.'),
+        (b'{"params": [7]}', NEITHER, "parameter 0 must have name, shape, dtype, got 7."),
+        (table(name="a", size=[1]), NEITHER, "parameter 0 must have name, shape, dtype, got name, size."),
+        (table(name=1, shape=[1], dtype="float32"), NEITHER, "the name of parameter 0 must be a text, got 1."),
+        (table(name="a", shape=1, dtype="float32"), NEITHER, "the shape of parameter 'a' must be a list of sizes, got 1."),
+        (
+            table(name="a", shape=[1], dtype="int8"),
+            NEITHER,
+            "the dtype of parameter 'a' must be one of float16, bfloat16, float32, float64, complex64, complex128, got 'int8'.",
+        ),
+        (
+            table(name="a", shape=[-1], dtype="float32"),
+            NEITHER,
+            "parameter 'a' has an impossible size: shape (-1,), 4 bytes per element.",
+        ),
+        (b'{"parameters": []}', NEITHER, "this is no saved plan: it has no 'format'."),
+        (
+            json.dumps({"format": 1, "num_ranks": 2, "params": [spec("a", 5).to_dict()], "buckets": [[0, 0]]}).encode(),
+            NEITHER,
+            "a plan must hold each of its 1 parameters exactly once. first difference: parameter 0 ('a') is in 2 slots",
+        ),
+    ],
+)
+def test_a_file_that_is_neither_is_refused_with_the_reason(tmp_path: Path, content: bytes | None, what: str, reason: str) -> None:
+    path = tmp_path / "wrong.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert refusal(lambda: source_from_file(path)) == f"{path} {what}.\n  {reason}\n  {REMEDY}"

@@ -1,18 +1,20 @@
-"""What was measured of a model, as a value."""
+"""Profiles as values and as files: what is written, what is read, and what is refused."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.errors import text_of
+from support.errors import refusal, text_of
 from support.strategies import spec
-from undertow.cost import COLLECTIVES, CostCurve
+from undertow.cost import COLLECTIVES, CostCurve, link_from_text
 from undertow.errors import ConfigError
-from undertow.plan import Piece
-from undertow.profile import Profile
+from undertow.plan import ParamSpec, Piece
+from undertow.profile import Profile, profile_from_file, profile_from_json
 
 CURVE = CostCurve(points=((1000, 60), (2000, 70)))
 GIVEN = "must be a number of microseconds, zero or more, got"
@@ -58,8 +60,6 @@ def test_order_is_by_ready_time_and_of_equal_times_the_later_registered_first(
 
 def test_costs_are_those_of_its_curves() -> None:
     assert float(profile(curves={"all_reduce": CURVE}).costs().collective_us("all_reduce", 1500)) == 65
-    with pytest.raises(ConfigError, match="measured: nothing"):
-        profile().costs().collective_us("all_reduce", 1)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"strategy": "zero9"},
         "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
     ),
+    "an unknown link": ({"link": "fast"}, text_of(ConfigError, lambda: link_from_text("fast"))),
     "a parameter in no bucket": (
         {"groups": ((2,), (1,))},
         f"{ONCE}  first difference: parameter 0 ('a') is in 0 slots{MAKE}",
@@ -147,6 +148,306 @@ def test_what_no_model_has_is_refused_by_its_field(changes: dict[str, Any], text
     assert text_of(ConfigError, lambda: profile(**changes)) == text
 
 
-def test_an_unknown_link_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no link 'fast'"):
-        profile(link="fast")
+FORMAT = "docs/profiles.md has the format and an example."
+MICROSECONDS = "A millisecond is 1000. NaN and infinity are no times."
+POSITIVE, COUNT = (f"Write a number such as {number}, without a decimal point or quotes." for number in (1, 0))
+COUNTED = "At most 9223372036854775807 can be counted."
+HUGE = "100000000000000000...0000000000000000000"  # 10**400, shortened
+SHAPES = 'Write "shape": [64, 3, 7, 7], "shape": 9408 (elements) or "bytes": 37632.'
+FIELDS = "undertow_profile, forward_us, backward_us, params, name, link, strategy, update_us, step_us, num_ranks, costs, buckets"
+
+WHOLE_PROFILE = Profile(
+    params=(
+        ParamSpec(name="conv", shape=(2, 3), dtype="bfloat16", itemsize=2, device="cuda:0"),
+        ParamSpec(name="embedding", shape=(100,), dtype="float32", itemsize=4, is_sparse=True),
+        ParamSpec(name="head", shape=(), dtype="bfloat16", itemsize=2, device="cuda:0"),
+    ),
+    ready_us=(40.5, 30.0, 10.25),
+    forward_us=20.0,
+    backward_us=41.0,
+    update_us=3.5,
+    name='the "small" one',
+    num_ranks=4,
+    link="100gbit,5us",
+    curves={"all_reduce": CostCurve(points=((0, 50), (1024, 60.5))), "all_gather": CostCurve(points=((1024, 30),))},
+    strategy="zero2",
+    groups=((2, Piece(param=0, first=0, stop=2)), (1,), (Piece(param=0, first=2, stop=6),)),
+    step_us=80.0,
+)
+WHOLE_TEXT = """\
+{
+  "undertow_profile": 1,
+  "name": "the \\"small\\" one",
+  "num_ranks": 4,
+  "link": "100gbit,5us",
+  "forward_us": 20,
+  "backward_us": 41,
+  "update_us": 3.5,
+  "strategy": "zero2",
+  "step_us": 80,
+  "params": [
+    {"name": "conv", "shape": [2, 3], "dtype": "bfloat16", "ready_us": 40.5, "device": "cuda:0"},
+    {"name": "embedding", "shape": [100], "dtype": "float32", "ready_us": 30, "sparse": true},
+    {"name": "head", "shape": [], "dtype": "bfloat16", "ready_us": 10.25, "device": "cuda:0"}
+  ],
+  "costs": {
+    "all_reduce": [[0, 50], [1024, 60.5]],
+    "all_gather": [[1024, 30]]
+  },
+  "buckets": [
+    [2, [0, 0, 2]],
+    [1],
+    [[0, 2, 6]]
+  ]
+}
+"""
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    params = [{"name": "a", "shape": 5, "ready_us": 2}, {"name": "b", "shape": [2, 3], "ready_us": 1}]
+    return {"undertow_profile": 1, "forward_us": 1, "backward_us": 2, "params": params, **changes}
+
+
+def param(**changes: Any) -> dict[str, Any]:
+    """A profile whose second parameter has these fields, without those that are None."""
+    row = {"name": "b", "shape": [2, 3], "ready_us": 1, **changes}
+    rows = [{"name": "a", "shape": 5, "ready_us": 2}, {name: value for name, value in row.items() if value is not None}]
+    return small(params=rows)
+
+
+def read(data: Any) -> Profile:
+    return profile_from_json(json.dumps(data), "run.json")
+
+
+def test_a_file_has_a_line_for_each_parameter_curve_and_bucket(tmp_path: Path) -> None:
+    WHOLE_PROFILE.save(tmp_path / "run.json")
+    assert (tmp_path / "run.json").read_text() == WHOLE_PROFILE.to_json() == WHOLE_TEXT
+    assert profile_from_file(tmp_path / "run.json") == WHOLE_PROFILE
+
+
+def test_what_is_not_known_is_not_written() -> None:
+    empty = Profile(params=(), ready_us=(), forward_us=1, backward_us=2)
+    assert profile_from_json(empty.to_json(), "run.json") == empty
+    assert empty.to_json() == (
+        '{\n  "undertow_profile": 1,\n  "name": "",\n  "num_ranks": 1,\n  "forward_us": 1,\n  "backward_us": 2,\n'
+        '  "update_us": 0,\n  "strategy": "ddp",\n  "params": [\n\n  ]\n}\n'
+    )
+
+
+def test_a_file_by_hand_may_leave_out_what_is_not_known() -> None:
+    assert read(small()) == Profile(
+        params=(
+            ParamSpec(name="a", shape=(5,), dtype="float32", itemsize=4),
+            ParamSpec(name="b", shape=(2, 3), dtype="float32", itemsize=4),
+        ),
+        ready_us=(2, 1),
+        forward_us=1,
+        backward_us=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "itemsize"),
+    [
+        ({"shape": 7}, (7,), 4),
+        ({"shape": []}, (), 4),
+        ({"shape": None, "bytes": 400}, (100,), 4),
+        ({"shape": None, "bytes": 400, "dtype": "bfloat16"}, (200,), 2),
+        ({"shape": None, "bytes": 0}, (0,), 4),
+    ],
+)
+def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], shape: tuple[int, ...], itemsize: int) -> None:
+    assert read(param(**changes)).params[1] == ParamSpec(
+        name="b", shape=shape, dtype={2: "bfloat16", 4: "float32"}[itemsize], itemsize=itemsize
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ([], f"a profile must be an object, got [].\n  {FORMAT}"),
+        (5, f"a profile must be an object, got 5.\n  {FORMAT}"),
+        (small(redy=1), f"redy is unknown.\n  Known: {FIELDS}."),
+        (small(forward_ms=1), "forward_ms is unknown.\n  Did you mean 'forward_us'?"),
+        ({"forward_us": 1}, f"undertow_profile is missing.\n  {FORMAT}"),
+        ({"undertow_profile": 1, "forward_us": 1, "params": []}, f"backward_us is missing.\n  {FORMAT}"),
+        (small(undertow_profile=2), f"undertow_profile must be 1, got 2.\n  {FORMAT}"),
+        (small(undertow_profile=True), f"undertow_profile must be 1, got True.\n  {FORMAT}"),
+        (small(undertow_profile="1"), f"undertow_profile must be 1, got '1'.\n  {FORMAT}"),
+        (small(name=5), f"name must be a text, got 5.\n  {FORMAT}"),
+        (small(link=None), f"link must be a text, got None.\n  {FORMAT}"),
+        (small(strategy=[]), f"strategy must be a text, got [].\n  {FORMAT}"),
+        (small(num_ranks=0), f"num_ranks must be a whole number, 1 or more, got 0.\n  {POSITIVE}"),
+        (small(num_ranks=2.0), f"num_ranks must be a whole number, 1 or more, got 2.0.\n  {POSITIVE}"),
+        (small(forward_us=-1), f"forward_us must be a number of microseconds, zero or more, got -1.\n  {MICROSECONDS}"),
+        (small(backward_us=math.nan), f"backward_us must be a number of microseconds, zero or more, got nan.\n  {MICROSECONDS}"),
+        (small(update_us=math.inf), f"update_us must be a number of microseconds, zero or more, got inf.\n  {MICROSECONDS}"),
+        (small(step_us="1"), f"step_us must be a number of microseconds, zero or more, got '1'.\n  {MICROSECONDS}"),
+        (small(step_us=None), f"step_us must be a number of microseconds, zero or more, got None.\n  {MICROSECONDS}"),
+        (
+            small(strategy="zero9"),
+            "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
+        ),
+        (small(params={}), f"params must be a list, got {{}}.\n  {FORMAT}"),
+        (small(params=[7]), f"params[0] must be an object, got 7.\n  {FORMAT}"),
+        (param(name=None), f"params[1].name is missing.\n  {FORMAT}"),
+        (param(ready_us=None), f"params[1].ready_us is missing.\n  {FORMAT}"),
+        (param(name=3), f"params[1].name must be a text, got 3.\n  {FORMAT}"),
+        (param(redy_us=3), "params[1].redy_us is unknown.\n  Did you mean 'ready_us'?"),
+        (
+            param(weight=3),
+            "params[1].weight is unknown.\n  Known: name, ready_us, shape, bytes, dtype, device, sparse.",
+        ),
+        (param(ready_us=-1), f"params[1].ready_us must be a number of microseconds, zero or more, got -1.\n  {MICROSECONDS}"),
+        (
+            param(ready_us=math.nan),
+            f"params[1].ready_us must be a number of microseconds, zero or more, got nan.\n  {MICROSECONDS}",
+        ),
+        (param(ready_us=True), f"params[1].ready_us must be a number of microseconds, zero or more, got True.\n  {MICROSECONDS}"),
+        (param(shape=None), f"params[1] must have either shape or bytes, got neither.\n  {SHAPES}"),
+        (param(bytes=8), f"params[1] must have either shape or bytes, got both.\n  {SHAPES}"),
+        (param(shape=None, bytes=-4), f"params[1].bytes must be a whole number, 0 or more, got -4.\n  {COUNT}"),
+        (param(shape=None, bytes=6), f"params[1].bytes must be a multiple of the 4 bytes of an element, got 6.\n  {FORMAT}"),
+        (param(shape=-5), f"params[1].shape must be a whole number, 0 or more, got -5.\n  {COUNT}"),
+        (param(shape="5"), f"params[1].shape must be a whole number, 0 or more, got '5'.\n  {COUNT}"),
+        (param(shape=[5, 2.5]), f"params[1].shape[1] must be a whole number, 0 or more, got 2.5.\n  {COUNT}"),
+        (param(shape=[5, -1]), f"params[1].shape[1] must be a whole number, 0 or more, got -1.\n  {COUNT}"),
+        (
+            param(dtype="flot32"),
+            "params[1].dtype must be one of float16, bfloat16, float32, float64, complex64, complex128, got 'flot32'.\n"
+            "  Did you mean 'float32'?",
+        ),
+        (
+            param(dtype=[4]),
+            "params[1].dtype must be one of float16, bfloat16, float32, float64, complex64, complex128, got [4].\n"
+            "  Known: float16, bfloat16, float32, float64, complex64, complex128.",
+        ),
+        (param(device=0), f"params[1].device must be a text, got 0.\n  {FORMAT}"),
+        (param(sparse=1), f"params[1].sparse must be true or false, got 1.\n  {FORMAT}"),
+        (small(costs=[]), f"costs must be an object, got [].\n  {FORMAT}"),
+        (small(costs={"allreduce": []}), "costs.allreduce is unknown.\n  Did you mean 'all_reduce'?"),
+        (small(costs={"all_reduce": 5}), f"costs.all_reduce must be a list, got 5.\n  {FORMAT}"),
+        (
+            small(costs={"all_reduce": [[1, 2], [3]]}),
+            f"costs.all_reduce[1] must be [bytes, microseconds], got [3].\n  {FORMAT}",
+        ),
+        (small(costs={"all_reduce": [[1, "2"]]}), f"costs.all_reduce[0][1] must be a number, got '2'.\n  {FORMAT}"),
+        (
+            small(costs={"all_reduce": [[1, 2], [3, math.nan]]}),
+            "costs.all_reduce is no cost curve.\n  point 1 of a cost curve is impossible: (3, nan).\n"
+            "  A point is a size of zero bytes or more and a time of more than zero microseconds.",
+        ),
+        (
+            small(costs={"all_reduce": []}),
+            "costs.all_reduce is no cost curve.\n  a cost curve needs one point at least.\n  Measure one size or more.",
+        ),
+        (small(buckets=5), f"buckets must be a list, got 5.\n  {FORMAT}"),
+        (small(buckets=[[1], 0]), f"buckets[1] must be a list, got 0.\n  {FORMAT}"),
+        (
+            small(buckets=[[1, "a"]]),
+            f"buckets[0][1] must be a parameter's index or [index, first element, end], got 'a'.\n  {FORMAT}",
+        ),
+        (
+            small(buckets=[[[1, 2]]]),
+            f"buckets[0][0] must be a parameter's index or [index, first element, end], got [1, 2].\n  {FORMAT}",
+        ),
+        (small(buckets=[[1, 2]]), f"buckets[0][1] must be of one of the 2 parameters, counted from zero, got 2.\n  {FORMAT}"),
+        (small(buckets=[[-1]]), f"buckets[0][0] must be of one of the 2 parameters, counted from zero, got -1.\n  {FORMAT}"),
+        (
+            small(buckets=[[1]]),
+            "buckets, the groups of a profile, do not fit the parameters.\n"
+            "  a plan must hold each of its 2 parameters exactly once.\n"
+            "  first difference: parameter 0 ('a') is in 0 slots\n  Make the plan from the parameters of this model.",
+        ),
+        (
+            small(buckets=[[0, [1, 4, 2]]]),
+            "buckets[0][1] must be a piece that begins at zero or later and does not end before it begins, got [1, 4, 2].\n"
+            f"  {FORMAT}",
+        ),
+        (
+            small(buckets=[[1], [0, 1]]),
+            f"buckets[1][1] must be of a parameter that buckets[0][0] does not hold, got 1.\n  {FORMAT}",
+        ),
+        (
+            param(ready_us=64),
+            "params[1].ready_us must not be behind the end of backward, got 64.\n  backward_us is 2.0\n"
+            "  Count from the beginning of backward; a gradient that never comes has backward_us.",
+        ),
+        (
+            param(name="a"),
+            "params[1].name must be another one than that of params[0], got 'a'.\n"
+            "  Name each parameter once; a tied one has one name and one gradient.",
+        ),
+        (param(shape=None, bytes=4 * 10**400), f"params[1].bytes is too large: {HUGE.replace('1', '4')}.\n  {COUNTED}"),
+        (param(shape=10**400), f"params[1].shape is too large: {HUGE}.\n  {COUNTED}"),
+        (param(shape=[10**400]), f"params[1].shape[0] is too large: {HUGE}.\n  {COUNTED}"),
+        (param(shape=[2**31, 2**31]), f"params[1].shape, in bytes, is too large: {2**64}.\n  {COUNTED}"),
+        (small(num_ranks=10**400), f"num_ranks is too large: {HUGE}.\n  {COUNTED}"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_its_name(data: Any, reason: str) -> None:
+    assert refusal(lambda: read(data)) == f"run.json is no profile.\n  {reason}"
+
+
+@pytest.mark.parametrize(
+    ("one", "twice", "field"),
+    [
+        ('"forward_us": 1', '"forward_us": 1, "forward_us": 2', "forward_us"),
+        ('"name": "b"', '"name": "b", "name": "b"', "params[1].name"),
+        ('"params"', '"costs": {"all_reduce": [[1, 2]], "all_reduce": [[1, 3]]}, "params"', "costs.all_reduce"),
+    ],
+)
+def test_a_field_that_is_given_twice_is_refused(one: str, twice: str, field: str) -> None:
+    text = json.dumps(small()).replace(one, twice)
+    assert refusal(lambda: profile_from_json(text, "run.json")) == (
+        f"run.json is no profile.\n  {field} is given twice.\n  Leave one of the two out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        (json.dumps(small(link="fast")), "profile.\n  there is no link 'fast'.\n"),
+        *(
+            (
+                json.dumps(small()).replace('"forward_us": 1', f'"forward_us": {literal}'),
+                "profile.\n  forward_us must be a number of ",
+            )
+            for literal in ("NaN", "Infinity", "-Infinity", "1e999")
+        ),
+        *((text, "JSON.\n") for text in ("[" * 200_000, '{"undertow_profile": ' + "1" * 5000 + "}")),  # that no reader can take
+        *((WHOLE_TEXT[:end], "JSON.\n  line ") for end in range(0, len(WHOLE_TEXT) - 3, 7)),  # cut short
+    ],
+    ids=lambda text: text[-24:],
+)
+def test_a_text_that_is_no_profile_is_refused(text: str, start: str) -> None:
+    assert refusal(lambda: profile_from_json(text, "run.json")).startswith(f"run.json is no {start}")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (WHOLE_TEXT[:95], "line 5, column 11: Unterminated string starting at"),
+        (WHOLE_TEXT[: WHOLE_TEXT.index("[\n    {")], "line 11, column 13: Expecting value"),
+        ("", "line 1, column 1: Expecting value"),
+        ("import torch", "line 1, column 1: Expecting value"),
+        (WHOLE_TEXT + "{}", "line 26, column 1: Extra data"),
+    ],
+)
+def test_a_text_that_is_no_json_is_refused_by_its_line(text: str, reason: str) -> None:
+    expected = f"run.json is no JSON.\n  {reason}\n  {FORMAT}"
+    assert refusal(lambda: profile_from_json(text, "run.json")) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot be read.\n  No such file or directory"),
+        (b"\xff", "is no JSON.\n  'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, content: bytes | None, text: str) -> None:
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert refusal(lambda: profile_from_file(path)) == f"{path} {text}\n  {FORMAT}"

@@ -1,10 +1,11 @@
-"""Communication hooks that torch takes, and what becomes of their results."""
+"""Communication hooks that torch takes, one by one and in chains, without ranks."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 
-from support.alone import ALONE
+import undertow
 from support.errors import text_of
-from undertow.errors import ConfigError, WrongType
+from undertow import ConfigError, WrongType
 from undertow.runtime.comm_hook import CommHook, HookedBucket
 
 BUFFER = torch.arange(6.0)
+# As much of a group as a hook asks for: one without ranks that could be lost.
+ALONE = Mock(is_broken=False, member="of one", result=lambda future: future.result())
 
 
 def bucket() -> HookedBucket:
@@ -105,17 +108,6 @@ def test_a_hook_that_torch_refuses_is_refused(hook: Any, error: type[Exception],
     assert text_of(error, lambda: CommHook(None, hook)) == f"Communication hook{text}"
 
 
-def test_the_hook_gets_its_state_and_the_bucket() -> None:
-    state, seen, given = object(), [], bucket()
-
-    def hook(state, bucket):
-        seen.append((state, bucket))
-        return completed(bucket.buffer())
-
-    CommHook(state, hook).start(given, ALONE).wait()
-    assert seen == [(state, given)]
-
-
 def test_a_bucket_has_the_methods_of_torchs() -> None:
     given, other = bucket(), torch.ones(6).half()
     names = [name for name in dir(dist.GradBucket) if not name.startswith("_")]
@@ -151,16 +143,6 @@ def test_the_result_is_written_into_the_bucket(result: Callable[[HookedBucket], 
     assert not target.requires_grad
 
 
-def test_a_sparse_result_is_written_too() -> None:
-    target, result = (
-        torch.sparse_coo_tensor([rows], torch.ones(len(rows), 2), (3, 2), check_invariants=True).coalesce()
-        for rows in ([1], [0, 2])
-    )
-    given = HookedBucket(0, target, [torch.zeros(3, 2)], is_last=False)
-    CommHook(None, returns(completed(result))).start(given, ALONE).wait()
-    assert torch.equal(target.to_dense(), result.to_dense())
-
-
 def test_a_handle_is_complete_when_its_future_is() -> None:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     handle, told = CommHook(None, returns(future)).start(bucket(), ALONE), []
@@ -169,15 +151,6 @@ def test_a_handle_is_complete_when_its_future_is() -> None:
     future.set_result(BUFFER)
     handle.block_stream()
     assert (handle.is_completed(), len(told)) == (True, 1)
-
-
-@pytest.mark.parametrize(("value", "got"), [(None, "NoneType"), (BUFFER, "Tensor")], ids=["nothing", "a tensor"])
-def test_a_hook_that_returns_no_future_is_told_so(value: object, got: str) -> None:
-    assert text_of(WrongType, lambda: CommHook(None, returns(value)).start(bucket(), ALONE).wait()) == (
-        f"expected the communication hook to return a torch.futures.Future, got {got}.\n"
-        "  returns.<locals>.<lambda>, bucket 4\n"
-        "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result()."
-    )
 
 
 @pytest.mark.parametrize(
@@ -198,3 +171,96 @@ def test_an_error_of_the_future_is_raised_as_it_is() -> None:
     handle = CommHook(None, returns(future)).start(bucket(), ALONE)
     future.set_exception(ZeroDivisionError("in the hook"))
     assert text_of(ZeroDivisionError, handle.wait) == "in the hook"
+
+
+def add(amount, bucket):
+    return completed(bucket.buffer() + amount)
+
+
+def double_in_place(_state, bucket):
+    for gradient in bucket.gradients():
+        gradient.mul_(2)
+    return completed(bucket.buffer())
+
+
+def halves(_state, bucket):
+    bucket.set_buffer(bucket.buffer().half())
+    return completed([bucket.buffer() + 0.5])
+
+
+def look(seen, bucket):
+    seen.append(bucket.buffer().clone())
+    return completed(bucket.buffer())
+
+
+def wrong(_state, bucket):
+    return bucket.buffer()
+
+
+def started(hook: Callable[..., Any]) -> tuple[Tensor, Any]:
+    """The buffer of a bucket, and the handle of the hook on it."""
+    given = bucket()
+    return given.buffer(), CommHook(None, hook).start(given, ALONE)
+
+
+@pytest.mark.parametrize(
+    "chained",
+    [
+        undertow.chain((1.0, add), (None, double_in_place), (3.0, add)),
+        undertow.chain((None, undertow.chain((1.0, add), (None, double_in_place))), (3.0, add)),
+    ],
+    ids=["each sees what the one before has made", "of a chain"],
+)
+def test_hooks_one_behind_the_other(chained: Any) -> None:
+    buffer, handle = started(chained)
+    handle.wait()
+    assert torch.equal(buffer, 2 * (BUFFER + 1) + 3)
+
+
+def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> None:
+    seen: list[Tensor] = []
+    buffer, handle = started(undertow.chain((None, halves), (seen, look)))
+    handle.wait()
+    assert torch.equal(buffer, BUFFER + 0.5)
+    assert [it.dtype for it in seen] == [torch.float32]
+
+
+def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
+    seen, on_its_way = list[Tensor](), torch.futures.Future[Tensor]()
+    send = (None, lambda state, bucket: on_its_way)
+    buffer, handle = started(undertow.chain((1.0, add), send, (seen, look), (None, double_in_place)))
+    assert (seen, handle.is_completed()) == ([], False)
+    on_its_way.set_result(torch.full((6,), 7.0))
+    handle.wait()
+    assert (buffer.tolist(), [it.tolist() for it in seen]) == ([14.0] * 6, [[7.0] * 6])
+
+
+def test_a_chain_is_named_after_its_hooks() -> None:
+    hook = undertow.chain((None, default_hooks.fp16_compress_hook), (1.0, add))
+    assert CommHook(None, hook).name == "chain(fp16_compress_hook, add)"
+
+
+FUTURE = (
+    "expected the communication hook to return a torch.futures.Future, got Tensor.\n  wrong, in a chain\n"
+    "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result()."
+)
+HOOKS_REFUSALS: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
+    "no hook": (
+        ConfigError,
+        undertow.chain,
+        "there is no hook to run.\n  chain()\n  Give pairs: chain((state, hook), ...).",
+    ),
+    "no pair": (
+        WrongType,
+        lambda: undertow.chain((None, add), add),  # type: ignore[arg-type]
+        "stage 1 must be a pair of a state and a hook, got function.\n"
+        "  chain()\n  Write chain((state, hook), ...); the state may be None.",
+    ),
+    "no future, first": (WrongType, lambda: started(undertow.chain((None, wrong), (2.0, add)))[1].wait(), FUTURE),
+    "no future, last": (WrongType, lambda: started(undertow.chain((1.0, add), (None, wrong)))[1].wait(), FUTURE),
+}
+
+
+@pytest.mark.parametrize(("error", "call", "text"), HOOKS_REFUSALS.values(), ids=HOOKS_REFUSALS)
+def test_what_is_no_chain_of_hooks_is_refused(error: type[Exception], call: Callable[[], object], text: str) -> None:
+    assert text_of(error, call) == text

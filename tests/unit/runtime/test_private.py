@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
-from undertow.runtime import private
+from undertow.runtime import private, private_scaling
+from undertow.runtime.private_counting import CollectiveBytes
 
 
 def ones(num: int = 2) -> torch.Tensor:
@@ -30,14 +31,13 @@ def with_gradient() -> nn.Parameter:
     return param
 
 
-@contextmanager
-def group_of_one(folder: Path, **how: Any) -> Iterator[Any]:
-    """A process group of gloo's with one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1, **how)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A process group of gloo's."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def test_graph_task_id_is_the_same_for_all_hooks_of_one_backward_and_new_for_the_next() -> None:
@@ -68,38 +68,12 @@ def test_a_callback_queued_from_a_callback_runs_after_those_already_queued() -> 
     assert order == ["launch a", "launch b", None, "wait a", "wait b"]
 
 
-def test_storage_use_count_counts_views() -> None:
-    flat = torch.zeros(4)
-    views = [flat[:2]]
-    with_view = private.storage_use_count(flat)
-    views.clear()
-    assert private.storage_use_count(flat) == with_view - 1
-
-
-def test_copy_each_and_zero_each_write_into_the_targets() -> None:
-    flat = torch.zeros(5)
-    views = [flat[:2], flat[2:]]
-    private.copy_each(views, [torch.ones(2), torch.full((3,), 2.0)])
-    assert flat.tolist() == [1, 1, 2, 2, 2]
-    private.zero_each(views[:1])
-    private.zero_each([])
-    assert flat.tolist() == [0, 0, 2, 2, 2]
-
-
 def test_the_largest_of_each_keeps_what_is_not_finite() -> None:
     huge = torch.finfo(torch.float32).max
     tensors = [torch.tensor(values) for values in ([1.0, -3.0], [huge, huge], [[1.0], [torch.inf]], [torch.nan, 1.0])]
     found = list(map(float, private.largest_of_each(tensors)))
     assert found == pytest.approx([3.0, huge, torch.inf, torch.nan], rel=0, nan_ok=True)
     assert private.largest_of_each([torch.tensor([3 + 4j])]) == [torch.tensor(5.0)]
-
-
-def test_post_accumulate_hooks_are_found_and_gone_after_removal() -> None:
-    param = ones()
-    handle = param.register_post_accumulate_grad_hook(print)
-    assert private.post_accumulate_hooks(param) == (print,)
-    handle.remove()
-    assert private.post_accumulate_hooks(param) == private.post_accumulate_hooks(ones()) == ()
 
 
 def test_an_untraced_function_is_called_as_it_is() -> None:
@@ -134,9 +108,8 @@ def test_a_hook_that_is_left_alone_is_not_compiled_with_the_backward_that_calls_
     assert compiled.isdisjoint({look.__code__, called.__code__})
 
 
-def test_a_group_says_how_long_its_collectives_may_take(tmp_path: Path) -> None:
-    with group_of_one(tmp_path, timeout=timedelta(seconds=77)) as group:
-        assert private.timeout_of(group) == timedelta(seconds=77)
+def test_a_group_says_how_long_its_collectives_may_take(one_rank: Any) -> None:
+    assert private.timeout_of(one_rank) == timedelta(seconds=77)
     assert private.timeout_of(object()) is None  # type: ignore[arg-type]  # what is no real group does not say it
 
 
@@ -149,22 +122,6 @@ def test_a_hook_on_the_accumulating_node_runs_after_the_gradient_is_there() -> N
     (3 * param).sum().backward()
     assert seen == [[3.0, 3.0]]
     assert private.accumulating_node(param) is node
-
-
-def test_optimizers_in_backward_are_found_and_disarmed() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.* is deprecated", DeprecationWarning)  # torch's own use of it
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    params = [ones(), ones()]
-    assert private.optimizers_in_backward(params[0]) == ()
-    _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.5})
-    assert [type(optimizer) for optimizer in private.optimizers_in_backward(params[0])] == [torch.optim.SGD]
-    private.disarm_optimizers_in_backward(params[0])
-    sum(param.sum() for param in params).backward()
-    assert [param.tolist() for param in params] == [[1, 1], [0.5, 0.5]]
-    for optimizer in private.optimizers_in_backward(params[0]):
-        optimizer.step()  # there is a gradient
-    assert params[0].tolist() == [0.5, 0.5]
 
 
 def test_arguments_of_a_forward_keep_their_structure_when_they_are_moved() -> None:
@@ -244,33 +201,11 @@ def test_what_is_there_may_be_taken_out_before_a_gradient_is_added() -> None:
     assert (param.grad.tolist(), earlier.tolist()) == ([3.0, 3.0], [1.0, 1.0])
 
 
-def test_a_pair_of_gloos_tells_both_sides_of_its_end_and_torch_knows_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store, within, forever = dist.HashStore(), timedelta(seconds=30), timedelta(days=3650)
-    with ThreadPoolExecutor(2) as threads:
-        pairs = list(threads.map(lambda place: private.pair(store, "pair", place, private.gloo_device(), within), range(2)))
-    assert not dist.is_initialized()
-    received = torch.zeros(3)
-    works = [pairs[1].recv([tensor], 0, 7) for tensor in (received, torch.zeros(3))]
-    other = pairs[0].recv([torch.zeros(3)], 1, 7)
-    pairs[0].send([torch.ones(3)], 1, 7).wait(within)
-    private.disconnect(pairs[0])
-    works[0].wait(within)  # it was there before the end
-    assert torch.equal(received, torch.ones(3))
-    with pytest.raises(RuntimeError, match="Application timeout caused pair closure"):
-        other.wait(forever)
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        works[1].wait(forever)
-    private.disconnect(pairs[0])  # again, which does nothing
-
-
-def test_the_default_groups_device_connects_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with group_of_one(tmp_path) as group:
-        devices = group._get_backend(torch.device("cpu")).options._devices
-        assert devices == [private.gloo_device()]
-        monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
-        assert private.gloo_device() not in devices
+def test_the_default_groups_device_connects_pairs(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = one_rank._get_backend(torch.device("cpu")).options._devices
+    assert devices == [private.gloo_device()]
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    assert private.gloo_device() not in devices
 
 
 def test_an_optimizer_steps_without_the_hooks_of_all_and_with_its_own() -> None:
@@ -299,3 +234,70 @@ def test_a_step_that_is_wrapped_once_more_is_taken_as_a_whole() -> None:
     torch.optim.SGD([param], lr=1.0)  # with which its step is hooked
     private.step_unwatched(Twice([param], lr=1.0))
     assert param.tolist() == [-2.0, -2.0]
+
+
+class Looking(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+def test_counting_in_another_thread_leaves_no_mode_behind() -> None:
+    # torch notes for the whole process that there are modes: one would be left of what ends while another thread counts.
+    counting = CollectiveBytes()
+    with ThreadPoolExecutor(1) as threads:
+        with Looking():
+            threads.submit(counting.__enter__).result()
+        threads.submit(counting.__exit__, None, None, None).result()
+    assert not is_in_torch_dispatch_mode()
+
+
+def test_a_callback_put_on_a_future_while_collectives_are_counted_counts_wherever_it_runs(one_rank: Any) -> None:
+    future, done = torch.futures.Future[int](), torch.futures.Future[int]()
+    done.set_result(1)
+    with CollectiveBytes() as counting:
+        dist.all_reduce(torch.ones(3))
+        torch.ones(100).add_(1)
+        dist.all_gather([torch.ones(5)], torch.ones(5))
+        after = future.then(lambda _: dist.all_reduce(torch.ones(7)))
+    dist.all_reduce(torch.ones(11))  # outside: somebody else's
+    untouched = future.then(lambda _: dist.all_reduce(torch.ones(13)))
+    assert counting.num_bytes == 4 * (3 + 5)
+    with counting:
+        done.then(lambda _: dist.all_reduce(torch.ones(17)))  # runs at once, and counts once
+    assert counting.num_bytes == 4 * (3 + 5 + 17)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(future.set_result, 1)
+    torch.futures.wait_all([after, untouched])
+    assert counting.num_bytes == 4 * (3 + 5 + 17 + 7)
+    with counting:
+        functional.wait_tensor(functional.all_reduce(torch.ones(19), "sum", dist.group.WORLD))
+    assert counting.num_bytes == 4 * (3 + 5 + 17 + 7 + 19)
+
+
+@pytest.mark.parametrize("how", ["unscale_", "step", "fused step"])
+def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) -> None:
+    param, seen = torch.ones(2, requires_grad=True), list[str]()
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=how == "fused step")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def around(name: str, looking: torch.optim.Optimizer, look: private_scaling.Look) -> private_scaling.Found:
+        seen.append(f"{name} begins with {'it' if looking is optimizer else 'another'}")
+        found = look()
+        seen.append(f"{name} ends")
+        return {device: torch.ones_like(value) for device, value in found.items()}
+
+    original = torch.amp.GradScaler._unscale_grads_
+    undo = [private_scaling.around_unscaling(partial(around, name)) for name in ("first", "second")]
+    scaler.scale(param.sum()).backward()
+    if how == "unscale_":
+        scaler.unscale_(optimizer)
+        assert param.grad is not None
+        assert param.grad.tolist() == [1.0, 1.0]
+    scaler.step(optimizer)
+    scaler.update()
+    assert seen == ["first begins with it", "second begins with it", "second ends", "first ends"]
+    assert (param.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0)  # skipped, for they have said so
+    for each in undo:
+        assert torch.amp.GradScaler._unscale_grads_ is not original
+        each()
+    assert torch.amp.GradScaler._unscale_grads_ is original

@@ -1,9 +1,11 @@
-"""Which ops a round releases as gradients arrive."""
+"""Who hears of arrivals, one by one, and which ops a round releases as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,17 @@ from hypothesis import strategies as st
 from support.errors import refusal
 from support.strategies import lowerings, plans
 from undertow.plan import Plan
-from undertow.schedule import Op, OpKind, Schedule, Tracker, lower_accumulation, lower_data_parallel, schedule_from_text
+from undertow.schedule import (
+    Arrivals,
+    Op,
+    OpKind,
+    Schedule,
+    SerialArrivals,
+    Tracker,
+    lower_accumulation,
+    lower_data_parallel,
+    schedule_from_text,
+)
 from undertow.schedule.op import EXTERNAL
 
 FILLS_BACKWARDS = """
@@ -28,7 +40,7 @@ BY_BUCKET = lower_data_parallel(3)
 WHOLE = [(1, 0), (2,), (3,)]  # parameters of each bucket
 PIECES = [(1, 0), (0, 2), (0,)]
 ALL_LEAVE = "end: pack b0, all_reduce b0, pack b1, all_reduce b1, pack b2, all_reduce b2"
-AFTER_REPEATS = ["0:", "1: pack b0, all_reduce b0", "0:", "repeats: True", "learn:"]  # of WHOLE
+AFTER_REPEATS = ["0:", "1: pack b0, all_reduce b0", "0:", "repeats: True", "learn:", "reset:"]  # of WHOLE
 
 SCRIPTS = {
     "a full bucket is packed and leaves": (BY_BUCKET, WHOLE, ["1:", "0: pack b0, all_reduce b0"]),
@@ -76,7 +88,7 @@ SCRIPTS = {
     "learning from a round without repeats forgets them": (
         BY_BUCKET,
         WHOLE,
-        [*AFTER_REPEATS, "0:", "1:", "learn:", "0:", "1: pack b0, all_reduce b0"],
+        [*AFTER_REPEATS, "0:", "1:", "learn:", "reset:", "0:", "1: pack b0, all_reduce b0"],
     ),
     "what is only noted has arrived and releases nothing": (
         BY_BUCKET,
@@ -102,37 +114,36 @@ SCRIPTS = {
         BY_BUCKET,
         PIECES,
         [
-            *("0:", "1: pack b0, all_reduce b0", "2: pack b1, all_reduce b1", "0:", "repeats: True", "learn:"),
+            *("0:", "1: pack b0, all_reduce b0", "2: pack b1, all_reduce b1", "0:", "repeats: True", "learn:", "reset:"),
             *("0:", "1:", "2:", "0: pack b0, all_reduce b0, pack b1, all_reduce b1", "repeats: False", "0:", "repeats: True"),
         ],
     ),
 }
 
 
+def named(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, sorted(numbers)))
+
+
+# What an event releases, or the state that is asked for.
+EVENTS: dict[str, Callable[..., Any]] = {
+    "end": lambda tracker: tracker.end_backward(),
+    "join": lambda tracker: tracker.join(),
+    "reset": lambda tracker: tracker.reset(),
+    "learn": lambda tracker: tracker.arrivals.learn_repeats(),
+    "note": lambda tracker, param: tracker.arrivals.note(int(param)),
+    "arrive": lambda tracker, param: tracker.arrive(int(param)),
+    "arrived": lambda tracker: named(tracker.arrivals.arrived),
+    "missing": lambda tracker: " | ".join(named(tracker.arrivals.missing(bucket)) or "-" for bucket in range(3)),
+    "repeats": lambda tracker: str(tracker.arrivals.has_repeats),
+}
+
+
 def after(tracker: Tracker, event: str) -> str:
-    """What an event releases: an arrival, if it is a number. Or the state that is asked for."""
-    arrivals, ops = tracker.arrivals, list[Op]()
-    match event.split():
-        case ["end"]:
-            ops += tracker.end_backward()
-        case ["join"]:
-            ops += tracker.join()
-        case ["reset"]:
-            tracker.reset()
-        case ["learn"]:
-            arrivals.learn_repeats()
-            tracker.reset()
-        case ["note", param]:
-            arrivals.note(int(param))
-        case ["arrived"]:
-            return " ".join(map(str, sorted(arrivals.arrived)))
-        case ["missing"]:
-            return " | ".join(" ".join(map(str, sorted(arrivals.missing(bucket)))) or "-" for bucket in range(3))
-        case ["repeats"]:
-            return str(arrivals.has_repeats)
-        case [param]:
-            ops += tracker.arrive(int(param))
-    return ", ".join(op.label for op in ops)
+    """An event that is a number is an arrival."""
+    name, *given = event.split() if event.split()[0] in EVENTS else ("arrive", event)
+    found = EVENTS[name](tracker, *given) or ()
+    return found if isinstance(found, str) else ", ".join(op.label for op in found)
 
 
 @pytest.mark.parametrize(("schedule", "buckets", "script"), SCRIPTS.values(), ids=SCRIPTS)
@@ -209,3 +220,121 @@ def test_a_parameter_in_no_bucket_is_an_error() -> None:
     assert refusal(lambda: Tracker(lower_data_parallel(2), [(0,), (2,)], num_params=3)) == (
         "parameter 1 belongs to no bucket.\n  Put every parameter into one bucket."
     )
+
+
+class Heard:
+    """Arrivals in the traversal 7, and all that is called as they come."""
+
+    def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
+        self.calls: list[str] = []
+        self.traversal = 7
+        self.arrivals = Arrivals(
+            buckets,
+            num_params=1 + max(param for bucket in buckets for param in bucket),
+            on_full=lambda bucket: self.calls.append(f"b{bucket}"),
+            traversal=lambda: self.traversal,
+            on_traversal=lambda traversal, param: self.calls.append(f"p{param} in {traversal}"),
+        )
+
+    def after(self, event: str) -> str:
+        """What is called at an event: an arrival, if it is a number."""
+        self.calls.clear()
+        name, *given = event.split() if event.split()[0] in CALLS else ("arrive", event)
+        return CALLS[name](self, *given) or ", ".join(self.calls)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "arrive": lambda it, param: it.arrivals.arrive(int(param)),
+    "each": lambda it: it.arrivals.call_at_each(lambda param: it.calls.append(f"p{param}")),
+    "none": lambda it: it.arrivals.call_at_each(None),
+    "note": lambda it, param: it.arrivals.note(int(param)),
+    "enter": lambda it, traversal: vars(it).update(traversal=int(traversal)),
+    "regroup": lambda it, *buckets: it.arrivals.regroup([tuple(map(int, bucket)) for bucket in buckets]),
+    "state": lambda it: f"arrived {sorted(it.arrivals.arrived)}, repeats {it.arrivals.has_repeats}",
+    "learn_repeats": lambda it: it.arrivals.learn_repeats(),
+    "reset": lambda it: it.arrivals.reset(),
+    "forget_traversal": lambda it: it.arrivals.forget_traversal(),
+}
+
+
+ARRIVALS_SCRIPTS = {
+    "noted before its bucket is full": (
+        [(1, 0), (2,)],
+        ["each:", "reset:", "2: p2 in 7, p2, b1", "1: p1", "0: p0, b0", "state: arrived [0, 1, 2], repeats False"],
+    ),
+    "noted from the next round on": ([(0,), (1,)], ["each:", "0: p0 in 7, b0", "reset:", "1: p1, b1"]),
+    "nobody wants to know any more": (
+        [(0,), (1,)],
+        ["each:", "reset:", "0: p0 in 7, p0, b0", "none:", "1: b1", "reset:", "0: b0"],
+    ),
+    "noted once in two pieces": ([(0,), (0, 1)], ["each:", "reset:", "1: p1 in 7, p1", "0: p0, b0, b1"]),
+    "not noted, for it does not count": (
+        [(0, 1)],
+        ["each:", "reset:", "0: p0 in 7, p0", "0:", "note 1:", "state: arrived [0, 1], repeats True"],
+    ),
+    "each expected repeat is noted": (
+        [(0,)],
+        ["each:", "reset:", "0: p0 in 7, p0, b0", "0:", "learn_repeats:", "reset:", "0: p0", "0: p0, b0"],
+    ),
+    "noted in other buckets": ([(0, 1)], ["each:", "reset:", "regroup 0 1:", "1: p1 in 7, p1, b1"]),
+    "other buckets, in pieces or whole": (
+        [(0, 1)],
+        ["regroup 0 01:", "0: p0 in 7, b0", "1: b1", "regroup 1 0:", "0: b1", "1: b0"],
+    ),
+    "a piece counts for each of its buckets": ([(1, 0), (0, 2), (0,)], ["2: p2 in 7", "0: b1, b2", "1: b0"]),
+    "the first of every traversal is told, repeated or not": (
+        [(1, 0), (2,)],
+        ["2: p2 in 7, b1", "enter 8:", "1: p1 in 8", "0: b0", "2:", "0:", "enter 7:", "0: p0 in 7", "1:"],
+    ),
+    "a forgotten traversal is told again": ([(0, 1)], ["0: p0 in 7", "1: b0", "forget_traversal:", "0: p0 in 7", "1:"]),
+}
+
+
+@pytest.mark.parametrize(("buckets", "script"), ARRIVALS_SCRIPTS.values(), ids=ARRIVALS_SCRIPTS)
+def test_arrivals(buckets: list[tuple[int, ...]], script: list[str]) -> None:
+    heard = Heard(buckets)
+    assert [f"{event}: {heard.after(event)}".strip() for event, _, _ in (line.partition(":") for line in script)] == script
+
+
+def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
+    # What was reset counts the gradient that is just being told.
+    arrivals = Arrivals([(0, 1)], num_params=2, on_full=int, on_traversal=lambda *_: arrivals.reset())
+    arrivals.note(1)
+    arrivals.arrive(0)
+    assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})
+
+
+def test_all_buckets_are_counted_before_one_of_them_is_told_of() -> None:
+    missing: list[frozenset[int]] = []
+    arrivals = Arrivals([(0,), (0, 1)], num_params=2, on_full=lambda _: missing.append(arrivals.missing(1)))
+    arrivals.arrive(1)
+    arrivals.arrive(0)
+    assert missing == [frozenset(), frozenset()]
+
+
+def test_arrivals_know_who_listens() -> None:
+    tracker = Tracker(lower_data_parallel(1), [(0,)], num_params=1)
+    assert tracker.arrivals.listener is tracker
+    assert Arrivals([], num_params=0, on_full=lambda _: None).listener is None
+
+
+def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
+    # As those of another device do: counted before the round has begun, they would count for none.
+    full: list[int] = []
+    begins, has_counted = threading.Event(), threading.Event()
+
+    def begin(_traversal: int, _param: int) -> None:
+        begins.set()
+        assert not has_counted.wait(0.2)
+        arrivals.reset()
+
+    def arrive_elsewhere() -> None:
+        begins.wait()
+        arrivals.arrive(1)
+        has_counted.set()
+
+    arrivals = SerialArrivals([(0, 1)], num_params=2, on_full=full.append, traversal=lambda: 7, on_traversal=begin)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(arrive_elsewhere)
+        arrivals.arrive(0)
+    assert full == [0]

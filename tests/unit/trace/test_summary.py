@@ -1,15 +1,22 @@
-"""The report of steps whose times are known."""
+"""The report of steps whose times are known, their overlap, and what collectives cost in them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.records import GATHERS, record, report, row
-from undertow.trace import StepReport
+from undertow.cost import curve_from_samples
+from undertow.trace import StepReport, Transfer, cost_samples
+from undertow.trace.event import Event, Trace
+from undertow.trace.overlap import Overlap, limit_us, overlap_of, union_us
 
 PLAIN, SHARDED = report(record()), report(record(gathers=GATHERS))
 ALONE = report(record(buckets=(), busy_ms=()))
@@ -131,3 +138,201 @@ def test_gathers_begin_before_the_step_in_its_trace() -> None:
     ]
     waits = [(event.bucket, event.start_us, event.stop_us) for event in trace.on_lane("compute") if event.kind == "wait"]
     assert waits[:2] == [(1, 0, 5_000), (0, 12_000, 12_000)]
+
+
+# Whole microseconds, so that sums are exact.
+TIMES = st.integers(0, 60)
+intervals = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=8)
+
+
+def trace(*events: tuple[str, str, float, float]) -> Trace:
+    made = (Event(lane=lane, kind=kind, start_us=start, stop_us=stop) for lane, kind, start, stop in events)
+    return Trace(rank=0, step=3, events=tuple(made))
+
+
+STEP = trace(
+    ("compute", "backward", 0, 100),
+    ("comm.dp", "all_reduce", 20, 60),
+    ("comm.dp", "all_reduce", 50, 90),
+    ("comm.dp", "all_reduce", 100, 130),
+    ("compute", "wait", 100, 125),
+    ("compute", "wait", 125, 130),
+    ("compute", "optimizer", 130, 150),
+)
+OVERLAP_SHARDED = trace(
+    ("comm.dp", "all_gather", -30, -10),
+    ("comm.dp", "all_gather", -10, 20),
+    ("compute", "wait", 5, 20),
+    ("compute", "forward", 0, 50),
+    ("comm.dp", "reduce_scatter", 60, 90),
+)
+
+
+@given(intervals)
+def test_union_is_the_number_of_microseconds_under_any_interval(spans: list[tuple[int, int]]) -> None:
+    assert union_us(spans) == len({us for start, stop in spans for us in range(start, stop)})
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [
+        (overlap_of(STEP), (100, 30, 70, 0.7)),
+        (overlap_of(OVERLAP_SHARDED), (80, 15, 65, 65 / 80)),
+        (overlap_of(trace(("compute", "backward", 0, 100))), (0, 0, 0, None)),
+        (Overlap(total_us=10, exposed_us=12), (10, 12, 0, 0)),
+    ],
+    ids=["a step", "gathers that began before it", "no communication", "a longer wait than communication"],
+)
+def test_overlap(overlap: Overlap, expected: tuple[float | None, ...]) -> None:
+    assert (overlap.total_us, overlap.exposed_us, overlap.hidden_us, overlap.fraction) == expected
+
+
+@pytest.mark.parametrize(
+    ("step", "duration_us"),
+    [
+        (STEP, 150),
+        (OVERLAP_SHARDED, 50),
+        (trace(("compute", "optimizer", -20, -5), ("compute", "backward", 0, 100)), 120),
+        (trace(), 0),
+    ],
+)
+def test_a_step_lasts_as_long_as_its_compute_lane(step: Trace, duration_us: float) -> None:
+    assert step.duration_us == duration_us
+
+
+def test_events_of_a_lane_and_of_all_communication() -> None:
+    assert [event.start_us for event in STEP.on_lane("compute")] == [0, 100, 125, 130]
+    assert STEP.communication == STEP.on_lane("comm.dp")
+    assert [event.duration_us for event in STEP.communication] == [40, 40, 30]
+
+
+@given(st.lists(st.tuples(TIMES, TIMES), max_size=12))
+def test_limit_is_reached_by_a_link_that_sends_each_bucket_when_it_is_ready_and_the_link_is_free(
+    buckets: list[tuple[int, int]],
+) -> None:
+    free, (ready, wire) = 0, ([r for r, _ in buckets], [w for _, w in buckets])
+    for ready_us, wire_us in buckets:
+        free = max(free, ready_us) + wire_us
+    # The largest ready time plus all wire time from there on.
+    assert limit_us(ready, wire) == free == max((ready[i] + sum(wire[i:]) for i in range(len(buckets))), default=0)
+
+
+LATENCY_US, US_PER_BYTE = 50.0, 0.002
+SIZES = (10_000, 400_000, 90_000, 1_000_000, 20_000)
+
+
+def cost_us(num_bytes: int) -> float:
+    return LATENCY_US + US_PER_BYTE * num_bytes
+
+
+def transfer(num_bytes: int, start_us: float, stop_us: float) -> Transfer:
+    return Transfer(num_bytes=num_bytes, start_us=start_us, stop_us=stop_us)
+
+
+def exact(sizes: Sequence[int]) -> tuple[tuple[float, Any], ...]:
+    return tuple((size, pytest.approx(cost_us(size))) for size in sizes)
+
+
+def alone(sizes: Sequence[int]) -> list[Transfer]:
+    """One after another, with pauses."""
+    return [transfer(size, 1e5 * at, 1e5 * at + cost_us(size)) for at, size in enumerate(sizes)]
+
+
+def queued(sizes: Sequence[int]) -> list[Transfer]:
+    """All launched at once, and carried one after another."""
+    ends = np.cumsum([cost_us(size) for size in sizes])
+    return [transfer(size, 0.0, float(end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+# Each has half of the link until the first one is through.
+TOGETHER = [
+    transfer(SIZES[1], 0.0, 2 * cost_us(SIZES[1])),
+    transfer(SIZES[3], 0.0, cost_us(SIZES[1]) + cost_us(SIZES[3])),
+]
+LENGTHS, STALLS = (1, 2, 3, 5), [queued(SIZES[: 1 + at % 5]) for at in range(19)]
+# The steps, and the sizes of the first samples, which are exact.
+STEPS: dict[str, tuple[list[list[Transfer]], Sequence[int]]] = {
+    "with pauses between them": ([alone(SIZES)], SIZES),
+    "queues of several lengths": (
+        [queued(SIZES[:length]) for length in LENGTHS],
+        [size for length in LENGTHS for size in SIZES[:length]],
+    ),
+    # How long the link was busy says nothing of latency there: when each was through does.
+    "the same queue in every step": ([queued(SIZES)] * 5, SIZES * 5),
+    "two that share the link, which makes each longer": ([TOGETHER, *([row] for row in alone(SIZES))], (SIZES[1], SIZES[3])),
+    "one stalled step in ten moves nothing else": (
+        [*STALLS, [transfer(it.num_bytes, 0.0, it.stop_us + 1e6) for it in queued(SIZES[:2])]],
+        [size for at in range(19) for size in SIZES[: 1 + at % 5]],
+    ),
+    # Some wait for others although each is launched later than the one before it: the link is busy all the time.
+    "launched while others are under way": (
+        [[transfer(it.num_bytes, 40.0 * at, it.stop_us) for at, it in enumerate(queued(SIZES[:length]))] for length in LENGTHS],
+        [size for length in LENGTHS for size in SIZES[:length]],
+    ),
+    "without bytes the latency": ([queued([0, 0]), queued([0, 1000, 0]), queued([0])], (0, 0, 0, 1000, 0, 0)),
+    "nothing sent": ([[], []], ()),
+    "no steps": ([], ()),
+}
+
+
+@pytest.mark.parametrize(("steps", "sizes"), STEPS.values(), ids=STEPS)
+def test_what_each_costs_is_found(steps: list[list[Transfer]], sizes: Sequence[int]) -> None:
+    samples = cost_samples(steps)
+    assert samples[: len(sizes)] == exact(sizes)
+    assert len(samples) == sum(map(len, steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "samples"),
+    [
+        ([transfer(1000, 5.0, 45.0)], ((1000.0, 40.0),)),
+        ([transfer(10, 0.0, 30.0), transfer(1000, 30.0, 31.0)], ((10.0, 30.0), (1000.0, 1.0))),
+    ],
+    ids=["one is a sample by itself", "one that begins where another ends is not with it"],
+)
+def test_samples_of_one_step(steps: list[Transfer], samples: tuple[tuple[float, float], ...]) -> None:
+    assert cost_samples([steps]) == tuple((size, pytest.approx(time)) for size, time in samples)
+
+
+def test_queues_that_are_almost_the_same_in_every_step_give_what_each_costs() -> None:
+    # One step of five had a pause, and all were 2 % longer or shorter: the latency must not drown in that.
+    times = np.random.default_rng(7).uniform(0.98, 1.02, size=5)
+    steps = [[transfer(it.num_bytes, 0.0, it.stop_us * time) for it in queued(SIZES)] for time in times]
+    steps[2] = [transfer(SIZES[0], -1e4, -1e4 + cost_us(SIZES[0])), *queued(SIZES[1:])]
+    line = curve_from_samples(cost_samples(steps)).us([0, 1_000_000])
+    # Sizes range over a factor of 100: the smallest costs 1.4 latencies, and its time is within 2 %, as are all others.
+    assert line == pytest.approx([LATENCY_US, cost_us(1_000_000)], rel=0.05)
+
+
+def test_costs_without_a_latency_leave_something_to_one_without_bytes() -> None:
+    # A curve takes no time of zero, and training must not end over one.
+    samples = cost_samples([[transfer(1000, 0.0, 10.0), transfer(0, 0.0, 10.0)], [transfer(3000, 0.0, 30.0)]])
+    assert all(time > 0 for _, time in samples)
+    assert curve_from_samples(samples).us(1000) == pytest.approx(10.0, rel=1e-3)
+
+
+def test_a_link_too_fast_for_the_clock_still_gives_a_curve() -> None:
+    samples = cost_samples([[transfer(1000, 5.0, 5.0), transfer(0, 6.0, 6.0), transfer(2000, 9.0, 8.9)]])
+    assert curve_from_samples(samples).us(2000) < 1.0
+
+
+times = st.floats(0, 1e6, allow_nan=False)
+transfers = st.builds(
+    lambda num_bytes, start_us, duration_us: transfer(num_bytes, start_us, start_us + duration_us),
+    st.integers(0, 10**9),
+    times,
+    times,
+)
+
+
+@given(together=st.lists(transfers, max_size=6), others=st.lists(st.lists(transfers, max_size=6), max_size=6))
+def test_each_collective_has_a_sample_that_a_curve_takes_and_without_pauses_they_add_up(
+    together: list[Transfer], others: list[list[Transfer]]
+) -> None:
+    steps = [[transfer(0, 0.0, 3e6), *together], *others]  # the first one lasts as long as anything drawn
+    samples = cost_samples(steps)
+    assert sorted(size for size, _ in samples) == sorted(float(it.num_bytes) for step in steps for it in step)
+    assert all(0 < time < np.inf for _, time in samples)
+    assert all(0 < time < np.inf for _, time in cost_samples(others))
+    # Each is a nanosecond at least, so that the sum may be more by one for each.
+    assert sum(time for _, time in samples[: 1 + len(together)]) == pytest.approx(3e6, rel=1e-9, abs=0.01)

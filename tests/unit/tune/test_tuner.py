@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.world import Cost, World, line, model, stairs, walk
-from undertow.cost import MeasuredCosts
 from undertow.plan import Plan
-from undertow.plan.finish import finish_us
 from undertow.tune import Decision, Measurement, Outcome, Tuner
 from undertow.tune.tuner import NUM_STEPS_BETWEEN_LOOKS
 
@@ -280,20 +278,6 @@ def test_a_profile_has_what_was_learned() -> None:
     assert (profile.groups, profile.num_ranks, profile.params) == (plan.groups, plan.num_ranks, plan.params)
     assert profile.step_us == pytest.approx(SLOW.finish_us(plan) + 1_000.0, abs=0.1)
     assert profile.curves == tuner.curves
-
-
-def predicted_us(tuner: Tuner, plan: Plan) -> float:
-    profile = tuner.profile(plan, strategy="zero1")
-    assert profile is not None
-    return finish_us(plan.params, plan.groups, profile.timing, MeasuredCosts(profile.curves), has_shards=True)
-
-
-def test_shards_move_where_the_gain_pays_for_it() -> None:
-    world = replace(FAR, has_shards=True)
-    path = walk(tuner := Tuner(), world, first := world.plan_of_size(FEW), num_looks=4)
-    assert path.outcomes[0] == "M"
-    assert predicted_us(tuner, path.last) < 0.995 * predicted_us(tuner, first)
-    assert world.finish_us(path.last) < world.finish_us(first)
 
 
 def test_gathers_leave_between_reductions_as_long_as_that_is_faster() -> None:
