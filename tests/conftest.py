@@ -18,11 +18,7 @@ POOLS = RankPools()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--thorough",
-        action="store_true",
-        help="every product of parameters but in slow tests, and more examples",
-    )
+    parser.addoption("--thorough", action="store_true", help="every product of parameters but in slow tests, and more examples")
     skips.add_option(parser)
 
 
@@ -33,10 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_thorough = config.getoption("thorough")
-    has_products = {item for item in items if is_thorough and item.get_closest_marker("slow") is None}
-    chosen = has_products | without_products([item for item in items if item not in has_products])
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
+    thinned = [item for item in items if not is_thorough or item.get_closest_marker("slow")]
+    dropped = set(thinned) - without_products(thinned)
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -87,22 +83,3 @@ def fresh_pair() -> Iterator[Ranks]:
     """Two ranks of the test's own, which may be left in any state."""
     with Ranks(2) as ranks:
         yield ranks
-
-
-@pytest.fixture
-def fresh_ranks() -> Iterator[Ranks]:
-    """Three ranks of the test's own."""
-    with Ranks(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def fresh_four() -> Iterator[Ranks]:
-    """Four ranks of the test's own."""
-    with Ranks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(params=["two_ranks", "three_ranks"])
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    return request.getfixturevalue(request.param)

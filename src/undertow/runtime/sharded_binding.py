@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import repeat
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -182,7 +184,8 @@ class ShardedBinding:
 
     def look(self) -> None:
         grads = [param.grad for param in self.params]
-        self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
+        is_ours = all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType))))
+        self._known.look(() if is_ours else enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
 
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad
