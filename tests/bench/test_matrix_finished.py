@@ -18,8 +18,8 @@ from benchmarks.matrix.turns import STEPS_PER_TURN
 from support.matrix import cell, played, rank_result
 
 
-# A cell of the bare model and of ours; `start_up` in ms, if it was measured.
 def at(workload: str = "gpt", ranks: int = 2, link: str = "1gbit", *, start_up: Any = 100, **conditions: Any) -> dict[str, Any]:
+    """A cell of the bare model and of ours; `start_up` in ms, if it was measured."""
     made = cell("bare", "ours", ours=played([121.0, 121.0]))
     known = {} if start_up is None else {"first_step_ms": start_up, "peak_rss_mb": 300}
     rows = [{**{name: row[name] for name in row if name not in START_UP}, **known} for row in made["rows"]]
@@ -27,9 +27,9 @@ def at(workload: str = "gpt", ranks: int = 2, link: str = "1gbit", *, start_up: 
     return {**made, "workload": workload, "ranks": ranks, "link": link, "rows": rows, "conditions": conditions}
 
 
-# Where a run writes, as root, without the environments of peers.
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a run writes, as root, without the environments of peers."""
     monkeypatch.setattr(run, "what_is_missing", lambda: None)
     monkeypatch.setattr(run, "remove_abandoned", lambda: ([], None))
     monkeypatch.setattr(environments, "FOLDER", tmp_path / ".venv-peers")
@@ -50,9 +50,9 @@ def start(out: Path, *arguments: str, systems: tuple[str, ...] = ("ours",)) -> i
     return run.main(["--workload", "gpt", "--link", "1gbit", "--out", str(out), *chosen, *arguments])
 
 
-# The systems of every cell that would be measured; the second one asked for has a figure, the others fail.
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The systems of every cell that would be measured; the second one asked for has a figure, the others fail."""
     found: list[list[str]] = []
 
     def measure(one: Cell, _tell: Any) -> CellResult:

@@ -24,9 +24,9 @@ def namespaces_of(process_id: int) -> list[str]:
     return sorted(path.name for path in Path("/run/netns").glob(f"{PREFIX}{process_id}-*"))
 
 
-# A matrix in a process of its own, which has begun with its first run.
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A matrix in a process of its own, which has begun with its first run."""
     chosen = ("--workload", "replay", "--ranks", "2", "--link", "1gbit", "--system", "ours", "--out", str(tmp_path))
     command = [sys.executable, "-m", "benchmarks", "matrix", *chosen]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

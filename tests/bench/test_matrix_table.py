@@ -22,8 +22,8 @@ NO_IMPORT = {"error": "ModuleNotFoundError: No module named 'x'"}
 KILLED = {"fsdp2": "rank 1 was killed by SIGKILL."}
 
 
-# The rows of one system that ranks have played.
 def rows(name: str, *ranks: dict[str, Any], start_up: Any = ()) -> list[dict[str, Any]]:
+    """The rows of one system that ranks have played."""
     return rows_of_cell([SYSTEMS[name]], [[rank_result(played_by_rank) for played_by_rank in ranks]], dict(start_up), {})
 
 

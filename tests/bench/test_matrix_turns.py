@@ -34,8 +34,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-# Of a system that writes down what is asked of it.
 def player(calls: list[str], name: str = "one") -> Player:
+    """Of a system that writes down what is asked of it."""
     asked: dict[str, Any] = {step: lambda *_, step=step: calls.append(step) for step in ("backward", "update")}
     asked |= {"finish": lambda: calls.append(f"{name} finishes"), "close": lambda: None}
     return Player(name=name, system=SimpleNamespace(**asked, parameters=dict, facts=lambda: {"collectives": 1}))  # type: ignore[arg-type]

@@ -23,8 +23,8 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-# What is no number follows rank 0.
 def mean_of(tensors: list[Tensor]) -> Tensor:
+    """What is no number follows rank 0."""
     dtype = tensors[0].dtype
     return torch.stack(tensors).to(WIDE[dtype]).mean(0).to(dtype) if dtype in WIDE else tensors[0]
 
@@ -36,7 +36,6 @@ FOLLOWED: dict[str, Callable[[list[Tensor], Tensor], Tensor]] = {
 }
 
 
-# In a training forward: in an evaluation each rank has its own.
 @in_ranks(2, 3)
 @pytest.mark.parametrize(
     ("setting", "mode", "followed"),
@@ -50,6 +49,7 @@ FOLLOWED: dict[str, Callable[[list[Tensor], Tensor], Tensor]] = {
     ],
 )
 def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, followed: str) -> None:
+    """In a training forward: in an evaluation each rank has its own."""
     found: list[dict[str, Tensor]] = []
     model = CASE.model()
     with wrapped(model, buffers=setting) as ddp:
@@ -68,9 +68,9 @@ def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, fo
     assert [name for name in wanted if not torch.equal(found[0][name], wanted[name])] == []
 
 
-# Not rank 0, which others would have to wait for.
 @in_ranks(2, 3)
 def test_a_rank_may_evaluate_alone() -> None:
+    """Not rank 0, which others would have to wait for."""
     with wrapped(CASE.model()) as ddp, collectives() as called:
         if dist.get_rank() == dist.get_world_size() - 1:
             with torch.no_grad():
@@ -94,8 +94,9 @@ def test_a_buffer_that_autograd_has_saved_keeps_its_value() -> None:
             assert model.weight.grad.item() == grad
 
 
-# A layer, and buffers by name; a forward notes what it finds in them.
 class Buffered(nn.Module):
+    """A layer, and buffers by name; a forward notes what it finds in them."""
+
     def __init__(self, **buffers: Tensor | None) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -155,9 +156,9 @@ def test_buffers_of_every_dtype_are_averaged_as_exactly_as_it_can() -> None:
         torch.testing.assert_close(buffer, mean_of([it[name] for it in of_ranks]), rtol=1e-15, atol=0.0)
 
 
-# Not all of it a number that a third can be taken of; averaged many times.
 @in_ranks(2, 3)
 def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor() -> None:
+    """Not all of it a number that a third can be taken of; averaged many times."""
     lowest = torch.full((3,), torch.finfo(torch.float32).min)
     model = Buffered(
         table=noise(1000, rank=0),
@@ -189,9 +190,9 @@ def test_any_rank_can_be_followed(setting: str) -> None:
     assert model.linear.bias.tolist() == [last] * 2
 
 
-# Five buffers of 8 MiB, of which four fill a chunk.
 @in_ranks(2, 3)
 def test_large_buffers_travel_in_chunks() -> None:
+    """Five buffers of 8 MiB, of which four fill a chunk."""
     sizes = {f"b{index}": 2 * 1024 * 1024 for index in range(5)}
     model = Buffered(**{name: torch.zeros(numel) for name, numel in sizes.items()})
     with wrapped(model, buffers="mean") as ddp:
@@ -215,8 +216,8 @@ def test_buffers_do_not_travel_while_accumulating() -> None:
         assert model[0][1].running_mean is before
 
 
-# A buffer that may be replaced by a longer one, beside one that is shared.
 def cached() -> Buffered:
+    """A buffer that may be replaced by a longer one, beside one that is shared."""
     return Buffered(table=torch.full((2,), 1.0 + dist.get_rank()), count=torch.zeros(1))
 
 

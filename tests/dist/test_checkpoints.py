@@ -47,9 +47,9 @@ def pools(two_ranks: Ranks, three_ranks: Ranks, four_ranks: Ranks) -> Iterator[d
         yield {1: one_rank, 2: two_ranks, 3: three_ranks, 4: four_ranks}
 
 
-# Where a test saves to, the same on every rank.
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
+    """Where a test saves to, the same on every rank."""
     return tmp_path / "saved"
 
 
@@ -59,8 +59,8 @@ def begins(setup: Setup, path: Path) -> bytes:
         return to_bytes(whole_state(model, optimizer))
 
 
-# Loads, trains on beside torch's optimizer that had `before`, where that has the same bits, and saves again.
 def goes_on(setup: Setup, path: Path, then: Path, before: bytes) -> bytes:
+    """Loads, trains on beside torch's optimizer that had `before`, where that has the same bits, and saves again."""
     known = from_bytes(before)
     with trained_by(setup, seed=8) as (model, optimizer):
         extra = load_checkpoint(path, model, optimizer)
@@ -202,8 +202,8 @@ def test_a_schedule_of_learning_rates_goes_on(path: Path) -> None:
         require_equal(train_on(model, optimizer, scheduler, range(2, 4)), wanted)
 
 
-# A first save, and one of later parameters in which rank 0 ends at the `number`th call of a function of `os`.
 def saves_and_is_killed(path: Path, at: str, number: int) -> None:
+    """A first save, and one of later parameters in which rank 0 ends at the `number`th call of a function of `os`."""
     with trained_by(Setup(), num_steps=1) as (model, optimizer):
         save_checkpoint(path, model, optimizer, extra=1)
         train(Setup(), model, optimizer, steps=range(1, 2))
@@ -286,8 +286,8 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 5)
 
 
-# Somewhere among the values of a tensor, past the headers of the archive in which torch saves it.
 def flip(path: Path) -> None:
+    """Somewhere among the values of a tensor, past the headers of the archive in which torch saves it."""
     data = bytearray(path.read_bytes())
     for place in range(200, len(data), 3):
         data[place] ^= 0xFF

@@ -44,8 +44,8 @@ def completed(value):
 
 
 # Hooks have no annotations, as torch's own wrapper demands: it compares them, and these would be text.
-# A hook that does not communicate.
 def scale(factor, bucket):
+    """A hook that does not communicate."""
     return completed(bucket.buffer().mul_(factor))
 
 
@@ -73,19 +73,19 @@ def hooked(model: nn.Module, state: Any, hook: Hook, **settings: Any) -> Iterato
         yield ddp
 
 
-# The same model under our class and under torch's.
 @contextlib.contextmanager
 def both_classes(make: Callable[[], nn.Module], **settings: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The same model under our class and under torch's."""
     model = make()
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     with wrapped(model, **settings) as ours:
         yield ours, theirs
 
 
-# Gradients and parameters of both must be the same.
 def train_both(
     models: tuple[nn.Module, nn.Module], optimizers: list[Any], loss: Callable[[nn.Module, int], Tensor], *, num_steps: int
 ) -> None:
+    """Gradients and parameters of both must be the same."""
     for step in range(num_steps):
         backward_alike(*models, loss, steps=[step], mean=lambda _: None)
         for optimizer in optimizers:
@@ -109,10 +109,10 @@ def test_a_hook_does_what_it_does_under_torchs_class(name: str, case: str, bucke
         train_both(models, [torch.optim.SGD(model.parameters(), lr=0.05) for model in models], loss, num_steps=4)
 
 
-# Global steps first, then steps of pairs or of each rank, with an average of models in every second one.
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("post_local_gradient_allreduce", [True, False])
 def test_post_local_sgd_trains_as_under_torchs_class(post_local_gradient_allreduce: bool) -> None:
+    """Global steps first, then steps of pairs or of each rank, with an average of models in every second one."""
     subgroup = groups_of(*[[rank] for rank in range(dist.get_world_size())])[0]
     with both_classes(MLP.model) as models:
         for model in models:
@@ -145,11 +145,11 @@ POWER_HOOKS: dict[str, Hook] = {
 }
 
 
-# Torch's own class orders a bucket otherwise, so that its random start is another one: so the hook is called by hand.
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("bucket_cap_mb", [1e-4, None], ids=["many buckets", "default plan"])
 @pytest.mark.parametrize("name", POWER_HOOKS)
 def test_power_sgd_makes_of_our_buckets_what_it_makes_of_the_same_values_by_hand(name: str, bucket_cap_mb: float | None) -> None:
+    """Torch's own class orders a bucket otherwise, so that its random start is another one: so the hook is called by hand."""
     hook, state, bare = POWER_HOOKS[name], power_state(), CONVOLUTIONS.model()
     params = list(bare.parameters())
 
@@ -169,9 +169,9 @@ def test_power_sgd_makes_of_our_buckets_what_it_makes_of_the_same_values_by_hand
     assert len(state.error_dict) > 0  # it has compressed something
 
 
-# Rows travel beside the bucket, through the same hook: each sparse gradient is a bucket of its own to it.
 @in_ranks(2, timeout_s=TIMEOUT_S)
 def test_a_hook_reduces_sparse_gradients_too() -> None:
+    """Rows travel beside the bucket, through the same hook: each sparse gradient is a bucket of its own to it."""
     words = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 2))
     bare, seen = copy.deepcopy(words), []
 
@@ -198,10 +198,11 @@ def test_a_hook_reduces_sparse_gradients_too() -> None:
         assert ddp.report(show=False).sent_bytes > 0
 
 
-# It reduces nothing, and is not called for what only accumulates.
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize(("bucket_cap_mb", "num_buckets"), [(1e-6, 4), (None, 1)])
 def test_a_hook_is_given_a_bucket_with_torchs_methods(bucket_cap_mb: float | None, num_buckets: int) -> None:
+    """It reduces nothing, and is not called for what only accumulates."""
+
     def look_around(seen, bucket):
         buffer, pieces, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
         assert buffer.shape == (sum(param.numel() for param in params),)  # without padding or trailer
@@ -324,9 +325,9 @@ def test_a_hook_goes_on_in_another_group() -> None:
         backward_alike(ddp, bare, MLP.loss)
 
 
-# One backward through both, whose hooks send over the same group: in one order on every rank.
 @in_ranks(2)
 def test_hooks_of_two_models_take_turns() -> None:
+    """One backward through both, whose hooks send over the same group: in one order on every rank."""
     models = nn.Sequential(mlp(), nn.Linear(4, 2))
     bare = copy.deepcopy(models)
     ways = (None, default.allreduce_hook)
@@ -334,7 +335,6 @@ def test_hooks_of_two_models_take_turns() -> None:
         backward_alike(nn.Sequential(first, second), bare, MLP.loss, steps=range(20))
 
 
-# Their messages of two sizes would end a process.
 @in_ranks(2)
 @pytest.mark.parametrize("num_steps_before", [0, 1, 4])
 @pytest.mark.parametrize(
@@ -342,6 +342,7 @@ def test_hooks_of_two_models_take_turns() -> None:
     [(default.allreduce_hook, None), (None, default.allreduce_hook), (default.allreduce_hook, default.fp16_compress_hook)],
 )
 def test_hooks_that_differ_are_told_on_every_rank(hooks: tuple[Hook | None, Hook | None], num_steps_before: int) -> None:
+    """Their messages of two sizes would end a process."""
     mine, (first, second) = hooks[dist.get_rank()], (getattr(hook, "__name__", None) for hook in hooks)
     with wrapped(mlp()) as ddp:
         for step in range(num_steps_before):
@@ -353,10 +354,10 @@ def test_hooks_that_differ_are_told_on_every_rank(hooks: tuple[Hook | None, Hook
     assert f"first difference: communication hook is {first!r} on rank 0 and {second!r} on rank 1\n" in text
 
 
-# What was accumulated before is reduced by the hook too.
 @in_ranks(2)
 @pytest.mark.parametrize("is_accumulating", [False, True])
 def test_a_hook_may_be_registered_between_micro_batches(is_accumulating: bool) -> None:
+    """What was accumulated before is reduced by the hook too."""
     bare = mlp()
     with wrapped(copy.deepcopy(bare)) as ddp:
 
@@ -392,8 +393,8 @@ def halves(buffer: Tensor) -> Tensor:
     return (buffer / 2).half()
 
 
-# fullgraph=True is an error where anything keeps torch.compile from compiling, such as looking on.
 def in_one_graph(_state, bucket):
+    """fullgraph=True is an error where anything keeps torch.compile from compiling, such as looking on."""
     work = dist.all_reduce(halves(bucket.buffer()), async_op=True)
     return work.get_future().then(lambda done: done.value()[0].float())
 
@@ -435,8 +436,8 @@ def test_the_report_shows_what_a_hook_really_sends(name: str, record: str) -> No
 SHAPE = GptShape(num_layers=2, num_heads=4, width=128, context=32, batch=8)
 
 
-# The mean loss of the last steps, over both ranks, and the bytes of the median step.
 def gpt_losses(*, is_compressed: bool) -> tuple[float, int]:
+    """The mean loss of the last steps, over both ranks, and the bytes of the median step."""
     torch.manual_seed(1)
     text = torch.frombuffer(bytearray(load_corpus()), dtype=torch.uint8)
     shuffle = torch.Generator().manual_seed(dist.get_rank())

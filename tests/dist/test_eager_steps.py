@@ -147,8 +147,9 @@ def test_what_cannot_be_right_raises_where_it_happens(what: str) -> None:
         assert text_of(PhaseError, lambda: act(ddp, opt)).startswith(text)
 
 
-# Two outputs that share a layer, in some structure.
 class TwoLosses(nn.Module):
+    """Two outputs that share a layer, in some structure."""
+
     def __init__(self, structure: str) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -242,8 +243,9 @@ def test_an_exception_in_an_update_comes_out_of_backward_as_itself() -> None:
         in_flight.clear()
 
 
-# Uses the last layer a second time without autograd's knowing.
 class Detached(nn.Sequential):
+    """Uses the last layer a second time without autograd's knowing."""
+
     def forward(self, x: Tensor) -> Tensor:
         first, last = self
         return last(nn.functional.linear(first(x), last.weight.detach()).tanh())
@@ -258,8 +260,9 @@ def test_autograd_refuses_a_parameter_that_was_updated_too_early() -> None:
             backward(ddp, opt, 1)
 
 
-# Reentrant checkpoints, of which the second one with the same layer is computed only when it is told to.
 class Twice(nn.Module):
+    """Reentrant checkpoints, of which the second one with the same layer is computed only when it is told to."""
+
     def __init__(self, *, calls_layer: bool) -> None:
         super().__init__()
         self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)

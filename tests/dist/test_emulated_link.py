@@ -86,10 +86,10 @@ def test_collectives_follow_one_another_over_one_link_and_take_their_time(link: 
     assert all(later.started_s >= t.started_s + costs[t.num_bytes] - 1e-9 for t, later in pairwise(in_turn))
 
 
-# A collective and a message of a megabyte each, which the link carries in a second, after a rest.
 @pytest.mark.alone
 @over_link("8.4mbit,50ms", burst_bytes=20_000_000)
 def test_what_a_token_bucket_holds_passes_at_once_and_latency_does_not(link: EmulatedLink) -> None:
+    """A collective and a message of a megabyte each, which the link carries in a second, after a rest."""
     payload, rank = torch.zeros(250_000), dist.get_rank()
     began_s = begin_together(link)
     dist.all_reduce(payload)
@@ -171,8 +171,8 @@ MARGIN_S = 0.15
 NUM_ATTEMPTS = 3  # for a machine on which a rank may not be scheduled for longer than that
 
 
-# Every rank sends every other one its part, all at once, under two tags in turn.
 def exchange_parts(link: EmulatedLink) -> Exchanged:
+    """Every rank sends every other one its part, all at once, under two tags in turn."""
     rank, size = dist.get_rank(), dist.get_world_size()
     numel = NUM_BYTES // 4 // size // 2
     received = {(peer, tag): torch.empty(numel) for peer in range(size) if peer != rank for tag in (0, 1)}
@@ -187,8 +187,8 @@ def exchange_parts(link: EmulatedLink) -> Exchanged:
     return Exchanged(is_right, began_s, ended_s, link.take_log())
 
 
-# The exchanges that sharded steps are made of.
 def scatter_and_gather(link: EmulatedLink) -> Exchanged:
+    """The exchanges that sharded steps are made of."""
     size, rank = dist.get_world_size(), dist.get_rank()
     numel = NUM_BYTES // 4 // size
     storages = [noise(numel * size + 1, rank=peer) for peer in range(size)]
@@ -240,9 +240,9 @@ def test_a_free_link_leaves_sends_and_receives_alone(link: EmulatedLink) -> None
     assert link.take_log() == ()
 
 
-# Rank 1 sends only when a collective is over that rank 0 launches after its receive.
 @over_link("1gbit")
 def test_receives_and_collectives_of_one_group_do_not_wait_for_each_other(link: EmulatedLink) -> None:
+    """Rank 1 sends only when a collective is over that rank 0 launches after its receive."""
     mine, theirs, total = torch.full((1,), dist.get_rank() + 1.0), torch.zeros(1), torch.ones(1)
     peer = 1 - dist.get_rank()
     receive = dist.irecv(theirs, peer)

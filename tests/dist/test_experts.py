@@ -111,6 +111,7 @@ def test_gradients_of_experts_may_come_late(rank: int) -> None:
 # Experts by their numbers among those of all ranks.
 @in_ranks(4)
 def test_a_copy_has_groups_of_its_own_and_experts_their_own_names() -> None:
+    """Experts by their numbers among those of all ranks."""
     first = 2 * (dist.get_rank() % 2)
     with wrapped_mixture(mixture((str(first), str(first + 1)))) as (ddp, bare, group):
         steps_alike(ddp, bare, group)
@@ -133,9 +134,9 @@ def test_an_expert_that_one_rank_uses_has_its_gradient_on_all_that_hold_it_when_
         assert torch.equal(experts["1"].weight.grad, torch.full((WIDTH, WIDTH), 1 / 3))
 
 
-# Rank 0 reaches experts alone, rank 1 dense parameters alone, rank 2 nothing at all.
 @in_ranks(4)
 def test_a_backward_that_reaches_one_part_only_is_a_synchronisation_of_all() -> None:
+    """Rank 0 reaches experts alone, rank 1 dense parameters alone, rank 2 nothing at all."""
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         rank, rows = dist.get_rank(), torch.ones(2, WIDTH)
         for model in (ddp, bare):
@@ -167,10 +168,10 @@ def test_micro_batches_are_summed_and_reduced_once(way: str) -> None:
         steps_alike(ddp, bare, group, loss=last_loss)
 
 
-# A sum over two ranks over four is no mean over them: what is there already must not be counted for each again.
 @in_ranks(4)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 def test_several_synchronised_backwards_of_a_step_add_up(op: str) -> None:
+    """A sum over two ranks over four is no mean over them: what is there already must not be counted for each again."""
     divisors = {"divisor": 1, "dense_divisor": 1} if op == "sum" else {"divisor": 4, "dense_divisor": 4}
     with wrapped_mixture(mixture(), op=op, divisor=None if op == "sum" else 4) as (ddp, bare, group):
         for step in range(3):
@@ -226,9 +227,9 @@ def test_experts_have_buckets_a_process_group_and_a_report_of_their_own() -> Non
         assert len(experts.explain(show=False).bucket_mb) > 0
 
 
-# Two kinds of experts, one of which every rank has alone.
 @in_ranks(4)
 def test_several_groups_go_side_by_side_and_a_rank_alone_divides_too() -> None:
+    """Two kinds of experts, one of which every rank has alone."""
     torch.manual_seed(dist.get_rank())
     model = nn.ModuleDict({"dense": nn.Linear(2, 2), "mine": nn.Linear(2, 2), "ours": nn.Linear(2, 2)})
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]

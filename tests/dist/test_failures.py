@@ -32,8 +32,8 @@ def loss(model: nn.Module, step: int = 0) -> Tensor:
     return model(noise(2, 4, step=step)).square().sum()
 
 
-# Backward raises when it reaches a layer in the middle; some buckets have left, one is still empty.
 def failing_backward(ddp: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Backward raises when it reaches a layer in the middle; some buckets have left, one is still empty."""
     return failing(ddp.module.layers[1].weight.register_hook(raise_stop))
 
 
@@ -74,9 +74,9 @@ def test_after_a_failure_on_all_ranks_the_next_step_is_right(events: str, before
     run(Program(events=f"{before}{events}, zero, forward 012, backward, step", plan=plan, times=1))
 
 
-# Layer 2 has a gradient from a micro-batch; the failed backward had not reached it, and no later one does.
 @in_ranks(2, 3)
 def test_what_was_accumulated_before_a_failure_is_still_synchronised() -> None:
+    """Layer 2 has a gradient from a micro-batch; the failed backward had not reached it, and no later one does."""
     with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
         with ddp.no_sync():
             ddp(noise(2, 4), (2,)).sum().backward()
@@ -126,9 +126,9 @@ def test_all_failed_ranks_are_named() -> None:
         step_is_right(ddp, bare, 1)
 
 
-# No synchronization of its own has begun.
 @in_ranks(2, 3)
 def test_a_rank_that_failed_before_its_first_gradient_can_finish() -> None:
+    """No synchronization of its own has begun."""
     with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
         result = loss(ddp)
         if dist.get_rank() == 1:
@@ -149,9 +149,9 @@ def test_a_failed_forward_on_one_rank_does_not_shift_its_steps() -> None:
         step_is_right(ddp, bare, 0)
 
 
-# No order of calls that we know of leads to this; but a rank that has counted wrongly must not train on.
 @in_ranks(2, 3)
 def test_a_rank_in_another_step_is_an_error_on_all() -> None:
+    """No order of calls that we know of leads to this; but a rank that has counted wrongly must not train on."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
         step_is_right(ddp, bare, 0)
@@ -166,9 +166,9 @@ def test_a_rank_in_another_step_is_an_error_on_all() -> None:
         )
 
 
-# In a hook of the user's, when the first gradients are there.
 @in_ranks(2, 3)
 def test_an_optimizer_that_steps_in_backward_is_an_error() -> None:
+    """In a hook of the user's, when the first gradients are there."""
     with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
         optimizer = torch.optim.SGD(ddp.module.layers[2].parameters(), lr=0.1)
         for step in range(2):
@@ -203,10 +203,10 @@ def test_a_step_after_the_group_is_gone_is_an_error(in_forward: bool) -> None:
         )
 
 
-# Rank 1 ends training with an exception and lives on, so that no connection breaks; rank 0 waits over the user's group.
 @in_ranks(2, is_fresh=True, timeout_s=20.0)  # sooner than a stall is reported, which takes half a minute
 @pytest.mark.parametrize("where", ["join", "checkpoint", "checkpoint, later"])
 def test_a_rank_that_closes_its_model_after_a_failure_is_not_waited_for(where: str, tmp_path: Path) -> None:
+    """Rank 1 ends training with an exception and lives on, so that no connection breaks; rank 0 waits over the user's group."""
     with pytest.raises(Stop if dist.get_rank() == 1 else PeerFailed) as caught:
         train_until_rank_1_fails(where, tmp_path / "checkpoint")
     if dist.get_rank() == 0:
@@ -237,10 +237,10 @@ WORKS: dict[str, Callable[[dist.ProcessGroup], dist.Work]] = {
 }
 
 
-# Rank 0 waits for what rank 1 never sends, and is woken on this rank alone.
 @in_ranks(2, is_fresh=True)
 @pytest.mark.parametrize("what", WORKS)
 def test_what_waits_wakes_up_and_other_groups_go_on(what: str) -> None:
+    """Rank 0 waits for what rank 1 never sends, and is woken on this rank alone."""
     group = cloned_group()
     dist.barrier()  # it is made on both
     if dist.get_rank() == 0:

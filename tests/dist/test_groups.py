@@ -39,11 +39,11 @@ MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
 
 
-# Each runs on the output of the one before; on rank 1 in the opposite order. Late are parts of reentrant checkpoints.
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("what", ["unchanged", "changed", "late parts"])
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["same order", "other order"])
 def test_several_models_in_one_backward_are_right(is_reversed: bool, what: str) -> None:
+    """Each runs on the output of the one before; on rank 1 in the opposite order. Late are parts of reentrant checkpoints."""
     models = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     bare = copy.deepcopy(models)
     wrappers = nn.ModuleList(DistributedDataParallel(model, bucket_cap_mb=1e-6) for model in models)
@@ -78,6 +78,7 @@ def test_parts_of_a_model_can_be_attached_one_by_one() -> None:
 @in_ranks(3, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("way", WRAP)
 def test_gradients_are_averaged_inside_subgroups_one_after_another(way: str) -> None:
+    """Ranks may be in different numbers of other groups, late to theirs, and have let go of a wrapper that others still have."""
     rank, groups, kept = dist.get_rank(), [dist.new_group([0], use_local_synchronization=True)], []
     for members, mean, late_s in (([0, 2], 2.0, 0.0), ([2, 1], 2.5, 0.0), ([0, 2], 2.0, 1.0)):
         groups.append(dist.new_group(members))
@@ -136,9 +137,9 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, member
     holder.close()
 
 
-# The n-th of each rank has 10 n and the rank. Rank 0 launches one more of them before ours.
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
 def test_the_users_own_collectives_do_not_meet_ours() -> None:
+    """The n-th of each rank has 10 n and the rank. Rank 0 launches one more of them before ours."""
     works: list[tuple[dist.Work, Tensor]] = []
 
     def reduce_mine(*_: Tensor) -> None:
@@ -171,8 +172,9 @@ def mean_over_ranks(x: Tensor) -> Tensor:
     return total / (len(x) * dist.get_world_size())
 
 
-# Communicates by itself, as torch's SyncBatchNorm does on GPUs: over the user's group, both ways.
 class Centred(nn.Linear):
+    """Communicates by itself, as torch's SyncBatchNorm does on GPUs: over the user's group, both ways."""
+
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x).tanh()
         out.register_hook(lambda gradient: gradient - mean_over_ranks(gradient))
@@ -249,8 +251,8 @@ def test_a_model_that_was_dropped_is_freed(way: str, close: bool) -> None:
     assert group not in dist.distributed_c10d._world.pg_map
 
 
-# Of all kinds, on modules and parameters.
 def hooks_of(model: nn.Module) -> list[str]:
+    """Of all kinds, on modules and parameters."""
     parts = [*model.named_modules(), *model.named_parameters()]
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of tensors, which have them as attributes of their class
     return [

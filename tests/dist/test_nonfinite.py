@@ -40,8 +40,9 @@ WHAT = "the gradient of '{}' is infinite or no number on {}."
 STRATEGIES = ["ddp", "zero1", "zero2"]
 
 
-# Two layers; the gradient of the first one's weight is spoilt where it is told to be.
 class Layers(nn.Module):
+    """Two layers; the gradient of the first one's weight is spoilt where it is told to be."""
+
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -53,8 +54,8 @@ class Layers(nn.Module):
         return self.last(self.first(x.to(self.first.weight.dtype)).tanh())
 
 
-# Of this rank's loss; the last rank's gradient is multiplied by `factor`.
 def backward(ddp: nn.Module, step: int, *, factor: float | None = None) -> None:
+    """Of this rank's loss; the last rank's gradient is multiplied by `factor`."""
     ddp.module.factor = factor if dist.get_rank() == dist.get_world_size() - 1 else None
     ddp(noise(5, 4, step=step)).square().mean().backward()
 
@@ -73,7 +74,6 @@ def has_skipped(ddp: Any) -> int:
     return ddp.report(show=False).num_skipped
 
 
-# The next step may be tried.
 @in_ranks(2, 3)
 @pytest.mark.parametrize("factor", [torch.inf, torch.nan])
 @pytest.mark.parametrize(
@@ -91,6 +91,7 @@ def has_skipped(ddp: Any) -> int:
     ids=str,
 )
 def test_every_rank_names_parameter_rank_and_step(factor: float, strategy: str, eager: bool, settings: dict[str, Any]) -> None:
+    """The next step may be tried."""
     settings = {"nonfinite": "raise", "bucket_cap_mb": ALL_IN_ONE, **settings}
     with training(Layers(), strategy, "SGD", eager=eager, **settings) as (ddp, optimizer):
         for step in range(BAD_STEP):
@@ -101,10 +102,10 @@ def test_every_rank_names_parameter_rank_and_step(factor: float, strategy: str, 
         assert all(param.isfinite().all() for param in parameters(ddp).values())
 
 
-# Their sum, squares and norm overflow, and they do not themselves.
 @in_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_large_gradients_are_no_infinite_ones(dtype: torch.dtype) -> None:
+    """Their sum, squares and norm overflow, and they do not themselves."""
     most = torch.finfo(dtype).max
     with training(Layers(dtype), "ddp", "SGD", nonfinite="raise", average_in_collective=False) as (ddp, optimizer):
         ddp.module.first.weight.register_hook(lambda grad: torch.full_like(grad, most))
@@ -143,11 +144,11 @@ def require_same_state(first: Any, second: Any) -> None:
     assert all(torch.equal(mine, it) if isinstance(mine, Tensor) else mine == it for mine, it in pairs)
 
 
-# Training with bad steps is training without them, to the bit, in parameters and in the optimizer's state.
 @in_ranks(2, 3)
 @pytest.mark.parametrize("optimizer_name", ["SGD", "AdamW", "fused AdamW"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_skipped_step_leaves_everything_as_it_was(strategy: str, optimizer_name: str) -> None:
+    """Training with bad steps is training without them, to the bit, in parameters and in the optimizer's state."""
     # With one plan: rounding follows the plan where three ranks add up.
     settings = {"order": "reverse", "auto_tune": False, "reduction": "ordered", "nonfinite": "skip"}
     bad, results = (0, 3, 4), []
@@ -160,8 +161,8 @@ def test_a_skipped_step_leaves_everything_as_it_was(strategy: str, optimizer_nam
     require_same_state(*results)
 
 
-# Of steps that get a number and a factor, the third one's bad.
 def require_one_skipped(ddp: nn.Module, step: Callable[[int, float | None], object], optimizer: Any = None) -> None:
+    """Of steps that get a number and a factor, the third one's bad."""
     for number in range(4):
         before = parameters(ddp), optimizer and state_of(optimizer)
         step(number, torch.nan if number == 2 else None)
@@ -198,10 +199,10 @@ def test_what_a_scaler_deals_with_stays_its_own(policy: str, strategy: str, opti
     assert scales[-1] == scales[-2]  # and the last one has not
 
 
-# Once for all optimizers of a step.
 @in_ranks(2)
 @pytest.mark.parametrize(("policy", "follows"), [("warn", "The step is taken."), ("skip", "The step is skipped on every rank.")])
 def test_rank_0_tells_of_the_first_the_second_and_the_fourth_time(policy: str, follows: str) -> None:
+    """Once for all optimizers of a step."""
     settings = {"nonfinite": policy, "bucket_cap_mb": ALL_IN_ONE}
     with heard() as texts, training(Layers(), "ddp", "SGD", **settings) as (ddp, optimizer):
         others = torch.optim.SGD(ddp.module.last.parameters(), lr=0.1)
@@ -269,8 +270,8 @@ def test_an_eager_step_cannot_be_skipped() -> None:
         )
 
 
-# Loses what has made the bucket infinite.
 def zeros(_state, bucket):  # torch compares annotations, if there are any
+    """Loses what has made the bucket infinite."""
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(torch.zeros_like(bucket.buffer()))
     return done
@@ -281,8 +282,8 @@ def spoilt(param: Tensor, *, rank: int = 1, factor: float = torch.inf) -> None:
         param.register_hook(lambda grad: grad * factor)
 
 
-# The second part of the layer's gradients, which comes when their buckets have left, is not finite on rank 1.
 def spoilt_between(layer: nn.Module, x: Tensor) -> Tensor:
+    """The second part of the layer's gradients, which comes when their buckets have left, is not finite on rank 1."""
     x.register_hook(torch.zeros_like)
     inner = checkpoint(layer, x, use_reentrant=True)
     spoilt(inner)
@@ -298,8 +299,8 @@ def loss_of_all(ddp: Any) -> Tensor:
     return ddp(noise(5, 4)).square().mean() * (torch.inf if dist.get_rank() == 1 else 1.0)
 
 
-# Only rank 1 uses the second one, and badly; nobody uses the third one.
 def loss_of_two_branches(ddp: Any) -> Tensor:
+    """Only rank 1 uses the second one, and badly; nobody uses the third one."""
     spoilt(ddp.module.layers[1].bias, factor=torch.nan)
     return ddp(noise(2, 4), (0, 1) if dist.get_rank() == 1 else (0,)).square().mean()
 
@@ -420,10 +421,12 @@ EXPERTS_RAISE = """the gradient of 'experts.0.bias' is infinite or no number on 
   Ranks with other experts take the step: start from a checkpoint, and look for what has overflowed there."""
 
 
-# The first expert of ranks 1 and 3 has a bad gradient on rank 3.
-# Those that hold it raise at once, and the others when they next wait: nobody goes on with other dense parameters.
 @in_ranks(4, is_fresh=True)
 def test_of_experts_every_rank_raises_for_others_have_taken_the_step() -> None:
+    """The first expert of ranks 1 and 3 has a bad gradient on rank 3.
+
+    Those that hold it raise at once, and the others when they next wait: nobody goes on with other dense parameters.
+    """
     rank, texts = dist.get_rank(), []
     with experts_group() as group:
         experts = (ExpertGroup(match=MATCH, process_group=group, divisor=4),)
@@ -444,8 +447,8 @@ def test_of_experts_every_rank_raises_for_others_have_taken_the_step() -> None:
     assert texts[0] == at_once if rank in (1, 3) else later
 
 
-# The first rank has data for two steps only; `bad` is one in which the last rank's gradient is infinite.
 def steps_in_join(strategy: str, steps: list[int], bad: int | None) -> Parameters:
+    """The first rank has data for two steps only; `bad` is one in which the last rank's gradient is infinite."""
     with training(Layers(), strategy, "AdamW", nonfinite="skip") as (ddp, optimizer):
         with ddp.join():
             for step in steps[: 2 if dist.get_rank() == 0 else None]:

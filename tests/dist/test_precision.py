@@ -47,8 +47,8 @@ def dtypes_of(model: nn.Module) -> set[torch.dtype]:
     return {param.grad.dtype for param in model.parameters() if param.grad is not None}
 
 
-# Of two ranks there is one order only.
 def mean_of_all(grad: Tensor) -> Tensor:
+    """Of two ranks there is one order only."""
     total = grad.clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
@@ -58,8 +58,8 @@ def full_gradients(ddp: DistributedDataParallel) -> Any:
     return {name: ddp.full_gradient(param) for name, param in ddp.module.named_parameters()}
 
 
-# The mean over ranks of sums in fp32 of gradients of bfloat16.
 def mean_of_micro_batches(model: nn.Module, numbers: list[int], *, is_each_reduced: bool) -> Parameters:
+    """The mean over ranks of sums in fp32 of gradients of bfloat16."""
     if is_each_reduced:
         means = [mean_of_micro_batches(model, [number], is_each_reduced=False) for number in numbers]
         return {name: sum((mean[name] for mean in means[1:]), start=means[0][name]) for name in means[0]}
@@ -72,8 +72,9 @@ def mean_of_micro_batches(model: nn.Module, numbers: list[int], *, is_each_reduc
     return {name: mean_of_all(total) for name, total in sums.items()}
 
 
-# Parameters of two dtypes, whose gradients have one.
 class NarrowAndWide(nn.Module):
+    """Parameters of two dtypes, whose gradients have one."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -116,11 +117,11 @@ def test_gradients_of_sixteen_bits_add_up_in_fp32(make: Callable[[], nn.Module],
             require_equal_values(ddp, reference)
 
 
-# Also where they are passed on to a second wrapper, or to another group.
 @in_ranks(2)
 @needs_grad_dtype
 @pytest.mark.parametrize("way", ["closed", "a second wrapper", "one without the setting", "another group"])
 def test_gradients_keep_their_dtype_until_closing_gives_it_back(way: str) -> None:
+    """Also where they are passed on to a second wrapper, or to another group."""
     model, settings = narrow_model(), SyncConfig(reduce_dtype="float32")
     first, later, group = attach(model, config=settings), [], None
     narrow_loss(model, 0).backward()
@@ -166,8 +167,9 @@ def test_gradients_of_parameters_that_are_cast_later_are_never_narrower_than_tho
             assert dtypes_of(ddp) == {wanted}
 
 
-# A buffer, a tied weight, a parameter that is read outside of its module, and a frozen one.
 class Normed(nn.Module):
+    """A buffer, a tied weight, a parameter that is read outside of its module, and a frozen one."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -186,7 +188,6 @@ class Normed(nn.Module):
         return self.out(hidden)
 
 
-# By hand: a copy of each parameter computes, and hands its gradient on. Buffers are cast for good.
 @in_ranks(2)
 @pytest.mark.parametrize(
     "options",
@@ -198,6 +199,7 @@ class Normed(nn.Module):
     ids=str,
 )
 def test_torchs_mixed_precision_computes_in_its_dtype(options: dict[str, torch.dtype]) -> None:
+    """By hand: a copy of each parameter computes, and hands its gradient on. Buffers are cast for good."""
     reference, tokens, dtype = Normed(), torch.arange(7).repeat(2), options.get("param_dtype", torch.float32)
     for buffer in (reference.norm.running_mean, reference.norm.running_var):
         buffer.data = buffer.to(options.get("buffer_dtype"))
@@ -218,8 +220,8 @@ def test_torchs_mixed_precision_computes_in_its_dtype(options: dict[str, torch.d
         assert ddp.module.norm.num_batches_tracked.dtype == torch.int64
 
 
-# Over two ranks, of what has travelled; whole gradients are sent back as narrow as they came.
 def mean_on_the_wire(grad: Tensor, wire: torch.dtype, *, is_native: bool, is_sharded: bool) -> Tensor:
+    """Over two ranks, of what has travelled; whole gradients are sent back as narrow as they came."""
     if not is_native or is_sharded:
         mean = mean_of_all(grad.to(wire).float())
         return mean if is_sharded else mean.to(wire).float()
@@ -273,7 +275,6 @@ def test_what_travels_narrower_has_the_same_bits_under_every_plan() -> None:
     require_equal(*results)
 
 
-# Its reduce_dtype, and without one its param_dtype; a setting of ours goes before. A hook goes with none of these.
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("mixed", "own", "wire"),
@@ -286,6 +287,7 @@ def test_what_travels_narrower_has_the_same_bits_under_every_plan() -> None:
     ids=str,
 )
 def test_torchs_mixed_precision_says_what_travels(mixed: dict[str, torch.dtype], own: str | None, wire: str | None) -> None:
+    """Its reduce_dtype, and without one its param_dtype; a setting of ours goes before. A hook goes with none of these."""
     with wrapped(nn.Linear(2, 2), mixed=mixed, wire_dtype=own) as ddp:
         assert ddp.sync.config.wire_dtype == wire
         if wire is None:
@@ -313,8 +315,9 @@ def test_a_sparse_gradient_that_would_be_cast_is_refused() -> None:
         assert model[0].weight.grad.is_sparse
 
 
-# An embedding that the second rank does not always use.
 class Rows(nn.Module):
+    """An embedding that the second rank does not always use."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -350,10 +353,10 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
 
 
-# Copies of the bare module may, and a copy of the wrapper may not until it is closed.
 @in_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_mixed_precision_refuses_to_compute_again(use_reentrant: bool) -> None:
+    """Copies of the bare module may, and a copy of the wrapper may not until it is closed."""
     x = torch.ones(2, 4, requires_grad=True)
     with wrapped(Checkpointed(use_reentrant), mixed={"param_dtype": BRAIN}) as ddp:
         average, other = copy.deepcopy(ddp.module), copy.deepcopy(ddp)
@@ -369,8 +372,9 @@ def test_mixed_precision_refuses_to_compute_again(use_reentrant: bool) -> None:
         model.module(x).sum().backward()
 
 
-# Every gradient is 40,000: two of them are more than fp16 has.
 class Steep(nn.Module):
+    """Every gradient is 40,000: two of them are more than fp16 has."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
@@ -405,12 +409,12 @@ def test_a_mean_of_halves_does_not_overflow(wire: str | None, reduction: str) ->
         assert torch.equal(model.weight.grad.float(), torch.full((8,), 4e4))
 
 
-# What every rank has written alike says nothing, also where it comes back as a sum.
 @in_ranks(2, 3)
 @pytest.mark.parametrize(
     ("strategy", "settings"), [("zero1", {}), ("ddp", {"op": "sum"}), ("ddp", {"average_in_collective": False})]
 )
 def test_trailers_that_were_added_up_are_not_taken_apart(strategy: str, settings: dict[str, Any]) -> None:
+    """What every rank has written alike says nothing, also where it comes back as a sum."""
     with readings_of_trailers() as readings, training(MLP.model(), strategy, "SGD", **settings) as (ddp, opt):
         train(ddp, opt, MLP.loss)
     assert set(readings) == {None}

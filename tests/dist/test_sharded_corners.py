@@ -47,8 +47,9 @@ from undertow import (
 )
 
 
-# Reads its embedding in the embedding's own forward, or, given vectors, in its own.
 class TwoWays(nn.Sequential):
+    """Reads its embedding in the embedding's own forward, or, given vectors, in its own."""
+
     def forward(self, tokens: Tensor | None = None, vectors: Tensor | None = None) -> Tensor:
         body, embedding = self
         return body(functional.linear(vectors, embedding.weight) if tokens is None else embedding(tokens))
@@ -164,8 +165,8 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come(eager: bool, keeping
     require_equal(expected, {f"module.{name}": value.clone() for name, value in model.state_dict().items()})
 
 
-# Nothing is in flight, and nothing else holds either.
 def stepped_twice() -> tuple[DistributedDataParallel, Any]:
+    """Nothing is in flight, and nothing else holds either."""
     ddp = DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1", **ORDERED))
     opt = optimizer_for(ddp, "zero1", "SGD")
     for step in range(2):
@@ -229,15 +230,17 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn
     return [(group, param) for group in groups for param in group["params"] if param.grad is not None]
 
 
-# Not elementwise: the update depends on the norm of the parameter.
 class Coupled(torch.optim.SGD):
+    """Not elementwise: the update depends on the norm of the parameter."""
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group, param in params_of(self):
             param.data.add_(param.grad, alpha=-group["lr"] / (1 + float(param.detach().norm())))
 
 
-# Ever smaller steps, by a counter in the group, which is one of the settings or comes with the first step.
 class Counting(torch.optim.Optimizer):
+    """Ever smaller steps, by a counter in the group, which is one of the settings or comes with the first step."""
+
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, settings)
 

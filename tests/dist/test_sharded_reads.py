@@ -55,8 +55,9 @@ MIXED = {"bucket_cap_mb": 2e-4}  # parameters in pieces, and several in one buck
 Read = Callable[[DistributedDataParallel, "Kept"], Iterable[Tensor]]
 
 
-# What a user holds since before training: the module, its parameters in a list, and tensors over their memory.
 class Kept:
+    """What a user holds since before training: the module, its parameters in a list, and tensors over their memory."""
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.params = list(module.parameters())
@@ -100,8 +101,8 @@ READS: dict[str, Read] = {
 }
 
 
-# What was found are the values that the parameters have when all of them have come.
 def require_read(found: Iterable[Tensor], ddp: DistributedDataParallel, params: list[nn.Parameter], what: str = "") -> None:
+    """What was found are the values that the parameters have when all of them have come."""
     values = [value.detach().clone() for value in found]
     ddp.wait()
     assert [torch.equal(mine.view(it.shape), it) for mine, it in zip(values, params, strict=True)] == [True] * len(params), what

@@ -59,8 +59,8 @@ in_shards = partial(Setup, state_dict="sharded")
 # Whole states.
 
 
-# As frameworks do: every rank asks, and the first one writes.
 def saved(value: Any) -> bytes:
+    """As frameworks do: every rank asks, and the first one writes."""
     found = [to_bytes(value) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]
@@ -205,8 +205,8 @@ def test_hooks_of_state_dicts_see_the_state_and_may_change_it() -> None:
 # States in shards, through torch.distributed.checkpoint without help of ours.
 
 
-# As torch's documentation does it.
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    """As torch's documentation does it."""
     chosen = StateDictOptions(**options)
     of_model, of_optimizer = get_state_dict(model, optimizer, options=chosen)
     state = {"model": of_model, "optimizer": of_optimizer}

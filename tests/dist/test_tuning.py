@@ -64,9 +64,9 @@ def test_wide_values_move_where_the_optimizer_has_no_state() -> None:
     require_equal(*results)
 
 
-# Every rank would decide on another plan.
 @in_ranks(2, 3)
 def test_rank_0_decides_for_all() -> None:
+    """Every rank would decide on another plan."""
     with scripted((all_in_one, one_each)[dist.get_rank() % 2]), training(MLP.model(), "ddp") as (ddp, opt):
         train(ddp, opt, MLP.loss, steps=range(2 * ONE_LOOK))
         assert len(set(of_all_ranks(ddp.plan.fingerprint))) == 1
@@ -90,10 +90,10 @@ FIXED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-# That of the second step, after looks that would have moved it.
 @in_ranks(2)
 @pytest.mark.parametrize("name", FIXED)
 def test_a_plan_that_was_asked_for_stays(name: str) -> None:
+    """That of the second step, after looks that would have moved it."""
     settings, why = FIXED[name]
     if name == PINNED:
         with training(MLP.model(), "ddp", bucket_cap_mb=1e-4) as (ddp, _):
@@ -143,9 +143,9 @@ def test_a_rank_without_data_follows_the_plans_of_the_others() -> None:
     assert dist.get_rank() != 0 or len({plan.fingerprint for plan in seen}) > 1
 
 
-# Their gradients come in another order on every rank.
 @in_ranks(2)
 def test_two_models_in_one_backward_do_not_wait_for_each_other() -> None:
+    """Their gradients come in another order on every rank."""
     models = [MLP.model() for _ in range(2)]
     with scripted(all_in_one, one_each), training(models[0], "ddp") as (first, _), training(models[1], "ddp") as (second, _):
         for step in range(2 * ONE_LOOK):
@@ -196,6 +196,7 @@ def test_a_rank_alone_has_a_profile_too() -> None:
 @in_ranks(2, 3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
+    """With nothing but what is measured: it is looked, decided and explained."""
     with training(Timed(numel=100_000, pause_s=0.001, num_layers=24), strategy, "SGD") as (ddp, opt):
         train(ddp, opt, loss_of_timed, steps=range(3 * ONE_LOOK))
         explanation = ddp.explain(show=False)

@@ -34,8 +34,8 @@ ONE_SCRIPT = "\n".join(snippet.code for snippet in PYTHON if snippet.mark == "tw
 EXPLAIN, CHANGE, HOOK = (snippet for snippet in PYTHON if snippet.mark == "")
 
 
-# Without the words that some lines have behind two spaces, or all to themselves.
 def commands(block: str) -> list[str]:
+    """Without the words that some lines have behind two spaces, or all to themselves."""
     return [line.split("  ")[0] for line in block.splitlines() if not line.startswith(" ")]
 
 
@@ -49,8 +49,8 @@ LAUNCHED = ["torchrun --nproc-per-node=2 script.py"]
 RUN = [block for block in BLOCKS if not set(block) & set(MADE)]
 
 
-# The end of a script in `directory`, with the commands of this environment.
 def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """The end of a script in `directory`, with the commands of this environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # Not torchrun's default port: other tests may be using it.
     environment = {
@@ -66,9 +66,9 @@ def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-# This rank in its folder of `directory`, its output in the value.
 @contextlib.contextmanager
 def quiet(directory: Path) -> Iterator[io.StringIO]:
+    """This rank in its folder of `directory`, its output in the value."""
     here = directory / str(dist.get_rank())
     here.mkdir()
     with contextlib.chdir(here), contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -109,18 +109,18 @@ def test_make_knows_its_targets(command: str) -> None:
     assert done.stdout
 
 
-# The wheel itself is installed by tests/arch/test_wheel.py.
 @pytest.mark.parametrize("command", INSTALLED)
 def test_pip_installs_extras_that_there_are(command: str) -> None:
+    """The wheel itself is installed by tests/arch/test_wheel.py."""
     path, _, extras = shlex.split(command)[2].partition("[")
     with (ROOT / path / "pyproject.toml").open("rb") as file:
         known = tomllib.load(file)["project"]["optional-dependencies"]
     assert [extra for extra in extras.rstrip("]").split(",") if extra and extra not in known] == []
 
 
-# The ways themselves are run by tests/dist/test_demo.py.
 @pytest.mark.parametrize("command", DEMOS)
 def test_the_demo_takes_the_options(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways themselves are run by tests/dist/test_demo.py."""
     seen: list[demo.DemoSettings] = []
     monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 0)
     assert call(*command.split()[1:], monkeypatch=monkeypatch) == 0
@@ -148,8 +148,9 @@ def test_a_plan_is_explained_and_saved(tmp_path: Path) -> None:
         assert printed.getvalue().startswith("The plan: ")
 
 
-# A model with a head, which is frozen when the model is wrapped.
 class Tokens(nn.Module):
+    """A model with a head, which is frozen when the model is wrapped."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.body, self.head = nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)

@@ -125,8 +125,8 @@ def test_concepts_have_a_snippet_each_and_every_way_of_migrating_has_both_sides(
     assert sides == [(way, mark) for way in ways for mark in (BEFORE, "two ranks")]
 
 
-# The first column of the table with this title above it, every name in its own backticks.
 def named_in(text: str, title: str) -> set[str]:
+    """The first column of the table with this title above it, every name in its own backticks."""
     rows = text.split(f"| {title} | here |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
     return {name for row in rows for name in re.findall(r"`([^`]*)`", row.split(" | ")[0])}
 

@@ -30,8 +30,8 @@ def lasting(name: str) -> Iterator[subprocess.Popen[bytes]]:
             tests.kill()
 
 
-# Returns when `look` finds something.
 def awaited(tests: subprocess.Popen[bytes], look: Callable[[], Sequence[object]]) -> None:
+    """Returns when `look` finds something."""
     until_s = time.monotonic() + PATIENCE_S
     while not look():
         assert tests.poll() is None, "the tests have ended"
@@ -43,9 +43,9 @@ def stopped(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if process.status() == psutil.STATUS_STOPPED]
 
 
-# Not even one that is stopped.
 @SIGNALS
 def test_interrupted_tests_leave_no_process(number: signal.Signals) -> None:
+    """Not even one that is stopped."""
     with lasting("test_with_a_rank_that_is_stopped") as tests:
         of_tests = psutil.Process(tests.pid)
         awaited(tests, lambda: stopped(of_tests.children(recursive=True)))
@@ -56,11 +56,11 @@ def test_interrupted_tests_leave_no_process(number: signal.Signals) -> None:
         assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
 
 
-# Those of tests that are killed go when the next ones begin.
 @SIGNALS
 @pytest.mark.root
 @pytest.mark.usefixtures("needs_namespaces")
 def test_interrupted_tests_leave_no_namespace(number: signal.Signals) -> None:
+    """Those of tests that are killed go when the next ones begin."""
     with lasting("test_with_namespaces") as tests:
 
         def namespaces() -> list[str]:

@@ -36,8 +36,8 @@ def loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(noise(4, 700, step=step, rank=rank)).square().mean()
 
 
-# True if rank 0 comes to the same bits alone.
 def trains_until_told(network: Network, here: Path, rank: Rank) -> bool:
+    """True if rank 0 comes to the same bits alone."""
     enter(network.namespaces[rank.number])
     os.environ["GLOO_SOCKET_IFNAME"] = network.interface
     store = dist.FileStore(str(here / "meeting-point"), NUM_RANKS)  # the harness has its own beyond the namespaces
@@ -71,22 +71,23 @@ def is_trained_alone(model: nn.Module, begins: list[Tensor], num_steps: int) -> 
     return all(map(torch.equal, ours, model.parameters()))
 
 
-# Who reads finds it whole.
 def write(path: Path, text: str) -> None:
+    """Who reads finds it whole."""
     part = path.with_suffix(".part")
     part.write_text(text)
     part.rename(path)
 
 
-# Ranks that train, each in its namespace.
 @dataclass(frozen=True)
 class Job:
+    """Ranks that train, each in its namespace."""
+
     network: Network
     here: Path
     ended: Future[list[Ended]]
 
-    # What each rank has told after its last step.
     def told(self, what: int) -> list[int]:
+        """What each rank has told after its last step."""
         paths = [self.here / f"rank-{rank}" for rank in range(NUM_RANKS)]
         return [int(path.read_text().split()[what]) if path.exists() else 0 for path in paths]
 
@@ -104,8 +105,8 @@ class Job:
     def change(self, *what: str) -> None:
         subprocess.run([what[0], "-n", self.network.namespaces[2], *what[1:]], check=True)
 
-    # Has all ranks end after the same step, with the right bits.
     def end(self) -> list[Ended]:
+        """Has all ranks end after the same step, with the right bits."""
         write(self.here / "last", str(min(self.told(STEPS)) + 20))
         found = self.ended.result()
         assert [(rank.exit_code, rank.words.get("value")) for rank in found] == [(0, True)] * NUM_RANKS, found[0].log
@@ -156,8 +157,8 @@ def test_a_slow_link_is_told_with_its_rank_and_figures_and_training_goes_on(job:
         )
 
 
-# Its machine acknowledges what others send.
 def test_a_process_that_is_stopped_is_not_taken_to_be_unreachable(job: Job) -> None:
+    """Its machine acknowledges what others send."""
     process = job.told(PROCESS)[1]
     os.kill(process, signal.SIGSTOP)
     time.sleep(20.0 * processes.PATIENCE)  # four times as long as a machine may be silent

@@ -50,10 +50,10 @@ def test_a_rank_is_named_in_other_rows_and_columns_and_with_other_experts_too(pl
     record(f"killed {place}", PLACES[place].told(PLACES[place].fault("killed", 4, rank=faulty), "RankLost", GONE))
 
 
-# What is under way over them is not waited for, and the process ends as the script does.
 @pytest.mark.parametrize(("kind", "error"), [("killed", "RankLost"), ("raises", "PeerFailed")])
 @pytest.mark.parametrize("place", ["in backward", "in sharded backward", "in gathers", "in comm hook", "in construction"])
 def test_process_groups_may_be_destroyed_right_after_the_error(place: str, kind: str, error: str) -> None:
+    """What is under way over them is not waited for, and the process ends as the script does."""
     survivor, faulty = outcomes(PLACES[place].fault(kind, 2, ending="destroyed"))
     assert (survivor.kind, survivor.exit_code) == (error, 1), f"{survivor.log}\n{faulty.log}"
 
@@ -64,13 +64,14 @@ def test_process_groups_may_be_destroyed_right_after_the_error(place: str, kind:
 @pytest.mark.parametrize("is_script", [False, True])
 @pytest.mark.parametrize("way", ["a hook of a stopped rank", "trailers of a stopped rank"])
 def test_a_collective_that_gloo_never_ends_keeps_nobody(way: str, is_script: bool, ending: str) -> None:
+    """Not the backward, nor `destroy_process_group()`, nor the end of the process."""
     survivor = outcomes(PLACES["in comm hook"].fault("killed", 2, way=way, ending=ending), is_script=is_script)[0]
     assert survivor.exit_code == 1, survivor.log
     assert "undertow.errors.RankLost: rank 1 is gone" in survivor.log
 
 
-# The child of rank 1 lives on, with copies of its connections.
 def killed_with_a_child(rank: Rank) -> None:
+    """The child of rank 1 lives on, with copies of its connections."""
     rank.meet()
     model = DistributedDataParallel(nn.Linear(4, 4))
     for step in range(3):
@@ -113,9 +114,9 @@ print("trained again")
 """
 
 
-# And has nothing to say when it ends.
 @pytest.mark.parametrize("ending", ["closes", "leaves it"])
 def test_a_survivor_may_begin_anew_in_the_same_process(ending: str) -> None:
+    """And has nothing to say when it ends."""
     survivor = run_ranks(partial(script, SURVIVES, port=free_port(), ending=ending), 2, is_script=True)[0]
     assert (survivor.out, survivor.exit_code) == ("trained again\n", 0)
     assert "Traceback" not in survivor.log
@@ -126,20 +127,20 @@ NUM_BYTES = 1 << 26  # more than sockets take
 Stops = Callable[[], None] | None  # of the rank that is killed
 
 
-# The survivor gets all that it waits for, and cannot send all of its own part.
 def gathers(stops: Stops) -> None:
+    """The survivor gets all that it waits for, and cannot send all of its own part."""
     gather_alone(NUM_BYTES, stops)
 
 
-# The survivor sends its parameters.
 def wraps_a_model(stops: Stops) -> None:
+    """The survivor sends its parameters."""
     model = nn.Linear(NUM_BYTES // 4 // 64, 64, bias=False)
     _stop_after_the_next_broadcast(stops)
     DistributedDataParallel(model)
 
 
-# The survivor sends its buffers, before a forward.
 def sends_buffers(stops: Stops) -> None:
+    """The survivor sends its buffers, before a forward."""
     module = nn.Linear(1, 1)
     module.register_buffer("statistics", torch.zeros(NUM_BYTES // 4))
     model = DistributedDataParallel(module)

@@ -36,8 +36,8 @@ def model_in(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "model.pt", weights_only=True)
 
 
-# What the steps of one epoch are to train on, the last one with what is left.
 def batches(size: int) -> list[tuple[int, ...]]:
+    """What the steps of one epoch are to train on, the last one with what is left."""
     return [tuple(ORDER[start : start + size]) for start in range(0, len(ORDER), size)]
 
 
@@ -50,8 +50,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     return model_in(folder)
 
 
-# Two attempts: what the first one has done since the checkpoint is done again by the second, and nothing else.
 def require_as_undisturbed(folder: Path, out: str, undisturbed: dict[str, torch.Tensor], killed_in: int, goes_on_in: int) -> None:
+    """Two attempts: what the first one has done since the checkpoint is done again by the second, and nothing else."""
     assert f"2 ranks go on behind sample {(goes_on_in - 1) * BATCH}, from elastic_checkpoint" in out
     found = steps_of(folder / "2")
     assert [step.number for step in found if step.attempt == 0] == list(range(1, killed_in + 1))
@@ -97,6 +97,7 @@ def test_a_job_goes_on_behind_its_last_checkpoint_with_the_same_bits(
 def test_a_checkpoint_that_a_killed_rank_has_half_written_does_not_count(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
+    """Rank 1 brings one file of each checkpoint to the disk: the second is that of step 8."""
     found = run(tmp_path, *OPTIONS, num_ranks=2, max_restarts=1, spoils=partial(is_killed_in_a_checkpoint, 1, 2))
     assert exit_codes(found) == [1, -signal.SIGKILL, 0, 0], found[-1].log
     require_as_undisturbed(tmp_path, found[2].out, undisturbed, killed_in=8, goes_on_in=5)
@@ -114,6 +115,7 @@ def require_trained_alone(folder: Path, *, batch: int) -> None:
 # Batches of 53 are no equal shares for either.
 @pytest.mark.slow
 def test_three_ranks_go_on_where_one_of_four_was_killed(tmp_path: Path) -> None:
+    """Batches of 53 are no equal shares for either."""
     options = [*OPTIONS, "--batch", "53"]
     first = run(tmp_path, *options, "--kill-rank", "0", "--kill-step", "7", num_ranks=4)
     assert exit_codes(first) == [-signal.SIGKILL, 1, 1, 1], first[1].log
@@ -140,9 +142,9 @@ def has_trained(folder: Path, *, num_steps: int) -> bool:
     return len(logs) == 2 and min(logs) >= num_steps
 
 
-# Ctrl-C reaches torchrun, and its ranks by it, wherever they are: they write a checkpoint after every step.
 @pytest.mark.slow
 def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Ctrl-C reaches torchrun, and its ranks by it, wherever they are: they write a checkpoint after every step."""
     how = torchrun(EXAMPLE, "--epochs=400", "--checkpoint-every=1", "--sample-log=2", num_ranks=2, folder=tmp_path)
     with subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as job:
         try:

@@ -56,8 +56,8 @@ LATE: dict[str, tuple[Place, str, str]] = {
 }
 
 
-# Without what differs from run to run: who asked first, seconds, lines, and frames but the innermost.
 def plain(text: str) -> str:
+    """Without what differs from run to run: who asked first, seconds, lines, and frames but the innermost."""
     lines = re.sub(r"rank \d has waited \d+ s", "rank R has waited N s", text).split("\n")
     frames = [line for line in lines if ", line " in line]
     return "\n".join(re.sub(r", line \d+,", ",", re.sub(r"\b\d+ s\b", "N s", line)) for line in lines if line not in frames[:-1])
@@ -169,8 +169,8 @@ def error_of(call: Callable[[], object]) -> str:
     return without_frames(str(caught.value))
 
 
-# What `call`, which only rank 0 makes, raises there; rank 1 comes back when that is known, and has done nothing else.
 def error_of_the_first(rank: Rank, name: str, call: Callable[[], object]) -> str:
+    """What `call`, which only rank 0 makes, raises there; rank 1 comes back when that is known, and has done nothing else."""
     text = error_of(call) if rank.number == 0 else ""
     rank.tell(name)
     rank.waits_for(name, range(2))

@@ -28,16 +28,16 @@ OWN_BOUND, OTHER_BOUND = 0.05, 0.08  # what docs/fidelity.md promises
 NUM_ATTEMPTS = 3  # the machine may do something else for a moment: it must come out once
 
 
-# A failure, but for a machine that is known to compute something else: then times say nothing.
 def missed(errors: list[float]) -> None:
+    """A failure, but for a machine that is known to compute something else: then times say nothing."""
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > num_cores + 1:  # of the ranks, which sleep most of the time
         pytest.skip(f"the machine is busy, load {load:.1f} on {num_cores} cores: errors {errors}")
     pytest.fail(f"errors: {errors}")
 
 
-# The profile as JSON, and the median of the steps after it, in milliseconds; under one plan.
 def steps(strategy: str, _link: object) -> tuple[str, float]:
+    """The profile as JSON, and the median of the steps after it, in milliseconds; under one plan."""
     model = Timed(numel=NUMEL, pause_s=PAUSE_S, num_layers=NUM_LAYERS)
     with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(strategy=strategy, auto_tune=False))) as ddp:
         is_plain = strategy == "ddp"
@@ -64,7 +64,6 @@ def simulated_ms(profile: Profile, costs: Any) -> float:
     return simulate(profile, plan, strategy_named(profile.strategy), costs).step_us / 1e3
 
 
-# On the link of the profile the profile's own step is compared, on others one of another run.
 @pytest.mark.parametrize(
     ("strategy", "link", "num_ranks", "bound"),
     [
@@ -75,6 +74,7 @@ def simulated_ms(profile: Profile, costs: Any) -> float:
     ],
 )
 def test_a_step_is_simulated_from_a_profile_of_one_link(strategy: str, link: str, num_ranks: int, bound: float) -> None:
+    """On the link of the profile the profile's own step is compared, on others one of another run."""
     errors: list[float] = []
     while not errors or (abs(errors[-1]) > bound and len(errors) < NUM_ATTEMPTS):
         base, step_ms = measured(strategy, BASE, num_ranks)

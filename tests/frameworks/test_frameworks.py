@@ -35,9 +35,9 @@ from support.ranks import Ranks
 from undertow import ShardedOptimizer, SyncConfig
 
 
-# Ranks of their own: frameworks leave traces in a process.
 @pytest.fixture(scope="module")
 def framework_ranks() -> Iterator[Ranks]:
+    """Ranks of their own: frameworks leave traces in a process."""
     with Ranks(2) as ranks:
         yield ranks
 
@@ -65,8 +65,8 @@ def with_accelerate(wrapper: Wrapper, _folder: Path, settings: dict[str, Any], c
     return state_of(net)
 
 
-# All forwards run under no_sync; the last backward is to synchronize all the same.
 def triggered(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
+    """All forwards run under no_sync; the last backward is to synchronize all the same."""
     from accelerate import Accelerator
 
     with torchs_name_is(wrapper):
@@ -101,8 +101,8 @@ def by_hand(wrapper: Wrapper, _folder: Path, name: str, arguments: dict[str, Any
     return state_of(module)
 
 
-# Accumulates two micro-batches, clips, saves halfway, and goes on from the file with a new model.
 def with_fabric(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
+    """Accumulates two micro-batches, clips, saves halfway, and goes on from the file with a new model."""
     import lightning.fabric as fabric
 
     launched = fabric.Fabric(accelerator="cpu", devices=2, strategy=fabric_strategy(wrapper))
@@ -131,8 +131,8 @@ def with_transformers(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
     return state_of(trainer.model)
 
 
-# Each rank has all stages of its own pipeline, and the two ranks are replicas of each stage.
 def pipelined(wrapper: Wrapper, _folder: Path, num_stages: int) -> dict[str, Tensor]:
+    """Each rank has all stages of its own pipeline, and the two ranks are replicas of each stage."""
     num_micro_batches = 4
     nets = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(num_stages)]
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -152,8 +152,9 @@ def pipelined(wrapper: Wrapper, _folder: Path, num_stages: int) -> dict[str, Ten
     return state_of(nn.ModuleList(nets))
 
 
-# A module that is trained by a method other than forward; every second step leaves a layer out.
 class Trainable(nn.Module):
+    """A module that is trained by a method other than forward; every second step leaves a layer out."""
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
@@ -164,8 +165,9 @@ class Trainable(nn.Module):
         return {"loss": outputs.square().mean()}
 
 
-# As OpenMMLab's wrapper: what torch's forward does around the module, done around another method of it.
 def past_forward(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
+    """As OpenMMLab's wrapper: what torch's forward does around the module, done around another method of it."""
+
     class Redirecting(wrapper):
         def train_step(self, *inputs: Any, **kwargs: Any) -> Any:
             self.reducer._rebuild_buckets()

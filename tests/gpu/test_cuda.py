@@ -46,9 +46,9 @@ def test_gradients_on_a_device_equal_the_reference() -> None:
         backward_alike(ddp, bare, lambda model, step: model(batch(step, 8, 64)).square().mean(), steps=range(4))
 
 
-# Later than the rounds that are read at once: this rank must still learn that another one used it.
 @in_ranks(2)
 def test_a_parameter_unused_on_one_rank_gets_the_mean_in_a_late_round_too() -> None:
+    """Later than the rounds that are read at once: this rank must still learn that another one used it."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).cuda()
     with wrapped(layers) as ddp:
@@ -60,9 +60,9 @@ def test_a_parameter_unused_on_one_rank_gets_the_mean_in_a_late_round_too() -> N
         assert ddp.unused_parameters == (() if dist.get_rank() == 0 else ("2.weight", "2.bias"))
 
 
-# One rank has every shard: master weights, norms and scaling run on the device.
 @in_ranks(1)
 def test_one_rank_steps_on_a_device_as_a_plain_optimizer_does() -> None:
+    """One rank has every shard: master weights, norms and scaling run on the device."""
     bare = make_model()
     with wrapped(copy.deepcopy(bare), strategy="zero1") as model:
         optimizers = [ShardedOptimizer(torch.optim.AdamW, model, lr=0.01), torch.optim.AdamW(bare.parameters(), lr=0.01)]
@@ -101,9 +101,9 @@ def test_sync_batch_norm_trains_as_under_torchs_class() -> None:
         assert all(map(torch.equal, ours.module.buffers(), theirs.module.buffers()))
 
 
-# Over gloo, whose handles the host waits for, with the division on the device.
 @in_ranks(2)
 def test_weights_divide_on_a_device() -> None:
+    """Over gloo, whose handles the host waits for, with the division on the device."""
     bare = make_model()
     with wrapped(copy.deepcopy(bare), bucket_cap_mb=0.03) as ddp:
 
@@ -140,10 +140,10 @@ def test_weights_on_some_ranks_only_are_found_a_step_late_on_a_device() -> None:
     assert "with rank 0, without rank 1" in text
 
 
-# Later than the rounds that are read at once: every rank must still know before the optimizer steps.
 @in_ranks(2)
 @pytest.mark.parametrize(("policy", "num_skipped"), [("skip", 1), ("warn", 0)])
 def test_a_gradient_that_is_not_finite_is_known_before_the_step(policy: str, num_skipped: int) -> None:
+    """Later than the rounds that are read at once: every rank must still know before the optimizer steps."""
     with wrapped(make_model(), bucket_cap_mb=0.03, nonfinite=policy) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         for step in range(5):
@@ -185,9 +185,9 @@ def why_refused() -> str:
     return ""
 
 
-# Skips where NCCL does not connect two ranks.
 @pytest.fixture(scope="module")
 def nccl() -> None:
+    """Skips where NCCL does not connect two ranks."""
     with Ranks(2) as ranks:
         refusals = list(filter(None, ranks.run(why_refused)))
     if refusals:
@@ -199,9 +199,9 @@ def over_nccl(test: Callable[..., None]) -> Callable[..., None]:
     return in_ranks(2)(needs(pytest.mark.usefixtures("nccl")(test)))
 
 
-# A model over NCCL, a bare copy of it, and the group.
 @contextlib.contextmanager
 def wrapped_over_nccl(**settings: Any) -> Iterator[tuple[DistributedDataParallel, nn.Module, dist.ProcessGroup]]:
+    """A model over NCCL, a bare copy of it, and the group."""
     with nccl_group() as group:
         torch.manual_seed(0)
         bare = nn.Sequential(*(nn.Linear(_HIDDEN, _HIDDEN) for _ in range(6))).cuda()
@@ -213,17 +213,17 @@ def loss(model: nn.Module, step: int) -> torch.Tensor:
     return model(batch(step, 32, _HIDDEN)).square().mean()
 
 
-# What was freed and is still read on another stream is not what it was any more.
 def write_over_freed_memory() -> None:
+    """What was freed and is still read on another stream is not what it was any more."""
     for numel in (_HIDDEN, _HIDDEN * _HIDDEN, 2 * _HIDDEN * _HIDDEN, 6 * _HIDDEN * _HIDDEN):
         torch.full((numel,), torch.nan, device="cuda")
 
 
-# Of two ranks a sum does not depend on its order, and a half is exact.
 @over_nccl
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_training_over_nccl_has_the_reference_s_bits(strategy: str, reduction: str) -> None:
+    """Of two ranks a sum does not depend on its order, and a half is exact."""
     with wrapped_over_nccl(strategy=strategy, reduction=reduction, bucket_cap_mb=0.3) as (model, bare, group):
 
         def mean(model: nn.Module) -> None:
@@ -244,9 +244,9 @@ def test_training_over_nccl_has_the_reference_s_bits(strategy: str, reduction: s
         require_equal_values(model, bare)
 
 
-# After each of several backwards without an update gradients are reduced from the same values.
 @over_nccl
 def test_what_a_narrow_reduction_reads_is_held_until_it_has_been_read() -> None:
+    """After each of several backwards without an update gradients are reduced from the same values."""
     gradients = []
     with wrapped_over_nccl(wire_dtype="bfloat16", bucket_cap_mb=0.3) as (model, _, _):
         for _ in range(6):
