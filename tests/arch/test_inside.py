@@ -16,12 +16,6 @@ TESTS = ROOT / "tests"
 ALLOWED = (TESTS / "unit", TESTS / "support" / "inside.py", TESTS / "arch" / "test_inside.py")
 INNER = {"formation", "assembly"}  # public names on the way to private objects
 OTHERS = {"torch", "dist", "nn"}  # whose private names are not ours
-# Files that still do; each one that is mended leaves this list, which ends empty.
-STILL_REACH_INSIDE = {
-    "tests/dist/test_average.py",
-    "tests/dist/test_exchange.py",
-    "tests/dist/test_step_hooks.py",
-}
 
 
 def is_private(name: str) -> bool:
@@ -78,11 +72,7 @@ PATHS = [path for path in sorted(TESTS.rglob("*.py")) if not any(path.is_relativ
 
 @pytest.mark.parametrize("path", PATHS, ids=name_of)
 def test_a_file_does_not_reach_inside(path: Path) -> None:
-    found = reaches(path)
-    if name_of(path) in STILL_REACH_INSIDE:
-        assert found != [], "this file has been mended: take it from the list"
-    else:
-        assert found == []
+    assert reaches(path) == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ Measure = Callable[..., dict[str, dict[str, Any]]]
 
 
 def bad(how: str) -> SystemSpec:
-    return SystemSpec(name="bad", title="bad", module="tests.support.bad_systems", variants={"": {"how": how}})
+    return SystemSpec(name=how, title=how, module="tests.support.bad_systems", variants={"": {"how": how}})
 
 
 def test_every_system_of_the_main_environment_trains_right_over_the_emulated_link(measure: Measure) -> None:
@@ -35,7 +35,7 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
 
 
 def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure) -> None:
-    rows = measure("bare", "ours", "torch-ddp", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True))
+    rows = measure("bare", "ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True))
     for row in rows.values():
         assert row["error"] is None
         assert min(row["import_ms"], row["first_step_ms"]) > 0
@@ -57,22 +57,13 @@ def test_every_system_of_a_peer_trains_right_over_the_emulated_link(environment:
     assert {name: rows[name]["error"] for name in names} == dict.fromkeys(names)
 
 
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        ("forgets to average", "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not"),
-        ("reads too early", "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not"),
-        ("wrong on rank 1", "on rank 1: trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all"),
-        ("fails on rank 1", "ValueError: not on this rank"),
-        ("dies", "rank 1 was killed by SIGKILL. The end of rank 1's log:\nthe last line of rank 1"),
-    ],
-)
-def test_a_system_that_fails_is_lost_alone(how: str, error: str, measure: Measure) -> None:
-    rows = measure("bare", "per-parameter", bad(how), kind="emulated", link="none")
-    assert error in rows["bad"]["error"]
-    assert rows["per-parameter"]["error"] is None
-
-
+FAILING = {
+    "forgets to average": "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not",
+    "reads too early": "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not",
+    "wrong on rank 1": "on rank 1: trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all",
+    "fails on rank 1": "ValueError: not on this rank",
+    "dies": "rank 1 was killed by SIGKILL. The end of rank 1's log:\nthe last line of rank 1",
+}
 ABSENT = {
     "cannot be imported": ({"module": "no_such_package"}, "ModuleNotFoundError: No module named 'no_such_package'"),
     "has no environment": (
@@ -82,11 +73,14 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("name", ABSENT)
-def test_a_system_that_cannot_be_started_is_a_row(name: str, measure: Measure) -> None:
-    how, error = ABSENT[name]
-    rows = measure("bare", SystemSpec(name="absent", title="absent", **how), kind="emulated")
-    assert {system: row["error"] for system, row in rows.items()} == {"bare": None, "absent": error}
+def test_systems_that_fail_are_lost_alone(measure: Measure) -> None:
+    systems = [bad(how) for how in FAILING]
+    systems += [SystemSpec(name=name, title=name, **given) for name, (given, _) in ABSENT.items()]
+    rows = measure("bare", *systems, "per-parameter", kind="emulated", link="none")
+    for name, error in FAILING.items():
+        assert error in rows[name]["error"], name
+    assert {name: rows[name]["error"] for name in ABSENT} == {name: error for name, (_, error) in ABSENT.items()}
+    assert (rows["bare"]["error"], rows["per-parameter"]["error"]) == (None, None)
 
 
 def test_without_root_the_emulated_link_is_used_and_said(

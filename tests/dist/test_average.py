@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from support import inside
 from support.alike import of_all_ranks
 from support.errors import text_of
 from support.models import CASES, noise
@@ -105,7 +105,7 @@ def test_results_are_cut_off_from_the_graph_and_from_each_other() -> None:
 
 @in_ranks(2, 3)
 def test_a_backend_that_cannot_average_gives_the_same() -> None:
-    with mock.patch("undertow.runtime.group._BACKENDS_WITH_AVERAGE", ()):
+    with inside.without_averaging_backends():
         (averaged, _) = average_gradients([torch.full((2,), 6.0 * dist.get_rank()), None], [torch.zeros(2)] * 2)
     assert averaged.tolist() == [3.0 * (dist.get_world_size() - 1)] * 2
 

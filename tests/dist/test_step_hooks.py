@@ -6,17 +6,16 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from support import inside
 from support.naive import wrapped
 from support.ranks import in_ranks
 from support.sharded import MLP, SMALL, one_step
 from undertow import DistributedDataParallel, ShardedOptimizer
-from undertow.runtime.members import _Census
 
 
 class StepsAsItsBase(torch.optim.AdamW):
@@ -46,21 +45,14 @@ def two_models(cls: type[Any], *, eager: bool) -> Iterator[tuple[DistributedData
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, StepsAsItsBase, WithOwnHook])
 def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(cls: type[Any], eager: bool) -> None:
     """In the thread that trains: at a forward, at the step of another model. Hooks of the optimizer's own are called."""
-    threads: list[int] = []
-    has_changed = _Census.has_changed
-
-    def counted(census: _Census) -> bool:
-        threads.append(threading.get_ident())
-        return has_changed(census)
-
     with two_models(cls, eager=eager) as (ddp, opt):
         for step in range(2):
             one_step(ddp, opt, step)
         assert len(ddp.plan.buckets) > 2
-        with mock.patch.object(_Census, "has_changed", counted):
+        with inside.looks_at_parameters() as threads:
             one_step(ddp, opt, 2)
         if cls is WithOwnHook:
-            assert {inner.optimizer.num_steps for inner in opt._inners.values()} == {3}
+            assert {inner.num_steps for inner in inside.inner_optimizers(opt)} == {3}
     assert threads == [threading.get_ident()] * 2
 
 

@@ -342,6 +342,10 @@ def over_collectives() -> contextlib.AbstractContextManager[object]:
     return mock.patch("undertow.runtime.group._BACKENDS_OVER_GLOO", ())
 
 
+def without_averaging_backends() -> contextlib.AbstractContextManager[object]:
+    return mock.patch("undertow.runtime.group._BACKENDS_WITH_AVERAGE", ())
+
+
 def gathers_behind(model: Model) -> Any:
     """The reductions after which each bucket's gather leaves, if a plan says so."""
     return assembly_of(model)._gathers_behind
@@ -384,8 +388,22 @@ def is_placeholder(gradient: object) -> bool:
     return isinstance(gradient, GradientPlaceholder)
 
 
+@contextlib.contextmanager
+def looks_at_parameters() -> Iterator[list[int]]:
+    """The thread of each look through all parameters of any model."""
+    threads: list[int] = []
+    has_changed = members._Census.has_changed
+    noted = _after(lambda: threads.append(threading.get_ident()), has_changed)
+    with mock.patch.object(members._Census, "has_changed", lambda census: noted(census)):
+        yield threads
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    return [inner.optimizer for inner in optimizer._inners.values()]
+
+
 def num_state_elements(optimizer: Any) -> int:
-    states = [state for inner in optimizer._inners.values() for state in inner.optimizer.state.values()]
+    states = [state for inner in inner_optimizers(optimizer) for state in inner.state.values()]
     return sum(value.numel() for state in states for value in state.values())
 
 
