@@ -257,6 +257,10 @@ def no_future(_state, bucket):
     return bucket.buffer()
 
 
+def forgets_to_return(_state, bucket):
+    dist.all_reduce(bucket.buffer())
+
+
 def too_short(_state, bucket):
     return completed(bucket.buffer()[1:])
 
@@ -269,6 +273,12 @@ def too_short(_state, bucket):
             no_future,
             "expected the communication hook to return a torch.futures.Future, got Tensor.\n"
             "  no_future, bucket 0\n"
+            "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
+        ),
+        (
+            forgets_to_return,
+            "expected the communication hook to return a torch.futures.Future, got NoneType.\n"
+            "  forgets_to_return, bucket 0\n"
             "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
         ),
         (

@@ -244,7 +244,7 @@ SHOWN_BY = {
     "A change of the plan brings": ["test_shards_move_up_to_so_many_bytes"],
     "In eager form weights": ["test_weights_that_are_not_sound_are_an_error_on_every_rank_and_update_nothing"],
     "On a mesh each row": ["test_rows_that_have_drifted_apart_stay_so_until_rank_0_is_followed"],
-    "Profiles on GPUs": ["test_a_rank_alone_has_a_profile_too"],
+    "Profiles on GPUs": ["test_a_clock_of_the_device_sees_what_the_host_does_not_wait_for"],
     "Plans do not account": [
         "test_a_step_by_hand",
         "test_a_profile_has_the_times_of_the_slowest_rank",

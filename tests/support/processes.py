@@ -10,6 +10,7 @@ import gc
 import logging
 import multiprocessing.forkserver
 import os
+import random
 import runpy
 import signal
 import socket
@@ -144,9 +145,11 @@ def example(path: Path, rank: Rank, *, port: int, folder: Path, arguments: Colle
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Outside of the ports that systems give to connections, one of which could take it before the rank does."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return probe.getsockname()[1]
 
 
 def script(source: str, rank: Rank, **names: Any) -> None:
