@@ -1,12 +1,16 @@
-"""Runs of pytest that must not pass for good ones: a marker that nobody has, a skip that nobody expects."""
+"""Runs of pytest that must not pass for good ones (an unknown marker, an unexpected skip), and one that is interrupted."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.project import ROOT
@@ -39,6 +43,17 @@ def test_is_lost():
 @pytest.mark.slow(why="of the data")
 def test_has_no_data(name):
     pytest.skip(f"{name}.json is not in data; UNDERTOW_PUBLISHED_DATA names another folder")
+"""
+
+
+STAYS = """
+import os, time
+from support.ranks import in_ranks
+
+@in_ranks(2)
+def test_stays():
+    open(f"{os.getpid()}.rank", "w").close()
+    time.sleep(600.0)
 """
 
 
@@ -79,3 +94,28 @@ def test_other_runs_that_skip_pass(tmp_path: Path, options: tuple[str, ...]) -> 
 def test_an_unknown_marker_is_a_line_and_exit_code_4(tmp_path: Path, expression: str, code: int, line: str) -> None:
     found, text = run(tmp_path, "-m", expression)
     assert (found, line in text) == (code, True), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["in one process", "with a worker"])
+def test_an_interrupted_run_leaves_no_process_behind(tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "test_it.py").write_text(STAYS)
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", "INTERRUPTED": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "conftest", "--rootdir", str(tmp_path), *options]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        wait_until(lambda: len(list(tmp_path.glob("*.rank"))) == 2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60.0) == pytest.ExitCode.INTERRUPTED, process.stdout.read()
+    wait_until(lambda: not any(map(is_interrupted(tmp_path), psutil.process_iter(["environ"]))))
+
+
+def is_interrupted(folder: Path) -> Callable[[psutil.Process], bool]:
+    return lambda process: (process.info["environ"] or {}).get("INTERRUPTED") == str(folder)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
