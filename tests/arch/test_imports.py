@@ -71,11 +71,7 @@ def test_every_exported_name_exists() -> None:
 def test_nothing_of_ours_opens_sockets() -> None:
     """Transports, and what listens on them, are torch.distributed's."""
     opens = re.compile(r"^\s*(?:import|from) (?:_?socket|socketserver|ssl|http|urllib)\b", re.M)
-    assert [path.name for path in SOURCES if opens.search(path.read_text())] == ["connections.py"]
-    (reads,) = (path.read_text() for path in SOURCES if path.name == "connections.py")
-    # It asks the kernel about sockets that others have made.
-    assert re.findall(r"socket\.socket\(.*\)", reads) == ["socket.socket(fileno=copy)"]
-    assert not re.search(r"\b(bind|listen|accept|connect|connect_ex|create_connection|create_server|send\w*|recv\w*)\(", reads)
+    assert [path.name for path in SOURCES if opens.search(path.read_text())] == []
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -208,15 +208,12 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "opens", "number": 0},
     {"kind": "failed", "text": "ValueError: x"},
     {"kind": "lost", "rank": 0},
-    {"kind": "unreachable", "ranks": [0], "seconds": 5.5},
-    {"kind": "sends", "at": ["10.0.0.1"], "to": {"10.0.0.2": [100.0, 200.0, True]}},
     {"kind": "ended", "steps": 3, "text": ""},
     {"kind": "left", "number": 0, "steps": 3, "text": "ValueError: x"},
     {"kind": "stops", "number": 0, "error": "RankLost", "what": "gone", "remedy": "mend", "told": ""},
     {"kind": "asks", "number": 0, **STATE},
     {"kind": "stands", "number": 0, "text": "in the optimizer"},
     {"kind": "does", "number": 0, **STATE},
-    {"kind": "ping"},
 ]
 
 

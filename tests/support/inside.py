@@ -303,7 +303,6 @@ def hearing_rank() -> Callable[[bytes], None]:
         for line in data.split(b"\n"):
             if (found := source._message(line)) is not None:
                 ring.receive(found, source)
-        ring.links.table.warning()
         if member.asking is not None:
             ring.report(member, member.asking)
 
@@ -312,8 +311,7 @@ def hearing_rank() -> Callable[[bytes], None]:
 
 def shorten_patience(factor: float) -> None:
     """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
-    waits = ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S")
-    for name in (*waits, "PING_S", "SILENT_S"):
+    for name in ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S"):
         setattr(patience, name, factor * getattr(patience, name))
 
 

@@ -82,8 +82,8 @@ def _gather_rows(report: StepReport) -> list[tuple[str, float, str]]:
 def _bucket_table(report: StepReport) -> Table:
     of_gradients = " of gradients" if report.gathers else ""
     table = Table(title=f"Buckets{of_gradients}, ms since the step began", title_justify="left")
-    # Without a hook that compresses a bucket's trailer comes on top of it, which says nothing.
-    is_compressed = any(bucket.sent_bytes < bucket.num_bytes for bucket in report.buckets)
+    # With gradients as they are a bucket's trailer comes on top of them, which says nothing; a hook's bytes are not known.
+    is_compressed = any(0 < bucket.sent_bytes < bucket.num_bytes for bucket in report.buckets)
     for name in ("bucket", "MB", *(["sent"] if is_compressed else []), "ready", "launched", "done", "wire", "waited"):
         table.add_column(name, justify="right")
     table.add_column("parameters", overflow="fold")

@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime.collectives import FutureHandle
 from undertow.runtime.group import OwnGroup, are_left
-from undertow.runtime.private_counting import CollectiveBytes
 from undertow.runtime.worker import Worker
 
 
@@ -74,21 +72,21 @@ class CommHook:
         """Calls of an earlier round that have failed count no more."""
         self._calls = _Calls()
 
-    def start(self, bucket: HookedBucket, group: OwnGroup, *, is_counted: bool = False) -> HookHandle | QueuedHook:
+    def start(self, bucket: HookedBucket, group: OwnGroup) -> HookHandle | QueuedHook:
         """Calls the hook; what its future holds at the end is written into the bucket's buffer.
 
         `group` is that of the model: where one of its ranks is gone nobody waits for the hook.
 
         On the host in a thread, one bucket after another: some hooks, such as PowerSGD, start collectives in callbacks of
         their futures, which run whenever others are complete, on every rank in another order. On a device callbacks run at
-        once. `is_counted` has the handle know what the hook's collectives were handed.
+        once.
         """
         if bucket.buffer().device.type != "cpu":
-            return self.call(bucket, is_counted=is_counted)
+            return self.call(bucket)
         self._thread = _thread_beside_this_one()
         self._thread.groups.add(group)
         queued = QueuedHook(group, self._calls)
-        self._thread.worker.submit(queued.run, partial(self.call, bucket, is_counted=is_counted))
+        self._thread.worker.submit(queued.run, partial(self.call, bucket))
         return queued
 
     def close(self) -> None:
@@ -96,13 +94,12 @@ class CommHook:
         self._thread = None
 
     @torch.no_grad()
-    def call(self, bucket: HookedBucket, *, is_counted: bool = False) -> HookHandle:
+    def call(self, bucket: HookedBucket) -> HookHandle:
         """The same, in this thread."""
-        target, sent = bucket.buffer(), CollectiveBytes()
-        with sent if is_counted else nullcontext():
-            future = self._hook(self._state, bucket)
+        target = bucket.buffer()
+        future = self._hook(self._state, bucket)
         require_future(future, where=f"{self.name}, bucket {bucket.index()}")
-        return HookHandle(future, target, sent, name=self.name)
+        return HookHandle(future, target, name=self.name)
 
 
 def name_of(hook: Callable[..., Any]) -> str:
@@ -122,16 +119,10 @@ def require_future(returned: object, *, where: str) -> None:
 class HookHandle:
     """A reduction that a hook has started."""
 
-    def __init__(self, future: torch._C.Future[Any], target: Tensor, sent: CollectiveBytes, *, name: str) -> None:
+    def __init__(self, future: torch._C.Future[Any], target: Tensor, *, name: str) -> None:
         self._future = future
         self._target = target
-        self._sent = sent
         self._name = name
-
-    @property
-    def num_bytes(self) -> int:
-        """What the hook's collectives were handed so far; 0 where that is not counted."""
-        return self._sent.num_bytes
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -173,21 +164,14 @@ class QueuedHook(FutureHandle):
 
     def __init__(self, group: OwnGroup, calls: _Calls) -> None:
         super().__init__(group)
-        self._handle: HookHandle | None = None
         self._calls = calls
-
-    @property
-    def num_bytes(self) -> int:
-        """What the hook's collectives were handed so far; 0 where that is not counted."""
-        return 0 if self._handle is None else self._handle.num_bytes
 
     def run(self, call: Callable[[], HookHandle]) -> None:
         """Calls the hook, and waits for what it has started; whoever waits for us learns of an error."""
         try:
             if self._calls.failure is not None:
                 raise self._calls.failure
-            self._handle = call()
-            self._handle.wait()
+            call().wait()
         except BaseException as error:
             self._calls.failure = error
             self._done.set_exception(error)

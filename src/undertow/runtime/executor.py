@@ -17,7 +17,7 @@ from undertow.runtime import private
 from undertow.runtime.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.buckets import GradientBucket
 from undertow.runtime.collectives import Handle
-from undertow.runtime.comm_hook import HookedBucket, HookHandle, QueuedHook
+from undertow.runtime.comm_hook import HookedBucket
 from undertow.runtime.finite import FiniteCheck
 from undertow.runtime.recorder import Observer, Recorder
 from undertow.runtime.reducer import Reducer
@@ -326,8 +326,6 @@ class Executor:
             for handle in handles:
                 handle.wait()
         self._recorder.wait_ends(index)
-        if self._reducer.hook is not None:
-            self._count(index, handles)
         if self._sharding is not None:
             self._bind_placeholders(self._sharding, index)
             return
@@ -335,14 +333,6 @@ class Executor:
             _rescale(binding.values(), this_round)
         used = self._used_elsewhere(index, this_round)
         binding.give(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
-
-    def _count(self, index: int, handles: Sequence[Handle]) -> None:
-        """What a hook has sent, and the trailer, which travels by itself then."""
-        of_hook = [handle.num_bytes for handle in handles if isinstance(handle, HookHandle | QueuedHook)]
-        if of_hook:
-            bucket, storage = self._buckets[index], self._bindings[index].bucket.storage
-            num_bytes = sum(of_hook) + (bucket.storage_numel - bucket.trailer.start) * storage.itemsize
-            self._recorder.sent(index, num_bytes=num_bytes)
 
     def _bind_placeholders(self, sharding: Sharding, index: int) -> None:
         binding = self._bindings[index]
@@ -383,7 +373,7 @@ class Executor:
         last = values[-1] if values and index == len(self._bindings) - 1 else None
         of_values = zip(values, params, strict=True)
         hooked = [HookedBucket(index, value, of_value, is_last=value is last) for value, of_value in of_values]
-        return [hook.start(bucket, self._group, is_counted=self._recorder.is_on) for bucket in hooked]
+        return [hook.start(bucket, self._group) for bucket in hooked]
 
     def _signature(self, like: Tensor, this_round: Round, *, is_sound: bool) -> Tensor:
         kind = like.dtype, like.device, is_sound

@@ -60,16 +60,6 @@ def lost(rank: int) -> Fault:
     )
 
 
-def unreachable(ranks: Sequence[int], *, by: int, silent_s: float) -> Fault:
-    """Machines of ranks do not acknowledge what is sent to them; those of stopped processes do."""
-    named = ", ".join(map(str, ranks))
-    return Fault(
-        RankLost,
-        f"rank {named} cannot be reached from rank {by}: nothing has been acknowledged for {silent_s:.0f} s.",
-        "The step is incomplete on every rank. Look at the network and the machines of both, and start from a checkpoint.",
-    )
-
-
 def finished(rank: int, num_steps: int) -> Fault:
     """A rank has closed its model, or ended, as if all were well."""
     return Fault(
@@ -167,7 +157,7 @@ def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, st
         if rank in gone:
             lines.append(gone[rank])
         elif state is None:
-            lines.append(f"rank {rank}: no answer; it is stopped, or in a call that keeps Python from running")
+            lines.append(f"rank {rank}: no answer; it is stopped, out of reach, or in a call that keeps Python from running")
         elif state["waits_for"]:
             lines.append(f"rank {rank}: synchronisation {state['step']}, waits for {state['waits_for']}")
         else:
@@ -217,17 +207,6 @@ def frames_of(thread: int) -> list[FrameType]:
 def stack_lines(frames: Sequence[FrameType]) -> list[str]:
     """File, line and function of the innermost frames; no values, which may be secret, and no source, which may have changed."""
     return [f"{_short(frame.f_code)}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200] for frame in frames[-_NUM_FRAMES:]]
-
-
-def fault_told_by(source: int, message: Mapping[str, Any]) -> Fault:
-    """What a rank has told of itself, or of its neighbours; KeyError, TypeError or ValueError for what is none."""
-    match message["kind"]:
-        case "failed":
-            return failed(source, str(message["text"]))
-        case "lost":
-            return lost(int(message["rank"]))
-        case _:
-            return unreachable([int(rank) for rank in message["ranks"]], by=source, silent_s=float(message["seconds"]))
 
 
 def fault_from(message: Mapping[str, Any]) -> Fault:

@@ -31,7 +31,6 @@ from undertow.runtime import faults, patience
 from undertow.runtime.endings import raised, tell_before_end
 from undertow.runtime.faults import Fault, State
 from undertow.runtime.freeing import FREEING
-from undertow.runtime.links import PING, Links
 from undertow.runtime.member import Member
 from undertow.runtime.ring import Neighbour, close_all
 
@@ -59,7 +58,6 @@ class Ring:
         self.opened: dict[tuple[int, int], set[int]] = {}  # ranks that have come to a meeting, by model and number
         self.ended: dict[int, Fault] = {}  # ranks whose process has ended well
         self._failed_s = math.inf  # since when one has ended with an error that all ranks may be about to raise
-        self.links = Links()
         self._num_members = 0  # that this rank has made
         self._early: dict[int, list[Message]] = {}  # what was said of models that this rank has not made yet
         self._said = itertools.count()
@@ -88,8 +86,6 @@ class Ring:
 
     def receive(self, message: Message, source: Neighbour) -> None:
         """Passes on what is new before anything is done about it: we may not live long."""
-        if message.get("kind") == PING["kind"]:
-            return
         number = str(message.get("id"))
         with self.condition:
             if number in self._seen:
@@ -129,12 +125,10 @@ class Ring:
                 with self.condition:
                     self.opened.setdefault((int(message["number"]), int(message["meeting"])), set()).add(source)
                     self.condition.notify_all()
-            case "failed" | "lost" | "unreachable":
-                for rank in message.get("ranks", (message.get("rank", source),)):
-                    self._checked_rank(rank)
-                self._latch(faults.fault_told_by(source, message))
-            case "sends":
-                self.links.table.hear(source, message)
+            case "failed":
+                self._latch(faults.failed(source, str(message["text"])))
+            case "lost":
+                self._latch(faults.lost(self._checked_rank(message["rank"])))
             case "ended":
                 self._leaves_us(source, str(message["text"]), int(message["steps"]), member)
             case _ if member is not None:
@@ -195,12 +189,10 @@ class Ring:
                 self.say("does", number=member.number, **faults.stopped(neighbour.rank))
 
     def look(self) -> None:
-        """From time to time: whether this rank has waited for long, and how its links are."""
-        members = [member for member in list(self.members.values()) if self.fault is None and member.fault is None]
-        for member in members:
-            self._look_at(member)
-        if members:
-            self.links.look(self.neighbours, max(member.waited_s() for member in members), say=self.say)
+        """From time to time: whether this rank has waited for long."""
+        for member in list(self.members.values()):
+            if member.known_fault is None:
+                self._look_at(member)
 
     def _look_at(self, member: Member) -> None:
         now_s, waited_s = time.monotonic(), member.waited_s()
@@ -389,8 +381,6 @@ class Guard:
             return None
         if any(not member.is_told for member in members):
             return 0.1 * patience.ANSWERS_S
-        if any(member.waited_s() > patience.WAITS_S for member in members):
-            return patience.WAITS_S
         stalls_s = min(min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members)
         return min(patience.TICK_S, 0.25 * stalls_s)
 

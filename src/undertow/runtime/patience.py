@@ -12,15 +12,11 @@ PROBE_S = 2.0  # between two looks whether a rank that has not come to a meeting
 EXIT_LOOK_S = 0.1  # between two looks, when the process ends, whether another rank is lost
 
 # What a rank that waits does.
-WAITS_S = 1.0  # from then on it matters whether others can be reached
+WAITS_S = 1.0  # from then on a rank that gathers an optimizer's state may be waiting for this one
 ANSWERS_S = 1.0  # that ranks have to say what they are doing
 VERDICT_S = 5.0  # from a broken connection until it is known who is gone
 ENDS_S = 2.0  # that this rank has to raise the same after another one has ended with an error of ours
 GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be complete without it
-
-# Links to other machines.
-PING_S = 3.0  # between two messages that want nothing but an acknowledgement
-SILENT_S = 5.0  # that a machine may be before it is taken to be gone
 
 # Connections that are made and ended.
 CONNECT_S = 30.0  # when all ranks are there

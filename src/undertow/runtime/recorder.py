@@ -199,11 +199,6 @@ class Recorder:
         if self._is_on:
             self._now.buckets[bucket].wait_stop = self._clock.mark()
 
-    def sent(self, bucket: int, *, num_bytes: int) -> None:
-        """What collectives were really handed for a bucket, where a hook of the user's chose."""
-        if self._is_on:
-            self._now.buckets[bucket].num_bytes = num_bytes
-
     def gather_launches(self, bucket: int, *, num_bytes: int) -> None:
         """Of a parameter bucket, after an optimizer step; it counts to the step whose forward it lies under."""
         if not self._is_on:

@@ -94,7 +94,9 @@ class Reducer:
         return narrowed(values / self.divisor if exchanges is None or exchanges.divides_first else values, self.wire)
 
     def wire_bytes(self, bucket: Bucket) -> int:
-        """What collectives are handed of a bucket."""
+        """The bytes of a bucket that collectives are handed; 0 if a communication hook sends it."""
+        if self.hook is not None:
+            return 0
         dtype = getattr(torch, bucket.dtype)
         if self.wire is None or not travels_narrower(dtype, self.wire):
             return bucket.wire_bytes

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import stat
 import struct
 import threading
 import time
@@ -29,11 +30,11 @@ import torch.distributed as dist
 
 from undertow.foreign import parsed_json, printable
 from undertow.runtime import patience, private
-from undertow.runtime.connections import Socket, address_of_peers, open_sockets
 
 __all__ = ["Neighbour", "Store", "close_all", "make_ring"]
 
 Message = dict[str, Any]
+Socket = tuple[int, int]  # descriptor and inode: numbers are used again
 
 _log = logging.getLogger("undertow")
 
@@ -70,7 +71,6 @@ class Neighbour:
         self, group: Any, place: int, rank: int, process: int | None = None, sockets: frozenset[Socket] = frozenset()
     ) -> None:
         self.rank = rank
-        self.address = address_of_peers(sockets)  # of its machine, where it is another one
         self._process = process  # its number, where it runs on this machine
         self._sockets = sockets
         self._group = group  # of two; this process is number `place`
@@ -231,6 +231,18 @@ def make_ring(
         return neighbours
     close_all(neighbours or ())
     return found
+
+
+def open_sockets() -> frozenset[Socket]:
+    """The sockets of this process, of all kinds."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # it was the one of the listing
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((int(name), status.st_ino))
+    return frozenset(found)
 
 
 def close_all(neighbours: Sequence[Neighbour]) -> None:

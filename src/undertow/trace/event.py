@@ -16,7 +16,7 @@ class Event:
     start_us: float
     stop_us: float
     bucket: int | None = None
-    num_bytes: int = 0  # what a collective was handed
+    num_bytes: int = 0  # what a collective was handed; 0 if a communication hook sent it
 
     @property
     def duration_us(self) -> float:

@@ -15,7 +15,7 @@ class BucketRecord:
     """One bucket in one step; times in microseconds since the step began."""
 
     bucket: int
-    num_bytes: int  # handed to the collective
+    num_bytes: int  # handed to the collective; 0 if a communication hook sent them
     kind: str = "all_reduce"  # of the op
     ready_us: float  # its last gradient was there
     launched_us: float

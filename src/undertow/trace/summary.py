@@ -22,7 +22,7 @@ class BucketReport:
     index: int
     params: tuple[str, ...]
     num_bytes: int  # of its gradients
-    sent_bytes: int  # that collectives were handed: with the trailer, and as a communication hook has compressed it
+    sent_bytes: int  # that collectives were handed, with the trailer; 0 if a communication hook sent them
     ready_ms: float
     launched_ms: float
     done_ms: float
@@ -92,7 +92,7 @@ class StepReport:
 
     @property
     def sent_bytes(self) -> int:
-        """What collectives of gradients were handed in a step."""
+        """What collectives of gradients were handed in a step; 0 if a communication hook sent them."""
         return sum(bucket.sent_bytes for bucket in self.buckets)
 
     @property

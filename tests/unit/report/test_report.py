@@ -33,6 +33,7 @@ SHOWN = {
     "no steps": (report(), ("no step recorded yet",), ()),
     "as much as was sent, with trailers": (sent(8100, 4200), (), ("sent",)),
     "less than that": (sent(4050, 2100), ("sent",), ()),
+    "what a hook sends": (sent(0, 0), (), ("sent",)),
     "no gathers": (report(record()), (), ("gather", "Gather")),
     "a limit of the step": (report(record(gathers=GATHERS)), ("limit of the step", "achieved / limit 1.111"), ()),
     "skipped steps": (report(record(), num_skipped=3), (SKIPPED,), ()),

@@ -68,10 +68,8 @@ MESSAGES = {
     "from infinity": {"from": float("inf")},
     "of a number that is a list": {"number": [1]},
     "of an infinite number": {"number": float("inf")},
-    "with links that are a list": {"kind": "sends", "at": [], "to": []},
-    "with links of a speed beyond floats": {"kind": "sends", "at": [], "to": {"x": [10**400, 1, True]}},
+    "of a failure without a text": {"kind": "failed"},
     "of a lost rank that is not there": {"kind": "lost", "rank": 7},
-    "of lost ranks that are one": {"kind": "unreachable", "ranks": 1, "seconds": 1.0},
 }
 
 

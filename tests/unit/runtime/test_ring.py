@@ -76,6 +76,18 @@ def test_ranks_that_cannot_be_connected_leave_all_without_a_ring(monkeypatch: py
     assert made(3) == [None, None, None]
 
 
+def test_a_descriptor_that_is_used_again_is_left_open_in_a_child() -> None:
+    """Another thread may close a socket after it was listed, and open something else, which gets its number."""
+    neighbour = Neighbour.__new__(Neighbour)
+    read, write = os.pipe()
+    neighbour._sockets = frozenset([(read, os.fstat(read).st_ino + 1), (write, os.fstat(write).st_ino)])
+    with patch.object(private, "keep_for_ever"):
+        neighbour.forget()
+    os.close(read)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.close(write)
+
+
 def test_a_torch_without_gloo_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     assert made(2) == [None, None]
