@@ -18,7 +18,6 @@ _MODULES = "benchmarks.matrix.systems"
 SWEEP_MB = (1, 2, 4, 8, 16, 25)
 FIXED_MB = (1, 2, 3, 4, 6, 8, 12, 16, 25)
 NUM_SETTLING = 40  # four looks of the tuner; they are not timed
-NUM_SETTLING_EAGER = NUM_SETTLING + 20  # and one at the order of the lane
 _MEGATRON_NOTE = (
     "Its constructors are patched to succeed without CUDA; all its collectives are asynchronous on a processor. "
     "Its default buckets have 40 million elements: smaller models are one bucket. "
@@ -105,7 +104,7 @@ SYSTEMS = {
             variants={"": {"strategy": "zero1", "eager": True}},
             is_sharded=True,
             is_eager=True,
-            num_settling=NUM_SETTLING_EAGER,
+            num_settling=NUM_SETTLING,
         ),
         SystemSpec(name="torch-ddp", title="torch DDP, default", module=f"{_MODULES}.torch_ddp"),
         SystemSpec(

@@ -73,7 +73,7 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
 
     Ops are ordered and released by the code that does so in training. A collective starts when every rank has launched it
     and the lane is free; parameters are first read when `profile.used_us` says. The update takes what it took in the
-    profile. On a mesh of two axes the cost of a reduce-scatter has in it what the shards take across, as those of `MeshCosts` and
+    profile. On a mesh of two axes the cost of a reduce-scatter has in it what the shards take across, as those of `NodeCosts` and
     of measured profiles do. Raises ConfigError for the plan of another model and for a rank that the plan does not have.
     """
     conditions = Conditions() if conditions is None else conditions

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from statistics import median
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +28,6 @@ from support.inside import (
     interrupted_at_the_end_of_backward,
     member_of,
     settles_after_the_round,
-    step_times,
 )
 from support.models import Fragile, noise
 from support.ranks import in_ranks
@@ -65,7 +62,6 @@ from undertow import (
     load_checkpoint,
     save_checkpoint,
 )
-from undertow.tune import Tuner
 
 EAGER: dict[str, Any] = {"eager": True, **SMALL}
 IN_BACKWARD = {"strategy": "zero1", "eager": True}
@@ -304,34 +300,6 @@ def test_rank_0_plans_the_lane_and_all_follow() -> None:
     assert orders[0] is None  # behind the last reduction, while nothing is known
     assert all(of_rank == orders for of_rank in of_all_ranks(orders))
     assert sorted(bucket for behind in orders[-1] for bucket in behind) == list(range(len(orders[-1])))
-
-
-# Whatever is predicted, steps are told to be slower where a gather leaves between reductions.
-@pytest.mark.slow
-@in_ranks(2)
-def test_an_order_that_is_measured_to_be_slower_is_given_up() -> None:
-    are_between, reasons = [], []
-
-    def each(ddp: Any, opt: Any, step: int) -> None:
-        step_of(ddp, opt, TIED, step)
-        order = gathers_behind(ddp)
-        are_between.append(order is not None and any(order[:-1]))
-        reasons.append(ddp.explain(show=False).why)
-
-    settings: dict[str, Any] = {"reduction": "ordered", "num_steps": 36, **CAPS}
-    with contextlib.ExitStack() as patches:
-        between = lambda times: tuple((bucket,) for bucket in range(times.num_buckets))  # noqa: E731
-        patches.enter_context(mock.patch("undertow.tune.tuner.eager_order", between))
-        patches.enter_context(step_times(lambda records: median(2e4 if are_between[it.step] else 1e4 for it in records)))
-        if dist.get_rank() == 1:  # whose own times say something else
-            patches.enter_context(mock.patch.object(Tuner, "learn_order"))
-        require_equal(reference(TIED, "ddp", **settings), trained(TIED, "zero1", each=each, eager=True, **settings))
-    assert sum(are_between) == 9  # tried, and found to be slower
-    assert not any(are_between[-10:])
-    assert reasons[-1].endswith(
-        "; gathers leave behind the last reduction, which was measured to be faster than between reductions"
-    )
-    assert of_all_ranks(reasons) == [reasons] * 2  # after every step: rank 0 has judged, and told
 
 
 # Look after look another plan, taken with its state; in between rounds that are measured in another order.

@@ -5,12 +5,12 @@ per iteration. Of the measured rows only those of one fused message and the 8-GP
 the model; the others are predicted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
 from fidelity.solve import solve
-from undertow.cost import Costs, HalvingDoublingCosts, Link, RingCosts
+from undertow.cost import Costs, Link, RingCosts
 from undertow.plan import ParamSpec, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
@@ -28,10 +28,6 @@ PER_TENSOR_MS: Mapping[str, Mapping[int, float]] = {  # one message per tensor, 
     "100 GbE": {8: 1167.5, 16: 1293.2, 32: 1464.7},
 }
 CALIBRATED_RANKS, TESTED_RANKS = 8, (16, 32)
-MODELS: Mapping[str, Callable[[Link, int], Costs]] = {
-    "tree": lambda link, num_ranks: HalvingDoublingCosts(link, num_ranks=num_ranks),
-    "ring": lambda link, num_ranks: RingCosts(link, num_ranks=num_ranks),
-}
 _BACKWARD_SHARE = 2 / 3  # of an iteration: assumed, backward computes two gradients for each product of the forward
 _WIDTH, _NUM_BLOCKS = 1024, 24
 
@@ -77,48 +73,46 @@ def per_tensor_ms(costs: Costs, num_ranks: int) -> float:
     return simulate(bert, plan, DDP, costs).step_us / 1e3
 
 
-def link_of(network: str, num_ranks: int, model: str, *, hop_s: float) -> Link:
-    make = MODELS[model]
+def link_of(network: str, num_ranks: int, *, hop_s: float) -> Link:
     one_byte_per_s = Link(name=network, hop_s=0.0, bytes_per_s=1.0)
     num_bytes = sum(spec.num_bytes for spec in profile().params)
-    share = float(make(one_byte_per_s, num_ranks).collective_us("all_reduce", 1)) / 1e6
-    latency_us = float(make(Link(name=network, hop_s=hop_s, bytes_per_s=1.0), num_ranks).collective_us("all_reduce", 0))
+    share = float(RingCosts(one_byte_per_s, num_ranks=num_ranks).collective_us("all_reduce", 1)) / 1e6
+    latency_us = 1e6 * 2 * (num_ranks - 1) * hop_s
     wire_s = (FUSED_MS[network][num_ranks] - ONE_GPU_MS) / 1e3 - latency_us / 1e6
     return Link(name=network, hop_s=hop_s, bytes_per_s=share * num_bytes / wire_s)
 
 
-def costs_of(network: str, num_ranks: int, model: str, *, hop_s: float) -> Costs:
-    return MODELS[model](link_of(network, num_ranks, model, hop_s=hop_s), num_ranks)
+def costs_of(network: str, num_ranks: int, *, hop_s: float) -> Costs:
+    return RingCosts(link_of(network, num_ranks, hop_s=hop_s), num_ranks=num_ranks)
 
 
 @cache
-def hop_s_of(network: str, model: str) -> float:
+def hop_s_of(network: str) -> float:
     """The latency that explains the 8-GPU row of one message per tensor."""
     measured_ms = PER_TENSOR_MS[network][CALIBRATED_RANKS]
 
     def step_ms(hop_s: float) -> float:
-        return per_tensor_ms(costs_of(network, CALIBRATED_RANKS, model, hop_s=hop_s), CALIBRATED_RANKS)
+        return per_tensor_ms(costs_of(network, CALIBRATED_RANKS, hop_s=hop_s), CALIBRATED_RANKS)
 
     return solve(step_ms, measured_ms, low=0.0, high=1e-3)
 
 
 @cache
-def cells(model: str) -> tuple[Cell, ...]:
-    return tuple(_cell(network, num_ranks, model) for network in PER_TENSOR_MS for num_ranks in TESTED_RANKS)
+def cells() -> tuple[Cell, ...]:
+    return tuple(_cell(network, num_ranks) for network in PER_TENSOR_MS for num_ranks in TESTED_RANKS)
 
 
-def _cell(network: str, num_ranks: int, model: str) -> Cell:
-    predicted_ms = per_tensor_ms(costs_of(network, num_ranks, model, hop_s=hop_s_of(network, model)), num_ranks)
+def _cell(network: str, num_ranks: int) -> Cell:
+    predicted_ms = per_tensor_ms(costs_of(network, num_ranks, hop_s=hop_s_of(network)), num_ranks)
     measured_ms = PER_TENSOR_MS[network][num_ranks]
     return Cell(network, num_ranks, measured_ms, predicted_ms, predicted_ms / measured_ms - 1)
 
 
 def table() -> str:
-    lines = ["| network | GPUs | measured | predicted | error | with a ring's latency | error |", "|---|---|---|---|---|---|---|"]
-    for tree, ring in zip(cells("tree"), cells("ring"), strict=True):
+    lines = ["| network | GPUs | measured | predicted | error |", "|---|---|---|---|---|"]
+    for cell in cells():
         lines.append(
-            f"| {tree.network} | {tree.num_ranks} | {tree.measured_ms:.1f} | {tree.predicted_ms:.1f} | {tree.error:+.1%} "
-            f"| {ring.predicted_ms:.1f} | {ring.error:+.1%} |"
+            f"| {cell.network} | {cell.num_ranks} | {cell.measured_ms:.1f} | {cell.predicted_ms:.1f} | {cell.error:+.1%} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -130,10 +124,10 @@ def calibration_table() -> str:
     ]
     all_ranks = (CALIBRATED_RANKS, *TESTED_RANKS)
     for network in FUSED_MS:
-        hop_s = hop_s_of(network, "tree")
-        costs = [costs_of(network, num_ranks, "tree", hop_s=hop_s) for num_ranks in all_ranks]
+        hop_s = hop_s_of(network)
+        costs = [costs_of(network, num_ranks, hop_s=hop_s) for num_ranks in all_ranks]
         latencies = " / ".join(f"{float(cost.collective_us('all_reduce', 0)):.0f}" for cost in costs)
-        links = [link_of(network, num_ranks, "tree", hop_s=hop_s) for num_ranks in all_ranks]
+        links = [link_of(network, num_ranks, hop_s=hop_s) for num_ranks in all_ranks]
         rates = " / ".join(f"{link.bytes_per_s * 8e-9:.1f}" for link in links)
         lines.append(f"| {network} | {hop_s * 1e6:.1f} | {latencies} | {rates} |")
     return "\n".join(lines) + "\n"

@@ -17,16 +17,10 @@ def resnet() -> Profile:
     return resnet50.profile_from_log(published_file("resnet50.bk.log"))
 
 
-def test_bert_large_is_predicted_within_a_tenth() -> None:
-    cells = bert_large.cells("tree")
-    assert len(cells) == 6
-    assert max(abs(cell.error) for cell in cells) <= 0.1
-
-
 @pytest.mark.parametrize("num_ranks", [8, 16, 32])
 @pytest.mark.parametrize("network", bert_large.FUSED_MS)
 def test_bandwidths_reproduce_the_rows_that_they_come_from(network: str, num_ranks: int) -> None:
-    costs = bert_large.costs_of(network, num_ranks, "tree", hop_s=40e-6)
+    costs = bert_large.costs_of(network, num_ranks, hop_s=10e-6)
     # The bucket's trailer and its padding are not in the calibration: some kilobytes of 1.34 GB.
     assert bert_large.fused_ms(costs, num_ranks) == pytest.approx(bert_large.FUSED_MS[network][num_ranks], rel=1e-5)
 
@@ -43,9 +37,9 @@ def test_the_page_has_what_the_inputs_of_gpt3_imply() -> None:
 
 
 def test_the_page_has_the_worst_errors_in_its_text() -> None:
-    worst = {model: 100 * max(abs(cell.error) for cell in bert_large.cells(model)) for model in bert_large.MODELS}
-    assert f"worst of the six is {worst['tree']:.1f} % off" in PAGE
-    assert f"misses by up to {worst['ring']:.1f} %" in PAGE
+    errors = {num_ranks: [cell.error for cell in bert_large.cells() if cell.num_ranks == num_ranks] for num_ranks in (16, 32)}
+    assert min(errors[16] + errors[32]) > 0
+    assert f"up to {100 * max(errors[16]):.1f} % too long on 16 GPUs and up to {100 * max(errors[32]):.1f} % on 32" in PAGE
 
 
 def test_the_page_has_the_figures_of_gpt3_in_its_text() -> None:

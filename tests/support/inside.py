@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -352,11 +352,6 @@ def gathers_behind(model: Model) -> Any:
 def interleave(model: Model, behind: Any) -> None:
     assembly_of(model).interleave(behind)
     engine_of(model).formation.watch.tuning._order = (sync_of(model).plan.groups, behind)
-
-
-def step_times(usual_us: Callable[[Sequence[Any]], float]) -> contextlib.AbstractContextManager[object]:
-    """Has tuners believe this of the records of some steps."""
-    return mock.patch("undertow.runtime.tuning._usual_us", usual_us)
 
 
 def records_of(model: Model) -> Any:

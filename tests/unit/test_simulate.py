@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.errors import refusal
 from support.steps import FREE, lines, profile_of, random_profile
-from undertow.cost import Costs, MeshCosts
+from undertow.cost import Costs, NodeCosts
 from undertow.plan import Piece, Plan, eager_order, lane_period_us, plan_from_groups
 from undertow.plan.finish import StepTiming, finish_us
 from undertow.profile import Profile
@@ -34,7 +34,7 @@ ROUNDING_US = 1e-6
 SLOW = 1 + 0.1 * 0.6744897501960817  # two ranks are the quantiles 1/4 and 3/4 of a normal distribution, of deviation 0.1
 FIXED = lines((8, 0), gather=(6, 0))  # a reduction of whatever size takes 8 us, a gather 6
 # Inside a reduce-scatter takes 3 us and a gather 6, across an all-reduce takes 5: a reduction takes 8 as above.
-MESH = MeshCosts(inside=lines((3, 0), gather=(6, 0)), across=lines((5, 0)), per_node=2)
+MESH = NodeCosts(inside=lines((3, 0), gather=(6, 0)), across=lines((5, 0)), per_node=2, is_mesh=True)
 TWO = profile_of([20, 10], backward_us=20)  # p1 is ready first, half of backward before p0
 LATE = profile_of([1, 18, 2], backward_us=20)
 NONE = replace(TWO, params=(), ready_us=(), update_us=0)
@@ -118,7 +118,7 @@ def test_a_reduction_over_two_axes_is_in_both_one_after_the_other(costs: Costs, 
 
 
 def test_across_go_the_bytes_of_a_shard() -> None:
-    record = simulated(HYBRID, MeshCosts(inside=FREE, across=lines((0, 1)), per_node=4), num_ranks=8)
+    record = simulated(HYBRID, NodeCosts(inside=FREE, across=lines((0, 1)), per_node=4, is_mesh=True), num_ranks=8)
     assert [stop - start for start, stop in record.wire_intervals()] == [sent.num_bytes / 4 for sent in record.buckets]
     assert record.buckets[0].num_bytes >= 400
 

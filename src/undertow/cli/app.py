@@ -26,9 +26,7 @@ _CANNOT_WORK = 2
 _Link = Annotated[
     str | None,
     typer.Option(
-        help='Network of every rank: "100gbit", with a latency "100gbit,5us", or a published one such as "8xH200-nvlink4"; '
-        "without it, the measured costs of the profile. Where those are of as many ranks, and the profile says on which link, "
-        "what they have above that link's formula is added to this one's.",
+        help='Network of every rank: "100gbit", or with a latency "100gbit,5us"; without it, the measured costs of the profile.',
         show_default=False,
     ),
 ]

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from undertow.cost import (
-    NODE_LINK,
-    Costs,
-    RingCosts,
-    TransferredCosts,
-    catalogue_names,
-    costs_for,
-    link_from_curve,
-    link_from_text,
-)
+from undertow.cost import NODE_LINK, Costs, RingCosts, costs_for, link_from_curve
 from undertow.errors import ConfigError
 from undertow.profile import Profile
 from undertow.schedule import Strategy, strategy_named
@@ -52,16 +43,23 @@ class NetworkOptions:
     def network(self, profile: Profile, strategy: Strategy, *, num_ranks: int) -> Network:
         """The network of the options; without a link that of the profile, or one like it over other ranks.
 
-        What the profile has measured above the formula of its own link is software, which stays on a link of the options;
-        but over other ranks nothing was measured, and a published curve has its own. ConfigError where a strategy over two
-        axes is to be on a network without nodes.
+        ConfigError if a strategy over two axes is to be on a network without nodes: a mesh that was measured says nothing of
+        other meshes, nor of a network that is not a mesh.
         """
-        if strategy.crossing is not None or (self.link is None and strategy_named(profile.strategy).crossing is not None):
-            return self._mesh(profile, strategy, num_ranks=num_ranks)
-        if self.link is not None:
-            return self._on_link(self.link, profile, num_ranks=num_ranks)
-        if num_ranks == profile.num_ranks and profile.curves:
+        is_mesh = strategy.crossing is not None
+        if self.link is not None and (self.per_node is not None or not is_mesh):
+            return self._named(self.link, num_ranks=num_ranks, is_mesh=is_mesh)
+        needs_nodes = is_mesh or strategy_named(profile.strategy).crossing is not None
+        is_measured = num_ranks == profile.num_ranks and bool(profile.curves)
+        if self.link is None and is_measured and (strategy.name == profile.strategy or not needs_nodes):
             return Network(costs=profile.costs(), source=f"as measured over {num_ranks} ranks")
+        if needs_nodes:
+            measured = f"measured: {profile.strategy!r} over {profile.num_ranks} ranks"
+            raise ConfigError(
+                f"nothing says what strategy {strategy.name!r} costs over {num_ranks} ranks.",
+                where=f"{self.link} has no nodes" if self.link else measured,
+                remedy='Give the network with its nodes, such as --ranks 64 --per-node 8 --link "100gbit,5us".',
+            )
         kind = next((kind for kind in _KINDS if kind in profile.curves), None)
         if kind is None:
             raise ConfigError(
@@ -76,35 +74,7 @@ class NetworkOptions:
             source=f"a ring over {num_ranks} ranks, each with the link that explains what {profile.num_ranks} measured: {found}",
         )
 
-    def _mesh(self, profile: Profile, strategy: Strategy, *, num_ranks: int) -> Network:
-        """Rows on nodes; what was measured on a mesh says nothing of other meshes, nor of what is none."""
-        if self.link is not None and self.per_node is not None:
-            return self._named(self.link, num_ranks=num_ranks, is_mesh=True)
-        is_measured = (profile.strategy, profile.num_ranks) == (strategy.name, num_ranks) and bool(profile.curves)
-        if self.link is None and is_measured:
-            return Network(costs=profile.costs(), source=f"as measured over {num_ranks} ranks")
-        raise ConfigError(
-            f"nothing says what strategy {strategy.name!r} costs over {num_ranks} ranks.",
-            where=f"{self.link} has no nodes" if self.link else f"measured: {profile.strategy!r} over {profile.num_ranks} ranks",
-            remedy='Give the network with its nodes, such as --ranks 64 --per-node 8 --link "100gbit,5us".',
-        )
-
-    def _on_link(self, link: str, profile: Profile, *, num_ranks: int) -> Network:
-        wanted = self._named(link, num_ranks=num_ranks)
-        is_published = not {link, self.node_link}.isdisjoint(catalogue_names())
-        is_measured = not profile.curves.keys().isdisjoint(_KINDS) and strategy_named(profile.strategy).crossing is None
-        if profile.link is None or is_published or not is_measured or num_ranks != profile.num_ranks:
-            return wanted
-        return Network(
-            costs=TransferredCosts(
-                measured=profile.costs(),
-                was=RingCosts(link_from_text(profile.link), num_ranks=num_ranks),
-                wanted=wanted.costs if self.per_node else RingCosts(link_from_text(link), num_ranks=num_ranks),
-            ),
-            source=f"{wanted.source}, and on top what collectives took on {profile.link} above the formula of a ring",
-        )
-
-    def _named(self, link: str, *, num_ranks: int, is_mesh: bool = False) -> Network:
+    def _named(self, link: str, *, num_ranks: int, is_mesh: bool) -> Network:
         if self.per_node is None:
             return Network(costs=costs_for(link, num_ranks=num_ranks), source=f"{link}, {num_ranks} ranks")
         # Fewer ranks than a node has are on one.

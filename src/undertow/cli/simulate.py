@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -52,9 +52,6 @@ def show_simulation(request: SimulateRequest) -> None:
     """Prints what is asked for as a table and draws it."""
     require_matplotlib()
     profile = profile_from_file(request.file)
-    if request.sweep == "ranks":
-        # One formula for every number of ranks: a curve would jump where the software of the run comes on top of it.
-        profile = replace(profile, link=None)
     num_ranks = profile.num_ranks if request.num_ranks is None else request.num_ranks
     question = Question(
         profile=profile,

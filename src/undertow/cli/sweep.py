@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from undertow.cli.what_if import OPTIMAL, PER_PARAMETER, Question, caps_of
-from undertow.cost import catalogue_names, link_from_text
+from undertow.cost import link_from_text
 from undertow.errors import ConfigError
 from undertow.report.comparison import Point, Sweep
 
@@ -38,7 +38,7 @@ def _sweep_ranks(question: Question, num_ranks: int) -> Sweep:
 def _sweep_bandwidth(question: Question, num_ranks: int) -> Sweep:
     """Rates from an eighth of that of --link to eight times it; its latency stays."""
     link = question.options.link
-    has_rate = link is not None and link not in catalogue_names() and not link_from_text(link).is_free
+    has_rate = link is not None and not link_from_text(link).is_free
     match = _RATE.fullmatch(link) if link is not None and has_rate else None
     if match is None:
         raise _refused("--sweep bandwidth varies the rate of --link.", 'Give a rate, such as --link "100gbit,5us".')

@@ -1,15 +1,6 @@
 """What communication costs: links, measured curves, and the time that collectives take on them."""
 
-from undertow.cost.catalogue import PublishedNetwork, catalogue_names, published_network
-from undertow.cost.costs import (
-    Costs,
-    HalvingDoublingCosts,
-    HierarchicalCosts,
-    MeasuredCosts,
-    MeshCosts,
-    RingCosts,
-    TransferredCosts,
-)
+from undertow.cost.costs import Costs, MeasuredCosts, NodeCosts, RingCosts
 from undertow.cost.curve import CostCurve, curve_from_samples
 from undertow.cost.link import COLLECTIVES, Link, collective_seconds, link_from_text
 from undertow.cost.network import NODE_LINK, costs_for, link_from_curve
@@ -19,19 +10,13 @@ __all__ = [
     "NODE_LINK",
     "CostCurve",
     "Costs",
-    "HalvingDoublingCosts",
-    "HierarchicalCosts",
     "Link",
     "MeasuredCosts",
-    "MeshCosts",
-    "PublishedNetwork",
+    "NodeCosts",
     "RingCosts",
-    "TransferredCosts",
-    "catalogue_names",
     "collective_seconds",
     "costs_for",
     "curve_from_samples",
     "link_from_curve",
     "link_from_text",
-    "published_network",
 ]

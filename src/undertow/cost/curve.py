@@ -55,7 +55,7 @@ class CostCurve:
                     f"point {index} of a cost curve has {_number(size)} bytes and follows one of {_number(before)}.",
                     remedy="Sort the points by size, each size once.",
                 )
-        times = never_decreasing([[time] for _, time in points])
+        times = _never_decreasing([[time] for _, time in points])
         points = [(size, time) for (size, _), time in zip(points, times, strict=True)]
         object.__setattr__(self, "points", tuple(points))
         self._prepare()
@@ -122,7 +122,7 @@ def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
         sizes[-1].append(size)
         times[-1].append(time)
     middles = (_lower_median(group) for group in sizes)
-    return CostCurve(points=tuple(zip(middles, never_decreasing(times), strict=True)))
+    return CostCurve(points=tuple(zip(middles, _never_decreasing(times), strict=True)))
 
 
 def line_through(points: Sequence[tuple[float, float]], *, weights: Sequence[int] | None = None) -> Line:
@@ -155,7 +155,7 @@ def _candidates(sizes: _Floats, times: _Floats) -> tuple[_Floats, _Floats]:
     )
 
 
-def never_decreasing(groups: Iterable[list[float]]) -> list[float]:
+def _never_decreasing(groups: Iterable[list[float]]) -> list[float]:
     """One time for each group, its median if no later one is less; else that of all samples that had to be pooled."""
     pools: list[tuple[list[float], int]] = []  # sorted samples, and of how many groups
     for group in groups:

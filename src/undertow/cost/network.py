@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import math
 
-from undertow.cost.catalogue import catalogue_names, closest_name, published_network
-from undertow.cost.costs import (
-    Costs,
-    HalvingDoublingCosts,
-    HierarchicalCosts,
-    MeasuredCosts,
-    MeshCosts,
-    RingCosts,
-    is_power_of_two,
-)
+from undertow.cost.costs import Costs, NodeCosts, RingCosts
 from undertow.cost.curve import CostCurve, line_through
 from undertow.cost.link import COLLECTIVES, Link, link_from_text
 from undertow.errors import ConfigError
@@ -25,10 +16,9 @@ NODE_LINK = "2400gbit,3us"
 def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside: str = NODE_LINK, is_mesh: bool = False) -> Costs:
     """What collectives over `num_ranks` ranks take, each with its own link of the kind that `text` names.
 
-    Rings; halving and doubling over a power of two of ranks, which is never slower. With `per_node`, ranks of one node are
-    joined by links `inside`, and `text` is what each rank has to the other nodes: its share, where a node's ranks share one.
-    Either may be a name of `catalogue_names()`, for as many ranks as were measured. With `is_mesh` only ranks of one node have
-    shards of one another, and nodes are replicas: see `MeshCosts`.
+    Rings. With `per_node`, ranks of one node are joined by links `inside`, and `text` is what each rank has to the other nodes:
+    its share, if the ranks of a node share one. With `is_mesh` only ranks of one node have shards of one another, and nodes are
+    replicas: see `NodeCosts`.
     """
     if num_ranks < 1:
         raise ConfigError(f"a network has one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
@@ -39,22 +29,8 @@ def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside:
                 remedy=f"Give a number of ranks per node that divides {num_ranks}.",
             )
         across = costs_for(text, num_ranks=num_ranks // per_node)
-        of_nodes = MeshCosts if is_mesh else HierarchicalCosts
-        return of_nodes(inside=costs_for(inside, num_ranks=per_node), across=across, per_node=per_node)
-    if text in catalogue_names() or closest_name(text) is not None:
-        return _published_costs(text, num_ranks)
-    link = link_from_text(text)
-    return HalvingDoublingCosts(link, num_ranks=num_ranks) if is_power_of_two(num_ranks) else RingCosts(link, num_ranks=num_ranks)
-
-
-def _published_costs(name: str, num_ranks: int) -> Costs:
-    network = published_network(name)
-    if network.num_ranks != num_ranks:
-        raise ConfigError(
-            f"{name} was measured over {network.num_ranks} ranks and says nothing about {num_ranks}.",
-            remedy='Name a link such as "100gbit,5us" for other numbers of ranks.',
-        )
-    return MeasuredCosts({"all_reduce": network.all_reduce})
+        return NodeCosts(inside=costs_for(inside, num_ranks=per_node), across=across, per_node=per_node, is_mesh=is_mesh)
+    return RingCosts(link_from_text(text), num_ranks=num_ranks)
 
 
 def link_from_curve(curve: CostCurve, kind: str, *, num_ranks: int, name: str) -> Link:

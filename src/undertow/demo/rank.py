@@ -127,7 +127,7 @@ class _Trainer:
             parameters_agree=run.parameters_agree,
         )
         profile = run.profile()
-        return done if profile is None else replace(done, profile=replace(profile, name="demo", link=self._settings.link))
+        return done if profile is None else replace(done, profile=replace(profile, name="demo"))
 
     def _new_model(self) -> Gpt:
         torch.manual_seed(self._settings.seed)

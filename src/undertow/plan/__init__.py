@@ -4,7 +4,7 @@ from undertow.plan.certificate import eager_limit_us
 from undertow.plan.choose import first_plan, plan_in_order
 from undertow.plan.finish import StepTiming, finish_us
 from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces
-from undertow.plan.lane import GathersBehind, LaneTimes, eager_order, gathers_last, lane_period_us
+from undertow.plan.lane import GathersBehind, LaneTimes, eager_order, lane_period_us
 from undertow.plan.layout import Groups, Member, Piece, Slot, Trailer, ranks_differ, signature_bits
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.order import largest_first, observed, reverse_registration
@@ -30,7 +30,6 @@ __all__ = [
     "eager_order",
     "finish_us",
     "first_plan",
-    "gathers_last",
     "group_by_size",
     "group_in_pieces",
     "lane_period_us",

@@ -2,8 +2,8 @@
 
 Reductions keep the order of the buckets, and a gather goes behind the reduction of its own bucket or of a later one. Which
 is reduced last is needed first in the next forward, so that a reduction that is ready goes before any gather, and gathers
-fill the lane where it would be idle. A gather that is not through when the next gradient comes delays it; how much of a
-gather may do so is tried out.
+fill the lane where it would be idle. A gather that is not through when the next gradient comes delays it; the order is
+computed for several shares of a gather that may do so, and the one of the shortest period is taken.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ GathersBehind = tuple[tuple[int, ...], ...]  # by bucket: those that are gathere
 
 # Shares of a gather that may be left when the next gradient comes; 0 fills only gaps that are long enough.
 _PATIENCES = (0.0, 0.25, 0.5, 0.75, 1.0)
-# Of the period, all that gathers near the end of backward may gain without being put there: one that is late keeps the last
-# reductions waiting, and everything waits for those.
-_SLACK = 0.005
-_MOST_TRIED = 1024  # orders that differ in one gather: some tens of milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,53 +82,16 @@ def lane_period_us(times: LaneTimes, gathers_behind: GathersBehind) -> float:
     return now_us + times.forward_us - computed_us
 
 
-def eager_order(times: LaneTimes, *, is_quick: bool = False) -> GathersBehind:
-    """The order of the shortest period that was found; where nothing is gained all gathers are behind the last reduction.
-
-    `is_quick` does not try to improve it gather by gather.
-    """
-    orders = [gathers_last(times), *(_in_gaps(times, patience) for patience in _PATIENCES)]
-    best = min(orders, key=lambda order: lane_period_us(times, order))
-    return best if is_quick else _without_late_ones(times, _improved(times, best))
+def eager_order(times: LaneTimes) -> GathersBehind:
+    """The order of the shortest period that was found; all gathers are behind the last reduction if nothing is gained."""
+    orders = [_gathers_last(times), *(_in_gaps(times, patience) for patience in _PATIENCES)]
+    return min(orders, key=lambda order: lane_period_us(times, order))
 
 
-def gathers_last(times: LaneTimes) -> GathersBehind:
+def _gathers_last(times: LaneTimes) -> GathersBehind:
     """All gathers behind the last reduction, in the order in which the forward needs them."""
     num = times.num_buckets
     return (*((),) * (num - 1), tuple(_by_need(times, range(num))))
-
-
-def _improved(times: LaneTimes, order: GathersBehind) -> GathersBehind:
-    """Moves one gather after the other behind another reduction, as long as that shortens the period."""
-    best, best_us, num_tried = order, lane_period_us(times, order), 0
-    for bucket in sorted(range(times.num_buckets), key=lambda bucket: -times.used_us[bucket]):
-        for at in range(bucket, times.num_buckets):
-            moved = _moved(times, best, bucket, at)
-            moved_us = lane_period_us(times, moved)
-            num_tried += 1
-            if moved_us < best_us:
-                best, best_us = moved, moved_us
-        if num_tried > _MOST_TRIED:
-            break
-    return best
-
-
-def _without_late_ones(times: LaneTimes, order: GathersBehind) -> GathersBehind:
-    """Gathers under backward, those nearest to its end first, go behind the last reduction as long as that costs little."""
-    last, most_us = times.num_buckets - 1, lane_period_us(times, order) * (1 + _SLACK)
-    for bucket in [bucket for behind in reversed(order[:last]) for bucket in reversed(behind)]:
-        moved = _moved(times, order, bucket, last)
-        if lane_period_us(times, moved) > most_us:
-            return order
-        order = moved
-    return order
-
-
-def _moved(times: LaneTimes, order: GathersBehind, bucket: int, at: int) -> GathersBehind:
-    """With the gather of `bucket` behind the reduction of bucket `at`."""
-    rest = [tuple(other for other in behind if other != bucket) for behind in order]
-    rest[at] = tuple(_by_need(times, [*rest[at], bucket]))
-    return tuple(rest)
 
 
 def _in_gaps(times: LaneTimes, patience: float) -> GathersBehind:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts, link_from_text
+from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts
 from undertow.errors import ConfigError
 from undertow.plan import Member, ParamSpec, Piece, StepTiming, plan_from_groups
 from undertow.profile.checks import checked_integer, checked_ready_us, checked_us
@@ -32,7 +32,6 @@ class Profile:
     update_us: float = 0.0
     name: str = ""
     num_ranks: int = 1  # of the run in which it was measured
-    link: str | None = None  # that the run is known to have used, as `link_from_text` reads it
     curves: Mapping[str, CostCurve] = field(default_factory=dict)  # by kind of collective
     strategy: str = "ddp"
     groups: tuple[tuple[Member, ...], ...] | None = None  # the buckets under which it was measured
@@ -47,8 +46,6 @@ class Profile:
             raise ConfigError(
                 f"curves has the unknown kind {unknown[0]!r}.", remedy=f"Kinds of collectives: {', '.join(COLLECTIVES)}."
             )
-        if self.link is not None:
-            link_from_text(self.link)
         strategy_named(self.strategy)
         if self.groups is not None:
             self._check_groups(self.groups)
@@ -129,7 +126,6 @@ def _entries(profile: Profile) -> dict[str, str]:
         FORMAT_FIELD: FORMAT,
         "name": profile.name,
         "num_ranks": profile.num_ranks,
-        "link": profile.link,
         "forward_us": _number(profile.forward_us),
         "backward_us": _number(profile.backward_us),
         "update_us": _number(profile.update_us),

@@ -20,7 +20,7 @@ from undertow.profile.checks import checked_integer, checked_ready_us, checked_u
 from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile
 
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
-_TEXTS = ("name", "link", "strategy")
+_TEXTS = ("name", "strategy")
 _TIMES = ("forward_us", "backward_us", "update_us", "step_us")
 FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "buckets")
 _PARAM_REQUIRED = ("name", "ready_us")

@@ -112,6 +112,4 @@ def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Expl
             "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
         )
     is_eager = assembly.eager is not None
-    if is_eager and watch.tuner is not None and not watch.tuner.is_interleaved:
-        why += "; gathers leave behind the last reduction, which was measured to be faster than between reductions"
     return explanation(assembly.plan, watch.tuner, why=why, strategy=assembly.strategy.name, history=history, is_eager=is_eager)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,11 @@ from undertow.runtime.collectives import started
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.recorder import Recorder
 from undertow.schedule import Arrivals
-from undertow.trace import StepRecord
 from undertow.tune import Decided, Decision, Outcome, Tuner, array_of_records, decision_from_array, measurement_from_array
 from undertow.tune.tuner import NUM_STEPS_BETWEEN_LOOKS
 
 NUM_STEPS_MEASURED = 5
 _NUM_KEPT = 32
-_NUM_STEPS_TRIED = 10  # in an order of the lane that is new, until it is compared with the one in which we measure
 
 
 class Tuning:
@@ -55,7 +52,6 @@ class Tuning:
         self._is_frozen = is_frozen
         self._num_rounds = 0
         self._order: tuple[Groups, GathersBehind] | None = None  # of the plan with these groups
-        self._tried: tuple[Groups, float] | None = None  # whose order has taken so long, microseconds a step
         self._is_measuring = False
         self._now: Present | None = None
         self._sent: tuple[Present, Tensor, dist.Work] | None = None  # a decision on its way
@@ -75,7 +71,7 @@ class Tuning:
             decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None, gathers_behind=None)
         if decision.gathers_behind is not None:
             self._order = (decision.groups or decided_on.plan.groups, decision.gathers_behind)
-        self._next_look, self.tuner.is_interleaved = decision.next_look, decision.is_interleaved
+        self._next_look = decision.next_look
         if self._may_move:
             self.history = [*self.history, Decided(round=self._num_rounds, decision=decision)][-_NUM_KEPT:]
         return decision.groups
@@ -105,8 +101,6 @@ class Tuning:
         while True:
             for num_left in reversed(range(num_rounds)):
                 self._is_measuring = num_left == 0  # the gathers of the next round lie under the first forward that counts
-                if self._is_measuring:
-                    self._look_at_order(at_most=min(NUM_STEPS_MEASURED, num_rounds - 3))
                 yield
             self._arrivals.call_at_each(self._recorder.gradient_arrives)
             for _ in range(NUM_STEPS_MEASURED):
@@ -138,20 +132,6 @@ class Tuning:
         measurement = measurement_from_array(latest.cpu().numpy(), records, measured.plan)
         if measurement is not None:
             self.tuner.learn(measurement)
-            self._compare_orders(measured, records)
-
-    def _look_at_order(self, *, at_most: int) -> None:
-        """Before all gathers go behind the last reduction: how long steps were with some of them between reductions."""
-        now, self._tried = self._now, None
-        if now is None or self._order is None or self._order[0] != now.plan.groups or not any(self._order[1][:-1]):
-            return
-        records = self._recorder.records(generation=now.generation, at_most=at_most) if at_most > 0 else ()
-        if len(records) == at_most > 0:
-            self._tried = now.plan.groups, _usual_us(records)
-
-    def _compare_orders(self, measured: Present, records: Sequence[StepRecord]) -> None:
-        if self._tried is not None and self._tried[0] == measured.plan.groups:
-            self.tuner.learn_order(measured.plan.groups, interleaved_us=self._tried[1], last_us=_usual_us(records))
 
     def _decide(self, measured: Present) -> None:
         """Rank 0 decides, and the others will hear of it."""
@@ -170,11 +150,4 @@ class Tuning:
         plan = measured.plan
         if decision.groups is not None:
             plan = plan_from_groups(plan.params, decision.groups, num_ranks=plan.num_ranks)
-        order = self.tuner.gathers_behind(plan)
-        is_new = order is not None and any(order[:-1]) and not self.tuner.has_compared_orders(plan.groups)
-        next_look = min(decision.next_look, _NUM_STEPS_TRIED) if is_new else decision.next_look
-        return replace(decision, gathers_behind=order, is_interleaved=self.tuner.would_interleave, next_look=next_look)
-
-
-def _usual_us(records: Sequence[StepRecord]) -> float:
-    return median(record.step_us for record in records)
+        return replace(decision, gathers_behind=self.tuner.gathers_behind(plan))

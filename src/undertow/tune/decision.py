@@ -13,7 +13,7 @@ from undertow.errors import ConfigError
 from undertow.plan import GathersBehind, Member, ParamSpec, Piece
 from undertow.plan.layout import member_of, piece_of
 
-_NUM_SINGLE = 8
+_NUM_SINGLE = 7
 # Planners cut a parameter into pieces that are no smaller than this, or all together into fewer than so many.
 _LEAST_PIECE_BYTES = 256 * 1024
 _MOST_SMALL_PIECES = 1024
@@ -42,7 +42,6 @@ class Decision:
     limit_us: float = 0.0  # under no plan is it less
     groups: tuple[tuple[Member, ...], ...] | None = None  # None: the plan stays
     gathers_behind: GathersBehind | None = None  # where buckets are stepped in backward, of that plan; None: not known
-    is_interleaved: bool = True  # there: gathers may leave between reductions, which was not measured to be slower
 
     def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
         """Numbers, as many for every decision on these parameters. Exact: indices stay below 2^53."""
@@ -61,7 +60,7 @@ class Decision:
         gathers = [(at, bucket) for at, behind in enumerate(self.gathers_behind or ()) for bucket in behind]
         numbers = np.zeros(_NUM_SINGLE + 4 * most + 2 * (most + 1))
         times = (self.present_us, self.predicted_us, self.limit_us)
-        numbers[:_NUM_SINGLE] = (self.outcome, self.next_look, *times, self.is_interleaved, len(rows), len(gathers))
+        numbers[:_NUM_SINGLE] = (self.outcome, self.next_look, *times, len(rows), len(gathers))
         numbers[_NUM_SINGLE : _NUM_SINGLE + 4 * len(rows)] = np.asarray(rows, dtype=np.float64).reshape(-1)
         first = _NUM_SINGLE + 4 * most
         numbers[first : first + 2 * len(gathers)] = np.asarray(gathers, dtype=np.float64).reshape(-1)
@@ -82,7 +81,7 @@ def _most_rows(params: Sequence[ParamSpec]) -> int:
 
 def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:
     """Inverse of `Decision.to_array`."""
-    outcome, next_look, present_us, predicted_us, limit_us, is_interleaved, num_rows, num_gathers = numbers[:_NUM_SINGLE].tolist()
+    outcome, next_look, present_us, predicted_us, limit_us, num_rows, num_gathers = numbers[:_NUM_SINGLE].tolist()
     rows = numbers[_NUM_SINGLE : _NUM_SINGLE + 4 * int(num_rows)].astype(np.int64).reshape(-1, 4).tolist()
     groups: dict[int, list[Member]] = {}
     for param, first, stop, bucket in rows:
@@ -95,7 +94,6 @@ def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, .
         limit_us=limit_us,
         groups=tuple(map(tuple, groups.values())) if rows else None,
         gathers_behind=_gathers_behind(numbers[_NUM_SINGLE + 4 * _most_rows(params) :], int(num_gathers)),
-        is_interleaved=bool(is_interleaved),
     )
 
 

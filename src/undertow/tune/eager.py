@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from undertow.cost import Costs
 from undertow.plan import (
@@ -13,7 +12,6 @@ from undertow.plan import (
     SizeCaps,
     eager_limit_us,
     eager_order,
-    gathers_last,
     group_in_pieces,
     lane_period_us,
     optimal_groups,
@@ -28,14 +26,11 @@ _NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
 _SLACK = 0.002
 
 
-def best_eager_groups(
-    profile: Profile, order: Sequence[int], costs: Costs, *, num_ranks: int, max_bytes: float, is_interleaved: bool = True
-) -> Optimum:
+def best_eager_groups(profile: Profile, order: Sequence[int], costs: Costs, *, num_ranks: int, max_bytes: float) -> Optimum:
     """The shortest period among buckets of several sizes, and among them those that are best with a barrier.
 
-    A parameter above the size is cut. Not `is_interleaved`: all gathers leave behind the last reduction.
+    A parameter above the size is cut.
     """
-    period = partial(eager_period_us, is_interleaved=is_interleaved)
     params = profile.params
     total = sum(spec.num_bytes for spec in params)
     barrier = optimal_groups(
@@ -46,22 +41,21 @@ def best_eager_groups(
     caps = [SizeCaps(cap_bytes=size, first_bytes=first) for size in sizes for first in firsts]
     tried = [group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps]
     plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in dict.fromkeys([barrier.groups, *tried])]
-    periods = [(period(profile, plan, costs, is_quick=True), len(plan.buckets), at) for at, plan in enumerate(plans)]
+    periods = [(eager_period_us(profile, plan, costs), len(plan.buckets), at) for at, plan in enumerate(plans)]
     least_us = min(periods)[0]
-    _, _, at = min((num, us, at) for us, num, at in periods if us <= least_us * (1 + _SLACK))
-    period_us = period(profile, plans[at], costs)
+    _, period_us, at = min((num, us, at) for us, num, at in periods if us <= least_us * (1 + _SLACK))
     return Optimum(
         groups=plans[at].groups,
         finish_us=period_us,
-        best_us=min(period_us, least_us),
+        best_us=least_us,
         limit_us=eager_limit_us(params, profile.timing, costs),
     )
 
 
-def eager_period_us(profile: Profile, plan: Plan, costs: Costs, *, is_quick: bool = False, is_interleaved: bool = True) -> float:
+def eager_period_us(profile: Profile, plan: Plan, costs: Costs) -> float:
     """Of a step with these buckets, in the order in which they are gathered."""
     times = lane_times(profile, plan, costs)
-    return lane_period_us(times, eager_order(times, is_quick=is_quick) if is_interleaved else gathers_last(times))
+    return lane_period_us(times, eager_order(times))
 
 
 def without_update(profile: Profile) -> Profile:

@@ -62,8 +62,7 @@ def explanation(  # the plan, what is known of it, and how it is run
     known = replace(known, network=tuple(_curve_text(profile, kind) for kind in needed))
     if not knows_enough(profile, has_shards=has_shards):
         return known
-    how = {"has_shards": has_shards, "is_eager": is_eager, "is_interleaved": tuner.is_interleaved}
-    best, present_us = tuner.best_and_present(profile, plan, **how)
+    best, present_us = tuner.best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
     known = replace(known, predicted_ms=present_us * _MS, limit_ms=best.limit_us * _MS)
     if is_eager:
         return replace(known, best_ms=min(present_us, best.best_us) * _MS)

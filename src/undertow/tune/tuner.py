@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
-from undertow.plan import GathersBehind, Groups, Optimum, Plan, eager_order, finish_us, gathers_last, optimal_groups
+from undertow.plan import GathersBehind, Groups, Optimum, Plan, eager_order, finish_us, optimal_groups
 from undertow.profile import Profile
 from undertow.simulate import lane_times
 from undertow.tune.decision import Decision, Outcome
@@ -29,7 +29,6 @@ _MOST_MOVED_BYTES = 256 * 2**20
 _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 _NUM_WINDOWS = 4  # of samples of the same sizes, and of looks at a plan, so many count
 _NUM_SIZES = 8  # sets of sizes that are remembered
-_FASTER = 0.01  # share of a step by which an order of the lane must be measured to be faster: some steps are too few for less
 _DRIFT = 1.25  # a network, or a computation, that is so much slower or faster than it was is another one
 NUM_STEPS_BETWEEN_LOOKS = 100
 
@@ -76,9 +75,6 @@ class Tuner:
         self._num_moves = 0
         self._promised_us = 0.0  # what the last move was to gain
         self._overrated_us = 0.0  # by so much a promise was not kept
-        # Where buckets are stepped in backward, gathers leave between reductions: so it was decided, on one rank for all.
-        self.is_interleaved = True
-        self._has_paid: dict[Groups, bool] = {}  # that they do, by the plan with which it was found out
 
     @property
     def curves(self) -> dict[str, CostCurve]:
@@ -105,23 +101,6 @@ class Tuner:
         windows.append(samples)
         for oldest in list(of_sizes)[:-_NUM_SIZES]:
             del of_sizes[oldest]
-
-    def learn_order(self, groups: Groups, *, interleaved_us: float, last_us: float) -> None:
-        """Takes in how long whole steps were with gathers between reductions, and with all of them behind the last one.
-
-        What lies under the computation slows it where both need the same processors, which no prediction has in it.
-        """
-        self._has_paid.pop(groups, None)  # the last comparison comes last
-        self._has_paid[groups] = interleaved_us <= last_us * (1 + _FASTER)
-
-    def has_compared_orders(self, groups: Groups) -> bool:
-        """Whether `learn_order` has been told of a plan with these groups, and nothing has changed since."""
-        return groups in self._has_paid
-
-    @property
-    def would_interleave(self) -> bool:
-        """Whether gathers shall leave between reductions: as long as it pays, by the last comparison."""
-        return next(reversed(self._has_paid.values()), True)
 
     def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
         """What was learned, as measured under `plan`; None before anything was."""
@@ -154,8 +133,7 @@ class Tuner:
         assert profile is not None  # there is a measurement
         if not knows_enough(profile, has_shards=has_shards):
             return self._try_other_sizes(plan, has_shards=has_shards)
-        how = {"has_shards": has_shards, "is_eager": is_eager, "is_interleaved": self.would_interleave}
-        best, present_us = self.best_and_present(profile, plan, **how)
+        best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
         move_us = _move_us(plan, profile.costs()) if has_shards else 0.0
         outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
         if groups is not None and not _may_move(plan, has_shards=has_shards):
@@ -174,19 +152,16 @@ class Tuner:
         profile = self.profile(plan, strategy="zero1")
         if profile is None or not knows_enough(profile, has_shards=True):
             return None
-        times = lane_times(without_update(profile), plan, profile.costs())
-        return eager_order(times) if self.would_interleave else gathers_last(times)
+        return eager_order(lane_times(without_update(profile), plan, profile.costs()))
 
-    def best_and_present(
-        self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool, is_interleaved: bool
-    ) -> tuple[Optimum, float]:
+    def best_and_present(self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool) -> tuple[Optimum, float]:
         """The best plan that is known, in the user's order if there is one, and what the present one takes by the same costs."""
         order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
         most_bytes = max_bucket_bytes(plan)
         if is_eager:
-            stepped, how = without_update(profile), {"is_interleaved": is_interleaved}
-            best = best_eager_groups(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes, **how)
-            return best, eager_period_us(stepped, plan, costs, **how)
+            stepped = without_update(profile)
+            best = best_eager_groups(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
+            return best, eager_period_us(stepped, plan, costs)
         best = optimal_groups(
             plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
         )
@@ -234,7 +209,6 @@ class Tuner:
             del self._windows[kind]
         if drifted or _has_drifted(before.forward_us + before.backward_us, now.forward_us + now.backward_us):
             self._known.clear()
-            self._has_paid.clear()
             self._num_moves, self._overrated_us = 0, 0.0
             self._has_varied = self._has_tried_fewer = False
 

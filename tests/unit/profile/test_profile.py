@@ -11,7 +11,7 @@ import pytest
 
 from support.errors import refusal, text_of
 from support.strategies import spec
-from undertow.cost import COLLECTIVES, CostCurve, link_from_text
+from undertow.cost import COLLECTIVES, CostCurve
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Piece
 from undertow.profile import Profile, profile_from_file, profile_from_json
@@ -127,7 +127,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"strategy": "zero9"},
         "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
     ),
-    "an unknown link": ({"link": "fast"}, text_of(ConfigError, lambda: link_from_text("fast"))),
     "a parameter in no bucket": (
         {"groups": ((2,), (1,))},
         f"{ONCE}  first difference: parameter 0 ('a') is in 0 slots{MAKE}",
@@ -154,7 +153,7 @@ POSITIVE, COUNT = (f"Write a number such as {number}, without a decimal point or
 COUNTED = "At most 9223372036854775807 can be counted."
 HUGE = "100000000000000000...0000000000000000000"  # 10**400, shortened
 SHAPES = 'Write "shape": [64, 3, 7, 7], "shape": 9408 (elements) or "bytes": 37632.'
-FIELDS = "undertow_profile, forward_us, backward_us, params, name, link, strategy, update_us, step_us, num_ranks, costs, buckets"
+FIELDS = "undertow_profile, forward_us, backward_us, params, name, strategy, update_us, step_us, num_ranks, costs, buckets"
 
 WHOLE_PROFILE = Profile(
     params=(
@@ -168,7 +167,6 @@ WHOLE_PROFILE = Profile(
     update_us=3.5,
     name='the "small" one',
     num_ranks=4,
-    link="100gbit,5us",
     curves={"all_reduce": CostCurve(points=((0, 50), (1024, 60.5))), "all_gather": CostCurve(points=((1024, 30),))},
     strategy="zero2",
     groups=((2, Piece(param=0, first=0, stop=2)), (1,), (Piece(param=0, first=2, stop=6),)),
@@ -179,7 +177,6 @@ WHOLE_TEXT = """\
   "undertow_profile": 1,
   "name": "the \\"small\\" one",
   "num_ranks": 4,
-  "link": "100gbit,5us",
   "forward_us": 20,
   "backward_us": 41,
   "update_us": 3.5,
@@ -275,7 +272,7 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         (small(undertow_profile=True), f"undertow_profile must be 1, got True.\n  {FORMAT}"),
         (small(undertow_profile="1"), f"undertow_profile must be 1, got '1'.\n  {FORMAT}"),
         (small(name=5), f"name must be a text, got 5.\n  {FORMAT}"),
-        (small(link=None), f"link must be a text, got None.\n  {FORMAT}"),
+        (small(strategy=None), f"strategy must be a text, got None.\n  {FORMAT}"),
         (small(strategy=[]), f"strategy must be a text, got [].\n  {FORMAT}"),
         (small(num_ranks=0), f"num_ranks must be a whole number, 1 or more, got 0.\n  {POSITIVE}"),
         (small(num_ranks=2.0), f"num_ranks must be a whole number, 1 or more, got 2.0.\n  {POSITIVE}"),
@@ -407,7 +404,6 @@ def test_a_field_that_is_given_twice_is_refused(one: str, twice: str, field: str
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        (json.dumps(small(link="fast")), "profile.\n  there is no link 'fast'.\n"),
         *(
             (
                 json.dumps(small()).replace('"forward_us": 1', f'"forward_us": {literal}'),
@@ -427,11 +423,11 @@ def test_a_text_that_is_no_profile_is_refused(text: str, start: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (WHOLE_TEXT[:95], "line 5, column 11: Unterminated string starting at"),
-        (WHOLE_TEXT[: WHOLE_TEXT.index("[\n    {")], "line 11, column 13: Expecting value"),
+        (WHOLE_TEXT[: WHOLE_TEXT.index("ro2")], "line 8, column 15: Unterminated string starting at"),
+        (WHOLE_TEXT[: WHOLE_TEXT.index("[\n    {")], "line 10, column 13: Expecting value"),
         ("", "line 1, column 1: Expecting value"),
         ("import torch", "line 1, column 1: Expecting value"),
-        (WHOLE_TEXT + "{}", "line 26, column 1: Extra data"),
+        (WHOLE_TEXT + "{}", "line 25, column 1: Extra data"),
     ],
 )
 def test_a_text_that_is_no_json_is_refused_by_its_line(text: str, reason: str) -> None:

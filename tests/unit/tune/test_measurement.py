@@ -195,7 +195,6 @@ microseconds = st.floats(0, 1e12)
         predicted_us=microseconds,
         limit_us=microseconds,
         groups=st.none(),
-        is_interleaved=st.booleans(),
     ),
 )
 def test_a_decision_arrives_as_it_left(plan: Plan, decision: Decision) -> None:

@@ -280,20 +280,12 @@ def test_a_profile_has_what_was_learned() -> None:
     assert profile.curves == tuner.curves
 
 
-def test_gathers_leave_between_reductions_as_long_as_that_is_faster() -> None:
+def test_gathers_leave_between_reductions() -> None:
     world = World(cost=line(100, 0.0003), has_shards=True)
     plan = walk(tuner := Tuner(), world, world.plan_of_size(MANY), num_looks=4).last
-    orders = [tuner.gathers_behind(plan)]
-    for interleaved_us in (100.9, 101.1):  # within what some steps differ by, and above
-        tuner.learn_order(plan.groups, interleaved_us=interleaved_us, last_us=100.0)
-        orders.append(tuner.gathers_behind(plan))
-    predicted, still, last = orders
-    assert predicted == still
-    assert [order is not None and any(order[:-1]) for order in orders] == [True, True, False]
-    assert last is not None
-    tuner.learn(replace(SLOW, has_shards=True).measure(plan))
-    assert tuner.would_interleave  # another network is another question
-    assert not tuner.has_compared_orders(plan.groups)  # to be answered as soon as the first time
+    order = tuner.gathers_behind(plan)
+    assert order is not None
+    assert any(order[:-1])
 
 
 @pytest.mark.slow
