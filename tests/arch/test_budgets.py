@@ -29,14 +29,15 @@ BUDGETS = {
 }
 # What is over its budget may not grow; what is within it leaves this table, which ends empty.
 NOT_YET = {
-    "statements": 16_705,
-    "statements of runtime": 9_217,
+    "statements": 16_217,
+    "statements of runtime": 8_890,
     "files of a folder": 82,
     "attributes of a class": 22,
     "modules in circles of imports": 11,
 }
+# With one bucket, so that all runs enter the same.
 STEP_BUDGETS = {"ddp": (12, 120), "zero1": (18, 200)}  # files and frames of ours that a steady step of ten parameters enters
-STEPS_NOT_YET = {"ddp": (42, 510), "zero1": (53, 760)}
+STEPS_NOT_YET = {"ddp": (41, 406), "zero1": (51, 600)}
 
 
 def statements(folder: str) -> int:
@@ -111,11 +112,11 @@ def test_a_step_enters_few_files_and_frames(strategy: str) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(home):
             entered[frame.f_code.co_filename] += 1
 
-    with wrapped(nn.Sequential(*(nn.Linear(32, 32) for _ in range(5))), strategy=strategy) as ddp:
+    with wrapped(nn.Sequential(*(nn.Linear(32, 32) for _ in range(5))), strategy=strategy, bucket_cap_mb=25.0) as ddp:
         sgd = torch.optim.SGD
         opt = sgd(ddp.parameters(), lr=0.01) if strategy == "ddp" else undertow.ShardedOptimizer(sgd, ddp, lr=0.01)
-        for step in range(200 + num_steps):  # the first ones measure, and take plans
-            sys.setprofile(note if step >= 200 else None)
+        for step in range(50 + num_steps):  # the first ones measure, and take plans
+            sys.setprofile(note if step >= 50 else None)
             opt.zero_grad()
             ddp(x).sum().backward()
             opt.step()
