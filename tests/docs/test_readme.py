@@ -212,14 +212,14 @@ SHOWN_BY = {
         "test_communication_hooks_see_the_dense_parameters_only",
         "test_shards_of_experts_over_their_group_make_the_same_model",
     ],
-    "Inside `join()` with a ShardedOptimizer": ["test_what_a_rank_without_data_cannot_follow_is_refused"],
     '`nonfinite="skip"` in eager form': [
         "test_an_eager_step_cannot_be_skipped",
         "test_a_plain_step_with_a_closure_cannot_be_skipped",
     ],
-    "With a ShardedOptimizer: sparse gradients": [
+    "With a ShardedOptimizer: `join()`": [
         "test_sparse_gradients_are_refused",
         "test_mistakes_are_told",
+        "test_join_does_not_go_with_shards",
         "test_what_does_not_go_with_weights_is_refused",
         "test_optimizers_in_backward_do_not_go_with_shards",
     ],
@@ -228,7 +228,7 @@ SHOWN_BY = {
         "test_experts_may_change",
     ],
     "Inside `join()` every forward": [
-        "test_ranks_that_do_different_things_are_told_so",
+        "test_a_rank_without_data_does_not_wait_for_buffers_while_others_accumulate",
         "test_a_rank_that_has_run_out_of_data_makes_no_steps",
     ],
     "torch.func.functional_call": ["test_a_functional_call_trains_what_its_parameters_are_made_from"],

@@ -279,7 +279,7 @@ WAYS: dict[str, Callable[[Points], Training]] = {
     "a hook of a stopped rank": WithHookOfAStoppedRank,
     "trailers of a stopped rank": partial(WithHookOfAStoppedRank, sends_last=False),
     # All others have run out of data, and wait for what the faulty rank does next.
-    "join": partial(WithJoin, strategy="zero1"),
+    "join": WithJoin,
     # The script is not ended by an exception: nobody learns of the failure from its end.
     "goes on": GoesOn,
 }

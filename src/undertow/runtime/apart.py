@@ -8,7 +8,7 @@ every rank. So before the first gradient of a backward is added to `.grad`, what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,11 +34,6 @@ class Apart:
         self._reduced: dict[int, tuple[int, int]] = {}
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a parameter and what was in its `.grad`
         self._task: int | None = None  # the backward for which it was taken out
-
-    @property
-    def earlier(self) -> Collection[int]:
-        """Parameters, by id, from whose `.grad` something was taken out."""
-        return self._earlier.keys()
 
     @property
     def is_taken(self) -> bool:

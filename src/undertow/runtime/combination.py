@@ -61,18 +61,7 @@ class Combination:
     def begins(self, *, is_synchronised: bool, is_shadow: bool, is_last: bool) -> Weighing | None:
         """A round begins; what this rank says of its weight, if anything."""
         formation = self._formation
-        company = formation.group.company
-        if company is not None and company.has_shards:
-            self.keep_apart()  # ranks without data have nothing to add again of what they hold
-        if company is None or not company.has_shards or not is_synchronised:
-            self._take()
-        elif is_shadow:
-            company.follow_gradients(formation.watch.params)
-            self._take()
-        else:
-            self._take()
-            earlier = () if self._apart is None else self._apart.earlier
-            company.say_gradients(formation.watch.params, earlier, is_sharded=formation.assembly.reducer.sharding is not None)
+        self._take()
         is_outside = is_shadow or private.graph_task_id() == -1
         return self._weights.begins(
             is_synchronised=is_synchronised,
@@ -104,8 +93,6 @@ class Combination:
         where = f"synchronisation {this_round.number}, rank {self._formation.group.rank}"
         has_failed = this_round.has_failed or any(reading.failed_ranks for reading in this_round.readings)
         self._weights.ends(this_round.weighing, where=where, has_failed=has_failed)
-        if self._formation.group.company is not None:
-            self._formation.group.company.wait()
 
     def require_sound(self) -> None:
         """PhaseError, on every rank, where its weights were not; on a device in the next round, for the host does not wait."""

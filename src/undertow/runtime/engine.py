@@ -187,10 +187,8 @@ class Engine:
         self._abandon()
         self.combination.runs_out()
         self.formation.settle()
-        company = self.formation.group.company
-        keeps = company is not None and company.has_shards
         if self._meets:
-            with contextlib.nullcontext() if keeps else gradients_aside(self.formation.watch.params):
+            with gradients_aside(self.formation.watch.params):
                 self._begin(is_synchronised=True, is_shadow=True)
                 self._launch_rest()
                 self.complete()
