@@ -194,9 +194,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return self.sync.accumulate()
 
     @private.untraced
-    def weight(self, n: float | Tensor) -> None:
-        """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank. See Sync.weight."""
-        self.sync.weight(n)
+    def loss_weight(self, n: float | Tensor) -> None:
+        """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank. See Sync.loss_weight."""
+        self.sync.loss_weight(n)
 
     @private.untraced
     def finish(self) -> None:

@@ -51,7 +51,7 @@ class Loop:
 
 
 def trained_wrapped(loop: Loop) -> nn.Module:
-    config = SyncConfig(reduction="ordered", bucket_cap_mb=1e-4)
+    config = SyncConfig(reduction="ordered", op="weighted" if loop.is_weighted else "mean", bucket_cap_mb=1e-4)
     ddp, rank = DistributedDataParallel(MLP.model(), config=config), dist.get_rank()
     cls, how = OPTIMIZERS[loop.optimizer]
     optimizer = cls(ddp.parameters(), **how)
@@ -62,7 +62,7 @@ def trained_wrapped(loop: Loop) -> nn.Module:
         if zeroes:
             optimizer.zero_grad()
         if loop.is_weighted:
-            ddp.weight(loop.rows(rank))
+            ddp.loss_weight(loop.rows(rank))
         loss.backward()
 
     with ddp.join(divide_by_initial_world_size=not loop.by_active):

@@ -81,8 +81,7 @@ class Apart:
             self._accumulated()
             return
         this_round.keeps_earlier |= bool(self._earlier)
-        sums = None if this_round.weighing is None else this_round.weighing.sums()
-        self.give_back(scale=1.0 if sums is None else sums.keep)
+        self.give_back(scale=1.0 if this_round.weighing is None else this_round.weighing.sums().keep)
         self._reduced = _marks(params)
 
     def _accumulated(self) -> None:
@@ -94,12 +93,11 @@ class Apart:
                 del self._earlier[key]
 
     @torch.no_grad()
-    def give_back(self, *, scale: float | Tensor = 1.0) -> None:
+    def give_back(self, *, scale: float = 1.0) -> None:
         """Everything that was taken out is added to what is there now."""
         self._task = None
-        is_same = isinstance(scale, float) and scale == 1.0
         for param, earlier in self._earlier.values():
-            part = earlier if is_same else earlier * scale
+            part = earlier if scale == 1.0 else earlier * scale
             if param.grad is None:
                 param.grad = part
             elif param.grad.is_sparse:

@@ -22,7 +22,6 @@ from undertow.runtime.hooks import OutputHook
 from undertow.runtime.nonfinite import Arguments, NonFinite
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
-from undertow.runtime.weights import require_means
 from undertow.schedule import ZERO1, strategy_named
 
 
@@ -61,7 +60,11 @@ class ShardedSteps:
                 remedy="Give them to a plain optimizer.",
             )
         if formation.group.num_ranks == 1 and formation.is_active:
-            require_means(config.op, has_hook=False, is_alone_with_shards=True)
+            raise ConfigError(
+                "weights with a ShardedOptimizer are not built for a rank alone.",
+                where='ShardedOptimizer, SyncConfig(op="weighted")',
+                remedy="Divide the loss by the weight, or use a plain optimizer there.",
+            )
         if is_eager and config.nonfinite == "skip":
             raise no_skips_in_eager_form()
         self._numbers = engine.checks.numbers
