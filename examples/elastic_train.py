@@ -34,7 +34,8 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
     # Added up in rank order, the same bits come out after a restart, whatever buckets a run has found best.
-    model = DistributedDataParallel(layers, config=SyncConfig(strategy="zero1", reduction="ordered"))
+    op = "mean" if dist.get_world_size() == 1 else "weighted"  # a rank alone whose optimizer is sharded takes no weights
+    model = DistributedDataParallel(layers, config=SyncConfig(strategy="zero1", reduction="ordered", op=op))
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
     order = sample_order(options.epochs)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=-(-len(order) // options.batch))
@@ -86,7 +87,7 @@ def backward(model: DistributedDataParallel, losses: Tensor) -> None:
     if dist.get_world_size() == 1:
         losses.mean().backward()
     else:
-        model.weight(len(losses))
+        model.loss_weight(len(losses))
         losses.sum().backward()
 
 

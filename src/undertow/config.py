@@ -23,7 +23,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "strategy": (None, "ddp", "zero1", "zero2", "hybrid"),
     "order": ("observed", "reverse", "largest_first"),
     "reduction": ("native", "ordered"),
-    "op": ("mean", "sum"),
+    "op": ("mean", "sum", "weighted"),
     "buffers": ("rank0", "mean", "off"),
     "record": ("summary", "full", "off"),
     "auto_tune": (True, False),
@@ -103,7 +103,8 @@ class SyncConfig:
         (in rank order, in fp32 where gradients are narrower: the same bits under every plan). With "ordered" the strategies agree
         too if each step synchronises once, parameters have 32 bits or more and `wire_dtype` is None. Two add up in another order:
         "zero2" averages each micro-batch over ranks and adds up the means, and "hybrid" adds up row by row.
-    op: what becomes of the ranks' gradients: "mean" or "sum".
+    op: what becomes of the ranks' gradients: "mean", "sum", or "weighted": their sum over the sum of all weights, of which every
+        rank gives one by `loss_weight(n)` before each backward. Not with experts.
     average_in_collective: False divides whole gradients before the collective, which sums. It changes nothing with shards and
         "ordered", where the sum is divided.
     buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; what
@@ -293,6 +294,9 @@ def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
     elif config.nonfinite == "skip":
         what = 'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.'
         remedy = 'Use "raise" or "warn".'
+    elif config.op == "weighted":
+        what = 'op="weighted" does not go with experts: their ranks know the weights of their own group only.'
+        remedy = "Divide the loss by the number of tokens of all ranks, over the number of ranks."
     elif config.op == "sum" and group.divisor is not None:
         what, remedy = 'op="sum" does not divide, and a group of experts has a divisor.', 'Leave op="sum" or the divisor out.'
     else:

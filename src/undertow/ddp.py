@@ -194,9 +194,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return self.sync.accumulate()
 
     @private.untraced
-    def weight(self, n: float | Tensor) -> None:
-        """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank. See Sync.weight."""
-        self.sync.weight(n)
+    def loss_weight(self, n: float | Tensor) -> None:
+        """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank. See Sync.loss_weight."""
+        self.sync.loss_weight(n)
 
     @private.untraced
     def finish(self) -> None:
@@ -274,16 +274,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
         A gradient is divided by the number of all ranks, or, with `divide_by_initial_world_size=False`, of those that
         still have data. With `throw_on_early_termination` all ranks raise as soon as one has run out. At the end every
-        rank has the model of a rank that trained longest. One backward for each forward; a ShardedOptimizer steps on all ranks.
+        rank has the model of a rank that trained longest.
+        One backward for each forward. PhaseError under a ShardedOptimizer, and for a model with experts.
         """
         self.sync.require_open("join()")
         return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """For torch.distributed.algorithms.Join, also among other participants."""
-        defaults = {"divide_by_initial_world_size": True, "is_alone": False, "is_enabled": True}
+        defaults = {"divide_by_initial_world_size": True, "is_enabled": True}
         # Others are for other participants.
-        self._shadow = ShadowHook(self.sync, self, **{name: kwargs.get(name, usual) for name, usual in defaults.items()})
+        self._shadow = ShadowHook(self.sync, **{name: kwargs.get(name, usual) for name, usual in defaults.items()})
         return self._shadow
 
     @property

@@ -111,14 +111,6 @@ class SyncWithExperts(Sync):
         for expert in self.experts:
             expert.is_accumulating = value
 
-    def weight(self, n: float | Tensor) -> None:
-        """ConfigError: the ranks of a group of experts do not know the weights of the others, whose tokens they have seen."""
-        raise ConfigError(
-            "weights do not go with experts: their ranks know the weights of their own group only.",
-            where="weight(n)",
-            remedy="Divide the loss by the number of tokens of all ranks, over the number of ranks.",
-        )
-
     @private.untraced
     def finish(self, *, buffers_follow: int | None = 0) -> None:
         """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""

@@ -35,7 +35,6 @@ from undertow.optim_state import (
     with_scalars_in_place,
 )
 from undertow.runtime import private
-from undertow.runtime.company import settings_to_json, take_settings
 from undertow.runtime.exchange import wide_dtype
 from undertow.runtime.inner import InnerOptimizer, Owned, changed_settings, owned_part
 from undertow.runtime.sharding import Sharding
@@ -109,7 +108,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
-        self._steps.tell("step", lambda: {"groups": settings_to_json(self.param_groups)})
         self._consolidated = None
         if self._steps.skips(self):
             return loss
@@ -148,14 +146,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         settled = ((sharding.params[index], grad) for index, grad in sharding.settled(bucket).items())
         self._stepped.update(param for param, grad in settled if grad is not None and id(param) in self._ours)
 
-    def keep_company(self, name: str, arguments: dict[str, Any]) -> None:
-        """Steps or clips as the other ranks do, on one that has run out of data. Called by the runtime."""
-        if name == "clip_grad_norm_":
-            self.clip_grad_norm_(**arguments)
-        else:
-            take_settings(self.param_groups, arguments["groups"])
-            self.step()
-
     @property
     @private.untraced
     def _step_supports_amp_scaling(self) -> bool:
@@ -175,10 +165,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
         norm_type = checked_norm_type(norm_type)
         finish_before_look(self._sync, self._params())
-        self._steps.tell(
-            "clip_grad_norm_",
-            lambda: {"max_norm": float(max_norm), "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite},
-        )
         sharding = self._begin()
         sharding.require_synchronised(self._params())
         grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]

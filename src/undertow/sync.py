@@ -39,7 +39,7 @@ from undertow.runtime.recorder import Recorder, clock_for
 from undertow.runtime.reduction import Reduction, start_reduction
 from undertow.runtime.stepping import ShardedSteps, full_gradient, no_hooks_with_shards, require_plain_strategy, watch_steps
 from undertow.runtime.sweep import sweep
-from undertow.runtime.weights import require_means
+from undertow.runtime.weights import require_weighted
 from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 
@@ -147,12 +147,12 @@ class Sync:
 
     @property
     def rescale(self) -> float:
-        """Factor for the mean, and not for a sum, where some ranks have run out of data; from the next round on."""
+        """Factor for the mean, and for nothing else, where some ranks have run out of data; from the next round on."""
         return self._engine.rescale
 
     @rescale.setter
     def rescale(self, value: float) -> None:
-        self._engine.rescale = 1.0 if self._config.op == "sum" else value
+        self._engine.rescale = value if self._config.op == "mean" else 1.0
 
     @property
     def config(self) -> SyncConfig:
@@ -201,19 +201,18 @@ class Sync:
     no_sync = accumulate
 
     @private.untraced
-    def weight(self, n: float | Tensor) -> None:
+    def loss_weight(self, n: float | Tensor) -> None:
         """Says, before each backward, that its loss is the sum over `n` tokens or samples of this rank; 0 where it has none.
 
-        A synchronisation then makes every `.grad` the sum over ranks divided by the sum of all weights, those of all ranks and
-        micro-batches, also where several backwards of a step synchronise. One more small all-reduce, of fp64, leaves when the
-        backward begins; a backward without a call adds no weight. PhaseError on every rank at the end of a backward for which
-        only some ranks gave weights, or weights that add up to 0 (on GPUs one step late), and at a step before the backward; a
-        rank that joins by `finish()` needs none. ConfigError for no number from 0 on, `op="sum"` and communication hooks.
+        For `SyncConfig(op="weighted")`: every `.grad` becomes the sum over ranks divided by the sum of all weights, those of all
+        ranks and micro-batches, also where several backwards of a step synchronise. One more small all-reduce, of fp64, leaves
+        when the backward begins; a backward without a call adds no weight. PhaseError on every rank at the end of a
+        synchronisation to which some rank gave no weight, or whose weights add up to 0, and at a step before the backward; a rank
+        that joins by `finish()` needs none. ConfigError for another op, and unless `n` is a number >= 0.
         """
         if self._is_closed:
-            self.require_open("weight(n)")
-        is_alone_with_shards = self.steps is not None and self.num_ranks == 1
-        require_means(self._config.op, has_hook=self.has_comm_hook, is_alone_with_shards=is_alone_with_shards)
+            self.require_open("loss_weight(n)")
+        require_weighted(self._config.op)
         self._engine.combination.weigh(n)
 
     @private.untraced
@@ -235,7 +234,7 @@ class Sync:
         """Sends the gradients that were accumulated; wait for the result before the optimizer steps.
 
         `op` is "mean" or "sum", of what each rank's `.grad` holds; None is that of the settings. Another one than that multiplies
-        or divides the result by the number of ranks (of experts by their divisor), and goes with no weights and no hook.
+        or divides the result by the number of ranks (of experts by their divisor), and goes neither with weights nor with a hook.
 
         PhaseError inside a backward, and on every rank where some rank has accumulated nothing since the last synchronisation or
         has not waited for an earlier reduction: here, in `wait`, or in the next synchronisation of a rank that does not reduce.
@@ -243,8 +242,9 @@ class Sync:
         """
         self.require_open("reduce_gradients_async()")
         engines = [self._engine, *(expert._engine for expert in self.experts)]
-        has_hook = self.has_comm_hook
-        return start_reduction(engines, op=None if op == self._config.op and not has_hook else op, has_hook=has_hook)
+        has_hook, usual = self.has_comm_hook, self._config.op
+        op = None if op == usual and not has_hook else op
+        return start_reduction(engines, op=op, has_hook=has_hook, is_weighted=usual == "weighted")
 
     @private.untraced
     def wait(self) -> None:

@@ -1,16 +1,13 @@
 """Uneven inputs: ranks that have run out of data keep the others company until the last one has, as torch's Join has it.
 
-Per forward, an active rank tells the others what it is about to do; a rank that has joined does the same without data. Under an
-optimizer in shards the same goes for steps, for which every rank is needed.
+Per forward, an active rank tells the others what it is about to do; a rank that has joined does the same without data.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
@@ -19,19 +16,16 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from undertow.errors import PhaseError
-from undertow.runtime.agreement import gather_bytes, gather_json
-from undertow.runtime.company import Company
+from undertow.runtime.stepping import no_join_with_shards
 from undertow.runtime.waiting import over_users
 from undertow.sync import Sync
-
-_NOTHING, _FORWARD, _CALL = 0, 1, 2  # what active ranks are about to do
 
 
 class UnevenInputs(Join):
     """torch's context manager for one model, which also leaves it as it found it, and says so where a rank is gone."""
 
     def __init__(self, joinable: Joinable, enable: bool, throw_on_early_termination: bool, **how: Any) -> None:
-        super().__init__([joinable], enable, throw_on_early_termination, is_alone=True, is_enabled=enable, **how)
+        super().__init__([joinable], enable, throw_on_early_termination, is_enabled=enable, **how)
         self._hook = cast(ShadowHook, self._join_hooks[0])
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -56,28 +50,20 @@ class UnevenInputs(Join):
 class ShadowHook(JoinHook):
     """What a rank does that has run out of data, while others train on.
 
-    PhaseError where an optimizer is in shards and the model not `is_alone` among the participants, or steps in backward.
+    PhaseError for a model with experts, or with an optimizer in shards.
     """
 
-    def __init__(
-        self, sync: Sync, joinable: Joinable, *, divide_by_initial_world_size: bool, is_alone: bool, is_enabled: bool
-    ) -> None:
+    def __init__(self, sync: Sync, *, divide_by_initial_world_size: bool, is_enabled: bool) -> None:
         self.divides_by_initial_world_size = divide_by_initial_world_size
         self.sync = sync
-        self._company = Company(sync.own_group, partial(_announce_call, sync, joinable, self), has_shards=sync.steps is not None)
         if is_enabled:
-            _require_join(sync, is_alone=is_alone)
-            self._begin(self._company)
+            _require_join(sync)
+            sync.own_group.in_join = True
 
     def main_hook(self) -> None:
-        """Takes part in one step of the others, or in a call of theirs."""
+        """Takes part in one step of the others."""
         sync = self.sync
-        self._company.is_out = True
-        said = _exchange(sync, act=_NOTHING)
-        if said.act == _CALL and sync.steps is not None:
-            calls = gather_json(sync.own_group, b"null")  # of those without data null
-            sync.steps.keep_company(**next(filter(None, calls)))
-            return
+        said = _exchange(sync)
         if said.source is not None:
             sync.synchronise_buffers(source=said.source)
         if said.synchronises:
@@ -88,27 +74,19 @@ class ShadowHook(JoinHook):
         sync = self.sync
         self.ends()
         sync.join_ends()
-        said = _exchange(sync, act=_NOTHING, source=sync.rank if is_last_joiner else None)
-        # Where they are in shards all ranks have made all steps.
-        kinds = ("parameters", "buffers") if sync.steps is None else ("buffers",)
-        sync.share(kinds, source=0 if said.source is None else said.source)
+        said = _exchange(sync, source=sync.rank if is_last_joiner else None)
+        sync.share(("parameters", "buffers"), source=0 if said.source is None else said.source)
 
     def ends(self) -> None:
-        """The others are not told any more."""
-        self._begin(None)
-
-    def _begin(self, company: Company | None) -> None:
-        self.sync.own_group.company = company
-        if self.sync.steps is not None:
-            self.sync.steps.begin_join(company)
+        """Nothing goes over the user's group any more."""
+        self.sync.own_group.in_join = False
 
     def rescale(self, num_active: int) -> None:
         """Has means be those over so many ranks, unless they are to be over all of them."""
-        self._company.has_others_out = num_active < self.sync.num_ranks
         self.sync.rescale = 1.0 if self.divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
 
 
-def _require_join(sync: Sync, *, is_alone: bool) -> None:
+def _require_join(sync: Sync) -> None:
     """PhaseError where a rank without data could not take part in what is done with the others."""
     if sync.experts:
         raise PhaseError(
@@ -116,18 +94,8 @@ def _require_join(sync: Sync, *, is_alone: bool) -> None:
             where="join",
             remedy="Give every rank as many batches.",
         )
-    if sync.steps is not None and sync.steps.is_eager:
-        raise PhaseError(
-            "eager=True does not go with join(): a rank without data does not know how backward is to update its shards.",
-            where="join",
-            remedy="Leave eager=True out, or give every rank as many batches.",
-        )
-    if sync.steps is not None and not is_alone:
-        raise PhaseError(
-            "under a ShardedOptimizer ranks without data take part in more than torch's Join tells its participants.",
-            where="join",
-            remedy="Write `with model.join():` around the loop, and leave the others out.",
-        )
+    if sync.steps is not None:
+        raise no_join_with_shards()
 
 
 def announce_forward(sync: Sync, joinable: Joinable, hook: ShadowHook, *, with_buffers: bool) -> int | None:
@@ -137,15 +105,7 @@ def announce_forward(sync: Sync, joinable: Joinable, hook: ShadowHook, *, with_b
     """
     hook.rescale(_num_active(sync, joinable))
     source = sync.rank if with_buffers else None
-    return _exchange(sync, act=_FORWARD, source=source, synchronises=sync.synchronises).source
-
-
-def _announce_call(sync: Sync, joinable: Joinable, hook: ShadowHook, name: str, arguments: dict[str, Any]) -> None:
-    """The same before something that all ranks of a sharded optimizer do together."""
-    hook.rescale(num_active := _num_active(sync, joinable))
-    _exchange(sync, act=_CALL)
-    if num_active < sync.num_ranks:
-        gather_bytes(sync.own_group, json.dumps({"name": name, "arguments": arguments}).encode())
+    return _exchange(sync, source=source, synchronises=sync.synchronises).source
 
 
 def _num_active(sync: Sync, joinable: Joinable) -> int:
@@ -167,25 +127,17 @@ def _over_users(sync: Sync, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    act: int
     source: int | None  # the highest rank that offers its tensors
     synchronises: bool  # whether any rank's backward will synchronise
 
 
-def _exchange(sync: Sync, *, act: int, source: int | None = None, synchronises: bool = False) -> _Said:
-    """What active ranks are about to do. PhaseError, on every rank, where they do different things."""
-    other = 0 if act == _NOTHING else _CALL - act + 1
-    said = torch.tensor([act, other, 0 if source is None else source + 1, int(synchronises)], device=sync.device)
+def _exchange(sync: Sync, *, source: int | None = None, synchronises: bool = False) -> _Said:
+    """What active ranks are about to do."""
+    said = torch.tensor([0 if source is None else source + 1, int(synchronises)], device=sync.device)
     with sync.waiting("all ranks, to tell what they do"):
         sync.own_group.all_reduce(said, dist.ReduceOp.MAX)
-    acts, others, highest, any_synchronises = said.tolist()
-    if acts + others not in (0, _CALL + 1):
-        raise PhaseError(
-            "some ranks call the model while others step or clip.",
-            where=f"join(), rank {sync.rank}",
-            remedy="Run the same calls on every rank that has data; a scaler, or an `if`, must decide alike.",
-        )
-    return _Said(acts, highest - 1 if highest else None, bool(any_synchronises))
+    highest, any_synchronises = said.tolist()
+    return _Said(highest - 1 if highest else None, bool(any_synchronises))
 
 
 def _flat(value: Any) -> torch.Tensor:

@@ -408,7 +408,7 @@ def calls_of_a_step(ddp: Any, opt: Any, step: int, *, eager: bool) -> dict[str, 
         "scaled step": lambda: scaler.step(opt),
     }
     return {
-        "weight": lambda: ddp.weight(5.0),
+        "loss_weight": lambda: ddp.loss_weight(5.0),
         "backward": (value if eager else scaler.scale(value)).backward,
         "finish": ddp.finish,
         "sync.finish": ddp.sync.finish,
@@ -424,10 +424,11 @@ def calls_of_a_step(ddp: Any, opt: Any, step: int, *, eager: bool) -> dict[str, 
 
 def results(strategy: str, *, eager: bool, run: Callable[[Call], Any]) -> dict[str, Tensor]:
     """The parameters after a few steps, of which `run` makes each call."""
-    with training(MLP.model(), strategy, "SGD", eager=eager) as (ddp, opt):
+    with training(MLP.model(), strategy, "SGD", eager=eager, op="weighted") as (ddp, opt):
         for step in range(3):
             for call in calls_of_a_step(ddp, opt, step, eager=eager).values():
                 run(call)
+        run(lambda: ddp.loss_weight(5.0))
         with ddp.no_sync():
             MLP.loss(ddp, 3).backward()
         reductions: list[Any] = []

@@ -335,14 +335,14 @@ EAGER_SGD: dict[str, Any] = {"optimizer": "SGD", "eager": True, **SMALL}
 Read = Callable[[DistributedDataParallel, Any], Parameters]
 
 
-def started() -> AbstractContextManager[Any]:
+def started(op: str = "mean") -> AbstractContextManager[Any]:
     torch.manual_seed(3)
-    return training(Fragile(), "hybrid" if dist.get_world_size() == 4 else "zero1", **EAGER_SGD)
+    return training(Fragile(), "hybrid" if dist.get_world_size() == 4 else "zero1", op=op, **EAGER_SGD)
 
 
 def weighted_step(ddp: DistributedDataParallel, opt: Any, step: int, *, weight: float | None = None) -> None:
     if weight is not None:
-        ddp.weight(weight)
+        ddp.loss_weight(weight)
     one_step(ddp, opt, step)
 
 
@@ -521,9 +521,9 @@ def test_steps_behind_a_micro_batch_that_failed_are_as_ever(num_failing: int) ->
 @in_ranks(2, 4)
 def test_a_bucket_that_left_before_the_failure_is_divided_by_its_weights() -> None:
     weight = 3.0 + dist.get_rank()
-    with started() as (ddp, opt):
+    with started("weighted") as (ddp, opt):
         healthy = train(ddp, opt, 4, weight=weight)
-    with started() as (ddp, opt):
+    with started("weighted") as (ddp, opt):
         before = train(ddp, opt, weight=weight)
         with settles_after_the_round(ddp):
             failing_backward(ddp, opt, 1, weight=weight)

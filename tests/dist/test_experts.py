@@ -297,8 +297,8 @@ REFUSED = {
     "strangers": "experts are on ranks that do not train this model: {strangers}.\n"
     "  ExpertGroup(match='a.*'), the model is on ranks {own}\n"
     "  Give a group of ranks of the model.",
-    "weight": "weights do not go with experts: their ranks know the weights of their own group only.\n"
-    "  weight(n)\n"
+    "weighted": 'op="weighted" does not go with experts: their ranks know the weights of their own group only.\n'
+    "  SyncConfig, ExpertGroup(match='a.*')\n"
     "  Divide the loss by the number of tokens of all ranks, over the number of ranks.",
     "optimizer": "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense "
     "ones.\n  ShardedOptimizer\n"
@@ -340,8 +340,8 @@ def test_what_cannot_be_is_refused() -> None:
         refuse("no group", WrongType, attaching(ExpertGroup(match="a.*", process_group=None)))
         refuse("not in it", ConfigError, attaching(ExpertGroup(match="a.*", process_group=dist.GroupMember.NON_GROUP_MEMBER)))
         refuse("strangers", ConfigError, attaching(strange, process_group=group))
+        refuse("weighted", ConfigError, lambda: SyncConfig(experts=(mine,), op="weighted"))
         with contextlib.closing(attaching(mine)()) as sync:
-            refuse("weight", ConfigError, lambda: sync.weight(3))
             refuse("optimizer", ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, sync, lr=0.1))
             refuse("other group", PhaseError, lambda: sync.change_process_group(group))
         with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(experts=(mine,)))) as ddp:

@@ -127,12 +127,12 @@ def test_a_gradient_that_is_written_too_late_for_an_eager_step_is_an_error() -> 
 @pytest.mark.parametrize("way", ["sum", "weights"])
 def test_what_is_written_into_an_earlier_result_is_an_error(way: str) -> None:
     """The written layer writes before any gradient has told that a backward begins."""
-    with wrapped(Units("linear linear written"), op="sum" if way == "sum" else "mean", bucket_cap_mb=1e-6) as ddp:
+    with wrapped(Units("linear linear written"), op="sum" if way == "sum" else "weighted", bucket_cap_mb=1e-6) as ddp:
 
         def train() -> None:
             ddp.zero_grad(set_to_none=False)
             if way == "weights":
-                ddp.weight(1.0)
+                ddp.loss_weight(1.0)
             ddp(noise(3, 4), "012").sum().backward()
 
         train()

@@ -350,7 +350,7 @@ def combined(kind: str, letters: str, **how: Any) -> Program:
     """Sums over ranks, or means over all that the ranks have said their losses are sums over."""
     weights = ["weight 3|5, ", "weight 6|10, "] if kind == "weights" else [""]
     events = [LETTERS[letter].format(weight) for letter, weight in zip(letters, cycle(weights), strict=False)]
-    settings = {"op": "sum" if kind == "sum" else "mean", **how.pop("settings", {})}
+    settings = {"op": "sum" if kind == "sum" else "weighted", **how.pop("settings", {})}
     return Program(events=", ".join(["zero", *events, "step"]), settings=settings, **how)
 
 
@@ -393,15 +393,11 @@ COMBINED = {
     "a rank without data needs no weight": Program(
         events="zero, weight 5|4, train 01|0, zero, weight 3|, train 01|none, zero, weight 6|8, train 0|01"
     ),
-    "a plain mean between weights": Program(
-        events="zero, train 01|0, step, zero, weight 3|5, train 01|0, step, zero, train 0, step",
-        settings={"reduction": "ordered"},
-    ),
     "sums that are kept over a step": Program(events="forward 01|0, backward, step", settings={"op": "sum"}),
     "weighted means that are kept over a step": Program(events="forward 01|0, weight 3|5, backward, step"),
     **{
         f"{kind}, {name}": Program(units=units, before=before, events=events.format(weight), settings={"op": op})
-        for kind, op, weight in (("sum", "sum", ""), ("weights", "mean", "weight 3|5, "))
+        for kind, op, weight in (("sum", "sum", ""), ("weights", "weighted", "weight 3|5, "))
         for name, units, before, events in (
             ("parts that come late", "linear twice-reentrant linear", "", "zero, forward 012, {0}backward, step"),
             ("sparse", "table linear", "", "zero, forward 01|10, {0}backward, forward 0, {0}backward, step"),

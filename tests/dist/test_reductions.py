@@ -36,24 +36,24 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("op", ["sum", "weighted"])
 def test_ranks_that_have_left_their_loop_add_nothing_and_have_no_weight(op: str) -> None:
     rank, model = dist.get_rank(), nn.Linear(3, 1, bias=False)
     with wrapped(model, op=op) as ddp, ddp.join(divide_by_initial_world_size=False):
         for number in range(3 - rank % 2):
             ddp.zero_grad()
-            if op == "mean":
-                ddp.weight(3 + 2 * rank)
+            if op == "weighted":
+                ddp.loss_weight(3 + 2 * rank)
             loss_of(ddp).backward()
             present = range(0, dist.get_world_size(), 2 if number == 2 else 1)
-            total = sum(3 + 2 * it for it in present) if op == "mean" else 1
+            total = sum(3 + 2 * it for it in present) if op == "weighted" else 1
             assert model.weight.grad[0].tolist() == pytest.approx([sum(it + 1 for it in present) / total] * 3)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("op", ["sum", "weighted"])
 def test_two_models_in_one_backward(op: str) -> None:
-    """One backward reaches both: each of them sends its own weights, also the first time."""
+    """One backward reaches both: each of them sends its own weights."""
     models, rank, num_ranks = [nn.Linear(1, 1, bias=False) for _ in range(2)], dist.get_rank(), dist.get_world_size()
     for model in models:
         nn.init.constant_(model.weight, 2.0)
@@ -62,51 +62,44 @@ def test_two_models_in_one_backward(op: str) -> None:
         for _ in range(3):
             for ddp, weight in ((first, rank + 1), (second, 2)):
                 ddp.zero_grad()
-                if op == "mean":
-                    ddp.weight(torch.tensor(weight))
+                if op == "weighted":
+                    ddp.loss_weight(torch.tensor(weight))
             second(first(torch.full((1, 1), rank + 1.0))).backward()
             assert [model.weight.grad.item() for model in models] == pytest.approx(wanted)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-def test_a_change_on_one_rank_is_still_told_where_weights_begin() -> None:
+def test_a_change_on_one_rank_is_told_with_weights_too() -> None:
     """Ranks that meet under the old plan must still start the same collectives."""
     model = nn.Linear(3, 2)
-    with wrapped(model) as ddp:
+    with wrapped(model, op="weighted") as ddp:
+        ddp.loss_weight(3)
         loss_of(ddp).backward()
         ddp.zero_grad()
         model.bias.requires_grad_(dist.get_rank() > 0)
-        ddp.weight(3)
+        ddp.loss_weight(3)
         with pytest.raises(PlanMismatch, match="'bias'"):
             loss_of(ddp).backward()
 
 
 ALL = (1.0, 1.0)  # of rank 0, and of each of the others
-DIFFER = (
-    "weights were given on some ranks and not on others.\n  {where}\n"
-    "  Call weight(n) before every backward on every rank, with 0 where a rank has nothing to learn from."
+LACKING = (
+    "no weight was given on rank {others}.\n  {where}\n"
+    "  Call loss_weight(n) before every backward on every rank, with 0 where a rank has nothing to learn from."
 )
-KNOWN_TO_DIFFER = DIFFER.replace("{where}", "{where}: with rank 0, without rank {others}")
 ZERO = (
     "the weights of all ranks add up to 0, and gradients cannot be divided by that.\n  {where}\n"
     "  Leave out a step in which no rank has anything to learn from."
 )
-TOO_LATE = (
-    "weights come for the first time in a step of eager form, which divides before all ranks are known to have some.\n  {where}\n"
-    "  The parameters are as they were: drop the gradients. Give weights from the first step on, or leave eager=True out."
-)
-# Whether steps are eager, how many are sound, the weights of those and of the next one, the ranks with data in it, its error.
-UNSOUND: dict[str, tuple[bool, int, Any, Any, tuple[bool, bool], str]] = {
-    "of rank 0 first": (False, 0, ALL, (3.0, None), (True, True), DIFFER),
-    "of rank 0": (False, 2, ALL, (3.0, None), (True, True), KNOWN_TO_DIFFER),
-    "zero first": (False, 0, ALL, (0.0, 0.0), (True, True), ZERO),
-    "zero": (False, 2, ALL, (0.0, 0.0), (True, True), ZERO),
-    "of rank 0, eager": (True, 2, ALL, (3.0, None), (True, True), KNOWN_TO_DIFFER),
-    "zero, eager": (True, 2, ALL, (0.0, 0.0), (True, True), ZERO),
-    "late, eager": (True, 2, (None, None), (3.0, 3.0), (True, True), TOO_LATE),
-    "late of rank 0, eager": (True, 2, (None, None), (3.0, None), (True, True), DIFFER),
-    "late of others, eager": (True, 2, (None, None), (None, 3.0), (True, True), DIFFER),
-    "late of rank 0 alone with data, eager": (True, 2, (None, None), (3.0, None), (True, False), TOO_LATE),
+# Whether steps are eager, how many are sound, the weights of the next one, and its error.
+UNSOUND: dict[str, tuple[bool, int, Any, str]] = {
+    "of rank 0 first": (False, 0, (3.0, None), LACKING),
+    "of rank 0": (False, 2, (3.0, None), LACKING),
+    "zero first": (False, 0, (0.0, 0.0), ZERO),
+    "zero": (False, 2, (0.0, 0.0), ZERO),
+    "of rank 0 first, eager": (True, 0, (3.0, None), LACKING),
+    "of rank 0, eager": (True, 2, (3.0, None), LACKING),
+    "zero, eager": (True, 2, (0.0, 0.0), ZERO),
 }
 
 
@@ -116,29 +109,25 @@ UNSOUND: dict[str, tuple[bool, int, Any, Any, tuple[bool, bool], str]] = {
     [(name, strategy) for name, case in UNSOUND.items() for strategy in (("zero1", "zero2") if case[0] else ("ddp",))],
 )
 def test_weights_that_are_not_sound_are_an_error_on_every_rank_and_update_nothing(name: str, strategy: str) -> None:
-    is_eager, num_sound, usual, unsound, has_data, text = UNSOUND[name]
+    is_eager, num_sound, unsound, text = UNSOUND[name]
     rank, model, is_other = dist.get_rank(), nn.Linear(3, 2), dist.get_rank() > 0
-    with training(model, strategy, "SGD", eager=is_eager, bucket_cap_mb=1e-6) as (ddp, optimizer):
+    with training(model, strategy, "SGD", eager=is_eager, op="weighted", bucket_cap_mb=1e-6) as (ddp, optimizer):
 
         def backward(weights: Any) -> None:
             optimizer.zero_grad()
             if weights[is_other] is not None:
-                ddp.weight(weights[is_other])
+                ddp.loss_weight(weights[is_other])
             loss_of(ddp).backward()
 
         for _ in range(num_sound):
-            backward(usual)
+            backward(ALL)
             optimizer.step()
         before = parameters(ddp)
-        if has_data[is_other]:
-            found = text_of(PhaseError, lambda: backward(unsound))
-        else:
-            optimizer.zero_grad()
-            found = text_of(PhaseError, ddp.finish)
+        found = text_of(PhaseError, lambda: backward(unsound))
         others = ", ".join(map(str, range(1, dist.get_world_size())))
         assert found == text.format(where=f"synchronisation {num_sound}, rank {rank}", others=others)
         require_equal(before, parameters(ddp))
-        backward(usual)
+        backward(ALL)
         if not is_eager:  # the mean over ranks of rank + 1
             assert model.weight.grad.flatten().tolist() == pytest.approx([(dist.get_world_size() + 1) / 2] * 6)
         optimizer.step()
@@ -148,15 +137,15 @@ def test_weights_that_are_not_sound_are_an_error_on_every_rank_and_update_nothin
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_a_step_of_weight_zero_is_an_error_when_it_ends(strategy: str) -> None:
-    with training(nn.Linear(3, 2), strategy, "SGD") as (ddp, optimizer):
-        ddp.weight(1)
+    with training(nn.Linear(3, 2), strategy, "SGD", op="weighted") as (ddp, optimizer):
+        ddp.loss_weight(1)
         loss_of(ddp).backward()
         optimizer.step()
         optimizer.zero_grad()
-        ddp.weight(0)
+        ddp.loss_weight(0)
         with ddp.accumulate():
             loss_of(ddp).backward()
-        ddp.weight(0)
+        ddp.loss_weight(0)
         with pytest.raises(PhaseError, match="add up to 0"):
             loss_of(ddp).backward()
 
@@ -164,14 +153,15 @@ def test_a_step_of_weight_zero_is_an_error_when_it_ends(strategy: str) -> None:
 @in_ranks(2)
 def test_a_weight_behind_its_backward_is_an_error_when_the_optimizer_steps() -> None:
     """Unseen, a weight would be that of the next step. Then with a closure, whose backward comes within the step."""
-    with wrapped(nn.Linear(3, 2)) as ddp:
+    with wrapped(nn.Linear(3, 2), op="weighted") as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        ddp.loss_weight(1)
         loss_of(ddp).backward()
-        ddp.weight(3)
+        ddp.loss_weight(3)
         assert text_of(PhaseError, optimizer.step) == (
-            "weight(3) was given, and no backward has come before the optimizer steps.\n"
+            "loss_weight(3) was given, and no backward has come before the optimizer steps.\n"
             f"  SGD.step, rank {dist.get_rank()}\n"
-            "  Call weight(n) before the backward of the loss that is a sum over n, not behind it."
+            "  Call loss_weight(n) before the backward of the loss that is a sum over n, not behind it."
         )
 
         def closure() -> Tensor:
@@ -180,7 +170,7 @@ def test_a_weight_behind_its_backward_is_an_error_when_the_optimizer_steps() -> 
             loss.backward()
             return loss
 
-        ddp.weight(Fraction(4))  # a number like numpy's, of no type of Python's own
+        ddp.loss_weight(Fraction(4))  # a number like numpy's, of no type of Python's own
         optimizer.step(closure)
         assert ddp.module.bias.grad.tolist() == [1.0, 1.0]
 
@@ -190,9 +180,9 @@ def test_a_weight_behind_its_backward_is_an_error_when_the_optimizer_steps() -> 
 def test_weights_are_not_handed_on_to_another_group_or_wrapper(is_accumulated: bool) -> None:
     """What is accumulated goes to another wrapper and to another group, and cannot take its weights along."""
     group = dist.new_group([0, 1])
-    with wrapped(nn.Linear(3, 2)) as ddp:
+    with wrapped(nn.Linear(3, 2), op="weighted") as ddp:
         with ddp.accumulate():
-            ddp.weight(4)
+            ddp.loss_weight(4)
             if is_accumulated:
                 loss_of(ddp).backward()
         for hand_on in (lambda: ddp._update_process_group(group), lambda: DistributedDataParallel(ddp.module)):
@@ -204,27 +194,30 @@ def test_weights_are_not_handed_on_to_another_group_or_wrapper(is_accumulated: b
         loss_of(ddp).backward()  # with all of the weight
         ddp._update_process_group(group)
         ddp.zero_grad()
-        ddp.weight(4)
+        ddp.loss_weight(4)
         ddp(torch.ones(4, 3)).sum().backward()
         assert ddp.module.bias.grad.tolist() == [1.0, 1.0]
     dist.destroy_process_group(group)
 
 
-ASK = "  weight(n)\n  Give how many tokens, or samples, the loss of the next backward is a sum over."
+ASK = "  loss_weight(n)\n  Give how many tokens, or samples, the loss of the next backward is a sum over."
 NO_HOOK = (
-    'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with weights.\n'
+    'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with op="weighted".\n'
     "  register_comm_hook(state, hook)\n"
     "  Leave the hook out, or have it divide by what you want."
 )
 NO_SHARDS_ALONE = (
     "weights with a ShardedOptimizer are not built for a rank alone.\n"
-    "  weight(n)\n"
+    '  ShardedOptimizer, SyncConfig(op="weighted")\n'
     "  Divide the loss by the weight, or use a plain optimizer there."
 )
 
 
-def nothing(_ddp: DistributedDataParallel) -> None:
-    pass
+def not_weighted(op: str) -> str:
+    return (
+        f'op="{op}" does not divide gradients by weights.\n  loss_weight(n)\n'
+        '  Set SyncConfig(op="weighted") on every rank, or leave the call out.'
+    )
 
 
 def hook(ddp: DistributedDataParallel) -> None:
@@ -236,63 +229,50 @@ def shard(ddp: DistributedDataParallel) -> None:
 
 
 def weigh(weight: Any) -> Callable[[DistributedDataParallel], None]:
-    return lambda ddp: ddp.weight(weight)
+    return lambda ddp: ddp.loss_weight(weight)
 
 
-REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [  # settings, what comes first, what is refused, and how
-    (
-        "sum",
-        nothing,
-        weigh(3),
-        ConfigError,
-        'weights divide gradients, and op="sum" does not.\n  weight(n)\n  Leave op="sum" or the weights out.',
-    ),
-    ("sum", nothing, hook, ConfigError, NO_HOOK),
-    ("mean", weigh(3), hook, ConfigError, NO_HOOK),
-    (
-        "mean",
-        hook,
-        weigh(3),
-        ConfigError,
-        "with a communication hook it is the hook that divides gradients.\n"
-        "  weight(n)\n"
-        "  Divide the loss by the number of tokens of all ranks, or leave the hook out.",
-    ),
-    ("mean", nothing, weigh("3"), WrongType, f"a weight must be a number, got str.\n{ASK}"),
-    ("mean", nothing, weigh(-1), ConfigError, f"a weight must be a number from 0 on, got -1.\n{ASK}"),
-    ("mean", nothing, weigh(float("nan")), ConfigError, f"a weight must be a number from 0 on, got nan.\n{ASK}"),
-    ("alone", shard, weigh(3), ConfigError, NO_SHARDS_ALONE),
-    ("alone", weigh(3), shard, ConfigError, NO_SHARDS_ALONE),
+REFUSED: list[tuple[str, Any, type[Exception], str]] = [  # the op, what is refused, and how
+    ("mean", weigh(3), ConfigError, not_weighted("mean")),
+    ("sum", weigh(3), ConfigError, not_weighted("sum")),
+    ("sum", hook, ConfigError, NO_HOOK),
+    ("weighted", hook, ConfigError, NO_HOOK),
+    ("weighted", weigh("3"), WrongType, f"a weight must be a number, got str.\n{ASK}"),
+    ("weighted", weigh(-1), ConfigError, f"a weight must be a number from 0 on, got -1.\n{ASK}"),
+    ("weighted", weigh(float("nan")), ConfigError, f"a weight must be a number from 0 on, got nan.\n{ASK}"),
+    ("weighted, alone", shard, ConfigError, NO_SHARDS_ALONE),
 ]
 
 
 @in_ranks(2)
 def test_what_does_not_go_with_weights_is_refused() -> None:
     alone = groups_of([0], [1])[0]
-    for how, first, refused, error, text in REFUSED:
-        group = alone if how == "alone" else None
-        with wrapped(nn.Linear(3, 2), process_group=group, op="sum" if how == "sum" else "mean") as ddp:
-            first(ddp)
+    for op, refused, error, text in REFUSED:
+        group = alone if "alone" in op else None
+        with wrapped(nn.Linear(3, 2), process_group=group, op=op.partition(",")[0]) as ddp:
             assert text_of(error, partial(refused, ddp)) == text
     dist.destroy_process_group(alone)
 
 
 @in_ranks(2, 3)
 def test_weights_cost_one_small_all_reduce_that_leaves_first() -> None:
-    with wrapped(nn.Linear(3, 2), auto_tune=False, record="off") as ddp:
+    with wrapped(nn.Linear(3, 2), op="weighted", auto_tune=False, record="off") as ddp:
         for _ in range(3):
-            ddp.weight(1)
+            ddp.loss_weight(1)
             loss_of(ddp).backward()
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
-            ddp.weight(1)
+            ddp.loss_weight(1)
             loss_of(ddp).backward()
         numels = [call.args[0].numel() for call in called.call_args_list]
         assert len(numels) == len(ddp.plan.buckets) + 1
         assert numels[0] == 1 + dist.get_world_size()
 
 
-def test_a_sum_is_a_setting_of_all_ranks() -> None:
-    assert SyncConfig.from_json(SyncConfig(op="sum").to_json()).op == "sum"
+@in_ranks(2)
+def test_weights_are_a_setting_of_all_ranks() -> None:
+    assert SyncConfig.from_json(SyncConfig(op="weighted").to_json()).op == "weighted"
+    with pytest.raises(PlanMismatch, match="op is 'weighted' on rank 0 and 'mean' on rank 1"):
+        DistributedDataParallel(nn.Linear(3, 2), config=SyncConfig(op=("weighted", "mean")[dist.get_rank()]))
 
 
 def accumulate(ddp: nn.Module, step: int = 0) -> None:
@@ -398,13 +378,15 @@ def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
             "  rank 1: synchronisation 0\n"
             "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
         )
-        ddp.weight(2.0)
+    with wrapped(MLP.model(), op="weighted") as ddp:
+        ddp.loss_weight(2.0)
         accumulate(ddp)
-        assert text_of(PhaseError, lambda: ddp.reduce_gradients_async("sum").wait()) == (
-            'weights divide gradients, and op="sum" was asked for on rank 0, 1.\n'
-            "  reduce_gradients_async(), synchronisation 1\n"
-            "  Leave the op or the weights out."
+        assert text_of(ConfigError, lambda: ddp.reduce_gradients_async("sum")) == (
+            'SyncConfig(op="weighted") divides gradients by weights, and op="sum" does not.\n'
+            "  reduce_gradients_async(op)\n"
+            "  Leave op out."
         )
+        ddp.reduce_gradients_async("weighted").wait()
     with wrapped(MLP.model()) as ddp:
         ddp.register_comm_hook(None, allreduce_hook)
         accumulate(ddp)

@@ -212,14 +212,14 @@ SHOWN_BY = {
         "test_communication_hooks_see_the_dense_parameters_only",
         "test_shards_of_experts_over_their_group_make_the_same_model",
     ],
-    "Inside `join()` with a ShardedOptimizer": ["test_what_a_rank_without_data_cannot_follow_is_refused"],
     '`nonfinite="skip"` in eager form': [
         "test_an_eager_step_cannot_be_skipped",
         "test_a_plain_step_with_a_closure_cannot_be_skipped",
     ],
-    "With a ShardedOptimizer: sparse gradients": [
+    "With a ShardedOptimizer: `join()`": [
         "test_sparse_gradients_are_refused",
         "test_mistakes_are_told",
+        "test_join_does_not_go_with_shards",
         "test_what_does_not_go_with_weights_is_refused",
         "test_optimizers_in_backward_do_not_go_with_shards",
     ],
@@ -228,7 +228,7 @@ SHOWN_BY = {
         "test_experts_may_change",
     ],
     "Inside `join()` every forward": [
-        "test_ranks_that_do_different_things_are_told_so",
+        "test_a_rank_without_data_does_not_wait_for_buffers_while_others_accumulate",
         "test_a_rank_that_has_run_out_of_data_makes_no_steps",
     ],
     "torch.func.functional_call": ["test_a_functional_call_trains_what_its_parameters_are_made_from"],
@@ -242,7 +242,6 @@ SHOWN_BY = {
     "is not stepped, whatever its `.grad`": ["test_with_shards_what_is_frozen_is_not_stepped"],
     "`step()` is for all ranks or none": ["test_with_shards_a_step_of_one_rank_is_an_error"],
     "A change of the plan brings": ["test_shards_move_up_to_so_many_bytes"],
-    "In eager form weights": ["test_weights_that_are_not_sound_are_an_error_on_every_rank_and_update_nothing"],
     "On a mesh each row": ["test_rows_that_have_drifted_apart_stay_so_until_rank_0_is_followed"],
     "Profiles on GPUs": ["test_a_clock_of_the_device_sees_what_the_host_does_not_wait_for"],
     "Plans do not account": [
@@ -353,10 +352,10 @@ def test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own() -> No
 
 @in_ranks(2)
 def test_with_weights_a_gradient_is_new_until_the_next_synchronisation() -> None:
-    with contextlib.closing(DistributedDataParallel(nn.Linear(1, 1, bias=False))) as ddp:
+    with contextlib.closing(DistributedDataParallel(nn.Linear(1, 1, bias=False), config=SyncConfig(op="weighted"))) as ddp:
 
         def backward(num_tokens: int) -> float:
-            ddp.weight(num_tokens)
+            ddp.loss_weight(num_tokens)
             ddp(ones(num_tokens, 1)).sum().backward()
             return ddp.module.weight.grad.item()
 

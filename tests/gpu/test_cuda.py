@@ -105,11 +105,11 @@ def test_sync_batch_norm_trains_as_under_torchs_class() -> None:
 def test_weights_divide_on_a_device() -> None:
     """Over gloo, whose handles the host waits for, with the division on the device."""
     bare = make_model()
-    with wrapped(copy.deepcopy(bare), bucket_cap_mb=0.03) as ddp:
+    with wrapped(copy.deepcopy(bare), op="weighted", bucket_cap_mb=0.03) as ddp:
 
         def loss(model: nn.Module, step: int) -> Tensor:
             if model is ddp:
-                ddp.weight(4 + 4 * dist.get_rank())
+                ddp.loss_weight(4 + 4 * dist.get_rank())
             return model(batch(step, 4 + 4 * dist.get_rank(), 64)).square().sum()
 
         def mean(model: nn.Module) -> None:
@@ -126,18 +126,17 @@ def test_weights_divide_on_a_device() -> None:
 
 
 @in_ranks(2)
-def test_weights_on_some_ranks_only_are_found_a_step_late_on_a_device() -> None:
-    with wrapped(make_model()) as model:
+def test_a_rank_without_a_weight_is_named_in_the_same_step_on_a_device() -> None:
+    with wrapped(make_model(), op="weighted") as model:
 
-        def train() -> None:
-            for number in range(4):
-                if number < 2 or dist.get_rank() == 0:
-                    model.weight(2)
-                model(torch.ones(2, 64, device="cuda")).sum().backward()
+        def train(*, has_weight: bool) -> None:
+            if has_weight:
+                model.loss_weight(2)
+            model(torch.ones(2, 64, device="cuda")).sum().backward()
 
-        text = text_of(PhaseError, train)
-    assert text.startswith("weights were given on some ranks and not on others.")
-    assert "with rank 0, without rank 1" in text
+        train(has_weight=True)
+        text = text_of(PhaseError, lambda: train(has_weight=dist.get_rank() == 0))
+    assert text.startswith("no weight was given on rank 1.")
 
 
 @in_ranks(2)

@@ -51,7 +51,7 @@ class Drawing:
     def program(self) -> Program:
         settings = {
             "reduction": self.chance.choice(["ordered", "native"]),
-            "op": "sum" if self.divides == "by nothing" else "mean",
+            "op": {"by ranks": "mean", "by weights": "weighted", "by nothing": "sum"}[self.divides],
             "order": self.chance.choice(["observed", "reverse", "largest_first"]),
             "overlap": self.is_eager or self.likely(0.8),
             "average_in_collective": self.likely(0.8),

@@ -53,6 +53,11 @@ class Program:
     def has(self, *kinds: str) -> bool:
         return not set(kinds).isdisjoint(self.units.split())
 
+    @property
+    def op(self) -> str:
+        """That of the settings; who gives weights declares them."""
+        return self.settings.get("op", "weighted" if "weight " in self.events else "mean")
+
     def is_exact(self, num_ranks: int) -> bool:
         """True if the reference adds up in the same order; a part of a gradient that comes late is averaged alone."""
         is_native = self.settings.get("reduction") == "native" or self.has_hook or self.has("table", "bag")
@@ -69,15 +74,15 @@ class Reference:
     def __init__(self, model: nn.Module, program: Program, group: dist.ProcessGroup | None) -> None:
         self.model, self.program, self.group = model, program, group
         self.num_ranks = dist.get_world_size(group)
-        self.op = program.settings.get("op", "mean")
-        self.is_weighted = self.has_shards = False  # shards come with the first step, and go with a change of parameters
+        self.op = program.op
+        self.has_shards = False  # shards come with the first step, and go with a change of parameters
         self.new: set[Tensor] = set()  # parameters with a gradient since the last synchronization
         self.used: set[Tensor] = set()  # in this step
         self.results: set[Tensor] = set()  # parameters whose `.grad` is a result
         self.earlier: dict[Tensor, Tensor] = {}  # results that were taken out of `.grad`
         self.next: float | None = None  # the weight of the backward that comes
         self.weight: float | None = None  # of backwards since the last synchronization
-        self.total: float | None = None  # of the results that are there
+        self.total = 0.0  # of the results that are there
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -85,7 +90,7 @@ class Reference:
 
     @property
     def is_apart(self) -> bool:
-        return self.op == "sum" or self.is_weighted or self.has_shards
+        return self.op != "mean" or self.has_shards
 
     def backward(self, loss: Tensor, **how: Any) -> None:
         self.take()
@@ -122,15 +127,14 @@ class Reference:
         mine = [(None if (it := param.grad) is None else it.detach().to_dense(), param in self.new) for param in self.params]
         everyone: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(everyone, (mine, self.weight), group=self.group)
-        weights = [weight for _, weight in everyone if weight is not None]
-        total = sum(weights) + (self.total or 0.0)
-        keep = (self.total or 1.0) / (total or 1.0) if weights and self.total is not None else 1.0
-        self.weight, self.total = None, total if weights else None
+        total = sum(weight or 0.0 for _, weight in everyone) + self.total
+        keep, divisor = (self.total or 1.0) / (total or 1.0), (total or 1.0) / self.num_ranks
+        self.weight, self.total = None, total
         for index, param in enumerate(self.params):
             parts = [grads[index] for grads, _ in everyone]
             if any(is_new for _, is_new in parts):
                 grad = self.reduced([torch.zeros_like(param) if grad is None else grad for grad, _ in parts], op or self.op)
-                param.grad = torch.empty_like(param).copy_(grad / ((total or 1.0) / self.num_ranks) if weights else grad)
+                param.grad = torch.empty_like(param).copy_(grad / divisor if self.op == "weighted" else grad)
             if param in self.earlier:
                 earlier = self.earlier[param] * keep
                 param.grad = earlier if param.grad is None else param.grad + earlier
@@ -148,7 +152,7 @@ class Reference:
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         self.model.zero_grad(set_to_none=set_to_none)
-        self.weight, self.total = None, None
+        self.weight, self.total = None, 0.0
         for noted in (self.earlier, self.results, *((self.new, self.used) if set_to_none else ())):
             noted.clear()
 
@@ -192,7 +196,8 @@ class Run:
             self.happen(event)
         # With two ranks the bits are the same, and "native" is what users have.
         reduction = "native" if dist.get_world_size() == 2 else "ordered"
-        given = {"strategy": program.strategy, "reduction": reduction, "bucket_cap_mb": PLANS[program.plan], **program.settings}
+        given = {"strategy": program.strategy, "reduction": reduction, "bucket_cap_mb": PLANS[program.plan], "op": program.op}
+        given |= program.settings
         make: Any = attach if program.is_attached else DistributedDataParallel
         self.handle = make(self.module, config=SyncConfig(**given), **target)
         self.model, self.sync = (self.module, self.handle) if program.is_attached else (self.handle, self.handle.sync)
@@ -231,9 +236,8 @@ class Run:
 
     def weight(self, weight: str = "") -> None:
         """Of the backward that comes."""
-        self.reference.is_weighted = True
         if weight:
-            self.handle.weight(float(weight))
+            self.handle.loss_weight(float(weight))
             self.reference.next = float(weight)
 
     def forward(self, order: str, *words: str) -> None:

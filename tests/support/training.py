@@ -171,9 +171,11 @@ class WithEvaluation(Training):
 
 
 class WithWeights(Training):
+    def wrapped(self) -> DistributedDataParallel:
+        return DistributedDataParallel(net(), config=replace(self.config, op="weighted"))
+
     def begin_step(self) -> None:
-        if self.points.step >= FAULTY_STEP:
-            self.model.weight(4)
+        self.model.loss_weight(4)
 
 
 class WithCheckpoints(Training):
@@ -270,7 +272,7 @@ WAYS: dict[str, Callable[[Points], Training]] = {
     "a second model": WithSecondModel,
     # Each rank runs it alone, at a place where the others may go on training.
     "an evaluation": WithEvaluation,
-    # When gradients are weighed for the first time their sum leaves after all buckets.
+    # Their sum leaves before all buckets.
     "weights": WithWeights,
     # Their collectives are torch's, over the user's own group; and so are those of a hook.
     "checkpoints": WithCheckpoints,
@@ -279,7 +281,7 @@ WAYS: dict[str, Callable[[Points], Training]] = {
     "a hook of a stopped rank": WithHookOfAStoppedRank,
     "trailers of a stopped rank": partial(WithHookOfAStoppedRank, sends_last=False),
     # All others have run out of data, and wait for what the faulty rank does next.
-    "join": partial(WithJoin, strategy="zero1"),
+    "join": WithJoin,
     # The script is not ended by an exception: nobody learns of the failure from its end.
     "goes on": GoesOn,
 }

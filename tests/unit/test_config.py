@@ -109,7 +109,7 @@ CHOICES = {
     "average_in_collective": ([None], "True, False"),
     "auto_tune": ([None], "True, False"),
     "reduction": ([None], "'native', 'ordered'"),
-    "op": (["max"], "'mean', 'sum'"),
+    "op": (["max"], "'mean', 'sum', 'weighted'"),
     "buffers": ([True], "'rank0', 'mean', 'off'"),
     "nonfinite": (["panic"], "'ignore', 'warn', 'skip', 'raise'"),
     "record": (["some"], "'summary', 'full', 'off'"),
@@ -233,7 +233,7 @@ REFUSALS: dict[str, tuple[Call, str]] = {
         f"{READ}Use text that to_json() has written.",
     ),
     "a list": (read("[1]"), f"settings are a JSON object, got list.{READ}Use text that to_json() has written."),
-    "a value in JSON": (read('{"op": "max"}'), "op cannot be 'max'.\n  SyncConfig\n  Choose one of: 'mean', 'sum'."),
+    "a value in JSON": (read('{"op": "max"}'), "op cannot be 'max'.\n  SyncConfig\n  Choose one of: 'mean', 'sum', 'weighted'."),
 }
 
 

@@ -155,23 +155,6 @@ def signature_bits(*, step: int, generation: int, mode: int | None, has_other_op
     return (*bits, *complements)
 
 
-def with_weights(signature: Sequence[int], *, has_weights: bool | None) -> tuple[int, ...]:
-    """The same signature, of a rank that has weights for its gradients; None: goes by the others. In a bit of the mode."""
-    half = len(signature) // 2
-    return (*signature[: half - 1], int(has_weights is True), *signature[half:-1], int(has_weights is False))
-
-
-def without_weights(signature: Sequence[bool]) -> tuple[bool, ...]:
-    """What else a reduced signature says."""
-    half = len(signature) // 2
-    return (*signature[: half - 1], *signature[half:-1])
-
-
-def weights_in(signature: Sequence[bool]) -> tuple[bool, bool]:
-    """Of a reduced signature, whether some rank has weights, and whether some rank has none."""
-    return signature[len(signature) // 2 - 1], signature[-1]
-
-
 def ranks_differ(signature: Sequence[bool]) -> bool:
     """Whether the non-zero flags of a reduced signature are those of ranks in different places."""
     half = len(signature) // 2

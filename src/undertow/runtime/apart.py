@@ -8,7 +8,7 @@ every rank. So before the first gradient of a backward is added to `.grad`, what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,11 +34,6 @@ class Apart:
         self._reduced: dict[int, tuple[int, int]] = {}
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a parameter and what was in its `.grad`
         self._task: int | None = None  # the backward for which it was taken out
-
-    @property
-    def earlier(self) -> Collection[int]:
-        """Parameters, by id, from whose `.grad` something was taken out."""
-        return self._earlier.keys()
 
     @property
     def is_taken(self) -> bool:
@@ -86,8 +81,7 @@ class Apart:
             self._accumulated()
             return
         this_round.keeps_earlier |= bool(self._earlier)
-        sums = None if this_round.weighing is None else this_round.weighing.sums()
-        self.give_back(scale=1.0 if sums is None else sums.keep)
+        self.give_back(scale=1.0 if this_round.weighing is None else this_round.weighing.sums().keep)
         self._reduced = _marks(params)
 
     def _accumulated(self) -> None:
@@ -99,12 +93,11 @@ class Apart:
                 del self._earlier[key]
 
     @torch.no_grad()
-    def give_back(self, *, scale: float | Tensor = 1.0) -> None:
+    def give_back(self, *, scale: float = 1.0) -> None:
         """Everything that was taken out is added to what is there now."""
         self._task = None
-        is_same = isinstance(scale, float) and scale == 1.0
         for param, earlier in self._earlier.values():
-            part = earlier if is_same else earlier * scale
+            part = earlier if scale == 1.0 else earlier * scale
             if param.grad is None:
                 param.grad = part
             elif param.grad.is_sparse:

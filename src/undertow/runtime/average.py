@@ -113,7 +113,7 @@ class _Shipment:
         if reading is None:
             return False
         self._missing_everywhere -= reading.used
-        return reading.ranks_differ or reading.weights_differ  # here that is a bit like any other
+        return reading.ranks_differ
 
     def results(self) -> Iterator[tuple[int, Tensor]]:
         """The means, each with its position in what the user gave; without those that no rank has."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from undertow.errors import ConfigError
 from undertow.runtime import private
 from undertow.runtime.apart import Apart
-from undertow.runtime.executor import Executor, Round
+from undertow.runtime.executor import Round
 from undertow.runtime.formation import Formation
 from undertow.runtime.weights import Weighing, Weights
 
@@ -16,27 +15,24 @@ from undertow.runtime.weights import Weighing, Weights
 class Combination:
     """Sums and weights of one engine; `is_between` says whether no round is under way, and ends one that failed."""
 
-    def __init__(self, formation: Formation, *, is_between: Callable[[], bool]) -> None:
+    def __init__(self, formation: Formation, op: str, *, is_between: Callable[[], bool]) -> None:
         self._formation = formation
         self._is_between = is_between
-        self._weights = Weights(formation.group)
+        self._weights = Weights(formation.group, is_weighted=op == "weighted")
         self._apart: Apart | None = None  # for the mean nothing need be kept apart
-        self._divides = False  # by something that a communication hook knows nothing of
-        if formation.assembly.reducer.divisor != formation.group.num_ranks:
-            self._divides = True
-            self.keep_apart()
+        if op == "weighted" or formation.assembly.reducer.divisor != formation.group.num_ranks:
+            self._apart = Apart()
+            formation.call_before(self._take)
 
     def weigh(self, weight: object) -> None:
-        """The loss of the next backward is a sum over so many; see Sync.weight."""
+        """The loss of the next backward is a sum over so many; see Sync.loss_weight."""
         self._weights.give(weight)
-        self._divides = True
-        self.keep_apart()
 
     def require_plain_mean(self) -> None:
         """ConfigError where sums or weights are asked for, of which a hook cannot know."""
-        if self._divides:
+        if self._apart is not None:
             raise ConfigError(
-                'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with weights.',
+                'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with op="weighted".',
                 where="register_comm_hook(state, hook)",
                 remedy="Leave the hook out, or have it divide by what you want.",
             )
@@ -49,35 +45,13 @@ class Combination:
         """ConfigError where somebody is to take over what was accumulated, and weights with it."""
         self._weights.require_none()
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether losses are sums over tokens or samples."""
-        return self._weights.are_given
-
-    def weights_aside(self) -> AbstractContextManager[None]:
-        """Inside, a round takes no weights that were given."""
-        return self._weights.aside()
-
     def begins(self, *, is_synchronised: bool, is_shadow: bool, is_last: bool) -> Weighing | None:
-        """A round begins; what this rank says of its weight, if anything."""
-        formation = self._formation
-        company = formation.group.company
-        if company is not None and company.has_shards:
-            self.keep_apart()  # ranks without data have nothing to add again of what they hold
-        if company is None or not company.has_shards or not is_synchronised:
-            self._take()
-        elif is_shadow:
-            company.follow_gradients(formation.watch.params)
-            self._take()
-        else:
-            self._take()
-            earlier = () if self._apart is None else self._apart.earlier
-            company.say_gradients(formation.watch.params, earlier, is_sharded=formation.assembly.reducer.sharding is not None)
+        """A round begins; the weights of all ranks, if losses are weighed."""
+        self._take()
         is_outside = is_shadow or private.graph_task_id() == -1
         return self._weights.begins(
             is_synchronised=is_synchronised,
-            is_without_data=is_outside and not formation.watch.arrived_before,
-            can_wait=formation.assembly.eager is None,
+            is_without_data=is_outside and not self._formation.watch.arrived_before,
             is_last=is_last,
         )
 
@@ -86,14 +60,6 @@ class Combination:
         if self._apart is not None:
             self._apart.look(self._formation.watch.params)
 
-    def sends(self, this_round: Round, executor: Executor) -> bool:
-        """Everything has left: sends the sum of weights where all ranks are found to have some for the first time."""
-        weighing = this_round.weighing
-        if weighing is None or weighing.is_sent or not weighing.can_wait or not executor.have_all_weights():
-            return False
-        weighing.send()
-        return True
-
     def round_is_bound(self, this_round: Round) -> None:
         """Every gradient is what the round has made of it."""
         if self._apart is not None and not this_round.has_failed:
@@ -101,16 +67,13 @@ class Combination:
 
     def round_ends(self, this_round: Round) -> None:
         """It has ended on every rank, well or not."""
-        where = f"synchronisation {this_round.number}, rank {self._formation.group.rank}"
-        has_failed = this_round.has_failed or any(reading.failed_ranks for reading in this_round.readings)
-        self._weights.ends(this_round.weighing, where=where, has_failed=has_failed)
-        if self._formation.group.company is not None:
-            self._formation.group.company.wait()
+        if this_round.weighing is not None:
+            self._weights.ends(this_round.weighing)
 
-    def require_sound(self) -> None:
-        """PhaseError, on every rank, where its weights were not; on a device in the next round, for the host does not wait."""
-        if self._formation.group.device.type == "cpu":
-            self._weights.require_sound()
+    def require_sound(self, this_round: Round) -> None:
+        """PhaseError, on every rank, where its weights were not; a backward that has failed has another error to raise."""
+        if this_round.weighing is not None and not this_round.has_failed:
+            this_round.weighing.require_sound(f"synchronisation {this_round.number}, rank {self._formation.group.rank}")
 
     def give_back(self) -> None:
         """A backward has failed, or no other one will come: `.grad` is what it would be without us."""
@@ -121,12 +84,6 @@ class Combination:
         """This rank has no more data: what it has accumulated and not synchronised is left out, and its weight with it."""
         self._formation.watch.arrived_before.clear()
         self._weights.forget_accumulated()
-
-    def keep_apart(self) -> None:
-        """From now on what is there is not counted again by a later round."""
-        if self._apart is None:
-            self._apart = Apart()
-            self._formation.call_before(self._take)
 
     def _take(self) -> None:
         """Before the first gradient of a backward, and where a round begins without one."""

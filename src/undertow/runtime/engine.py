@@ -53,7 +53,7 @@ class Engine:
         self._end = OutermostEnd(self._launch_rest)
         self._in_backward = InBackward()
         self.formation = Formation(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
-        self.combination = Combination(self.formation, is_between=self._is_between_rounds)
+        self.combination = Combination(self.formation, config.op, is_between=self._is_between_rounds)
         self.companions = Companions([self])
         self.checks = Checks(self.formation, members, config)
 
@@ -187,10 +187,8 @@ class Engine:
         self._abandon()
         self.combination.runs_out()
         self.formation.settle()
-        company = self.formation.group.company
-        keeps = company is not None and company.has_shards
         if self._meets:
-            with contextlib.nullcontext() if keeps else gradients_aside(self.formation.watch.params):
+            with gradients_aside(self.formation.watch.params):
                 self._begin(is_synchronised=True, is_shadow=True)
                 self._launch_rest()
                 self.complete()
@@ -415,12 +413,10 @@ class Engine:
         if formation.retiring is not None and this.round.is_synchronised:
             self._progress.num_rounds += formation.is_counted_apart  # also where the ranks do not agree: all have been there
             this.round.number += formation.is_counted_apart
-            yield from formation.retire(this.round, self.combination.sends)
+            yield from formation.retire(this.round)
         executor, watch = formation.assembly.executor, formation.watch
         executor.run(this.releases.end_backward())
         yield
-        if self.combination.sends(this.round, executor):
-            yield
         executor.run(this.releases.join())
         self._await_others()
         late = outcome.late_buckets(this.round)
@@ -491,7 +487,7 @@ class Engine:
         self.combination.round_ends(this_round)
         self.checks.round_ends(this_round)
         outcome.require_sound(this_round, rank=formation.group.rank, places=formation.group.places)
-        self.combination.require_sound()
+        self.combination.require_sound(this_round)
         formation.require_changed_alike(this_round)
         if this_round.has_failed:
             return  # it has left the other ranks already

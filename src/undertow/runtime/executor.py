@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, Plan, signature_bits
-from undertow.plan.layout import with_weights
 from undertow.runtime import private
 from undertow.runtime.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.buckets import GradientBucket
@@ -114,8 +113,7 @@ class Executor:
             eager = self._sharding.eager
             this_round.is_eager = eager is not None
             if eager is not None and this_round.is_synchronised and not this_round.has_changed:
-                is_late = this_round.weighing is not None and this_round.weighing.is_too_late
-                this_round.steps = eager.begin_round(self._sharding) and this_round.is_last and not is_late
+                this_round.steps = eager.begin_round(self._sharding) and this_round.is_last
             if this_round.steps:
                 self._sharding.gathers.steps_begin()
         if self._reducer.hook is not None:
@@ -169,15 +167,6 @@ class Executor:
         for index in buckets:
             values = self._bindings[index].late_values()
             self._late[index] = values, self._reduce(index, values)
-
-    def have_all_weights(self) -> bool:
-        """Whether every rank has weights, or no data; waits for the first bucket. None of a rank that has neither asks."""
-        with self._group.waiting(self._labels[0]):
-            for handle in self._handles[0]:
-                handle.wait()
-        reading = self._trailers[0].read()
-        mine = self._round is not None and self._round.weighing is not None and self._round.weighing.says is True
-        return mine if reading is None else reading.some_have_weights and not reading.some_have_none
 
     def add_late_parts(self) -> None:
         """Waits for that round."""
@@ -292,8 +281,8 @@ class Executor:
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         num_readings = len(this_round.readings)
-        sums = this_round.weighing.sums() if weighs and this_round.weighing is not None else None
-        if sums is not None:
+        if weighs and this_round.weighing is not None:
+            sums = this_round.weighing.sums()
             binding.weigh(divisor=sums.divisor, keep=sums.keep)
         elif this_round.rescale != 1.0:
             binding.reduced.mul_(this_round.rescale)
@@ -301,7 +290,7 @@ class Executor:
         binding.settle(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
         if self._finite is not None and self._finite.stops_updates and index in this_round.nonfinite:
             return False
-        return not any(reading.ranks_differ or reading.some_have_weights for reading in this_round.readings[num_readings:])
+        return not any(reading.ranks_differ for reading in this_round.readings[num_readings:])
 
     def _all_gather(self, index: int) -> None:
         assert self._sharding is not None
@@ -383,7 +372,6 @@ class Executor:
             bits = signature_bits(
                 step=step, generation=this_round.generation, mode=this_round.mode, has_other_op=this_round.op is not None
             )
-            bits = with_weights(bits, has_weights=False if (weighing := this_round.weighing) is None else weighing.says)
             self._signatures[kind] = to_device(bits, like.dtype, like.device)
         return self._signatures[kind]
 
@@ -418,10 +406,9 @@ def _observed(ops: Sequence[Op], observer: Observer) -> Iterator[Op]:
 
 
 def _rescale(values: Sequence[Tensor], this_round: Round) -> None:
-    sums = None if this_round.weighing is None else this_round.weighing.sums()
     for value in values:
-        if sums is not None:
-            value.div_(sums.divisor)
+        if this_round.weighing is not None:
+            value.div_(this_round.weighing.sums().divisor)
         elif this_round.rescale != 1.0:
             value.mul_(this_round.rescale)
 

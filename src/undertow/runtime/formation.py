@@ -20,7 +20,7 @@ from undertow.runtime.binding import gradients_aside
 from undertow.runtime.buffers import send_in_place
 from undertow.runtime.comm_hook import CommHook
 from undertow.runtime.eager import EagerSteps
-from undertow.runtime.executor import Executor, Round
+from undertow.runtime.executor import Round
 from undertow.runtime.group import OwnGroup
 from undertow.runtime.hooks import call_at_registration, earlier_watchers, is_watched
 from undertow.runtime.members import Members, first_change
@@ -309,10 +309,10 @@ class Formation:
         """Whether the last round under the old plan has a number of its own: not where only a hook is new."""
         return self.retiring is not None and self.retiring.reducer.hook is self.assembly.reducer.hook
 
-    def retire(self, following: Round, sends: Callable[[Round, Executor], bool]) -> Iterator[None]:
+    def retire(self, following: Round) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
-        The round before the `following` one, whose weights it `sends`, with gradients only of parameters that leave with some.
+        The round before the `following` one, with its weights, and gradients only of parameters that leave with some.
         Yields where it waits. PlanMismatch, on all ranks, where changes are not alike. New parameters take over rank 0's values.
         """
         old = self.retiring
@@ -342,8 +342,6 @@ class Formation:
             old.executor.begin(this_round)
             old.executor.run(releases.end_backward())
             yield
-            if sends(this_round, old.executor):
-                yield
             old.executor.run(releases.join())
         self._recorder.forgets_buckets()
         require_sound(this_round, rank=self.group.rank, places=self.group.places)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from undertow.runtime.freeing import FREEING
 from undertow.runtime.member import Member
 from undertow.runtime.waiting import Launching, Waiting, join_ring, require_no_fault
 from undertow.runtime.worker import Worker
-
-if TYPE_CHECKING:
-    from undertow.runtime.company import Company
 
 _Result = TypeVar("_Result")
 # Backends that divide inside the collective; for others we divide before a sum.
@@ -141,7 +138,7 @@ class OwnGroup:
         self.is_idle: Callable[[], bool] = bool
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.hooks_use_users = False  # communication hooks, whose collectives go over the user's group
-        self.company: Company | None = None  # inside join(), which torch has go over the user's group as well
+        self.in_join = False  # which torch has go over the user's group as well
         self._destroying = threading.RLock()  # a model that is collected here would have us destroy what we interrupt
         self._limits = SyncConfig() if limits is None else limits
         self._group: weakref.ref[dist.ProcessGroup] | None = None
@@ -321,7 +318,7 @@ def _break_all(own: OwnGroup) -> None:
     """The group of ours, and those of the user's over which something of ours waits."""
     group = None if own._group is None else own._group()
     if group is not None and dist.is_initialized():
-        users = own.user.group if own.hooks_use_users or own.company is not None else None
+        users = own.user.group if own.hooks_use_users or own.in_join else None
         for one in {group, users, None if own.member is None else own.member.borrowed}:
             if one is not None:
                 _break(one)

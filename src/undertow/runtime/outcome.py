@@ -7,7 +7,6 @@ from enum import IntEnum
 
 from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
 from undertow.runtime.executor import Round
-from undertow.runtime.weights import weights_differ, weights_too_late
 
 
 class Misuse(IntEnum):
@@ -15,8 +14,7 @@ class Misuse(IntEnum):
 
     NOTHING = 2
     TWICE = 3
-    WEIGHTS = 4
-    SHARDS = 5
+    SHARDS = 4
 
 
 _MISUSES = {
@@ -28,7 +26,6 @@ _MISUSES = {
         "an earlier reduction was not waited for on rank {}.",
         "Call wait() on what reduce_gradients_async() has returned before the next call.",
     ),
-    Misuse.WEIGHTS: ('weights divide gradients, and op="sum" was asked for on rank {}.', "Leave the op or the weights out."),
     Misuse.SHARDS: (
         "rank {} holds shards of what an earlier synchronisation has brought, which another op would count again.",
         "Call zero_grad() before the accumulation, or set op in SyncConfig.",
@@ -69,10 +66,6 @@ def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mappi
             where="\n  ".join((where, *(f"rank {it}: {place}" for it, place in sorted(places(_place(this_round)).items())))),
             remedy="Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
         )
-    if any(reading.weights_differ for reading in this_round.readings) and not failed and not this_round.has_failed:
-        raise weights_differ(where)
-    if this_round.is_eager and not failed and not this_round.has_failed and _some_have_weights(this_round):
-        raise weights_too_late(where)
     if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
         raise Desync(
             "gradients arrived again after their bucket had left, and were left out.",
@@ -132,12 +125,6 @@ def step_within_backward(where: str) -> PhaseError:
         where=where,
         remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
     )
-
-
-def _some_have_weights(this_round: Round) -> bool:
-    """Of which this round is the first: this rank itself, or another one by its signature."""
-    own = this_round.weighing
-    return (own is not None and own.is_too_late) or any(reading.some_have_weights for reading in this_round.readings)
 
 
 def _reported(flags: Iterable[Sequence[int]]) -> list[int]:

@@ -75,12 +75,6 @@ class GradientPlaceholder(Tensor):
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """What a GradScaler does to all gradients at once; every rank, for each has seen only its shards."""
     group = next(grad.group for grad in grads if isinstance(grad, GradientPlaceholder))
-    if group is not None and group.company is not None:
-        raise PhaseError(
-            "a GradScaler does not go with join() and a ShardedOptimizer: a rank without data does not know the scale.",
-            where=f"unscaling, rank {group.rank}",
-            remedy="Train in bfloat16, which needs no scale, or give every rank as many batches.",
-        )
     parts: dict[torch.dtype, list[Tensor]] = {}  # those of 16-bit parameters are wider
     for grad in grads:
         for part in grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad]:

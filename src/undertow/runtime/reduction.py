@@ -24,7 +24,7 @@ class Reduction:
         all_of(*(engine.complete for engine in self._engines))
 
 
-def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool) -> Reduction:
+def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool, is_weighted: bool) -> Reduction:
     """See Sync.reduce_gradients_async; `op` is None for that of the settings."""
     if private.graph_task_id() != -1:
         raise PhaseError(
@@ -43,6 +43,12 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
             "with a communication hook it is the hook that divides gradients.",
             where="reduce_gradients_async(op)",
             remedy="Leave op out, and have the hook do what you want.",
+        )
+    if op is not None and is_weighted:
+        raise ConfigError(
+            f'SyncConfig(op="weighted") divides gradients by weights, and op="{op}" does not.',
+            where="reduce_gradients_async(op)",
+            remedy="Leave op out.",
         )
     reduction = Reduction(engines)
     try:
@@ -76,17 +82,14 @@ def _misuse(engine: Engine, op: str | None) -> outcome.Misuse | None:
             return outcome.Misuse.TWICE
     if not engine._progress.has_accumulated:
         return outcome.Misuse.NOTHING
-    if op is not None and engine.combination.has_weights:
-        return outcome.Misuse.WEIGHTS
     return outcome.Misuse.SHARDS if op is not None and engine.formation.holds_shards else None
 
 
 def _refuse(engine: Engine, misuse: outcome.Misuse) -> None:
-    """A round that tells all ranks of it; `.grad` and weights stay as they are here."""
+    """A round that tells all ranks of it; `.grad` stays as it is here."""
     number = engine._progress.num_rounds
-    with engine.combination.weights_aside():
-        engine._begin(is_synchronised=True)
-        assert engine._open is not None
-        engine._open.round.misuse = misuse
-        engine._give_up(engine._open)
+    engine._begin(is_synchronised=True)
+    assert engine._open is not None
+    engine._open.round.misuse = misuse
+    engine._give_up(engine._open)
     raise outcome.misused(misuse, [engine.formation.group.rank], number=number)  # on a device, where others read it later

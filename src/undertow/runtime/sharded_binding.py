@@ -122,7 +122,7 @@ class ShardedBinding:
         return self._shard if self._aside is None else self._aside
 
     @torch.no_grad()
-    def weigh(self, *, divisor: float | Tensor, keep: float | Tensor) -> None:
+    def weigh(self, *, divisor: float, keep: float) -> None:
         """Divides what was reduced, and multiplies what placeholders hold from before, to which it will be added."""
         self.reduced.div_(divisor)
         for position in self._live:

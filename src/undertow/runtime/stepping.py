@@ -6,7 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -16,21 +16,13 @@ from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
 from undertow.runtime import private, private_scaling
 from undertow.runtime.agreement import Agreement
 from undertow.runtime.axes import Axes
-from undertow.runtime.company import Company
 from undertow.runtime.eager import BucketStepper, eager_steps_over
 from undertow.runtime.engine import Engine
 from undertow.runtime.hooks import OutputHook
 from undertow.runtime.nonfinite import Arguments, NonFinite
 from undertow.runtime.places import Places
 from undertow.runtime.sharding import Sharding
-from undertow.runtime.weights import require_means
 from undertow.schedule import ZERO1, strategy_named
-
-
-class CompanyKeeper(Protocol):
-    """An optimizer that takes part in steps without data of its own."""
-
-    def keep_company(self, name: str, arguments: dict[str, Any]) -> None: ...
 
 
 class ShardedSteps:
@@ -59,6 +51,8 @@ class ShardedSteps:
             )
         if formation.assembly.reducer.hook is not None:
             raise no_hooks_with_shards()
+        if formation.group.in_join:
+            raise no_join_with_shards()
         if formation.group.num_ranks == 1 and formation.assembly.reducer.is_active:
             raise ConfigError(
                 "these experts are on one rank only, which has nobody to share an optimizer with.",
@@ -66,7 +60,11 @@ class ShardedSteps:
                 remedy="Give them to a plain optimizer.",
             )
         if formation.group.num_ranks == 1 and formation.is_active:
-            require_means(config.op, has_hook=False, is_alone_with_shards=True)
+            raise ConfigError(
+                "weights with a ShardedOptimizer are not built for a rank alone.",
+                where='ShardedOptimizer, SyncConfig(op="weighted")',
+                remedy="Divide the loss by the weight, or use a plain optimizer there.",
+            )
         if is_eager and config.nonfinite == "skip":
             raise no_skips_in_eager_form()
         self._numbers = engine.checks.numbers
@@ -151,13 +149,7 @@ class ShardedSteps:
         return sharding
 
     def begin_clipping(self) -> Sharding:
-        """The same, before the optimizer steps; PhaseError in eager form, where it has stepped already, and inside join()."""
-        if self._group.company is not None:
-            raise PhaseError(
-                "undertow.clip_grad_norm_ goes over a model, and ranks without data take part in calls of its optimizer.",
-                where=f"clip_grad_norm_, join(), rank {self._group.rank}",
-                remedy="Call clip_grad_norm_ of the optimizer.",
-            )
+        """The same, before the optimizer steps; PhaseError in eager form, where it has stepped already."""
         if self.is_eager:
             raise PhaseError(
                 "clip_grad_norm_ does not go with eager=True: the norm is known when parameters are updated already.",
@@ -165,23 +157,6 @@ class ShardedSteps:
                 remedy="Leave eager=True out: gathers lie under the next forward, and updates between them and backward.",
             )
         return self.begin()
-
-    def begin_join(self, company: Company | None) -> None:
-        """Of the group inside, over which gradients are unscaled."""
-        self._axes.inside.group.company = company
-
-    def tell(self, name: str, arguments: Callable[[], dict[str, Any]]) -> None:
-        """Inside join(): before a call that all ranks make, which those without data make when they are told."""
-        if self._group.company is not None and self._group.num_ranks > 1:
-            self._group.company.tell(name, arguments())
-
-    def keep_company(self, *, name: str, arguments: dict[str, Any]) -> None:
-        """Makes a call of which a rank with data has told."""
-        stepper = None if self._stepper is None else self._stepper()
-        if name == "full_gradient" and self._sharding is not None:
-            self._sharding.full_gradient(arguments["index"])
-        elif stepper is not None:
-            cast(CompanyKeeper, stepper).keep_company(name, arguments)
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
@@ -253,11 +228,7 @@ class ShardedSteps:
         """The mean gradient of a parameter; a collective call where ranks have shards of it."""
         sharding = self._sharding
         index = None if sharding is None else next((at for at, it in enumerate(sharding.params) if it is param), None)
-        if sharding is None or index is None:
-            return param.grad
-        if sharding.holds_gradient(index):
-            self.tell("full_gradient", lambda: {"index": index})
-        return sharding.full_gradient(index)
+        return param.grad if sharding is None or index is None else sharding.full_gradient(index)
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
@@ -301,6 +272,15 @@ def no_hooks_with_shards() -> ConfigError:
         "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of them.",
         where="ShardedOptimizer",
         remedy="Use a plain optimizer with the hook, or leave the hook out.",
+    )
+
+
+def no_join_with_shards() -> PhaseError:
+    return PhaseError(
+        "join() does not go with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.",
+        where="join",
+        remedy="Give every rank as many batches: drop_last=True of a DataLoader, or a sampler that pads, as DistributedSampler "
+        "does.",
     )
 
 

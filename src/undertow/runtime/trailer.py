@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, ranks_differ
-from undertow.plan.layout import weights_in, without_weights
 from undertow.runtime.buckets import GradientBucket
 
 
@@ -32,9 +31,7 @@ class Reading:
     """What a reduced trailer says."""
 
     used: frozenset[int]  # positions of parameters that some rank used
-    ranks_differ: bool  # in anything but whether they have weights
-    some_have_weights: bool = False
-    some_have_none: bool = False
+    ranks_differ: bool
     failed_ranks: tuple[int, ...] = ()
     misuses: tuple[tuple[int, int], ...] = ()  # of those, the ranks with a reduction by hand that cannot be right, and why
     changed_ranks: tuple[int, ...] = ()
@@ -43,11 +40,6 @@ class Reading:
     nonfinite: frozenset[int] = frozenset()  # positions of gradients that are infinite or no number on some rank
     nonfinite_ranks: tuple[int, ...] = ()
     is_overdue: bool = False  # read in a later round than the one it was sent in
-
-    @property
-    def weights_differ(self) -> bool:
-        """Whether some ranks have weights for their gradients and others none."""
-        return self.some_have_weights and self.some_have_none
 
 
 class TrailerCodec:
@@ -108,13 +100,9 @@ class TrailerCodec:
         if torch.equal(reduced.bool(), written.bool()) and not reduced.isnan().any():
             return None
         flags = (trailer[:stop] != 0).tolist()
-        signature = self._flags(flags, fields.signature)
-        some_have_weights, some_have_none = weights_in(signature)
         return Reading(
             used=frozenset(_set_flags(self._flags(flags, fields.used))),
-            ranks_differ=ranks_differ(without_weights(signature)),
-            some_have_weights=some_have_weights,
-            some_have_none=some_have_none,
+            ranks_differ=ranks_differ(self._flags(flags, fields.signature)),
             failed_ranks=_set_flags(self._flags(flags, fields.failed)),
             misuses=self._misuses(trailer[fields.failed.start - fields.start : fields.failed.stop - fields.start]),
             changed_ranks=_set_flags(self._flags(flags, fields.changed)),

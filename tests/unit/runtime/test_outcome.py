@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from support.errors import text_of
-from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
+from undertow.errors import Desync, PeerFailed, PlanMismatch
 from undertow.runtime.executor import Round
 from undertow.runtime.outcome import changed_unlike, has_changed_unlike, late_buckets, require_sound
 from undertow.runtime.trailer import Reading
-from undertow.runtime.weights import Sums, Weighing
+from undertow.runtime.weights import Weighing
 
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
@@ -27,10 +27,7 @@ def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
 DIFFERENT = "ranks are not in the same step.\n"
 OVERDUE = "gradients arrived again after their bucket had left, and were left out.\n"
 FAILED = "backward failed on rank 0, 2.\n"
-WEIGHED = "weights were given on some ranks and not on others.\n"
 TEXTS = {
-    WEIGHED: "  synchronisation 5, rank 1\n"
-    "  Call weight(n) before every backward on every rank, with 0 where a rank has nothing to learn from.",
     DIFFERENT: "  synchronisation 5, rank 1\n"
     "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
     OVERDUE: "  synchronisation 5, rank 1, or the one before\n"
@@ -46,8 +43,6 @@ TEXTS = {
         ([{}, {"ranks_differ": True}], Desync, DIFFERENT),
         ([{"late_buckets": (1,), "is_overdue": True}], Desync, OVERDUE),
         ([{"failed_ranks": (2,)}, {"failed_ranks": (0, 2)}], PeerFailed, FAILED),
-        ([{"some_have_none": True}, {"some_have_weights": True, "some_have_none": True}], PhaseError, WEIGHED),
-        ([{"some_have_weights": True, "some_have_none": True, "failed_ranks": (0, 2)}], PeerFailed, FAILED),
         ([{"failed_ranks": (0, 2), "ranks_differ": True}], Desync, DIFFERENT),
         ([{"failed_ranks": (0, 2), "late_buckets": (0,), "is_overdue": True}], Desync, OVERDUE),
     ],
@@ -55,8 +50,6 @@ TEXTS = {
         "another step",
         "late and overdue",
         "failed",
-        "weights on some ranks",
-        "failed before weights",
         "failed in another step",
         "failed and overdue",
     ],
@@ -115,46 +108,25 @@ def test_where_all_ranks_stand_is_said_by_rank() -> None:
     ]
 
 
-HAS, NO_DATA, NONE = 1.0, 2.0, 0.0
-
-
-def weighing(said: tuple[float, ...], before: Sums | None) -> Weighing:
-    group: Any = SimpleNamespace(num_ranks=2, device=torch.device("cpu"))  # as much of one as is asked for
-    made = Weighing(group, 1.0, before=before, is_without_data=False, can_wait=True, is_last=True)
-    made._tensor = torch.tensor(said, dtype=torch.float64)
-    return made
-
-
-def on_device(sums: Sums | None) -> Sums:
-    """The same as the device has it, where a plain mean has sums too."""
-    numbers = (1.0, 1.0, 0.0) if sums is None else (sums.divisor, sums.keep, sums.total)
-    return Sums(*(torch.tensor(number, dtype=torch.float64) for number in numbers), torch.tensor(sums is not None))
+HAS, NO_DATA = 1.0, 2.0
 
 
 @pytest.mark.parametrize(
-    ("said", "totals", "divisor", "keep"),
+    ("said", "before", "divisor", "keep"),
     [
-        ((6.0, HAS, HAS), (), 3.0, 1.0),
-        ((6.0, HAS, HAS), (2.0,), 4.0, 0.25),
-        ((0.0, HAS, HAS), (2.0,), 1.0, 1.0),  # nothing new: the total is what it was
-        ((0.0, HAS, NO_DATA), (), 0.5, 1.0),  # nothing at all: the mean becomes the sum again
-        ((6.0, HAS, HAS), (0.0,), 3.0, 1 / 6),  # which is divided now
+        ((6.0, HAS, HAS), 2.0, 4.0, 0.25),
+        ((6.0, HAS, NO_DATA), 2.0, 4.0, 0.25),
+        ((0.0, HAS, HAS), 2.0, 1.0, 1.0),  # nothing new: the total is what it was
+        ((0.0, HAS, NO_DATA), 0.0, 0.5, 1.0),  # nothing at all: the mean becomes the sum again
+        ((6.0, HAS, HAS), 0.0, 3.0, 1 / 6),  # which is divided now
     ],
 )
-def test_the_result_is_the_sum_over_the_total(
-    said: tuple[float, ...], totals: tuple[float, ...], divisor: float, keep: float
-) -> None:
-    sums = weighing(said, next((Sums(1.0, 1.0, total) for total in totals), None))._on_host()
-    assert sums is not None
-    assert (sums.divisor, sums.keep, sums.total) == (divisor, keep, said[0] + sum(totals))
-
-
-@pytest.mark.parametrize("flags", list(itertools.product((HAS, NO_DATA, NONE), repeat=2)))
-@pytest.mark.parametrize("new", [0.0, 6.0])
-@pytest.mark.parametrize("before", [None, Sums(1.0, 1.0, 0.0), Sums(1.0, 1.0, 2.0)], ids=["nothing", "0", "2"])
-def test_a_device_computes_what_the_host_does(flags: tuple[float, float], new: float, before: Sums | None) -> None:
-    wanted = on_device(weighing((new, *flags), before)._on_host())
-    for earlier in (before, on_device(before)):  # on a device there are sums from the second round on
-        got = weighing((new, *flags), earlier)._on_device()
-        for name in ("divisor", "keep", "total", "is_weighted"):
-            assert torch.equal(torch.as_tensor(getattr(got, name)), torch.as_tensor(getattr(wanted, name))), name
+def test_the_result_is_the_sum_over_the_total(said: tuple[float, ...], before: float, divisor: float, keep: float) -> None:
+    handle = SimpleNamespace(wait=lambda: made._tensor.copy_(torch.tensor(said)))
+    group: Any = SimpleNamespace(  # as much of one as is asked for
+        num_ranks=2, rank=0, device=torch.device("cpu"), all_reduce_async=lambda _: handle, waiting=lambda _: nullcontext()
+    )
+    made = Weighing(group, 1.0, before=before, is_without_data=False, is_last=True)
+    made.send()
+    sums = made.sums()
+    assert (sums.divisor, sums.keep, sums.total) == (divisor, keep, said[0] + before)
