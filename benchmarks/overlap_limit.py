@@ -30,8 +30,8 @@ from benchmarks.matrix.workloads.replay import Replay
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel, SyncConfig
 from undertow.cost import Link, collective_seconds, link_from_text
+from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend
 from undertow.plan import Plan
-from undertow.runtime.emulated_link import BACKEND, EmulatedLink, emulated_backend
 from undertow.trace import StepRecord, limit_us
 
 LINK = "1gbit"

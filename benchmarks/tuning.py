@@ -23,8 +23,8 @@ from benchmarks.matrix.workloads.replay import Replay
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel, SyncConfig
 from undertow.cost import link_from_text
-from undertow.runtime.emulated_link import BACKEND, emulated_backend
-from undertow.runtime.formation import Formation
+from undertow.emulation.link import BACKEND, emulated_backend
+from undertow.runtime.replan.current_plan import Formation
 
 LINK = "1gbit"
 NUM_RANKS = (2, 4)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from undertow import BucketedDDPHooks
 from undertow.cost import link_from_text
-from undertow.runtime.emulated_link import EmulatedLink, emulated_backend
+from undertow.emulation.link import EmulatedLink, emulated_backend
 
 NUM_STEPS = 8
 NUM_WARM_UP_STEPS = 2

@@ -121,7 +121,7 @@ def _backend(job: Job) -> Iterator[str]:
         yield job.backend
         return
     from undertow.cost import link_from_text
-    from undertow.runtime.emulated_link import BACKEND, emulated_backend
+    from undertow.emulation.link import BACKEND, emulated_backend
 
     with emulated_backend(link_from_text(job.emulated), burst_bytes=job.burst_bytes):
         yield BACKEND

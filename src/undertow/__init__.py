@@ -25,32 +25,32 @@ from undertow.errors import (
 from undertow.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from undertow.attached import BucketedDDPHooks, attach
-    from undertow.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-    from undertow.clipping import clip_grad_norm_
-    from undertow.ddp import DistributedDataParallel
-    from undertow.hooks import chain
-    from undertow.optim import ShardedOptimizer
-    from undertow.runtime.average import average_gradients
-    from undertow.runtime.buckets import GradientBucket
-    from undertow.runtime.manager import GradientBucketManager
+    from undertow.by_hand.average import average_gradients
+    from undertow.by_hand.manager import GradientBucketManager
+    from undertow.checkpoint.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+    from undertow.ddp.attach import BucketedDDPHooks, attach
+    from undertow.ddp.comm_hooks import chain
+    from undertow.ddp.wrapper import DistributedDataParallel
+    from undertow.optim.clipping import clip_grad_norm_
+    from undertow.optim.sharded_optimizer import ShardedOptimizer
+    from undertow.runtime.gradients.storage import GradientBucket
     from undertow.sync import Sync
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
-    "BucketedDDPHooks": "undertow.attached",
-    "DistributedDataParallel": "undertow.ddp",
-    "GradientBucket": "undertow.runtime.buckets",
-    "GradientBucketManager": "undertow.runtime.manager",
-    "ShardedOptimizer": "undertow.optim",
+    "BucketedDDPHooks": "undertow.ddp.attach",
+    "DistributedDataParallel": "undertow.ddp.wrapper",
+    "GradientBucket": "undertow.runtime.gradients.storage",
+    "GradientBucketManager": "undertow.by_hand.manager",
+    "ShardedOptimizer": "undertow.optim.sharded_optimizer",
     "Sync": "undertow.sync",
-    "attach": "undertow.attached",
-    "average_gradients": "undertow.runtime.average",
-    "chain": "undertow.hooks",
-    "clip_grad_norm_": "undertow.clipping",
-    "has_checkpoint": "undertow.checkpoint",
-    "load_checkpoint": "undertow.checkpoint",
-    "save_checkpoint": "undertow.checkpoint",
+    "attach": "undertow.ddp.attach",
+    "average_gradients": "undertow.by_hand.average",
+    "chain": "undertow.ddp.comm_hooks",
+    "clip_grad_norm_": "undertow.optim.clipping",
+    "has_checkpoint": "undertow.checkpoint.checkpoint",
+    "load_checkpoint": "undertow.checkpoint.checkpoint",
+    "save_checkpoint": "undertow.checkpoint.checkpoint",
 }
 
 __all__ = [

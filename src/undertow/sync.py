@@ -22,24 +22,31 @@ from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.report.explain import print_explanation
 from undertow.report.terminal import print_report
-from undertow.runtime import private
-from undertow.runtime.buffers import average_buffers, broadcast_buffers, broadcast_in_place
-from undertow.runtime.comm_hook import CommHook
-from undertow.runtime.companions import Companions
-from undertow.runtime.dropped import let_go_when_dropped
-from undertow.runtime.engine import Engine
-from undertow.runtime.group import GroupRef, OwnGroup
-from undertow.runtime.hooks import ModuleHook, is_outermost_forward, warn_of_late_backward
-from undertow.runtime.ignore import names_to_ignore
-from undertow.runtime.members import AnyOf, Members
-from undertow.runtime.mesh import chosen_group, other_group, warn_of_lone_rank
-from undertow.runtime.planning import explanation_of, measured_profile
-from undertow.runtime.private_graphs import cut_bytes, cut_graphs
-from undertow.runtime.recorder import Recorder, clock_for
-from undertow.runtime.reduction import Reduction, start_reduction
-from undertow.runtime.stepping import ShardedSteps, full_gradient, no_hooks_with_shards, require_plain_strategy, watch_steps
-from undertow.runtime.sweep import sweep
-from undertow.runtime.weights import require_weighted
+from undertow.runtime.comm.broadcast import average_buffers, broadcast_buffers, broadcast_in_place
+from undertow.runtime.comm.comm_hook import CommHook
+from undertow.runtime.comm.group import GroupRef, OwnGroup
+from undertow.runtime.comm.mesh import chosen_group, other_group, warn_of_lone_rank
+from undertow.runtime.comm.recorder import Recorder, clock_for
+from undertow.runtime.execute.hooks import is_outermost_forward, warn_of_late_backward
+from undertow.runtime.gradients.weights import require_weighted
+from undertow.runtime.model.ignore import names_to_ignore
+from undertow.runtime.model.module_params import AnyOf, Members
+from undertow.runtime.replan.planning import explanation_of, measured_profile
+from undertow.runtime.step.dropped import let_go_when_dropped
+from undertow.runtime.step.engine import Engine
+from undertow.runtime.step.reduction import Reduction, start_reduction
+from undertow.runtime.step.sharded_steps import (
+    ShardedSteps,
+    full_gradient,
+    no_hooks_with_shards,
+    require_plain_strategy,
+    watch_steps,
+)
+from undertow.runtime.step.siblings import Companions
+from undertow.runtime.step.sweep import sweep
+from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private.compile import cut_bytes, cut_graphs
+from undertow.runtime.torch_private.module_hook import ModuleHook
 from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 

@@ -78,12 +78,12 @@ def test_a_file_does_not_reach_inside(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("from undertow.runtime.group import OwnGroup", ["1: OwnGroup"]),
+        ("from undertow.runtime.comm.group import OwnGroup", ["1: OwnGroup"]),
         ("import undertow.runtime", ["1: undertow.runtime"]),
         ("from undertow.sync import _private", ["1: _private"]),
         ("ddp.sync._engine.plan", ["1: _engine"]),
         ("ddp.sync.formation", ["1: formation"]),
-        ("patch('undertow.runtime.group.x')", ["1: undertow.runtime.group.x"]),
+        ("patch('undertow.runtime.comm.group.x')", ["1: undertow.runtime.comm.group.x"]),
         ("setattr(exchanges, '_send', late)", ["1: _send"]),
         ("class Mine:\n    def f(self):\n        self._engine = 1\n        return self._engine", []),
         ("torch._engine", []),

@@ -51,7 +51,7 @@ from undertow import (
     attach,
     save_checkpoint,
 )
-from undertow.optim_state import ShardedState
+from undertow.optim.state import ShardedState
 
 in_shards = partial(Setup, state_dict="sharded")
 

@@ -23,32 +23,36 @@ from torch import nn
 import undertow.demo.run
 import undertow.sync
 from undertow import Sync, SyncConfig
+from undertow.checkpoint.metadata import Entry, stored_entries
+from undertow.emulation.link import BACKEND as BACKEND
+from undertow.emulation.link import EmulatedLink as EmulatedLink
+from undertow.emulation.link import emulated_backend as emulated_backend
 from undertow.plan import ParamSpec
-from undertow.runtime import agreement, members, patience, private, private_checkpoint
-from undertow.runtime.assembly import Assembly
-from undertow.runtime.checkpoint_metadata import Entry, stored_entries
-from undertow.runtime.comm_hook import HookedBucket as HookedBucket
-from undertow.runtime.emulated_link import BACKEND as BACKEND
-from undertow.runtime.emulated_link import EmulatedLink as EmulatedLink
-from undertow.runtime.emulated_link import emulated_backend as emulated_backend
-from undertow.runtime.engine import Engine
-from undertow.runtime.exchange import Exchange, PostedExchanges
-from undertow.runtime.executor import Executor
-from undertow.runtime.gathers import Gathers
-from undertow.runtime.group import GroupRef, OwnGroup
-from undertow.runtime.guard import Ring
-from undertow.runtime.member import Member
-from undertow.runtime.placeholder import GradientPlaceholder
-from undertow.runtime.private import interrupt as interrupt
-from undertow.runtime.private import is_gone as is_gone
-from undertow.runtime.private import timeout_of as timeout_of
-from undertow.runtime.reducer import Reducer
-from undertow.runtime.ring import Neighbour
-from undertow.runtime.sharding import Sharding
-from undertow.runtime.trailer import TrailerCodec
-from undertow.runtime.tuning import NUM_STEPS_MEASURED
-from undertow.runtime.waiting import Waiting
-from undertow.runtime.weights import Weighing
+from undertow.runtime.comm import agreement
+from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
+from undertow.runtime.comm.group import GroupRef, OwnGroup
+from undertow.runtime.comm.p2p import Exchange, PostedExchanges
+from undertow.runtime.execute.compiled_plan import Assembly
+from undertow.runtime.execute.executor import Executor
+from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.gradients.trailer import TrailerCodec
+from undertow.runtime.gradients.weights import Weighing
+from undertow.runtime.model import module_params
+from undertow.runtime.peers import patience
+from undertow.runtime.peers.model_monitor import Member
+from undertow.runtime.peers.monitor import Ring
+from undertow.runtime.peers.ring import Neighbour
+from undertow.runtime.peers.waiting import Waiting
+from undertow.runtime.replan.tuning import NUM_STEPS_MEASURED
+from undertow.runtime.sharded.gathers import Gathers
+from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.sharded.placeholder import GradientPlaceholder
+from undertow.runtime.step.engine import Engine
+from undertow.runtime.torch_private import checkpoint as private_checkpoint
+from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private.private import interrupt as interrupt
+from undertow.runtime.torch_private.private import is_gone as is_gone
+from undertow.runtime.torch_private.private import timeout_of as timeout_of
 from undertow.schedule import Op, OpKind
 
 NUM_STEPS_OF_A_LOOK = NUM_STEPS_MEASURED + 4  # from a plan's first step until the plan that was decided on is taken
@@ -77,7 +81,7 @@ def storage_of(model: Model, bucket: int = 0) -> Any:
 
 
 def sharding_of(model: Model) -> Sharding | None:
-    return assembly_of(model).reducer.sharding
+    return assembly_of(model).sharding
 
 
 def gathers_of(model: Model) -> Gathers:
@@ -270,12 +274,12 @@ def of_version(version: str) -> contextlib.AbstractContextManager[object]:
 
 
 def on_device(name: str) -> contextlib.AbstractContextManager[object]:
-    described = members.spec_of
+    described = module_params.spec_of
 
     def named(*args: Any, **kwargs: Any) -> ParamSpec:
         return dataclasses.replace(described(*args, **kwargs), device=name)
 
-    return mock.patch.object(members, "spec_of", named)
+    return mock.patch.object(module_params, "spec_of", named)
 
 
 @contextlib.contextmanager
@@ -337,11 +341,11 @@ def post(model: Model, work: Callable[[], object]) -> None:
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:
-    return mock.patch("undertow.runtime.group._BACKENDS_OVER_GLOO", ())
+    return mock.patch("undertow.runtime.comm.group._BACKENDS_OVER_GLOO", ())
 
 
 def without_averaging_backends() -> contextlib.AbstractContextManager[object]:
-    return mock.patch("undertow.runtime.group._BACKENDS_WITH_AVERAGE", ())
+    return mock.patch("undertow.runtime.comm.group._BACKENDS_WITH_AVERAGE", ())
 
 
 def gathers_behind(model: Model) -> Any:
@@ -385,9 +389,9 @@ def is_placeholder(gradient: object) -> bool:
 def looks_at_parameters() -> Iterator[list[int]]:
     """The thread of each look through all parameters of any model."""
     threads: list[int] = []
-    has_changed = members._Census.has_changed
+    has_changed = module_params._Census.has_changed
     noted = _after(lambda: threads.append(threading.get_ident()), has_changed)
-    with mock.patch.object(members._Census, "has_changed", lambda census: noted(census)):
+    with mock.patch.object(module_params._Census, "has_changed", lambda census: noted(census)):
         yield threads
 
 

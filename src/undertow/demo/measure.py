@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from undertow.runtime.emulated_link import Transfer
+from undertow.emulation.link import Transfer
 from undertow.trace import Event, Trace
 
 __all__ = ["LastGradient", "StepTimes", "trace_of"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from undertow.plan import ParamSpec
-from undertow.runtime.manager import spec_of
+from undertow.runtime.gradients.storage import spec_of
 
 __all__ = ["Gpt", "GptShape", "demo_parameters"]
 

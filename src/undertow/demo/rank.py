@@ -25,7 +25,7 @@ from undertow.demo.reference import Reference, reference_of_first_step
 from undertow.demo.results import Message, ModelBuilt, RankFailed, StepDone, WayDone, way_done
 from undertow.demo.settings import NUM_WARM_UP_STEPS, REFERENCE, DemoSettings
 from undertow.demo.way_run import WayRun
-from undertow.runtime.emulated_link import BACKEND, EmulatedLink, Transfer, emulated_backend
+from undertow.emulation.link import BACKEND, EmulatedLink, Transfer, emulated_backend
 
 __all__ = ["run_rank"]
 

@@ -15,10 +15,10 @@ from undertow.demo.measure import LastGradient, StepTimes, trace_of
 from undertow.demo.reference import Reference, gradients_of
 from undertow.demo.settings import Way
 from undertow.demo.ways import BUILDERS
+from undertow.emulation.link import Transfer
 from undertow.errors import PhaseError
-from undertow.optim import ShardedOptimizer
+from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.profile import Profile
-from undertow.runtime.emulated_link import Transfer
 from undertow.trace import Trace
 
 __all__ = ["StepRun", "WayRun"]

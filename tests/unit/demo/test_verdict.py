@@ -18,7 +18,7 @@ from undertow.demo.measure import StepTimes, trace_of
 from undertow.demo.results import WayDone, way_done
 from undertow.demo.show import comparison_table
 from undertow.demo.verdict import Verdict
-from undertow.runtime.emulated_link import Transfer
+from undertow.emulation.link import Transfer
 from undertow.trace import Event, Trace, overlap_of
 
 TRACE = Trace(

@@ -1,0 +1,1 @@
+"""Averages gradients by hand: no hooks, no schedule."""

@@ -1,0 +1,141 @@
+"""All buckets of a set of gradients, by hand: no hooks, no schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch.distributed as dist
+from torch import Tensor
+
+from undertow.errors import ConfigError, PhaseError
+from undertow.plan import SizeCaps, group_by_size, largest_first
+from undertow.runtime.comm.handles import ReductionHandle
+from undertow.runtime.gradients.storage import GradientBucket, spec_of
+
+
+class GradientBucketManager:
+    """Groups gradients into buckets and reduces those.
+
+    `parameters` are gradient tensors, or tensors that require grad: then their `.grad` at the time of the reduction is
+    meant. A gradient tensor that is held across `zero_grad(set_to_none=True)` goes stale: backward makes a new one.
+    Largest first; a parameter above the limit gets a bucket of its own; each dtype and device has its own buckets.
+    Raises ConfigError for sizes that are no positive number, tensors given twice, and tensors that are none.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        parameters: Sequence[Tensor],
+        bucket_size_in_bytes: float = 25 * 1024 * 1024,
+    ) -> None:
+        parameters = tuple(parameters)
+        _check_tensors(parameters)
+        specs = [spec_of(f"tensor {index}", tensor) for index, tensor in enumerate(parameters)]
+        groups = group_by_size(specs, largest_first(specs), SizeCaps(cap_bytes=bucket_size_in_bytes))
+        self.process_group = process_group
+        self.buckets = tuple(
+            GradientBucket(index, sum(specs[i].num_bytes for i in group) or 1, [parameters[i] for i in group])
+            for index, group in enumerate(groups)
+        )
+        self._bucket_of = {id(tensor): bucket.bucket_index for bucket in self.buckets for tensor in bucket.gradients}
+        self._is_closed = False
+
+    def get_bucket_index(self, tensor: Tensor) -> int:
+        """Index of the bucket that holds `tensor`'s gradient; ConfigError if none does."""
+        self._require_open("get_bucket_index")
+        index = self._bucket_of.get(id(tensor))
+        if index is None:
+            raise ConfigError(
+                f"a tensor of shape {tuple(tensor.shape)} belongs to no bucket.",
+                where=f"GradientBucketManager of {len(self._bucket_of)} tensors in {len(self.buckets)} buckets",
+                remedy="Give the manager this very tensor when you make it (the parameter, not a copy or its gradient).",
+            )
+        return index
+
+    def is_reduced(self, tensor: Tensor) -> bool:
+        """Whether the reduction of the bucket that holds `tensor`'s gradient is complete."""
+        self._require_open("is_reduced")
+        return self.buckets[self.get_bucket_index(tensor)].is_reduced
+
+    def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> ReductionHandle:
+        """Prepares one bucket and starts its reduction. Every rank calls this in the same order."""
+        self._require_open("reduce_bucket_async")
+        if not 0 <= index < len(self.buckets):
+            raise ConfigError(f"there is no bucket {index}.", where=f"GradientBucketManager of {len(self.buckets)} buckets")
+        bucket = self.buckets[index]
+        bucket.prepare()
+        return bucket.reduce_async(self.process_group, op)
+
+    def reduce_all_async(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[ReductionHandle]:
+        """Prepares every bucket and starts its reduction, in order; nothing leaves if one of them cannot be prepared."""
+        self._require_open("reduce_all_async")
+        for bucket in self.buckets:
+            bucket.require_ready()
+        return [self.reduce_bucket_async(index, op) for index in range(len(self.buckets))]
+
+    def wait_for_all(self) -> None:
+        """Returns when every reduction that was started is complete."""
+        self._require_open("wait_for_all")
+        for bucket in self.buckets:
+            if bucket.reduction_handle is not None:
+                bucket.reduction_handle.wait()
+
+    def copy_back_all(self) -> None:
+        """Waits for every bucket and copies the results into the gradients, each once.
+
+        PhaseError, and nothing is copied, where a bucket has not been reduced, or no result is new.
+        """
+        self._require_open("copy_back_all")
+        for bucket in self.buckets:
+            bucket.require_reduced()
+        for bucket in [bucket for bucket in self.buckets if not bucket.is_copied_back] or self.buckets[:1]:
+            bucket.copy_back()
+
+    def close(self) -> None:
+        """Waits for what is in flight and lets go of the buckets; every later call raises PhaseError, but for this one."""
+        if self._is_closed:
+            return
+        try:
+            self.wait_for_all()
+        finally:
+            self.buckets = ()
+            self._bucket_of = {}
+            self._is_closed = True
+
+    def _require_open(self, call: str) -> None:
+        if self._is_closed:
+            raise PhaseError(
+                "this GradientBucketManager is closed.", where=f"GradientBucketManager.{call}", remedy="Make a new one."
+            )
+
+    def __enter__(self) -> GradientBucketManager:
+        self._require_open("__enter__")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _check_tensors(tensors: Sequence[Tensor]) -> None:
+    seen: dict[int, int] = {}
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(
+                f"parameter {index} is no tensor but {type(tensor).__name__}.",
+                where="GradientBucketManager",
+                remedy="Pass model.parameters(), or the gradient tensors.",
+            )
+        if id(tensor) in seen:
+            raise ConfigError(
+                f"parameters {seen[id(tensor)]} and {index} are the same tensor, of shape {tuple(tensor.shape)}.",
+                where="GradientBucketManager",
+                remedy="Name every parameter once; model.parameters() does so for tied weights.",
+            )
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(
+                f"parameter {index} has dtype {tensor.dtype}, which has no gradients.",
+                where="GradientBucketManager",
+                remedy="Leave integer and boolean tensors out.",
+            )
+        seen[id(tensor)] = index

@@ -1,0 +1,388 @@
+"""Checkpoints of a model and its optimizer, in the format of torch.distributed.checkpoint, for any number of ranks.
+
+Stored are, under the names of the parameters:  model.<name>,  optimizer.state.<name>.<key>,  optimizer.param_groups.<n>.<key>
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from reprlib import repr as brief
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from undertow.checkpoint import files
+from undertow.checkpoint.files import Stored
+from undertow.checkpoint.metadata import Entry
+from undertow.checkpoint.reads import Target, read_entries
+from undertow.ddp.wrapper import DistributedDataParallel
+from undertow.errors import CheckpointError, UndertowError
+from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState
+from undertow.runtime.comm.group import GroupRef, OwnGroup
+from undertow.runtime.execute.hooks import earlier_watchers
+from undertow.runtime.peers.waiting import over_users
+from undertow.runtime.torch_private import checkpoint as private_checkpoint
+from undertow.runtime.torch_private import private
+
+_Result = TypeVar("_Result")
+_MODEL, _OPTIMIZER, _STATE, _GROUPS = "model", "optimizer", "state", "param_groups"
+
+
+def save_checkpoint(
+    path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
+) -> None:
+    """Saves both in the folder `path`, each rank its part; a collective call, to a place that all ranks see.
+
+    All ranks are those over which the model is synchronised, a bare one's under `attach` too; each group of ranks that has a
+    model of its own saves it to a path of its own. They are those of the default group where nothing synchronises the model,
+    only a group of one rank does, or different groups do. What is there is replaced when the new one is whole, and not before.
+    `extra` is saved as JSON: counters, a scheduler's state. The optimizer may be a ShardedOptimizer or a plain one.
+    CheckpointError, on every rank, where it fails on one.
+    """
+    target, ranks = Path(path), _Ranks.of(model, optimizer)
+    ranks.meet("save a checkpoint")
+    header = ranks.agree(lambda: _header(optimizer, extra))
+    state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))
+    folder = ranks.agree_on_first(lambda: str(files.folder_for_saving(target, header=header)))
+    ranks.call(lambda: private_checkpoint.save_checkpoint(state, Path(folder), ranks.group), doing=f"save {target}")
+    ranks.agree_on_first(lambda: files.put_in_place(target))
+
+
+def has_checkpoint(path: str | PathLike[str]) -> bool:
+    """Whether there is something for `load_checkpoint` to load; looks at the files and communicates nothing.
+
+    A save that was interrupted counts where it has left a whole checkpoint. One that is damaged is there, and an error to load.
+    """
+    return files.is_there(Path(path))
+
+
+def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Loads what `save_checkpoint` saved, from any number of ranks, and returns `extra`; a collective call of the same ranks.
+
+    CheckpointError, the same on every rank, where a file is missing, cut short or foreign, or where the model or the
+    optimizer is another one; nothing is changed then. No file outside of the folder is read. Nothing is unpickled but tensors
+    and plain values.
+    """
+    target, ranks = Path(path), _Ranks.of(model, optimizer)
+    ranks.meet("load a checkpoint")
+    folder = ranks.agree_on_first(lambda: str(files.folder_for_loading(target)))
+    stored = ranks.agree(lambda: files.read_stored(Path(folder)))
+    names = _Names(model)
+    room = ranks.agree(lambda: _room_for_model(stored, names) | _room_for_optimizer(stored, names, optimizer))
+    found = ranks.agree(lambda: _nested(stored, _read(stored, room)))
+    of_optimizer = ranks.agree(lambda: None if optimizer is None else _for_optimizer(found[_OPTIMIZER], names, optimizer))
+
+    def put() -> None:
+        # The model first: parameters of 16 bits are what an optimizer takes its own, wider ones from, if none were saved.
+        names.module.load_state_dict({key: found[_MODEL][name] for name, key in names.keys.items()})
+        if optimizer is not None and of_optimizer is not None:
+            optimizer.load_state_dict(of_optimizer)
+
+    ranks.agree(put)
+    return stored.extra
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """All that save and load together; `group` is None where one is alone."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    engines: Sequence[Any] = ()  # that synchronise the model
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Ranks:
+        _require_no_experts(model, optimizer)
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(None, torch.device("cpu"))
+        group = _group_of(model, optimizer) or dist.group.WORLD
+        assert group is not None  # torch.distributed is initialised
+        param, engines = next(model.parameters(), None), tuple(earlier_watchers(model.named_parameters()).values())
+        if param is None or GroupRef.of(group).backend_for(param.device) != "nccl":
+            return cls(group, torch.device("cpu"), engines)
+        return cls(group, param.device, engines)
+
+    @property
+    def is_first(self) -> bool:
+        return self.group is None or dist.get_rank(self.group) == 0
+
+    def meet(self, doing: str) -> None:
+        """Returns when all ranks have come. What follows may take as long as it will: files may be large, and disks slow.
+
+        A backward that has failed here ends before: other ranks are in theirs, and come when this one has.
+        """
+        for engine in self.engines:
+            engine.companions.wait_for_parameters()
+        self._from_all("", waits_for=f"all ranks, to {doing}")
+
+    def agree(self, work: Callable[[], _Result]) -> _Result:
+        """What `work` returned; where it fails on a rank, the same CheckpointError on every one."""
+        result, text, cause = None, "", None
+        try:
+            result = work()
+        except Exception as error:  # of any kind: the other ranks are about to wait for this one
+            failure = error if isinstance(error, CheckpointError) else _failed("use the files of a checkpoint", error)
+            text, cause = str(failure), error
+        failed = [text for text in self._from_all(text) if text]
+        if failed:
+            raise CheckpointError(failed[0]) from cause
+        return result  # type: ignore[return-value]  # it has not failed
+
+    def agree_on_first(self, work: Callable[[], _Result]) -> _Result:
+        """What `work`, which gives a string or nothing, returned on the first rank; no other one runs it."""
+        mine = self.agree(work if self.is_first else lambda: None)
+        return json.loads(self._from_all(json.dumps(mine))[0])  # type: ignore[no-any-return]
+
+    def call(self, work: Callable[[], None], *, doing: str) -> None:
+        """`work` is one of torch's, which agrees on its own; its error as ours."""
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                with over_users(self.group):
+                    work()
+        except (UndertowError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
+
+    def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
+        if self.group is None:
+            return [text]
+        mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
+        num_ranks = dist.get_world_size(self.group)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(num_ranks)]
+        with over_users(self.group, waits_for):
+            dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
+            longest = max(int(size) for size in sizes)
+            rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
+            dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
+        return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
+
+
+def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist.ProcessGroup | None:
+    """Of the ranks that have this model; None, for the default one, where nobody synchronises it, or parts over several."""
+    given = optimizer if isinstance(optimizer, ShardedOptimizer) else model
+    if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel):
+        return given.process_group
+    # A bare model does not tell: two groups that each have one of the same names would write one checkpoint of both.
+    engines = earlier_watchers(model.named_parameters()).values()
+    watching: list[OwnGroup] = [engine.formation.group for engine in engines if engine.formation.group.num_ranks > 1]
+    if len({own.user.ranks for own in watching}) != 1:
+        return None
+    return watching[0].user.group or watching[0].process_group
+
+
+def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    is_of_experts = isinstance(optimizer, ShardedOptimizer) and optimizer.has_experts
+    if is_of_experts or (isinstance(model, DistributedDataParallel) and model.sync.config.experts):
+        raise CheckpointError(
+            "this model has experts: ranks have other tensors under the same names, and a checkpoint has one of each.",
+            where="save_checkpoint, load_checkpoint",
+            remedy="Save model.state_dict() and optimizer.full_state_dict() on each rank, in a file of its own.",
+        )
+
+
+class _Names:
+    """What a model's tensors are called, whether it is wrapped, compiled, or neither."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = private.unwrapped(model)
+        state = self.module.state_dict()
+        self.keys = {_plain(key): key for key in state}
+        self.values = {_plain(key): value for key, value in state.items()}
+        self.of_param = {id(param): _plain(name) for name, param in self.module.named_parameters()}
+
+    def of_group(self, params: Sequence[Tensor]) -> list[str]:
+        for index, param in enumerate(params):
+            if id(param) not in self.of_param:
+                raise CheckpointError(
+                    f"parameter {index} of a group of the optimizer, of shape {tuple(param.shape)}, is none of the model's.",
+                    where="the optimizer",
+                    remedy="Give the model and the optimizer that belong together.",
+                )
+        return [self.of_param[id(param)] for param in params]
+
+
+def _plain(key: str) -> str:
+    return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> type:
+    return optimizer.optimizer_class if isinstance(optimizer, ShardedOptimizer) else type(optimizer)
+
+
+def _failed(doing: str, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"it was not possible to {doing}.",
+        where=f"{type(error).__name__}: {error}",
+        remedy="A checkpoint that was there before is still there.",
+    )
+
+
+def _header(optimizer: torch.optim.Optimizer | None, extra: Any) -> str:
+    try:
+        return files.header_text(optimizer=None if optimizer is None else _class_of(optimizer).__name__, extra=extra)
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f"extra does not survive being written as JSON: {brief(extra)}.",
+            where="save_checkpoint(extra=...)",
+            remedy="Give numbers, strings, lists and dicts with strings as keys.",
+        ) from None
+
+
+def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, *, is_first: bool) -> dict[str, Any]:
+    """What is stored, on this rank."""
+    # Of what all ranks have torch takes anyone's: for parameters that spreads the work, and buffers may differ.
+    params = set(names.of_param.values())
+    mine = {name: value for name, value in names.values.items() if is_first or name in params}
+    if optimizer is None:
+        return {_MODEL: mine}
+    packed = optimizer.sharded_state_dict() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
+    of_groups = [names.of_group(group["params"]) for group in optimizer.param_groups]
+    numbers = [number for group in packed[_GROUPS] for number in group["params"]]
+    name_of = dict(zip(numbers, (name for group in of_groups for name in group), strict=True))
+    state = {name_of[number]: of_param for number, of_param in packed[_STATE].items()}
+    groups = [{**group, "params": params} for group, params in zip(packed[_GROUPS], of_groups, strict=True)]
+    return {_MODEL: mine, _OPTIMIZER: {_STATE: state, _GROUPS: groups}}
+
+
+def _paths(stored: Stored, *begin: str) -> Iterable[tuple[tuple[Any, ...], Entry]]:
+    """Everything stored below `begin`, and the rest of its path."""
+    for entry in stored.entries.values():
+        if entry.path[: len(begin)] == begin:
+            yield entry.path[len(begin) :], entry
+
+
+def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
+    """New tensors to be read into, for a model is not to be left half loaded; None for other values."""
+    saved: dict[str, list[Entry]] = defaultdict(list)
+    for (of, *_), entry in _paths(stored, _MODEL):
+        saved[of].append(entry)
+    for name, value in names.values.items():
+        if name not in saved:
+            raise _other_model(stored, f"has no {name!r}, which the model has")
+        shape, dtype = saved[name][0].shape, saved[name][0].dtype
+        if isinstance(value, Tensor) and shape != value.shape:
+            text = "no tensor" if shape is None else f"of shape {shape}"
+            raise _other_model(stored, f"has {name!r} {text}, and the model's is of shape {tuple(value.shape)}")
+        if isinstance(value, Tensor) and dtype is not None and not torch.can_cast(dtype, value.dtype):
+            raise _other_model(stored, f"has {name!r} of {dtype}, and the model's is of {value.dtype}")
+    unexpected = next((name for name in saved if name not in names.values), None)
+    if unexpected is not None:
+        raise _other_model(stored, f"has {unexpected!r}, which the model has not")
+    return {
+        entry.name: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else _whole(entry)
+        for name, value in names.values.items()
+        for entry in saved[name]
+    }
+
+
+def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor | None]:
+    """What this rank needs: of a sharded optimizer its parts, of a plain one everything."""
+    if optimizer is None:
+        return {}
+    given = _class_of(optimizer).__name__
+    if stored.optimizer != given:
+        has = "no optimizer" if stored.optimizer is None else f"the state of {stored.optimizer}"
+        raise CheckpointError(
+            f"the checkpoint holds {has}, and the optimizer is {given}.",
+            where=str(stored.folder),
+            remedy="Load it into the same kind of optimizer, or load the model alone: load_checkpoint(path, model).",
+        )
+    params = {name: param for group in optimizer.param_groups for name, param in _named(names, group["params"])}
+    parts = optimizer.owned_parts() if isinstance(optimizer, ShardedOptimizer) else None
+    room: dict[str, Tensor | None] = {entry.name: _whole(entry) for _, entry in _paths(stored, _OPTIMIZER, _GROUPS)}
+    for (of, *keys), entry in _paths(stored, _OPTIMIZER, _STATE):
+        if of not in params:
+            raise _other_model(stored, f"has a state of {of!r}, which is none of the optimizer's parameters")
+        param, dtype = params[of], entry.dtype
+        if (parts is not None and not _is_shardable(keys, entry, param)) or (keys == [MASTER] and entry.shape != param.shape):
+            what = f"has {'.'.join(map(str, keys))!r} of shape {entry.shape} in the state of {of!r}"
+            raise _other_model(stored, f"{what}, and the parameter is of shape {tuple(param.shape)}")
+        if parts is None:
+            if keys != [MASTER]:  # the wider values of a sharded optimizer, which a plain one does not have
+                room[entry.name] = _whole(entry)
+        elif dtype is not None and entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE and param in parts:
+            pieces = [(part, torch.zeros(part.numel, dtype=dtype, device=param.device)) for part in parts[param]]
+            room[entry.name] = ShardedState(param, dtype, pieces)
+        else:
+            room[entry.name] = _whole(entry)
+    return room
+
+
+def _is_shardable(keys: Sequence[str | int], entry: Entry, param: Tensor) -> bool:
+    """A sharded optimizer keeps of each element its own state, and of a parameter as a whole numbers."""
+    return not entry.shape or (entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE)
+
+
+def _named(names: _Names, params: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
+    return zip(names.of_group(params), params, strict=True)
+
+
+def _whole(entry: Entry) -> Tensor | None:
+    return None if entry.shape is None else torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def _read(stored: Stored, room: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """What is wanted, by its name in the checkpoint."""
+    targets = {name: [] if tensor is None else _targets(tensor) for name, tensor in room.items()}
+    return {**room, **read_entries(stored.folder, stored.entries, targets, on_error=files.broken_data)}
+
+
+def _targets(tensor: Tensor) -> list[Target]:
+    if isinstance(tensor, ShardedState):
+        return [(box.offsets, values) for box, values in tensor.boxes()]
+    return [((0,) * tensor.dim(), tensor)]
+
+
+def _nested(stored: Stored, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """What was read, as it was given to be saved: torch has numbered what is in a list, and nothing else."""
+    found: dict[str | int, Any] = {_MODEL: {}, _OPTIMIZER: {_STATE: {}, _GROUPS: {}}}
+    for name, value in flat.items():
+        *path, last = stored.entries[name].path
+        place = found
+        for step in path:
+            place = place.setdefault(step, {})
+        place[last] = value
+    return _with_lists(found)  # type: ignore[no-any-return]  # at its top it has texts
+
+
+def _with_lists(found: Any) -> Any:
+    if not isinstance(found, dict):
+        return found
+    parts = {step: _with_lists(part) for step, part in found.items()}
+    is_list = bool(parts) and all(isinstance(step, int) for step in parts)
+    return [parts[number] for number in range(len(parts))] if is_list else parts
+
+
+def _for_optimizer(found: Mapping[str, Any], names: _Names, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A state dict that has the parameters in this optimizer's order, by name."""
+    groups, saved = [], list(found[_GROUPS])
+    saved_group_of = {name: group for group in saved for name in group["params"]}
+    for number, group in enumerate(optimizer.param_groups):
+        params = names.of_group(group["params"])
+        same = saved_group_of.get(params[0]) if params else saved[number] if number < len(saved) else None
+        other = next((name for name in params if same is None or saved_group_of.get(name) is not same), None)
+        if other is not None or same is None or len(saved) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"the checkpoint has {len(saved)} parameter groups that are not the optimizer's {len(optimizer.param_groups)}.",
+                where=f"group {number}" + (f", parameter {other!r}" if other is not None else ""),
+                remedy="Make the optimizer with the parameter groups that it was saved with.",
+            )
+        groups.append({**same, "params": params})
+    return {_STATE: found[_STATE], _GROUPS: groups}
+
+
+def _other_model(stored: Stored, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {how}.", where=str(stored.folder), remedy="Build the model as it was when the checkpoint was saved."
+    )

@@ -1,0 +1,206 @@
+"""The arguments of torch's DistributedDataParallel: which can work, in torch's words where they cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from undertow.config import SyncConfig
+from undertow.errors import ConfigError, WrongType
+from undertow.runtime.model.ignore import names_to_ignore
+
+_WHERE = "DistributedDataParallel(...)"
+_ONE_BYTE_MIB = 1 / 1024**2
+Devices = Sequence[int | str | torch.device]
+
+
+def check_module(module: object, *, caller: str = "DistributedDataParallel") -> None:
+    """ConfigError for what is no bare module; `caller` was asked to synchronise it."""
+    if not isinstance(module, nn.Module):
+        raise WrongType(
+            f"module must be a torch.nn.Module, got {type(module).__name__}.",
+            where=f"{caller}, first argument",
+            remedy="Pass the model itself.",
+        )
+    if type(module) is TorchDistributedDataParallel:
+        raise ConfigError(
+            "this module is wrapped already, by torch's own DistributedDataParallel.",
+            where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
+            remedy="Give the bare module.",
+        )
+
+
+def check_parameters(module: nn.Module, ignored: Collection[str], *, caller: str = "DistributedDataParallel") -> None:
+    """ConfigError for parameters, but for those of the names `ignored`, and layers that cannot be synchronised."""
+    where = f"{caller}(...)"
+    params = {name: param for name, param in module.named_parameters() if name not in ignored}
+    for name, param in params.items():
+        _check_parameter(name, param, caller)
+    device_types = sorted({param.device.type for param in params.values()})
+    if len(device_types) > 1:
+        raise ConfigError(
+            f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {device_types}.",
+            where=where,
+            remedy="Move the whole module with module.to(device) before.",
+        )
+    if device_types == ["cpu"] and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise ConfigError(
+            "SyncBatchNorm layers only work with GPU modules.",
+            where=where,
+            remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
+        )
+
+
+def warn_of_nothing_to_train(module: nn.Module, ignored: Collection[str], *, caller: str = "DistributedDataParallel") -> None:
+    """Warns if no parameter requires a gradient, except those of the names `ignored`."""
+    if not any(param.requires_grad for name, param in module.named_parameters() if name not in ignored):
+        warnings.warn(
+            f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
+            f"  {caller}(...)\n"
+            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
+            stacklevel=3,
+        )
+
+
+def _check_parameter(name: str, param: Tensor, caller: str) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ConfigError(
+            f"Modules with uninitialized parameters can't be used with `{caller}`.",
+            where=f"parameter {name!r} has no shape yet",
+            remedy="Run a dummy forward pass to correctly initialize the modules.",
+        )
+    if type(param.data).__name__ == "DTensor":
+        raise ConfigError(
+            f"parameter {name!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
+            where=f"{caller}(...)",
+            remedy="Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
+        )
+
+
+def check_devices(
+    module: nn.Module, device_ids: Devices | None, output_device: int | str | torch.device | None
+) -> tuple[list[int] | None, int | None]:
+    """Indices of the device of the module and of its outputs, None where inputs are left where they are."""
+    if isinstance(device_ids, dist.ProcessGroup):
+        raise ConfigError(
+            "a process group stands where device_ids belongs.",
+            where="DistributedDataParallel, second argument",
+            remedy="Write DistributedDataParallel(module, process_group=group).",
+        )
+    if device_ids is not None and len(device_ids) > 1:
+        raise ConfigError(
+            f"device_ids can only be None or contain a single element, got {list(device_ids)}.",
+            where=_WHERE,
+            remedy="Start one process per device, and move the module to its device before wrapping it.",
+        )
+    devices = {param.device for param in module.parameters()}
+    if not device_ids or len(devices) != 1 or next(iter(devices)).type == "cpu":
+        if device_ids or output_device:  # torch accepts output_device=0 here
+            raise ConfigError(
+                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules, "
+                f"but got device_ids {device_ids}, output_device {output_device}, and module parameters "
+                f"{sorted(map(str, devices))}.",
+                where=_WHERE,
+                remedy="Leave both out on CPU and for modules on several devices.",
+            )
+        return None, None
+    index = _device_index(device_ids[0])
+    return [index], index if output_device is None else _device_index(output_device)
+
+
+def _device_index(device: int | str | torch.device) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
+def ignored_by(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None) -> tuple[str, ...]:
+    """Names of what the argument and the settings have left alone."""
+    return (*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore))
+
+
+def ignored_by_torchs_way(module: nn.Module) -> list[str]:
+    """What `_set_params_and_buffers_to_ignore_for_model` was told; names that the module does not have count for nothing."""
+    known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    return [name for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ()) if name in known]
+
+
+def cap_of(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | tuple[float, ...] | None:
+    """The cap on buckets in MiB; where torch is given 0, every parameter travels alone."""
+    caps = tuple(cap if cap != 0 else _ONE_BYTE_MIB for cap in bucket_cap_mb_list or ())
+    return caps or (_ONE_BYTE_MIB if bucket_cap_mb == 0 else bucket_cap_mb)
+
+
+def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] | None, hooked: Tensor | None) -> None:
+    """Delayed parameters are reduced like all others, in their turn: the result is the same, and earlier."""
+    if (named_params is None) != (hooked is None):
+        raise ConfigError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
+            where=_WHERE,
+            remedy="Leave both out: Undertow sends every bucket as soon as it can.",
+        )
+    known = set(map(id, module.parameters()))
+    for name, param in named_params or ():
+        if id(param) not in known:
+            raise ConfigError(
+                f"delay_all_reduce_named_params: {name!r} is no parameter of the module.",
+                where=_WHERE,
+                remedy="Give what module.named_parameters() gives, or leave the argument out.",
+            )
+
+
+def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    """Whether buffers are synchronised before forwards; warns, as torch does, of the older name."""
+    if broadcast_buffers is not None:
+        is_ignored = forward_sync_buffers is not None
+        warnings.warn(
+            "`broadcast_buffers` is deprecated"
+            + (" and ignored when `forward_sync_buffers` is provided." if is_ignored else ". Use `forward_sync_buffers` instead.")
+            + " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal at the start.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers
+    return broadcast_buffers is not False
+
+
+def warn_of_check_reduction(check_reduction: bool) -> None:
+    if check_reduction:
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+def settings_from(cap: float | tuple[float, ...] | None, *, forward_sync: bool) -> dict[str, Any]:
+    """What these two ask for that is not our default."""
+    return ({} if cap is None else {"bucket_cap_mb": cap}) | ({} if forward_sync else {"buffers": "off"})
+
+
+def settings_of(config: SyncConfig | None, given: dict[str, Any], mixed_precision: object) -> SyncConfig:
+    """`config`, or what torch's arguments in `given` say; ConfigError where both do.
+
+    With torch's mixed precision gradients travel in its `reduce_dtype`, else in its `param_dtype`, if `config` says nothing.
+    """
+    if config is not None and given:
+        raise ConfigError(
+            f"settings are given twice: {', '.join(sorted(given))} by arguments of torch's, and config.",
+            where=_WHERE,
+            remedy=f"Put {', '.join(sorted(given))} into config=SyncConfig(...).",
+        )
+    chosen = SyncConfig(**given) if config is None else config
+    wire = getattr(mixed_precision, "reduce_dtype", None) or getattr(mixed_precision, "param_dtype", None)
+    is_narrow = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize == 2
+    if is_narrow and chosen.wire_dtype is None:
+        return dataclasses.replace(chosen, wire_dtype=str(wire).removeprefix("torch."))
+    return chosen

@@ -1,0 +1,49 @@
+"""Synchronises a module from outside, without a wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from undertow.config import SyncConfig, require_settings
+from undertow.ddp.arguments import check_module, check_parameters, ignored_by, warn_of_nothing_to_train
+from undertow.ddp.experts import synchronised
+from undertow.sync import Sync
+
+
+def attach(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    config: SyncConfig | None = None,
+    ignore: Iterable[str | nn.Module | Tensor] = (),
+) -> Sync:
+    """Synchronises `module`'s gradients from now on: after a backward every `.grad` is the mean over ranks.
+
+    The module keeps its class and its `state_dict` keys. All ranks take over rank 0's parameters and buffers. The
+    ranks are those of `process_group`, of `mesh`, or of the default group; a mesh has one dimension, or two with
+    `strategy="hybrid"`, of which the first replicates and the second shards. What `ignore` names (parameters, buffers,
+    submodules, by name or the thing itself) is left alone. Raises ConfigError for what cannot be synchronised.
+    """
+    check_module(module, caller="attach")
+    require_settings(config)
+    ignored = ignored_by(module, ignore, config)
+    check_parameters(module, ignored, caller="attach")
+    warn_of_nothing_to_train(module, ignored, caller="attach")
+    sync = synchronised(module, mesh=mesh, process_group=process_group, config=config, ignore=ignored)
+    sync.watch_forwards()
+    return sync
+
+
+class BucketedDDPHooks:
+    """Attaches the overlapped mean reduction to a bare model, with buckets of `bucket_size_mb` MiB, until `close()`."""
+
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, bucket_size_mb: float = 25.0) -> None:
+        self.sync = attach(model, process_group=process_group, config=SyncConfig(bucket_cap_mb=bucket_size_mb))
+
+    def close(self) -> None:
+        self.sync.close()

@@ -1,0 +1,88 @@
+"""Communication hooks one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undertow.errors import ConfigError, WrongType
+from undertow.runtime.comm.comm_hook import name_of, require_future
+
+__all__ = ["chain"]
+
+Hook = Callable[[Any, Any], Any]
+Stage = tuple[object, Hook]
+
+
+def chain(*stages: Stage) -> Hook:
+    """A communication hook that runs the hooks of `stages`, pairs of a state and a hook, one behind the other.
+
+        model.register_comm_hook(None, chain((1e3, clip_values), (power_state, powerSGD_hook), (log, note_norms)))
+
+    Each hook is given the bucket with what the one before has made of it, and returns a future as ever; what the last one's
+    holds becomes the gradients. One of them communicates, and divides where a mean is wanted; those before it see this rank's
+    gradients, those behind it the reduced ones. They change values, not the dtype of the bucket: to send another dtype, put
+    one of torch's wrappers around the hook that communicates.
+
+    A hook behind the one that communicates runs when that is complete, perhaps in another thread and at different times on
+    different ranks: it must not communicate itself. ConfigError for no stages, WrongType for what is no such pair.
+    """
+    if not stages:
+        raise ConfigError("there is no hook to run.", where="chain()", remedy="Give pairs: chain((state, hook), ...).")
+    for place, stage in enumerate(stages):
+        if not isinstance(stage, tuple) or len(stage) != 2 or not callable(stage[1]):
+            raise WrongType(
+                f"stage {place} must be a pair of a state and a hook, got {type(stage).__name__}.",
+                where="chain()",
+                remedy="Write chain((state, hook), ...); the state may be None.",
+            )
+
+    def chained(_state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its own classes
+        return _run(stages, bucket, bucket.buffer())
+
+    chained.__qualname__ = f"chain({', '.join(name_of(hook) for _, hook in stages)})"
+    return chained
+
+
+def _run(stages: Sequence[Stage], bucket: Any, buffer: Tensor) -> Any:
+    """The future of the last of `stages`; every one of them finds its predecessor's result in `buffer`."""
+    (state, hook), *rest = stages
+    bucket.set_buffer(buffer)  # which a wrapper may have replaced
+    future = hook(state, bucket)
+    require_future(future, where=f"{name_of(hook)}, in a chain")
+    if not rest:
+        return future
+    # One that does not communicate is done by now, and the next one may communicate: in this thread. On a device `then` does
+    # the same, on a stream that waits for what the future says.
+    if future.done() and buffer.device.type == "cpu":
+        _put(future.value(), buffer)
+        return _run(rest, bucket, buffer)
+
+    def go_on(completed: Any) -> Any:
+        _put(completed.value(), buffer)
+        return _run(rest, bucket, buffer).wait()
+
+    return future.then(go_on)
+
+
+@torch.no_grad()
+def _put(result: Any, buffer: Tensor) -> None:
+    if isinstance(result, list | tuple) and len(result) == 1:  # as collectives have them
+        (result,) = result
+    if not isinstance(result, Tensor) or (not result.is_sparse and result.numel() != buffer.numel()):
+        raise WrongType(
+            f"expected the future of a hook to hold a tensor of {buffer.numel()} elements, got {_described(result)}.",
+            where="a stage of chain()",
+            remedy="Set it to the bucket's buffer, or to a tensor as large.",
+        )
+    if result.is_sparse:
+        buffer.copy_(result)
+    elif result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
+        buffer.copy_(result.view_as(buffer))
+
+
+def _described(result: object) -> str:
+    return f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__

@@ -1,0 +1,294 @@
+"""Experts: parameters whose gradients are reduced over ranks of their own.
+
+ranks          0        1        2        3
+dense         same     same     same     same       one Sync, over all four
+experts        A        B        A        B         one Sync over 0 and 2, one over 1 and 3
+
+Each has its own process group, buckets, plan and lane, and all of them take part in every backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer
+
+from undertow.config import ExpertGroup, SyncConfig
+from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.runtime.comm.group import GroupRef, OwnGroup
+from undertow.runtime.comm.mesh import chosen_group, warn_of_lone_rank
+from undertow.runtime.model.ignore import names_to_ignore
+from undertow.runtime.model.module_params import AnyOf
+from undertow.runtime.peers.faults import Fault
+from undertow.runtime.step.siblings import all_of
+from undertow.runtime.torch_private import amp as private_scaling
+from undertow.runtime.torch_private import private
+from undertow.sync import Sync
+from undertow.trace import StepReport
+from undertow.tune import Explanation
+
+
+def synchronised(module: nn.Module, *, config: SyncConfig | None = None, **how: Any) -> Sync:
+    """What synchronises the module, `how` being the other arguments of `Sync`; a collective call."""
+    warn_of_lone_rank(how.get("process_group"), type(module).__name__)
+    if config is None or not config.experts:
+        return Sync(module, config=config, **how)
+    return SyncWithExperts(module, config=config, **how)
+
+
+class SyncWithExperts(Sync):
+    """A `Sync` of everything that no group of experts matches, and in `experts` one for each group.
+
+    What it does is done by all of them: a backward that reaches a parameter of one is a synchronisation of all, for none of
+    this rank's tokens may reach its experts. What it shows (plan, traces, profile) is of the dense parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        config: SyncConfig,
+        process_group: dist.ProcessGroup | GroupRef | None = None,
+        mesh: DeviceMesh | None = None,
+        ignore: Iterable[str | nn.Module | Tensor] = (),
+        shared: Collection[str] = ("parameters", "buffers"),
+    ) -> None:
+        ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
+        _require_one_group_each(module, config.experts, ignored)
+        everybody = chosen_group(process_group, mesh, config.strategy).ranks
+        groups = [_with_reference(group, everybody) for group in config.experts]
+        dense = dataclasses.replace(config, ignore=tuple(ignored), experts=())
+        elsewhere = AnyOf([_Matching(group.match) for group in groups])
+        super().__init__(module, process_group=process_group, mesh=mesh, config=dense, shared=shared, elsewhere=elsewhere)
+        self._groups = tuple(groups)
+        try:
+            for group, given in zip(groups, config.experts, strict=True):
+                own = dataclasses.replace(dense, experts=(group,), plan=None)
+                others = _AllBut(group.match)
+                where = {"process_group": given.process_group, "within": self.own_group}
+                sync = Sync(module, **where, config=own, shared=shared, elsewhere=others)
+                self.experts = (*self.experts, sync)
+        except BaseException:
+            self.close()
+            raise
+        self.take_part_with(self.experts)
+        for expert in self.experts:
+            expert._engine.checks.numbers.fails_others = partial(_fail, weakref.ref(self.own_group))
+        self._attached.callback(private_scaling.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(self))))
+
+    @property
+    def config(self) -> SyncConfig:
+        return dataclasses.replace(self._config, experts=self._groups)
+
+    @property
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that got no gradient on this rank, experts behind the others."""
+        return tuple(
+            name for names in (super().unused_parameters, *(it.unused_parameters for it in self.experts)) for name in names
+        )
+
+    @property
+    def is_synchronising(self) -> bool:
+        """Whether a round is under way."""
+        return super().is_synchronising or any(expert.is_synchronising for expert in self.experts)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a backward that runs now would only accumulate."""
+        return self._engine.is_accumulating
+
+    @is_accumulating.setter
+    def is_accumulating(self, value: bool) -> None:
+        self._engine.accumulates(value)
+        for expert in self.experts:
+            expert.is_accumulating = value
+
+    @private.untraced
+    def finish(self, *, buffers_follow: int | None = 0) -> None:
+        """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
+        follow = None if buffers_follow is None else 0
+        all_of(
+            partial(super().finish, buffers_follow=buffers_follow),
+            *(partial(expert.finish, buffers_follow=follow) for expert in self.experts),
+        )
+
+    @private.untraced
+    def wait(self) -> None:
+        """Returns when nothing is in flight."""
+        all_of(super().wait, *(expert.wait for expert in self.experts))
+
+    def wait_for_parameters(self) -> None:
+        """Returns when every parameter is what a sharded optimizer has made of it."""
+        all_of(super().wait_for_parameters, *(expert.wait_for_parameters for expert in self.experts))
+
+    @private.untraced
+    def full_gradient(self, param: Tensor) -> Tensor | None:
+        """The mean gradient of a parameter; a collective call, of the ranks of its group, under a sharded optimizer."""
+        for expert in self.experts:
+            if any(param is it for _, it in expert._members.named_params()):
+                return expert.full_gradient(param)
+        return super().full_gradient(param)
+
+    def share(self, kinds: Collection[str], *, source: int = 0) -> None:
+        """Gives every rank that rank's "parameters" or "buffers", and experts those of the first rank of their group."""
+        super().share(kinds, source=source)
+        for expert in self.experts:
+            expert.share(kinds)
+
+    def change_process_group(self, process_group: dist.ProcessGroup) -> None:
+        """PhaseError: the groups of experts would have to change with it."""
+        raise PhaseError(
+            "the ranks of a model with experts cannot change.",
+            where="_update_process_group",
+            remedy="Close the wrapper, and wrap the model anew.",
+        )
+
+    @private.untraced
+    def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
+        """Called before each forward of the module."""
+        follow = None if buffers_follow is None else 0
+        all_of(
+            partial(super().forward_begins, buffers_follow=buffers_follow, is_compiled=is_compiled),
+            *(partial(expert.forward_begins, buffers_follow=follow, is_compiled=is_compiled) for expert in self.experts),
+        )
+
+    @private.untraced
+    def forward_ends(self) -> None:
+        """Called after each forward of the module."""
+        super().forward_ends()
+        for expert in self.experts:
+            expert.forward_ends()
+
+    def report(self, *, show: bool = True) -> StepReport:
+        """Where the time of the last steps went; prints it for the dense parameters and each group of experts.
+
+        What it returns is of the dense parameters; `experts[0].report()` has the first group's.
+        """
+        report = super().report(show=show)
+        if show:
+            self._show_each_group(lambda expert: expert.report())
+        return report
+
+    def explain(self, *, show: bool = True) -> Explanation:
+        """Why the plans are as they are, that of the dense parameters first; it is the one that is returned."""
+        explanation = super().explain(show=show)
+        if show:
+            self._show_each_group(lambda expert: expert.explain())
+        return explanation
+
+    def measure_network(self) -> None:
+        """Sends messages of many sizes over each group in its turn; a collective call between steps."""
+        super().measure_network()
+        for expert in self.experts:
+            expert.measure_network()
+
+    def close(self) -> None:
+        """Takes everything off the module and destroys our process groups, once."""
+        all_of(super().close, *(expert.close for expert in self.experts))
+
+    def _show_each_group(self, show: Callable[[Sync], object]) -> None:
+        for group, expert in zip(self._groups, self.experts, strict=True):
+            print(f"\nExperts {group.match!r}, ranks {', '.join(map(str, group.process_group.ranks))}:")
+            show(expert)
+
+
+class _Matching:
+    """The names that a pattern matches."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and fnmatchcase(name, self._pattern)
+
+
+class _AllBut(_Matching):
+    """The names that it does not match."""
+
+    def __contains__(self, name: object) -> bool:
+        return not super().__contains__(name)
+
+
+def _fail(everybody: weakref.ref[OwnGroup], fault: Fault) -> None:
+    """Has all ranks raise what only those with some experts know of, when they next wait."""
+    group = everybody()
+    if group is not None and group.member is not None:
+        group.member.fails(fault)
+
+
+def _alike_on_all_ranks(
+    weak_sync: weakref.ref[SyncWithExperts], optimizer: Optimizer, look: private_scaling.Look
+) -> private_scaling.Found:
+    """What a scaler has found, on any rank: each has looked at its own experts only, and all must skip the same steps.
+
+    One all-reduce of one number, for every optimizer that holds a parameter of the model, an expert or not: which experts are
+    trained may differ from group to group.
+    """
+    found, sync = look(), weak_sync()
+    parts = () if sync is None else (sync, *sync.experts)
+    ours = {id(param) for part in parts for _, param in part._members.named_params()}  # which waits for no gather
+    is_ours = any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
+    if sync is None or not is_ours or sync.num_ranks == 1:
+        return found
+    on_any = torch.zeros((), device=sync.device)
+    for on_device in found.values():
+        on_any = torch.maximum(on_any, on_device.to(sync.device))
+    with sync.waiting("whether all ranks' gradients are finite"):
+        sync.own_group.all_reduce(on_any, dist.ReduceOp.MAX)
+    # A rank none of whose experts was used has looked at nothing, which scalers refuse.
+    return {device: on_any.to(device, copy=True) for device in found or (sync.device,)}
+
+
+def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:
+    """The same with a reference to the process group. ConfigError for one that this rank is not in, or has others than ours."""
+    given, where = group.process_group, f"ExpertGroup(match={group.match!r})"
+    if given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in the process group of its experts.",
+            where=where,
+            remedy="Give each rank the group of the ranks that hold the same experts as it does.",
+        )
+    if not isinstance(given, dist.ProcessGroup | GroupRef):
+        raise WrongType(
+            f"process_group must be a torch.distributed.ProcessGroup, got {type(given).__name__}.",
+            where=where,
+            remedy="Pass what torch.distributed.new_group() returned for the ranks that hold the same experts.",
+        )
+    reference = given if isinstance(given, GroupRef) else GroupRef.of(given)
+    strangers = sorted(set(reference.ranks).difference(everybody))
+    if strangers:
+        raise ConfigError(
+            f"experts are on ranks that do not train this model: {', '.join(map(str, strangers))}.",
+            where=f"{where}, the model is on ranks {', '.join(map(str, everybody))}",
+            remedy="Give a group of ranks of the model.",
+        )
+    return dataclasses.replace(group, process_group=reference)
+
+
+def _require_one_group_each(module: nn.Module, groups: Sequence[ExpertGroup], ignored: Collection[str]) -> None:
+    """ConfigError for a pattern without a parameter, and for a parameter with two patterns."""
+    names = [name for name, _ in module.named_parameters() if name not in ignored]
+    for group in groups:
+        if not any(name in _Matching(group.match) for name in names):
+            raise ConfigError(
+                f"no parameter matches {group.match!r}.",
+                where=f"ExpertGroup, for a model of type {type(module).__name__}",
+                remedy=f"Match names of named_parameters(), such as {names[-1]!r}." if names else "Leave `experts` out.",
+            )
+    for name in names:
+        matching = [group.match for group in groups if name in _Matching(group.match)]
+        if len(matching) > 1:
+            raise ConfigError(
+                f"parameter {name!r} is in several groups of experts.",
+                where=f"it matches {' and '.join(map(repr, matching))}",
+                remedy="Write patterns of which each parameter matches one.",
+            )

@@ -1,0 +1,147 @@
+"""Uneven inputs: ranks that have run out of data keep the others company until the last one has, as torch's Join has it.
+
+Per forward, an active rank tells the others what it is about to do; a rank that has joined does the same without data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+
+from undertow.errors import PhaseError
+from undertow.runtime.peers.waiting import over_users
+from undertow.runtime.step.sharded_steps import no_join_with_shards
+from undertow.sync import Sync
+
+
+class UnevenInputs(Join):
+    """torch's context manager for one model, which also leaves it as it found it, and says so where a rank is gone."""
+
+    def __init__(self, joinable: Joinable, enable: bool, throw_on_early_termination: bool, **how: Any) -> None:
+        super().__init__([joinable], enable, throw_on_early_termination, is_enabled=enable, **how)
+        self._hook = cast(ShadowHook, self._join_hooks[0])
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self._hook.ends()
+            for joinable in self._joinables:
+                joinable._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+
+    def _get_num_nonjoined_procs(self) -> int:
+        with _over_users(self._hook.sync, "what ranks that have data do next"):
+            num_active = int(super()._get_num_nonjoined_procs())  # type: ignore[no-untyped-call]
+        self._hook.rescale(num_active)
+        return num_active
+
+    def _notify_procs_to_terminate(self) -> None:
+        with _over_users(self._hook.sync, "all ranks, to tell that there is no more data"):
+            super()._notify_procs_to_terminate()  # type: ignore[no-untyped-call]
+
+
+class ShadowHook(JoinHook):
+    """What a rank does that has run out of data, while others train on.
+
+    PhaseError for a model with experts, or with an optimizer in shards.
+    """
+
+    def __init__(self, sync: Sync, *, divide_by_initial_world_size: bool, is_enabled: bool) -> None:
+        self.divides_by_initial_world_size = divide_by_initial_world_size
+        self.sync = sync
+        if is_enabled:
+            _require_join(sync)
+            sync.own_group.in_join = True
+
+    def main_hook(self) -> None:
+        """Takes part in one step of the others."""
+        sync = self.sync
+        said = _exchange(sync)
+        if said.source is not None:
+            sync.synchronise_buffers(source=said.source)
+        if said.synchronises:
+            sync.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Gives every rank the model of one that trained to the end; from here on all ranks count again."""
+        sync = self.sync
+        self.ends()
+        sync.join_ends()
+        said = _exchange(sync, source=sync.rank if is_last_joiner else None)
+        sync.share(("parameters", "buffers"), source=0 if said.source is None else said.source)
+
+    def ends(self) -> None:
+        """Nothing goes over the user's group any more."""
+        self.sync.own_group.in_join = False
+
+    def rescale(self, num_active: int) -> None:
+        """Has means be those over so many ranks, unless they are to be over all of them."""
+        self.sync.rescale = 1.0 if self.divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
+
+
+def _require_join(sync: Sync) -> None:
+    """PhaseError where a rank without data could not take part in what is done with the others."""
+    if sync.experts:
+        raise PhaseError(
+            "a rank that has run out of data cannot leave a model with experts: tokens of others need those that it holds.",
+            where="join",
+            remedy="Give every rank as many batches.",
+        )
+    if sync.steps is not None:
+        raise no_join_with_shards()
+
+
+def announce_forward(sync: Sync, joinable: Joinable, hook: ShadowHook, *, with_buffers: bool) -> int | None:
+    """Tells the ranks that have joined what this one is about to do.
+
+    Returns the rank that buffers follow, None where they do not: rank 0 may have run out of data long ago.
+    """
+    hook.rescale(_num_active(sync, joinable))
+    source = sync.rank if with_buffers else None
+    return _exchange(sync, source=source, synchronises=sync.synchronises).source
+
+
+def _num_active(sync: Sync, joinable: Joinable) -> int:
+    """Tells ranks that have joined that this one has not; of how many that is true, as far as this participant may ask."""
+    with _over_users(sync, "all ranks, to tell them that there is data"):
+        work = Join.notify_join_context(joinable)
+        if work is None:
+            return sync.num_ranks
+        work.wait()
+        return int(_flat(work.get_future().value()).item())
+
+
+@contextlib.contextmanager
+def _over_users(sync: Sync, what: str) -> Iterator[None]:
+    """What torch's Join has ranks wait for; it goes over the user's group."""
+    with sync.waiting(what), over_users(sync.process_group):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    source: int | None  # the highest rank that offers its tensors
+    synchronises: bool  # whether any rank's backward will synchronise
+
+
+def _exchange(sync: Sync, *, source: int | None = None, synchronises: bool = False) -> _Said:
+    """What active ranks are about to do."""
+    said = torch.tensor([0 if source is None else source + 1, int(synchronises)], device=sync.device)
+    with sync.waiting("all ranks, to tell what they do"):
+        sync.own_group.all_reduce(said, dist.ReduceOp.MAX)
+    highest, any_synchronises = said.tolist()
+    return _Said(highest - 1 if highest else None, bool(any_synchronises))
+
+
+def _flat(value: Any) -> torch.Tensor:
+    """Backends nest the result of a collective differently."""
+    while not isinstance(value, torch.Tensor):
+        value = value[0]
+    return value

@@ -1,0 +1,456 @@
+"""The wrapper that takes the place of torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.device_mesh import DeviceMesh
+
+from undertow.config import SyncConfig, require_settings
+from undertow.ddp import arguments
+from undertow.ddp.experts import synchronised
+from undertow.ddp.join import ShadowHook, UnevenInputs, announce_forward
+from undertow.ddp.mixed_precision import MixedPrecision, mixed_precision_of
+from undertow.ddp.reducer import Reducer
+from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.plan import Plan
+from undertow.profile import Profile
+from undertow.runtime.model.ignore import still_there
+from undertow.runtime.step.reduction import Reduction
+from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private.compile import cut_bytes
+from undertow.trace import StepReport, Trace
+from undertow.tune import Explanation
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """Data-parallel training of `module`: change one import.
+
+    The constructor is torch's. It is torch's class in name only, so that trainers and checkpointing recognise it; its
+    C++ reducer is never made: `reducer` is an object that only answers them. What we always do is accepted:
+    `find_unused_parameters` and `skip_all_reduce_unused_params` (who used what travels inside the buckets),
+    `gradient_as_bucket_view`, `batched_grad_copy`, `static_graph`, and the delayed parameters, which are sent in their
+    turn like all others. Of our own are `config`, and `ignore`: parameters, buffers and submodules, by name or
+    themselves, that are left alone.
+    """
+
+    require_forward_param_sync = True  # may be switched off on an instance
+    broadcast_bucket_size = 250 * 1024 * 1024  # torch's own helpers ask for this and the next two
+    use_side_stream_for_tensor_copies = True
+    logger = None
+    reducer = Reducer()  # type: ignore[assignment]
+    _precision: MixedPrecision | None = None
+    _buffer_hook: _BufferHook | None = None
+    _shadow: ShadowHook | None = None
+
+    def __init__(  # noqa: PLR0913  torch's signature
+        self,
+        module: nn.Module,
+        device_ids: arguments.Devices | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, Tensor]] | None = None,
+        param_to_hook_all_reduce: Tensor | None = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        config: SyncConfig | None = None,
+        ignore: Iterable[str | nn.Module | Tensor] = (),
+    ) -> None:
+        arguments.check_module(module)
+        require_settings(config)
+        ignored = (*arguments.ignored_by(module, ignore, config), *arguments.ignored_by_torchs_way(module))
+        arguments.check_parameters(module, ignored)
+        device_indices = arguments.check_devices(module, device_ids, output_device)
+        arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        arguments.warn_of_check_reduction(check_reduction)
+        forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers)
+        given = arguments.settings_from(arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list), forward_sync=forward_sync)
+        chosen = arguments.settings_of(config, given, mixed_precision)
+        arguments.warn_of_nothing_to_train(module, ignored)
+
+        nn.Module.__init__(self)  # past torch's constructor, which would make its reducer
+        Joinable.__init__(self)
+        self.module = module
+        self.dim, self.device_mesh = dim, device_mesh
+        self.device_ids, self.output_device = device_indices
+        self.device = next((param.device for param in module.parameters()), torch.device("cpu"))
+        self.device_type, self.is_multi_device_module = self.device.type, len({it.device for it in module.parameters()}) > 1
+        self.forward_sync_buffers = chosen.buffers != "off"
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
+        self.skip_all_reduce_unused_params, self.static_graph = skip_all_reduce_unused_params, static_graph
+        self.mixed_precision = mixed_precision  # type: ignore[assignment]  # anything with its dtypes
+        self._precision = mixed_precision_of(mixed_precision, module, ignored)
+        makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
+        self.sync = synchronised(
+            module,
+            process_group=process_group,
+            mesh=device_mesh,
+            config=chosen,
+            ignore=ignored,
+            shared=("parameters", "buffers")[: 1 + makes_buffers_equal] if init_sync else (),
+        )
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:  # type: ignore[override]
+        """The group over whose ranks gradients are averaged."""
+        return self.sync.process_group
+
+    @property
+    def plan(self) -> Plan:
+        return self.sync.plan
+
+    @property
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that got no gradient on this rank, over the micro-batches of the last step."""
+        return self.sync.unused_parameters
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:  # type: ignore[override]
+        """Names of the parameters and buffers that are left alone."""
+        return set(self.sync.config.ignore)
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """The buffers that are synchronised, as they are now."""
+        ignored = self.parameters_to_ignore
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
+
+    @property
+    def bucket_bytes_cap(self) -> int:  # type: ignore[override]
+        """Bytes of the largest bucket."""
+        return max(bucket.num_bytes for bucket in self.plan.buckets)
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:  # type: ignore[override]
+        """Bytes of every bucket."""
+        return [bucket.num_bytes for bucket in self.plan.buckets]
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:  # type: ignore[override]
+        """Whether the sizes of buckets are the library's choice."""
+        return self.sync.config.bucket_cap_mb is None
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]
+        return list(self.named_module_buffers.values())
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._forward_begins(is_compiled=private.is_compiling())
+        if self.device_ids:
+            inputs, kwargs = self._on_device(inputs, kwargs)
+        try:
+            with self._cutting_graphs():
+                if self._precision is None:
+                    outputs = _called(self.module, inputs, kwargs)
+                else:
+                    outputs = self._precision.call(self.module, inputs, kwargs)
+        finally:
+            if not torch.compiler.is_compiling():  # nothing is timed between compiled pieces
+                self.sync.forward_ends()
+        if self._buffer_hook is not None:
+            self._run_buffer_hook("POST_FORWARD")
+        return outputs
+
+    @private.untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with private.as_plain_tensors() if set_to_none else nullcontext():  # nothing is read of a parameter
+            super().zero_grad(set_to_none)
+
+    @private.untraced
+    def full_gradient(self, param: Tensor) -> Tensor | None:
+        """The mean gradient of a parameter, also where each rank has a shard of it; a collective call then."""
+        return self.sync.full_gradient(param)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backwards inside only accumulate; the next one outside synchronises the sum."""
+        return self.sync.accumulate()
+
+    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """The same as `accumulate`, under torch's name. The mode that holds when backward runs is what counts."""
+        return self.sync.accumulate()
+
+    @private.untraced
+    def loss_weight(self, n: float | Tensor) -> None:
+        """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank. See Sync.loss_weight."""
+        self.sync.loss_weight(n)
+
+    @private.untraced
+    def finish(self) -> None:
+        """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
+        self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)
+
+    @private.untraced
+    def reduce_gradients_async(self, op: str | None = None) -> Reduction:
+        """Sends the gradients that were accumulated; wait for the result before the optimizer steps. See the Sync's."""
+        return self.sync.reduce_gradients_async(op)
+
+    @private.untraced
+    def wait(self) -> None:
+        """Returns when nothing is in flight."""
+        self.sync.wait()
+
+    def broadcast_parameters(self) -> None:
+        """Gives every rank rank 0's parameters and buffers; a collective call."""
+        self.sync.broadcast_parameters()
+
+    def report(self, *, show: bool = True) -> StepReport:
+        """Where the time of the last steps went on this rank; never communicates."""
+        return self.sync.report(show=show)
+
+    def traces(self) -> tuple[Trace, ...]:
+        """What happened in the recorded steps, oldest first."""
+        return self.sync.traces()
+
+    def explain(self, *, show: bool = True) -> Explanation:
+        """Why the buckets are as they are, and what others would do; never communicates."""
+        return self.sync.explain(show=show)
+
+    def profile(self) -> Profile:
+        """What was measured of the model and the network; never communicates."""
+        return self.sync.profile()
+
+    def measure_network(self) -> None:
+        """Sends messages of many sizes, to know what those take; a collective call, between steps."""
+        self.sync.measure_network()
+
+    def save_profile(self, path: str | Path) -> None:
+        """Writes the profile as JSON, for `undertow plan` and `undertow simulate`."""
+        self.sync.save_profile(path)
+
+    def save_plan(self, path: str | Path) -> None:
+        """Writes the present plan as JSON."""
+        self.sync.save_plan(path)
+
+    def close(self) -> None:
+        """Takes the hooks off and destroys our process group.
+
+        `model.module` trains without averaging from then on. A training forward of the wrapper raises PhaseError.
+        """
+        self.sync.close()
+        if self._precision is not None:
+            self._precision.close()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward synchronises; decided when it runs."""
+        return not self.sync.is_accumulating
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, is_required: bool) -> None:
+        self.sync.is_accumulating = not is_required
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next training forward synchronises buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> UnevenInputs:
+        """Lets ranks run out of data at different times: inside, a rank that has left its loop shadows the others.
+
+        A gradient is divided by the number of all ranks, or, with `divide_by_initial_world_size=False`, of those that
+        still have data. With `throw_on_early_termination` all ranks raise as soon as one has run out. At the end every
+        rank has the model of a rank that trained longest.
+        One backward for each forward. PhaseError under a ShardedOptimizer, and for a model with experts.
+        """
+        self.sync.require_open("join()")
+        return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """For torch.distributed.algorithms.Join, also among other participants."""
+        defaults = {"divide_by_initial_world_size": True, "is_enabled": True}
+        # Others are for other participants.
+        self._shadow = ShadowHook(self.sync, **{name: kwargs.get(name, usual) for name, usual in defaults.items()})
+        return self._shadow
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.sync.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduces every bucket by `hook(state, bucket)`; torch's own hooks run unchanged. See Sync.register_comm_hook."""
+        self.sync.register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # loads every optimizer of torch's
+
+        hooks = {
+            BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
+    def _register_buffer_comm_hook(self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
+        """Has `hook(state, buffers by name)` synchronise buffers, in place of rank 0's values.
+
+        It runs after every training forward, or before it; futures that it returns are waited for at the end of backward.
+        """
+        if not callable(hook):
+            raise WrongType(
+                f"hook must be callable, got {type(hook).__name__}.",
+                where="_register_buffer_comm_hook",
+                remedy="Pass a function hook(state, named_buffers).",
+            )
+        location = "POST_FORWARD" if comm_hook_location is None else comm_hook_location.name
+        self._buffer_hook = _BufferHook(state, hook, location)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup | int) -> None:
+        """Averages over the ranks of another group from the next forward on; nothing happens on a rank outside of it."""
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.sync.change_process_group(new_process_group)
+
+    def _set_static_graph(self) -> None:
+        """Accepted: nothing of ours depends on it."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+        self.static_graph = True
+
+    def _sync_buffers(self) -> None:
+        """Gives every rank rank 0's buffers; subclasses that run the module past `forward` call it before."""
+        self._sync_module_buffers(0)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        self.sync.synchronise_buffers(source=authoritative_rank)
+
+    def _remove_autograd_hooks(self) -> None:
+        self.sync.close()
+
+    def _check_reducer_finalized(self) -> None:
+        """PhaseError where a backward has begun whose gradients are not synchronised yet."""
+        if self.sync.is_synchronising:
+            raise PhaseError(
+                "Expect to have finished reduction in the prior iteration before starting a new one.",
+                where=f"rank {self.sync.rank}",
+                remedy="Look for an exception in backward; the next forward ends the round.",
+            )
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accepted: outputs are never copied."""
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Accepted: every step is recorded."""
+        if sample_rate < 1:
+            raise ConfigError(
+                f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}.",
+                where="_set_ddp_runtime_logging_sample_rate",
+                remedy="Leave it out: every step is recorded, and report() shows them.",
+            )
+
+    def _set_sparse_metadata(self, global_unique_ids: object) -> None:
+        """Accepted: the rows of sparse gradients need not be known beforehand."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts about the wrapper, under the names that torch has for them."""
+        return {
+            "module_name": type(self.module).__name__,
+            "world_size": self.sync.num_ranks,
+            "rank": self.sync.rank,
+            "num_parameter_tensors": len(self.plan.params),
+            "bucket_sizes": ", ".join(str(bucket.num_bytes) for bucket in self.plan.buckets),
+            "broadcast_buffers": self.forward_sync_buffers,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "can_set_static_graph": False,  # a trainer would advise to set it, and nothing depends on it
+        }
+
+    @property
+    def _buffers_follow_a_rank(self) -> bool:
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._buffer_hook is None
+
+    @private.untraced
+    def _forward_begins(self, *, is_compiled: bool) -> None:
+        sync, follows = self.sync, self._buffers_follow_a_rank and not self.sync.is_accumulating
+        if self._shadow is not None and self._join_config.enable and sync.is_training_forward:
+            source = announce_forward(sync, self, self._shadow, with_buffers=follows)
+            sync.forward_begins(buffers_follow=source, is_compiled=is_compiled)
+        else:
+            sync.forward_begins(buffers_follow=0 if follows else None, is_compiled=is_compiled)
+        if self._buffer_hook is not None:
+            self._run_buffer_hook("PRE_FORWARD")
+
+    def _cutting_graphs(self) -> AbstractContextManager[None]:
+        """Has torch.compile cut graphs where buckets end, so that a bucket leaves before the next graph's backward."""
+        return self._inside_ddp_forward() if cut_bytes(self.plan, num_ranks=self.sync.num_ranks) else nullcontext()
+
+    def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        device = torch.device(self.device_type, self.device_ids[0])  # type: ignore[index]  # asked before
+        return private.moved_to_device(inputs, kwargs, device)
+
+    def _run_buffer_hook(self, location: str) -> None:
+        hook = self._buffer_hook
+        if hook is None or hook.location != location or not self.sync.is_training_forward or self.sync.is_accumulating:
+            return
+        if self.will_sync_module_buffers():
+            self.sync.wait_after_backward(hook.run(self.named_module_buffers))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to this process: a copy makes its own buckets and groups when it first trains."""
+        if self.sync.has_comm_hook:
+            warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
+        own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow", "_precision")}
+        return {**own, "sync_config": self.sync.config, "sync_group": self.sync.group_reference}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        config, group = state.pop("sync_config"), state.pop("sync_group")
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        Joinable.__init__(self)
+        config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
+        self._precision = mixed_precision_of(self.mixed_precision, self.module, config.ignore)
+        self.sync = synchronised(self.module, process_group=group, config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        # What the wrapper does not have, the module may: ddp.generate(...), ddp.config.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or isinstance(getattr(type(self), name, None), property):
+                raise
+            return getattr(self.module, name)
+
+
+def _called(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A frame of its own for torch.compile: it cuts no graph within a context, and starts none in a module of torch's."""
+    return module(*inputs, **kwargs)
+
+
+class _BufferHook:
+    """A user's way of synchronising buffers."""
+
+    def __init__(self, state: object, hook: Callable[..., Any], location: str) -> None:
+        self.location = location
+        self._state = state
+        self._hook = hook
+
+    def run(self, named_buffers: dict[str, Tensor]) -> list[Any]:
+        """The futures to wait for."""
+        with torch.no_grad():
+            return list(self._hook(self._state, named_buffers) or ())

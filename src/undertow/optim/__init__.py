@@ -1,0 +1,1 @@
+"""An optimizer of which every rank keeps its shard."""

@@ -1,0 +1,92 @@
+"""Whether an optimizer may be given a parameter in pieces."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undertow.errors import ConfigError
+from undertow.runtime.torch_private import private
+
+# What they would do to a shard is not what they do to a part of the whole parameter.
+_NOT_ELEMENTWISE = {
+    "Adafactor": "it keeps one statistic for each row and column of a matrix",
+    "LBFGS": "it takes scalar products of whole gradients, and evaluates the model several times in a step",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it updates the rows of sparse gradients",
+    "Shampoo": "it keeps a statistic for each pair of rows",
+    "SOAP": "it rotates whole matrices",
+    "LAMB": "it scales an update by the norm of the whole parameter",
+    "LARS": "it scales an update by the norm of the whole parameter",
+}
+_KNOWN = frozenset(["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # from parameters or their groups
+_SHAPE, _CUT, _NUM_STEPS = (4, 6), 9, 3
+
+
+def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
+    """ConfigError for an optimizer that treats a parameter otherwise than each of its elements, or that keeps in its groups what
+    changes from step to step; one of torch's is known, another one is tried out on a few numbers.
+    """
+    is_torchs = cls.__module__.startswith("torch.optim")
+    reason = _NOT_ELEMENTWISE.get(cls.__name__)
+    if reason is None and not (is_torchs and cls.__name__ in _KNOWN):
+        reason = _found_out(make, hyper_parameters, device)
+    if reason is not None:
+        raise ConfigError(
+            f"{cls.__name__} cannot be sharded: {reason}.",
+            where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
+            remedy="Use an elementwise optimizer such as AdamW or SGD, or this one without sharding.",
+        )
+
+
+def state_of_one_element(make: MakeOptimizer, hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
+    """What the optimizer keeps of a parameter with one element, after one step."""
+    return dict(_Trial(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]]).states[0])
+
+
+def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: torch.device) -> str | None:
+    """What some steps show of an optimizer that nobody knows; None where it may be sharded."""
+    generator = torch.Generator().manual_seed(0)  # leaves the user's alone
+    start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
+    whole = _Trial(make, hyper_parameters, [start], [[grad] for grad in grads])
+    parts = _Trial(make, hyper_parameters, _cut(start), [_cut(grad) for grad in grads])
+    if not torch.equal(whole.values[0].flatten(), torch.cat(parts.values)):
+        return "it updates parts of a parameter otherwise than the whole"
+    if whole.changed:
+        names = ", ".join(map(repr, whole.changed))
+        return f"its steps change {names} in its parameter groups, and only its state is kept, moved and saved"
+    return None
+
+
+def _cut(tensor: Tensor) -> list[Tensor]:
+    return [tensor.flatten()[:_CUT].clone(), tensor.flatten()[_CUT:].clone()]
+
+
+class _Trial:
+    """Some steps of an optimizer over parameters of their own."""
+
+    def __init__(
+        self, make: MakeOptimizer, hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
+    ) -> None:
+        params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+        optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
+        before = _settings(optimizer)
+        for of_step in grads:
+            for param, grad in zip(params, of_step, strict=True):
+                param.grad = grad.clone()
+            private.step_unwatched(optimizer)
+        after = _settings(optimizer)
+        self.values = [param.detach() for param in params]
+        self.states = [optimizer.state.get(param, {}) for param in params]
+        self.changed = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """As text: a function or NaN among them is not equal to a copy of itself."""
+    (group,) = optimizer.param_groups
+    return {name: repr(value) for name, value in group.items() if name != "params"}

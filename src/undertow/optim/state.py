@@ -1,0 +1,261 @@
+"""The state of a sharded optimizer: in parts, whole, and from one to the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undertow.boxes import Box, boxes_of_range
+from undertow.errors import CheckpointError, PhaseError
+from undertow.runtime.comm.agreement import gather_json
+from undertow.runtime.comm.p2p import wide_dtype
+from undertow.runtime.gradients.storage import strides_of_gradient
+from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.sharded.shards import ShardPart, in_memory_order
+from undertow.runtime.torch_private import checkpoint as private_checkpoint
+from undertow.runtime.torch_private import private
+
+ParamState = dict[str, Any]  # by torch's name for it: tensors, numbers, and ShardedState
+FullStates = dict[Tensor, ParamState]  # parameters are keys by identity
+
+MASTER = "master"  # the fp32 values of a 16-bit parameter, beside what the optimizer keeps
+OF_THE_WHOLE = {"step", "eta", "mu", "mu_product"}  # what torch's optimizers keep of a parameter and not of its elements
+_COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+_OF_A_COPY = {"device", "non_blocking", "memory_format"}
+
+_TENSOR, _SCALAR, _VALUE = "tensor", "scalar tensor", "value"
+
+
+class ShardedState(Tensor):
+    """A tensor like a parameter, of which this rank has `pieces`: flat, of the parameter as it lies in memory.
+
+    It is a tensor because torch.distributed.checkpoint looks for shards in tensors only, and it has the methods by which
+    that saves and loads them, as boxes; with all ranks' pieces what is stored is a tensor of this shape. It has no values
+    of its own: it can be moved and copied, and every other use of it raises.
+    """
+
+    pieces: tuple[tuple[ShardPart, Tensor], ...]
+
+    @staticmethod
+    def __new__(cls, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> ShardedState:
+        like = torch.empty_strided(param.shape, strides_of_gradient(param), dtype=dtype, device="meta")
+        made = private.wrapper_tensor(cls, like, device=param.device)
+        made.pieces = tuple(pieces)
+        return made
+
+    def of_part(self, part: ShardPart) -> Tensor:
+        """The elements of `part`, which must lie in one of our pieces."""
+        for own, values in self.pieces:
+            if own.start <= part.start and part.stop <= own.stop:
+                return values[part.start - own.start : part.stop - own.start]
+        raise CheckpointError(
+            f"elements [{part.start}, {part.stop}) of a state of shape {tuple(self.shape)} are not on this rank.",
+            where="ShardedOptimizer.load_state_dict",
+            remedy="Load through torch.distributed.checkpoint, or from full_state_dict().",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        parts = ", ".join(f"[{part.start}, {part.stop})" for part, _ in self.pieces)
+        return f"ShardedState(shape={tuple(self.shape)}, dtype={self.dtype}, elements {parts or 'none'} here)"
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise CheckpointError(
+            "the state of a sharded optimizer cannot be pickled: this rank has a part of it.",
+            where=repr(self),
+            remedy='Leave state_dict="sharded" out of ShardedOptimizer(...), or save by torch.distributed.checkpoint.',
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
+        copied = memo[id(self)] = self._with_pieces([(part, values.clone()) for part, values in self.pieces])
+        return copied
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
+        return private_checkpoint.write_items(fqn, self, [box for box, _ in self.boxes()])
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return private_checkpoint.chunks([box for box, _ in self.boxes()])
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        for box, view in self.boxes():
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return view
+        raise ValueError(f"{index.fqn!r} has nothing at {index.offset} on this rank")  # torch tells the other ranks
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
+        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given, first = {name: value for name, value in (kwargs or {}).items() if value is not None}, args[0] if args else None
+        if isinstance(first, ShardedState):
+            if op is torch.ops.aten.detach.default:
+                return first
+            if op in _COPYING and given.keys() <= _OF_A_COPY:
+                return first._with_pieces([(part, op(values, **given)) for part, values in first.pieces], **given)
+            if op is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(first.shape):
+                return first._with_pieces((), **given)  # torch's staging of a checkpoint fills them in
+        raise CheckpointError(
+            "the state of a sharded optimizer has no values of its own: this rank has a part of it.",
+            where=f"{op}, of a state of shape {next((tuple(it.shape) for it in args if isinstance(it, cls)), '?')}",
+            remedy="Ask for all of it with optimizer.full_state_dict(), on every rank.",
+        )
+
+    def _with_pieces(
+        self, pieces: Sequence[tuple[ShardPart, Tensor]], *, device: torch.device | None = None, **_given: Any
+    ) -> ShardedState:
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        made = private.wrapper_tensor(ShardedState, like, device=device or self.device)
+        made.pieces = tuple(pieces)
+        return made
+
+    def boxes(self) -> list[tuple[Box, Tensor]]:
+        """Our pieces as boxes, and where their values are, in place."""
+        if self.numel() == 0:  # nobody's; that it is there must be stored all the same
+            box = Box(offsets=(0,) * self.dim(), sizes=tuple(self.shape), start=0)
+            return [(box, torch.empty(self.shape, dtype=self.dtype, device=self.device))]
+        return [
+            (box, values.as_strided(box.sizes, self.stride(), values.storage_offset() + box.start - part.start))
+            for part, values in self.pieces
+            for box in boxes_of_range(self.shape, self.stride(), part.start, part.stop)
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Consolidated:
+    """All of the state of an optimizer on one rank; `mine` is None on the others."""
+
+    rank: int  # which has it
+    mine: FullStates | None
+
+    def states(self) -> FullStates:
+        """What this rank has of it; PhaseError where that is nothing."""
+        if self.mine is None:
+            raise PhaseError(
+                f"the state was brought to rank {self.rank} by consolidate_state_dict(), and is asked for on another rank.",
+                where="ShardedOptimizer.state_dict",
+                remedy=f"Call state_dict() on rank {self.rank} only, or full_state_dict() on every rank.",
+            )
+        return self.mine
+
+
+def has_shards(states: Iterable[Mapping[str, Any]]) -> bool:
+    return any(isinstance(value, ShardedState) for state in states for value in state.values())
+
+
+def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> ParamState:
+    """`state` with its scalars where the optimizer wants them, which a checkpoint does not know; as torch's optimizers do."""
+    is_on_device = group.get("capturable") or group.get("fused")
+    return {
+        key: value.to(param.device) if is_on_device and key in OF_THE_WHOLE and isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:
+    """The state of `part` alone: of whole tensors, or of sharded ones that have it. Copies, of the dtype of our own.
+
+    A `master` that is no wider than the parameter has been in a plain optimizer, which narrows it and leaves it behind while
+    it updates the parameter: it is left out.
+    """
+    return {
+        key: _part_of(key, value, part, param)
+        for key, value in state.items()
+        if key != MASTER or value.dtype == wide_dtype(param.dtype)
+    }
+
+
+def states_without_elements(params: Iterable[Tensor], state_of: Callable[[Tensor], ParamState]) -> FullStates:
+    """Of parameters that have no elements, and so no owner: what plain optimizers keep even of them."""
+    return {
+        param: {
+            key: _empty_like(param, value.dtype) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in state_of(param).items()
+        }
+        for param in params
+        if param.numel() == 0
+    }
+
+
+def full_states(
+    sharding: Sharding, mine: Mapping[ShardPart, ParamState], *, keeps: bool = True, device: torch.device | None = None
+) -> FullStates:
+    """The whole state of every parameter that has one on some rank; a collective call. Tensors are new, of its shape.
+
+    They are on `device`, or on the parameters' own. A rank that `keeps` nothing brings its part, and returns nothing.
+    """
+    described = _agreed_descriptions(sharding, mine)
+    found: FullStates = {}
+    for bucket in sharding.plan.buckets:
+        tensors = {
+            (key, what[1]) for index in bucket.params for key, what in described.get(index, {}).items() if what[0] == _TENSOR
+        }
+        for key, dtype in sorted(tensors):
+            own = torch.zeros(sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device)
+            for part, state in mine.items():
+                if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
+                    part.of_shard(own).copy_(state[key])
+            flat = sharding.gathered(bucket.index, own)
+            for slot in bucket.slots if keeps else ():
+                if described.get(slot.param, {}).get(key) == [_TENSOR, dtype]:
+                    param = sharding.params[slot.param]
+                    strides = sharding.strides[slot.param]
+                    empty = torch.empty_strided(param.shape, strides, dtype=own.dtype, device=device or param.device)
+                    whole = found.setdefault(param, {}).setdefault(key, empty)
+                    flat_of_param = in_memory_order(whole, strides)
+                    flat_of_param[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
+    for index, of_param in described.items() if keeps else ():
+        param = sharding.params[index]
+        state = found.setdefault(param, {})
+        state |= {key: _scalar(what, param) for key, what in of_param.items() if what[0] != _TENSOR}
+        found[param] = {key: state[key] for key in of_param}
+    return found
+
+
+def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, ShardedState):
+        mine = value.of_part(part)
+    elif value.shape == param.shape and key not in OF_THE_WHOLE:
+        mine = in_memory_order(value, strides_of_gradient(param))[part.start : part.stop]
+    else:
+        return value.clone()
+    # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.
+    is_narrow = mine.is_floating_point() and param.is_floating_point()
+    return mine.to(param.device, wide_dtype(param.dtype) if is_narrow else mine.dtype, copy=True)
+
+
+def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> dict[int, dict[str, list[Any]]]:
+    """What each parameter's state has, by the parameter's index and then by name, from all ranks together."""
+    own = {part.param: {key: _description(value) for key, value in state.items()} for part, state in mine.items() if state}
+    if sharding.group.num_ranks == 1:
+        return own
+    found: dict[int, dict[str, list[Any]]] = {}
+    with sharding.group.gathering_state():
+        of_ranks = gather_json(sharding.group, json.dumps(own).encode(), waits_for="")  # which has its name
+    for of_rank in of_ranks:
+        found |= {int(index): described for index, described in of_rank.items()}
+    return dict(sorted(found.items()))
+
+
+def _description(value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return [_TENSOR, dtype] if value.dim() else [_SCALAR, dtype, value.item(), value.device.type]
+    return [_VALUE, value]
+
+
+def _scalar(description: list[Any], param: Tensor) -> Any:
+    if description[0] == _VALUE:
+        return description[1]
+    _, dtype, value, device = description
+    # Where another rank has it on its own GPU, it is on ours here.
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=param.device if param.device.type == device else device)
+
+
+def _empty_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(param.shape, strides_of_gradient(param), dtype=dtype, device=param.device)

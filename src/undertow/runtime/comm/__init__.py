@@ -1,0 +1,1 @@
+"""Process groups of our own, collectives, and what ranks agree on."""

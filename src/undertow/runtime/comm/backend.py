@@ -1,0 +1,182 @@
+"""Reduce-scatter, all-gather and an all-reduce with an order, made of the backend's own collectives, such as NCCL's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undertow.errors import ConfigError
+from undertow.runtime.comm.cast import narrowed, travels_narrower
+from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.comm.handles import Handle, started
+from undertow.runtime.comm.p2p import Exchanges, PostedExchanges, sum_in_order, wide_dtype
+from undertow.runtime.torch_private import private
+
+
+def exchanges_over(
+    group: OwnGroup, *, in_order: bool, divisor: float | None = None, wire: torch.dtype | None = None
+) -> Exchanges:
+    """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order.
+
+    `divisor` is that of means, if not the number of ranks. What is reduced travels in `wire`, if that is narrower.
+    """
+    if group.is_over_gloo:
+        if group.device.type != "cpu":
+            raise ConfigError(
+                f"{group.backend} sends and receives from the host's memory only, and parameters are on {group.device}.",
+                where='ShardedOptimizer, or reduction="ordered"',
+                remedy='Initialise torch.distributed with "nccl" to train on GPUs.',
+            )
+        return PostedExchanges(group, in_order=in_order, divisor=divisor, wire=wire)
+    return NativeExchanges(group, in_order=in_order, divisor=divisor, wire=wire)
+
+
+class NativeExchanges:
+    """Exchanges by collectives. In order, ranks exchange their parts and each adds them up itself."""
+
+    may_differ_in_order = False
+
+    def __init__(self, group: OwnGroup, *, in_order: bool, divisor: float | None = None, wire: torch.dtype | None = None) -> None:
+        self.group = group
+        self._wire = wire
+        self._in_order = in_order
+        self.divides_first = not in_order
+        self._divisor = group.num_ranks if divisor is None else divisor
+        self._rows = group.user.row_places
+        self._behind: torch.cuda.Stream | None = None  # on which one collective waits for another, and the host for none
+
+    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
+        with torch.no_grad():
+            pack()
+        num_ranks, pg = self.group.num_ranks, self.group.process_group
+        values = storage[: num_ranks * shard.numel()]
+        # Which the backend adds up in 16 bits, for which the sum may be too large.
+        is_divided = self.divides_first and travels_narrower(storage.dtype, self._wire)
+        parts = narrowed(values.div(self._divisor) if is_divided else values, self._wire)
+        own_trailer = storage[trailer.start : trailer.stop]
+        if self._in_order:
+            work, add_up = self._exchanged(parts, into=shard)
+        else:
+            narrow = shard if shard.dtype == parts.dtype else torch.empty_like(shard, dtype=parts.dtype)
+            work = private.reduce_scatter_async(narrow, parts, pg)
+
+            def add_up() -> None:
+                if narrow is not shard:
+                    shard.copy_(_used_here(narrow))
+
+        def finish() -> None:
+            add_up()
+            if self._divisor != 1 and not is_divided:
+                shard.div_(self._divisor)
+            _used_here(parts)  # held until now: NCCL reads it
+
+        return _NativeExchange([work, started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
+
+    def all_reduce(self, tensor: Tensor) -> _NativeExchange:
+        num_ranks, pg = self.group.num_ranks, self.group.process_group
+        narrow = narrowed(tensor, self._wire)
+        padded = narrow.new_zeros(-(-narrow.numel() // num_ranks) * num_ranks)
+        padded[: narrow.numel()].copy_(narrow)
+        total = torch.empty(padded.numel() // num_ranks, dtype=wide_dtype(narrow.dtype), device=narrow.device)
+        work, add_up = self._exchanged(padded, into=total)
+        # In one piece, unlike the others: the second half starts on the stream, behind the first.
+        work.wait()
+        add_up()
+        own = total.div_(self._divisor).to(padded.dtype)
+        gathering = private.all_gather_async(padded, own, pg)
+
+        def finish() -> None:
+            tensor.copy_(_used_here(padded)[: tensor.numel()])
+            _used_here(own)  # held until now: NCCL reads it
+
+        return _NativeExchange([gathering], finish)
+
+    def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
+        pg = self.group.process_group
+        with self._stream_behind(tensor):
+            before.wait()
+            trailers = started(dist.all_reduce(trailer, group=pg, async_op=True))
+            if self._in_order:
+                mean = self.all_reduce(tensor)
+                return _NativeExchange([trailers, *mean.works], mean.wait)
+            sent = narrowed(tensor.div(self._divisor).to(trailer.dtype), self._wire)
+            work = started(dist.all_reduce(sent, group=pg, async_op=True))
+        return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)))
+
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
+        first()
+        own = flat.view(self.group.num_ranks, -1)[self.group.rank]
+        return _NativeExchange([private.all_gather_async(flat, own, self.group.process_group)], then)
+
+    def close(self) -> None:
+        """Nothing of ours is left behind."""
+
+    def _stream_behind(self, tensor: Tensor) -> AbstractContextManager[object]:
+        """Where to wait for a collective without keeping the computation."""
+        if tensor.device.type != "cuda":
+            return nullcontext()
+        if self._behind is None:
+            self._behind = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._behind)
+
+    def _exchanged(self, parts: Tensor, *, into: Tensor) -> tuple[dist.Work, Callable[[], object]]:
+        received = torch.empty_like(parts)
+        work = dist.all_to_all_single(received, parts, group=self.group.process_group, async_op=True)
+        rows = list(received.view(self.group.num_ranks, -1))
+
+        def add_up() -> None:
+            sum_in_order([_used_here(row) for row in rows], into=into, rows=self._rows)
+            _used_here(parts)  # held until now: NCCL reads it
+
+        return started(work), add_up
+
+
+class _NativeExchange:
+    """A handle of collectives, and of what is to be done with what they bring.
+
+    `finish` holds what they read. A backend lets go of it as soon as any stream waits for the collective, such as that of a
+    clock: the memory would be written again by a stream that has not waited.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
+        self.works = works
+        self._finish: Callable[[], object] | None = finish
+        self._callbacks: list[Callable[[object], None]] = []
+
+    def wait(self) -> None:
+        """Returns when it is complete; on CUDA when the current stream waits for it."""
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
+        for work in self.works:
+            work.wait()
+        with torch.no_grad():
+            finish()
+        for callback in self._callbacks:
+            callback(None)
+
+    def is_completed(self) -> bool:
+        return self._finish is None
+
+    def block_stream(self) -> None:
+        """Makes the current CUDA stream wait for the collectives; `wait` is still to be called."""
+        for work in self.works:
+            work.wait()
+
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        """Calls `callback` when somebody has waited, or now if that was so before."""
+        if self._finish is None:
+            callback(None)
+        else:
+            self._callbacks.append(callback)
+
+
+def _used_here(tensor: Tensor) -> Tensor:
+    """Its memory goes to nobody else before the current stream is through with it, which may be another one than its own."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream())
+    return tensor

@@ -1,0 +1,48 @@
+"""Values that travel narrower than they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from undertow.runtime.comm.handles import Handle
+
+
+def wire_dtype_named(name: str | None) -> torch.dtype | None:
+    """That of SyncConfig.wire_dtype."""
+    return None if name is None else getattr(torch, name)
+
+
+def travels_narrower(dtype: torch.dtype, wire: torch.dtype | None) -> bool:
+    """Whether values of `dtype` are cast for the wire: real numbers of more bytes."""
+    return wire is not None and dtype.is_floating_point and dtype.itemsize > wire.itemsize
+
+
+def narrowed(tensor: Tensor, wire: torch.dtype | None) -> Tensor:
+    """`tensor` as it travels: itself, or a copy in `wire`."""
+    return tensor.to(wire) if travels_narrower(tensor.dtype, wire) and not tensor.is_sparse else tensor
+
+
+class Widened:
+    """A reduction of a narrower copy, which `wait` brings back into what it is a copy of."""
+
+    def __init__(self, handle: Handle, narrow: Tensor, *, into: Tensor) -> None:
+        self._handle = handle
+        self._narrow = narrow
+        self._into = into
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        self._handle.wait()
+        self._into.copy_(self._narrow)
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
+
+    def block_stream(self) -> None:
+        self._handle.block_stream()
+
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        self._handle.on_done(callback)

@@ -1,0 +1,251 @@
+"""The user's own reduction: a communication hook as torch's DistributedDataParallel takes it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.runtime.comm.group import OwnGroup, are_left
+from undertow.runtime.comm.handles import FutureHandle
+from undertow.runtime.peers.worker import Worker
+
+
+class HookedBucket:
+    """A bucket as hooks see it: the methods of `torch.distributed.GradBucket`, which Python cannot make."""
+
+    def __init__(self, index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._parameters = list(parameters)
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Place of the bucket in the order in which buckets leave."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """The gradients one behind the other, [numel]; without padding or trailer."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """A view of the buffer for each parameter, of its shape; contiguous, as torch has them, whatever its strides."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        pieces = torch.split(self._buffer, [param.numel() for param in self._parameters])
+        return [piece.view(param.shape) for piece, param in zip(pieces, self._parameters, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether this bucket is the last one of the step."""
+        return self._is_last
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replaces the buffer, of which `gradients` are views from then on; the result is what the hook's future holds."""
+        self._buffer = tensor
+
+
+class CommHook:
+    """`hook(state, bucket)`, which returns a future of the reduced buffer. ConfigError if torch would refuse it."""
+
+    def __init__(self, state: object, hook: Callable[..., Any]) -> None:
+        _check_signature(hook)
+        self.name = name_of(hook)
+        self._state = state
+        self._hook = hook
+        self._thread: _Calling | None = None
+        self._calls = _Calls()
+
+    def begin_round(self) -> None:
+        """Calls of an earlier round that have failed count no more."""
+        self._calls = _Calls()
+
+    def start(self, bucket: HookedBucket, group: OwnGroup) -> HookHandle | QueuedHook:
+        """Calls the hook; what its future holds at the end is written into the bucket's buffer.
+
+        `group` is that of the model: where one of its ranks is gone nobody waits for the hook.
+
+        On the host in a thread, one bucket after another: some hooks, such as PowerSGD, start collectives in callbacks of
+        their futures, which run whenever others are complete, on every rank in another order. On a device callbacks run at
+        once.
+        """
+        if bucket.buffer().device.type != "cpu":
+            return self.call(bucket)
+        self._thread = _thread_beside_this_one()
+        self._thread.groups.add(group)
+        queued = QueuedHook(group, self._calls)
+        self._thread.worker.submit(queued.run, partial(self.call, bucket))
+        return queued
+
+    def close(self) -> None:
+        """Lets go of the thread, which ends when it has done what was started for the last hook that has it."""
+        self._thread = None
+
+    @torch.no_grad()
+    def call(self, bucket: HookedBucket) -> HookHandle:
+        """The same, in this thread."""
+        target = bucket.buffer()
+        future = self._hook(self._state, bucket)
+        require_future(future, where=f"{self.name}, bucket {bucket.index()}")
+        return HookHandle(future, target, name=self.name)
+
+
+def name_of(hook: Callable[..., Any]) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+def require_future(returned: object, *, where: str) -> None:
+    """WrongType for anything else that a hook has returned."""
+    if not isinstance(returned, torch._C.Future):  # of which torch.futures.Future is a subclass
+        raise WrongType(
+            f"expected the communication hook to return a torch.futures.Future, got {type(returned).__name__}.",
+            where=where,
+            remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
+        )
+
+
+class HookHandle:
+    """A reduction that a hook has started."""
+
+    def __init__(self, future: torch._C.Future[Any], target: Tensor, *, name: str) -> None:
+        self._future = future
+        self._target = target
+        self._name = name
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Returns when the result is in the bucket (on CUDA: when the current stream will have it there)."""
+        result = self._future.wait()
+        if isinstance(result, list | tuple) and len(result) == 1:
+            (result,) = result
+        if not isinstance(result, Tensor) or result.numel() != self._target.numel():
+            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise WrongType(
+                f"expected the communication hook's future to hold a tensor of {self._target.numel()} elements, got {got}.",
+                where=self._name,
+                remedy="Let the future hold a tensor with the shape of bucket.buffer().",
+            )
+        if self._target.is_sparse:
+            self._target.copy_(result)
+        elif result.data_ptr() != self._target.data_ptr():
+            self._target.copy_(result.view_as(self._target))
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+    def block_stream(self) -> None:
+        self._future.wait()
+
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        self._future.add_done_callback(callback)
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of a round: behind one that has failed no other one is made, for what it sends would meet the failed one's."""
+
+    failure: BaseException | None = None
+
+
+class QueuedHook(FutureHandle):
+    """A call of a hook that waits for its turn in another thread."""
+
+    def __init__(self, group: OwnGroup, calls: _Calls) -> None:
+        super().__init__(group)
+        self._calls = calls
+
+    def run(self, call: Callable[[], HookHandle]) -> None:
+        """Calls the hook, and waits for what it has started; whoever waits for us learns of an error."""
+        try:
+            if self._calls.failure is not None:
+                raise self._calls.failure
+            call().wait()
+        except BaseException as error:
+            self._calls.failure = error
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
+
+
+class _Calling:
+    """A thread in which hooks of some models are called."""
+
+    def __init__(self) -> None:
+        self.groups: weakref.WeakSet[OwnGroup] = weakref.WeakSet()
+        self.worker = Worker("undertow-hooks", is_broken=partial(are_left, self.groups))
+
+
+def _thread_beside_this_one() -> _Calling:
+    """One for the hooks of all models that train in this thread: they may send over one group, and so in one order."""
+    key = os.getpid(), threading.get_ident()  # a child process has nothing of its parent's but the name
+    thread = _threads.get(key)
+    if thread is None or any(group.is_broken for group in thread.groups):  # in which it may be stuck
+        thread = _threads[key] = _Calling()
+    return thread
+
+
+# Held by the hooks: a worker that is gone has its thread end.
+_threads: weakref.WeakValueDictionary[tuple[int, int], _Calling] = weakref.WeakValueDictionary()
+
+
+def no_second_hook(earlier: CommHook | None) -> PhaseError:
+    """The error where a hook is registered in a backward, or `earlier` was before."""
+    return PhaseError(
+        "register_comm_hook can only be called once, and not within a backward.",
+        where="gradients are being synchronised" if earlier is None else f"{earlier.name} is registered",
+        remedy="Compose hooks with undertow.chain((state, hook), ...), and register that before training.",
+    )
+
+
+def no_hook_with_wire_dtype(wire: torch.dtype) -> ConfigError:
+    """The error where gradients are to travel in that dtype by the settings, or by what torch's mixed_precision asks for."""
+    return ConfigError(
+        f"a communication hook decides in which dtype gradients travel, and they are to travel in {wire}.",
+        where="register_comm_hook, with wire_dtype=... or mixed_precision=...",
+        remedy="Leave wire_dtype out; with mixed_precision let reduce_dtype=torch.float32 say that they travel as they are.",
+    )
+
+
+def _check_signature(hook: object) -> None:
+    """What torch demands of a hook, in its words."""
+    if not callable(hook):
+        raise WrongType(
+            f"Communication hook must be callable, got {type(hook).__name__}.",
+            where="register_comm_hook(state, hook)",
+            remedy="Pass a function hook(state, bucket) that returns a torch.futures.Future.",
+        )
+    signature = inspect.signature(hook)
+    if "bucket" not in signature.parameters:
+        raise ConfigError(
+            f"Communication hook: expected a parameter named 'bucket', got {list(signature.parameters)}.",
+            where="register_comm_hook(state, hook)",
+            remedy="Write def hook(state, bucket).",
+        )
+    wanted = {
+        "bucket": (signature.parameters["bucket"].annotation, GradBucket, "dist.GradBucket"),
+        "return": (signature.return_annotation, torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]"),
+    }
+    for what, (annotation, expected, text) in wanted.items():
+        if annotation not in (inspect.Parameter.empty, expected, text) and not _is_same_text(annotation, text):
+            raise ConfigError(
+                f"Communication hook: {what} annotation should be {text}, got {annotation!r}.",
+                where="register_comm_hook(state, hook)",
+                remedy="Annotate it so, or leave the annotation out.",
+            )
+
+
+def _is_same_text(annotation: object, text: str) -> bool:
+    """Annotations are text under `from __future__ import annotations`, with whatever prefix the file imports."""
+    return isinstance(annotation, str) and text.split(".")[-1].rstrip("]") in annotation

@@ -1,0 +1,307 @@
+"""Marks when things happen in a step; turns marks into times only when somebody asks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from undertow.runtime.comm.handles import Handle
+from undertow.schedule import Op
+from undertow.trace import BucketRecord, StepRecord
+
+_NUM_KEPT_IN_SUMMARY = 64
+
+Mark = Any  # seconds on a host, an event on a device: only its own clock can read it
+
+
+class Clock(Protocol):
+    """Marks points on the compute lane, and the completion of collectives."""
+
+    def mark(self) -> Mark: ...
+
+    def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
+        """Hands a mark of the handle's completion to `put`, now or later."""
+        ...
+
+    def us_between(self, start: Mark, stop: Mark) -> float: ...
+
+
+class HostClock:
+    """For CPU: seconds of the monotonic clock."""
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
+        handle.on_done(lambda _: put(time.perf_counter()))
+
+    def us_between(self, start: Mark, stop: Mark) -> float:
+        return float(stop - start) * 1e6
+
+
+class CudaClock:
+    """For CUDA: events on the current stream; the host never waits until times are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # waits for collectives in place of the compute stream
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
+        with torch.cuda.stream(self._done_stream):
+            handle.block_stream()
+            put(self.mark())
+
+    def us_between(self, start: Mark, stop: Mark) -> float:
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e3
+
+
+def clock_for(device: torch.device, backend: str) -> Clock:
+    """Events where collectives run on streams, else the host's clock."""
+    return CudaClock(device) if device.type == "cuda" and "nccl" in backend else HostClock()
+
+
+@dataclass(slots=True)
+class _BucketMarks:
+    num_bytes: int
+    kind: str
+    ready: Mark
+    launched: Mark = None
+    done: Mark = None
+    wait_start: Mark = None
+    wait_stop: Mark = None
+
+    def put_done(self, mark: Mark) -> None:
+        self.done = mark
+
+
+@dataclass(slots=True)
+class _StepMarks:
+    """Marks of the step under way."""
+
+    step: int
+    after: Mark = None  # the end of the round before
+    generation: int = 0
+    arrivals: dict[int, Mark] = field(default_factory=dict)
+    forwards: list[list[Mark]] = field(default_factory=list)
+    backwards: list[list[Mark]] = field(default_factory=list)
+    buckets: dict[int, _BucketMarks] = field(default_factory=dict)
+    gathers: dict[int, _BucketMarks] = field(default_factory=dict)
+    # Those on the same link meanwhile: of the step before, and the gathers of this one, which lie under the next.
+    reductions_before: dict[int, _BucketMarks] = field(default_factory=dict)
+    gathers_after: dict[int, _BucketMarks] = field(default_factory=dict)
+    busy_ms: tuple[float, ...] = ()
+    is_synchronised: bool = False
+    stop: Mark = None
+
+    def last_mark(self) -> Mark:
+        """Where the step was over as far as the gradients are concerned."""
+        if self.buckets:
+            return self.buckets[max(self.buckets)].wait_stop
+        return self.backwards[-1][1] if self.backwards else self.forwards[-1][1]
+
+
+class Observer(Protocol):
+    """Is called around every op that a model's executors issue, in the thread that issues it.
+
+    Tests count ops with it, delay them, and let them fail; a step that has no observer pays nothing for it.
+    """
+
+    def before(self, op: Op) -> None: ...
+
+    def after(self, op: Op) -> None: ...
+
+
+class Recorder:
+    """The marks of the last steps. A step begins with the first forward after a synchronisation.
+
+    The `observer` stays when a plan is replaced: executors belong to a plan, and all of them ask the model's recorder for it.
+    """
+
+    def __init__(self, clock: Clock, *, rank: int, level: str) -> None:
+        self.observer: Observer | None = None
+        self._clock = clock
+        self._rank = rank
+        self._is_on = level != "off"
+        self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT_IN_SUMMARY if level == "summary" else None)
+        self._now = _StepMarks(step=0)
+        self._gathers: dict[int, _BucketMarks] = {}  # since the last step
+        self._are_gathers_seen = False
+        self._round_stop: Mark = None
+        self._round_stop_s = time.perf_counter()
+
+    def forward_begins(self) -> None:
+        if not self._is_on:
+            return
+        mark = self._clock.mark()
+        if self._now.is_synchronised:
+            self._step_begins(mark)
+        self._now.forwards.append([mark, None])
+
+    def forward_ends(self) -> None:
+        if self._is_on and self._now.forwards and self._now.forwards[-1][1] is None:
+            self._now.forwards[-1][1] = self._clock.mark()
+
+    def backward_begins(self, *, generation: int) -> None:
+        """With the first gradient; a backward is counted from the end of the forward before it, where there is one."""
+        if not self._is_on:
+            return
+        if self._now.is_synchronised:  # a second backward without a forward is a step of its own
+            self._step_begins(self._clock.mark())
+        now = self._now
+        now.generation = generation
+        forward = now.forwards[-1][1] if len(now.forwards) > len(now.backwards) else None
+        now.backwards.append([forward if forward is not None else self._clock.mark(), None])
+
+    def backward_ends(self) -> None:
+        if self._is_on:
+            self._now.backwards[-1][1] = self._clock.mark()
+
+    def gradient_arrives(self, param: int) -> None:
+        """Called for some steps only: it takes a while for many parameters."""
+        if self._is_on:
+            self._now.arrivals[param] = self._clock.mark()
+
+    def forgets_buckets(self) -> None:
+        """What has left so far in this step had nothing in it."""
+        self._now.buckets.clear()
+
+    def forgets_gathers(self) -> None:
+        """Those that are on record were of another plan than the steps that come."""
+        self._gathers, self._are_gathers_seen = {}, False
+
+    def ready(self, bucket: int, *, num_bytes: int, kind: str = "all_reduce") -> None:
+        if self._is_on:
+            self._now.buckets[bucket] = _BucketMarks(num_bytes, kind, ready=self._clock.mark())
+
+    def launches(self, bucket: int) -> None:
+        if self._is_on:
+            self._now.buckets[bucket].launched = self._clock.mark()
+
+    def launched(self, bucket: int, handle: Handle) -> None:
+        if self._is_on:
+            self._clock.mark_done(handle, self._now.buckets[bucket].put_done)
+
+    def wait_begins(self, bucket: int) -> None:
+        if self._is_on:
+            self._now.buckets[bucket].wait_start = self._clock.mark()
+
+    def wait_ends(self, bucket: int) -> None:
+        if self._is_on:
+            self._now.buckets[bucket].wait_stop = self._clock.mark()
+
+    def gather_launches(self, bucket: int, *, num_bytes: int) -> None:
+        """Of a parameter bucket, after an optimizer step; it counts to the step whose forward it lies under."""
+        if not self._is_on:
+            return
+        if self._are_gathers_seen:
+            self._gathers, self._are_gathers_seen = {}, False
+        self._now.gathers_after = self._gathers
+        mark = self._clock.mark()
+        self._gathers[bucket] = _BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
+
+    def gather_leaves(self, bucket: int) -> None:
+        """Of one that was launched before its bucket was stepped; from another thread."""
+        if self._is_on:
+            self._gathers[bucket].launched = self._clock.mark()
+
+    def gather_launched(self, bucket: int, handle: Handle) -> None:
+        if self._is_on:
+            self._clock.mark_done(handle, self._gathers[bucket].put_done)
+
+    def gather_wait_begins(self, bucket: int) -> None:
+        if self._is_on:
+            self._gathers[bucket].wait_start = self._clock.mark()
+
+    def gather_wait_ends(self, bucket: int) -> None:
+        if self._is_on:
+            self._gathers[bucket].wait_stop = self._clock.mark()
+
+    def busy_ms(self) -> float:
+        """Host time since the previous round ended, for the trailer; known even when nothing is recorded."""
+        return (time.perf_counter() - self._round_stop_s) * 1e3
+
+    def round_ends(self, busy_ms: tuple[float, ...]) -> None:
+        self._round_stop_s = time.perf_counter()
+        if self._is_on and (self._now.forwards or self._now.backwards):
+            self._now.busy_ms = busy_ms
+            self._now.is_synchronised = True
+            self._steps.append(self._now)
+            self._round_stop = self._clock.mark()
+
+    def _step_begins(self, mark: Mark) -> None:
+        self._now.stop = mark
+        before = self._now
+        self._now = _StepMarks(
+            step=before.step + 1, after=self._round_stop, gathers=self._gathers, reductions_before=before.buckets
+        )
+        self._are_gathers_seen = True
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
+    def records(self, *, generation: int, at_most: int | None = None) -> tuple[StepRecord, ...]:
+        """The steps that ran under that plan, or the last ones of them. On CUDA this waits for the device.
+
+        The last step is complete when the next one has begun; until then it is left out, unless there is no other.
+        """
+        steps = [marks for marks in self._steps if marks.generation == generation]
+        complete = [marks for marks in steps if marks.stop is not None]
+        wanted = complete or steps
+        return tuple(self._record(marks) for marks in wanted[-at_most if at_most else 0 :])
+
+    def _record(self, marks: _StepMarks) -> StepRecord:
+        begin = marks.forwards[0][0] if marks.forwards else marks.backwards[0][0]
+
+        def us(mark: Mark) -> float:
+            return self._clock.us_between(begin, mark)
+
+        buckets = [_bucket_record(bucket, row, us) for bucket, row in sorted(marks.buckets.items())]
+        # In the order in which they left; one that nobody has waited for is still on its way.
+        gathers = [_bucket_record(bucket, row, us) for bucket, row in marks.gathers.items() if row.wait_stop is not None]
+        return StepRecord(
+            step=marks.step,
+            rank=self._rank,
+            step_us=us(marks.last_mark() if marks.stop is None else marks.stop),
+            forwards=tuple((us(start), us(stop)) for start, stop in marks.forwards if stop is not None),
+            backwards=tuple((us(start), us(stop)) for start, stop in marks.backwards if stop is not None),
+            buckets=_behind(_done_us(marks.gathers_after, us), buckets),
+            gathers=_behind(_done_us(marks.reductions_before, us), gathers),
+            busy_ms=marks.busy_ms,
+            idle_us=0.0 if marks.after is None else self._clock.us_between(marks.after, begin),
+            arrivals={param: us(mark) for param, mark in marks.arrivals.items()},
+        )
+
+
+def _bucket_record(bucket: int, row: _BucketMarks, us: Callable[[Mark], float]) -> BucketRecord:
+    return BucketRecord(
+        bucket=bucket,
+        kind=row.kind,
+        num_bytes=row.num_bytes,
+        ready_us=us(row.ready),
+        launched_us=us(row.launched),
+        # The backend's callback may come after the wait has ended.
+        done_us=us(row.wait_stop if row.done is None else row.done),
+        waited=(us(row.wait_start), us(row.wait_stop)),
+    )
+
+
+def _done_us(rows: Mapping[int, _BucketMarks], us: Callable[[Mark], float]) -> list[float]:
+    return [us(row.done) for row in rows.values() if row.done is not None]
+
+
+def _behind(done_us: Sequence[float], rows: Sequence[BucketRecord]) -> tuple[BucketRecord, ...]:
+    """What was launched while the link carried others, which were through before it, has left behind them."""
+    return tuple(
+        replace(row, launched_us=max([row.launched_us, *(done for done in done_us if done <= row.done_us)])) for row in rows
+    )

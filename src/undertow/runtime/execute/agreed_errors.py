@@ -1,0 +1,164 @@
+"""What all ranks conclude from the trailers of a round, alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
+
+from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
+from undertow.runtime.execute.executor import Round
+
+
+class Misuse(IntEnum):
+    """Why a rank cannot reduce by hand as it was asked to; other than zero and one, which say whether its backward failed."""
+
+    NOTHING = 2
+    TWICE = 3
+    SHARDS = 4
+
+
+_MISUSES = {
+    Misuse.NOTHING: (
+        "there is nothing to reduce on rank {}: no accumulation has run there since the last synchronisation.",
+        "Run backward inside accumulate() or no_sync() on every rank, then reduce once.",
+    ),
+    Misuse.TWICE: (
+        "an earlier reduction was not waited for on rank {}.",
+        "Call wait() on what reduce_gradients_async() has returned before the next call.",
+    ),
+    Misuse.SHARDS: (
+        "rank {} holds shards of what an earlier synchronisation has brought, which another op would count again.",
+        "Call zero_grad() before the accumulation, or set op in SyncConfig.",
+    ),
+}
+
+
+def misused(misuse: int, ranks: Iterable[int], *, number: int) -> PhaseError:
+    """The error, the same on every rank, of a reduction by hand that is wrong on these."""
+    what, remedy = _MISUSES[Misuse(misuse)]
+    where = f"reduce_gradients_async(), synchronisation {number}"
+    return PhaseError(what.format(", ".join(map(str, sorted(ranks)))), where=where, remedy=remedy)
+
+
+def _place(this_round: Round) -> str:
+    op = "" if this_round.op is None else f', op="{this_round.op}"'
+    stepped = {None: "", 0: ", after an optimizer step", 1: ", without an optimizer step since the one before"}
+    return f"synchronisation {this_round.number}{stepped[this_round.mode]}{op}"
+
+
+def late_buckets(this_round: Round) -> list[int]:
+    """Buckets for which some rank has a part that came after they had left."""
+    return sorted({bucket for reading in this_round.readings if not reading.is_overdue for bucket in reading.late_buckets})
+
+
+def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}) -> None:
+    """Raises, on every rank, what some rank has reported; `places` asks where all ranks stand, with the place of this one."""
+    where = f"synchronisation {this_round.number}, rank {rank}"
+    wrong = {of_rank: misuse for reading in this_round.readings for of_rank, misuse in reading.misuses}
+    if wrong:
+        first = min(wrong.values())
+        raise misused(first, [of_rank for of_rank, misuse in wrong.items() if misuse == first], number=this_round.number)
+    failed = _reported(reading.failed_ranks for reading in this_round.readings)
+    is_told = this_round.is_eager and (failed or _reported(reading.changed_ranks for reading in this_round.readings))
+    if any(reading.ranks_differ for reading in this_round.readings) and not is_told:
+        raise Desync(
+            "ranks are not in the same step.",
+            where="\n  ".join((where, *(f"rank {it}: {place}" for it, place in sorted(places(_place(this_round)).items())))),
+            remedy="Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
+        )
+    if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
+        raise Desync(
+            "gradients arrived again after their bucket had left, and were left out.",
+            where=f"{where}, or the one before",
+            remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
+        )
+    if this_round.steps and late_buckets(this_round):
+        raise PhaseError(
+            "gradients arrived again after their parameters had been updated.",
+            where=where,
+            remedy="The step is incomplete on every rank. Let every step use a parameter as often as the first one did, "
+            "or leave eager=True out.",
+        )
+    if failed and not this_round.has_failed:
+        raise PeerFailed(
+            f"backward failed on rank {', '.join(map(str, failed))}.",
+            where=where,
+            remedy="The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
+        )
+
+
+def not_waited_for(this_round: Round) -> PhaseError:
+    """The error where a backward begins while this round, which was launched by hand, is under way."""
+    return PhaseError(
+        "a backward began while gradients are being synchronised.",
+        where=f"synchronisation {this_round.number}",
+        remedy="Wait for reduce_gradients_async() before the next backward.",
+    )
+
+
+def has_changed_unlike(this_round: Round, *, num_ranks: int) -> bool:
+    """Whether the parameters have changed on some ranks and not on others."""
+    return 0 < len(_reported(reading.changed_ranks for reading in this_round.readings)) < num_ranks
+
+
+def all_have_other_buffers(this_round: Round, *, num_ranks: int) -> bool:
+    """Whether every rank's buffers are others than those that were compared; read at once by each, or by none."""
+    return len(_reported(reading.other_buffers_ranks for reading in this_round.readings if not reading.is_overdue)) == num_ranks
+
+
+def changed_unlike(this_round: Round, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch:
+    """The error for that; `change` is what is known of it here."""
+    reported = _reported(reading.changed_ranks for reading in this_round.readings)
+    changed = ", ".join(map(str, reported))
+    unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in reported)
+    return PlanMismatch(
+        f"the parameters, or the communication hook, have changed on rank {changed} and not on rank {unchanged}.",
+        where=f"synchronisation {this_round.number}, rank {rank}{change and f': {change}'}",
+        remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
+    )
+
+
+def step_within_backward(where: str) -> PhaseError:
+    """The error of an optimizer that comes before the end of a round."""
+    return PhaseError(
+        "an optimizer steps within a backward, on gradients that are not averaged yet.",
+        where=where,
+        remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
+    )
+
+
+def _reported(flags: Iterable[Sequence[int]]) -> list[int]:
+    return sorted({rank for ranks in flags for rank in ranks})
+
+
+def synchronised_already(number: int) -> PhaseError:
+    """The error of a second reduction beside one that is under way."""
+    return PhaseError(
+        "gradients are being synchronised already.",
+        where=f"synchronisation {number}",
+        remedy="Call this outside of backward, and wait for the earlier reduction first.",
+    )
+
+
+def unfrozen_in_backward(name: str, *, rank: int) -> PhaseError:
+    return PhaseError(
+        "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be averaged.",
+        where=f"parameter {name!r}, rank {rank}",
+        remedy="Unfreeze parameters before their backward, and outside of functional_call.",
+    )
+
+
+def frozen_again(name: str, number: int, *, rank: int) -> PhaseError:
+    return PhaseError(
+        "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.",
+        where=f"parameter {name!r}, synchronisation {number}, rank {rank}",
+        remedy="Synchronise once before it is frozen, and drop its gradient now.",
+    )
+
+
+def left_by_newer(name: str) -> PhaseError:
+    return PhaseError(
+        "this module was wrapped again, and the newer wrapper is closed or gone: nobody averages its gradients.",
+        where=f"parameter {name!r}",
+        remedy="Train through the newer wrapper and keep it, or wrap the module anew.",
+    )

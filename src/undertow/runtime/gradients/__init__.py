@@ -1,0 +1,1 @@
+"""Buckets of gradients: storage, `.grad`, trailer, reduction."""

@@ -1,0 +1,372 @@
+"""Where `param.grad` points: to a view of the bucket at rest, to nothing while the bucket is in flight.
+
+A sparse gradient has no place in a flat bucket: it stays a tensor of its own, and its bucket holds a trailer only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from undertow.runtime.gradients.storage import GradientBucket
+from undertow.runtime.gradients.written import Known, has_values
+from undertow.runtime.torch_private import private
+
+# Python's garbage collector looks through the young objects whenever 700 more have been made than freed, and a tensor
+# that Python sees is such an object: fewer at once, and a bucket of thousands of gradients does not set it off.
+_MOST_AT_ONCE = 512
+
+_version_of, _grad_of = attrgetter("_version"), attrgetter("grad")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the `.grad` of a parameter was that is unused on this rank."""
+
+    grad: Tensor | None
+    was_view: bool  # then `grad` is a copy: the reduction overwrites the view
+
+
+class Binding(Protocol):
+    """Owns the `.grad` of one bucket's parameters. Positions count the bucket's slots."""
+
+    bucket: GradientBucket
+    params: Sequence[Tensor]
+
+    def take(self, not_arrived: Collection[int] = ()) -> list[int]:
+        """Moves every gradient out of `.grad`, leaves None there, and returns the positions unused on this rank.
+
+        None, so that what arrives while the bucket is in flight lands in a tensor of its own. A parameter that has
+        not arrived contributes what its `.grad` holds, zeros if that is None; `give` can put back what it was.
+        """
+        ...
+
+    def has_graph(self) -> bool:
+        """Whether some gradient can be differentiated again (`create_graph=True`), which no copy of it could be."""
+        ...
+
+    def values(self) -> Sequence[Tensor]:
+        """What was taken and is to be reduced: a dense bucket's gradients, flat, or each sparse gradient."""
+        ...
+
+    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+        """Binds `.grad` to the reduced values.
+
+        Of the positions unused here, those in `used_elsewhere` are bound too; the others get back, to the bit, what
+        they had.
+        """
+        ...
+
+    def stow(self) -> object:
+        """As `take`, in a backward that only accumulates: what is not sent now may stay where it is."""
+        ...
+
+    def keep(self) -> None:
+        """Binds `.grad` to what was stowed."""
+        ...
+
+    def has_result(self) -> bool:
+        """Whether a `.grad` is there that nobody has written zeros into since `give`. On a device the host may wait."""
+        ...
+
+    def look(self) -> None:
+        """A step begins: what lies in `.grad` without being bound, somebody may have put there by hand, and is no gradient.
+
+        Neither is what somebody has written into bound gradients so far, to clip them.
+        """
+        ...
+
+    def is_written(self, position: int) -> bool:
+        """Whether something has come into `.grad` since `give` and `look`; asked where autograd has brought nothing."""
+        ...
+
+    def catch_late(self) -> bool:
+        """Takes out of `.grad` what arrived after the bucket had left; whether there was anything."""
+        ...
+
+    def late_values(self) -> Sequence[Tensor]:
+        """What arrived late on this rank, laid out like `values`, zeros where nothing did."""
+        ...
+
+    def add_late(self, values: Sequence[Tensor]) -> None:
+        """Adds the reduced `late_values`."""
+        ...
+
+
+class DenseBinding:
+    """The `.grad` of parameters whose gradients lie in a bucket."""
+
+    def __init__(self, bucket: GradientBucket, params: Sequence[Tensor]) -> None:
+        self.bucket = bucket
+        self.params: Sequence[Tensor] = tuple(params)
+        self._kept: dict[int, _Kept] = {}
+        self._late: dict[int, Tensor] = {}  # what arrived after the bucket had left
+        self._versions: list[int] = []  # of the views when they were bound: they count what is written in place
+        self._versions_seen: list[int] = []  # when we last looked
+        self._known = Known()  # what lies in `.grad` and is no view
+        self.look()
+        self.postponed: list[Callable[[], None]] | None = None  # copies into the bucket, where somebody else makes them
+
+    def take(self, not_arrived: Collection[int] = ()) -> list[int]:
+        with torch.no_grad():
+            if not not_arrived and not self.bucket.is_held() and not self.bucket.is_torn():
+                return self._take_new()
+            return self._take_any(not_arrived)
+
+    def has_graph(self) -> bool:
+        return _has_graph(self.params)
+
+    def values(self) -> Sequence[Tensor]:
+        return (self.bucket.bucket_tensor,)
+
+    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+        restored = self._kept.keys() - set(used_elsewhere)
+        if not restored:
+            for param, view in zip(self.params, self.bucket.views, strict=True):
+                param.grad = view
+        else:
+            for position, (param, view) in enumerate(zip(self.params, self.bucket.views, strict=True)):
+                param.grad = _put_back(self._kept[position], view) if position in restored else view
+            self._known.look((position, self.params[position].grad) for position in restored)
+        self._kept.clear()
+        self._versions = self._versions_seen = list(map(_version_of, self.bucket.views))
+
+    stow = take
+    keep = give
+
+    def release(self) -> dict[int, Tensor | None]:
+        """Ends what `take` has begun, and binds nothing: what `.grad` was of each position that is unused here."""
+        kept = {position: kept.grad for position, kept in self._kept.items()}
+        self._kept.clear()
+        return kept
+
+    def has_result(self) -> bool:
+        grads = [param.grad for param in self.params]
+        # Versions say it of what lies in the bucket, and without looking at values.
+        if any(map(is_, grads, self.bucket.views)) and list(map(_version_of, self.bucket.views)) == self._versions:
+            return True
+        if all(map(is_, grads, self.bucket.views)):
+            return bool(self.bucket.bucket_tensor.any())
+        return any(grad is not None and bool(grad.any()) for grad in grads)
+
+    def look(self) -> None:
+        self._versions_seen = list(map(_version_of, self.bucket.views))
+        grads = list(map(_grad_of, self.params))
+        pairs = zip(grads, self.bucket.views, strict=True)
+        is_cleared = all(map(is_, grads, repeat(None)))
+        self._known.look(() if is_cleared else enumerate(None if grad is view else grad for grad, view in pairs))
+
+    def is_written(self, position: int) -> bool:
+        grad, view = self.params[position].grad, self.bucket.views[position]
+        if grad is None:
+            return False
+        is_known = view._version == self._versions_seen[position] if grad is view else self._known.has(position, grad)
+        return not is_known and has_values(grad)
+
+    def catch_late(self) -> bool:
+        self._late |= _taken(self.params)
+        return bool(self._late)
+
+    @torch.no_grad()
+    def late_values(self) -> Sequence[Tensor]:
+        late = torch.zeros_like(self.bucket.bucket_tensor)
+        views = self.bucket.views_of(late)
+        for position, grad in self._late.items():
+            views[position].copy_(grad)
+        self._late.clear()
+        return (late,)
+
+    @torch.no_grad()
+    def add_late(self, values: Sequence[Tensor]) -> None:
+        # The mean of a sum is the sum of the means: what was reduced before stays as it is.
+        self.bucket.bucket_tensor.add_(values[0])
+
+    def _take_new(self) -> list[int]:
+        """The usual case: `.grad` was cleared before backward, and every gradient is a new tensor."""
+        unused: list[int] = []
+        for start in range(0, len(self.params), _MOST_AT_ONCE):
+            params = self.params[start : start + _MOST_AT_ONCE]
+            grads = [param.grad for param in params]
+            if any(map(is_, grads, repeat(None))):
+                unused += (start + position for position, grad in enumerate(grads) if grad is None)
+                self._fill(self._fill_some, start, grads)
+            else:
+                self._fill(self.bucket.fill, start, cast(list[Tensor], grads))
+            for param in params:
+                param.grad = None
+        self._kept = dict.fromkeys(unused, _Kept(None, was_view=False))
+        return unused
+
+    def _take_any(self, not_arrived: Collection[int]) -> list[int]:
+        grads = [param.grad for param in self.params]
+        unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
+        for position in unused:
+            self._kept[position] = _keep(grads[position], self.bucket.views[position])
+        for param in self.params:
+            param.grad = None
+        is_torn = self.bucket.is_torn()
+        num_in_place = sum(map(is_, grads, self.bucket.views))
+        if num_in_place == len(grads) and not is_torn:
+            return unused
+        # Last step's gradients may still be in somebody's hands: those must not change under them.
+        if is_torn or self.bucket.is_held(num_references=num_in_place):
+            self.bucket.renew()
+        self._fill(self._fill_some, 0, grads)
+        return unused
+
+    def _fill(self, fill: Callable[[int, Any], None], start: int, grads: Sequence[Tensor | None]) -> None:
+        """Has `fill` copy the gradients of the positions from `start` on into their views, now or later."""
+        if self.postponed is None:
+            self._copy(fill, start, grads)
+        else:
+            self.postponed.append(partial(self._copy, fill, start, grads))
+
+    def _copy(self, fill: Callable[[int, Any], None], start: int, grads: Sequence[Tensor | None]) -> None:
+        try:
+            fill(start, grads)
+        except RuntimeError:
+            # Of a layer that makes sparse gradients without saying so. Looked for only here, where it costs nothing.
+            dense = [grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads]
+            if all(map(is_, dense, grads)):
+                raise
+            self._fill_some(start, dense)
+
+    def _fill_some(self, start: int, grads: Sequence[Tensor | None]) -> None:
+        """Also where some are in place already, or None: then zeros."""
+        views = self.bucket.views[start : start + len(grads)]
+        targets, sources, absent = [], [], []
+        for grad, view in zip(grads, views, strict=True):
+            if grad is None:
+                absent.append(view)
+            elif grad is not view:
+                targets.append(view)
+                sources.append(grad)
+        if targets:
+            private.copy_each(targets, sources)
+        private.zero_each(absent)
+
+
+def _keep(grad: Tensor | None, view: Tensor) -> _Kept:
+    return _Kept(grad.clone(), was_view=True) if grad is view and grad is not None else _Kept(grad, was_view=False)
+
+
+def _put_back(kept: _Kept, view: Tensor) -> Tensor | None:
+    if kept.was_view and kept.grad is not None:
+        view.copy_(kept.grad)
+        return view
+    return kept.grad
+
+
+class SparseBinding:
+    """The `.grad` of parameters whose gradients list rows, such as those of nn.Embedding(sparse=True)."""
+
+    def __init__(self, bucket: GradientBucket, params: Sequence[Tensor]) -> None:
+        self.bucket = bucket
+        self.params: Sequence[Tensor] = tuple(params)
+        self._values: list[Tensor] = []
+        self._are_dense: list[bool] = []
+        self._kept: dict[int, Tensor | None] = {}
+        self._known = Known()
+        self._late: dict[int, Tensor] = {}
+        self.look()
+
+    @torch.no_grad()
+    def take(self, not_arrived: Collection[int] = ()) -> list[int]:
+        grads = [param.grad for param in self.params]
+        unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
+        self._kept = {position: grads[position] for position in unused}
+        self._values = [_rows(param, grad) for param, grad in zip(self.params, grads, strict=True)]
+        self._are_dense = [grad is not None and not grad.is_sparse for grad in grads]
+        for param in self.params:
+            param.grad = None
+        return unused
+
+    def has_graph(self) -> bool:
+        return _has_graph(self.params)
+
+    def values(self) -> Sequence[Tensor]:
+        return self._values
+
+    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+        restored = self._kept.keys() - set(used_elsewhere)
+        for position, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
+            if position in restored:
+                param.grad = self._kept[position]
+            else:  # dense where it was dense, because the weight is tied to a dense layer
+                param.grad = value.to_dense() if self._are_dense[position] else value
+        self._values = []
+        self._kept = {}
+        self.look()
+
+    stow = take
+    keep = give
+
+    def has_result(self) -> bool:
+        return any(param.grad is not None for param in self.params)
+
+    def look(self) -> None:
+        self._known.look(enumerate(map(_grad_of, self.params)))
+
+    def is_written(self, position: int) -> bool:
+        grad = self.params[position].grad
+        return grad is not None and not self._known.has(position, grad) and has_values(grad)
+
+    def catch_late(self) -> bool:
+        self._late |= _taken(self.params)
+        return bool(self._late)
+
+    @torch.no_grad()
+    def late_values(self) -> Sequence[Tensor]:
+        late = [_rows(param, self._late.get(position)) for position, param in enumerate(self.params)]
+        self._late.clear()
+        return late
+
+    @torch.no_grad()
+    def add_late(self, values: Sequence[Tensor]) -> None:
+        for param, value in zip(self.params, values, strict=True):
+            param.grad = value if param.grad is None else param.grad + value
+
+
+def _taken(params: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The gradients that are there, by position; leaves None in their place."""
+    grads = {position: param.grad for position, param in enumerate(params) if param.grad is not None}
+    for position in grads:
+        params[position].grad = None
+    return grads
+
+
+def _has_graph(params: Sequence[Tensor]) -> bool:
+    return any(param.grad is not None and param.grad.requires_grad for param in params)
+
+
+def _rows(param: Tensor, grad: Tensor | None) -> Tensor:
+    """A sparse tensor of our own with `grad`'s rows, each once; none where that is None. [rows, *] of param's shape"""
+    if grad is None:
+        indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+        values = param.new_empty(0, *param.shape[1:], dtype=private.gradient_dtype(param))
+        return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
+    if not grad.is_sparse:
+        return grad.to_sparse(1).coalesce()
+    merged = grad.coalesce()
+    return merged.clone() if merged is grad else merged
+
+
+@contextlib.contextmanager
+def gradients_aside(params: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, every `.grad` is None; afterwards, what it was."""
+    kept = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, kept, strict=True):
+            param.grad = grad

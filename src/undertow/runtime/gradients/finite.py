@@ -1,0 +1,86 @@
+"""Looks for infinities and NaN in a bucket that is about to leave, and says so in its trailer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from undertow.plan import Bucket
+from undertow.runtime.gradients.binding import Binding
+from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.gradients.trailer import TrailerCodec
+from undertow.runtime.torch_private import private
+
+
+class FiniteCheck:
+    """Of the buckets of one rank, in the order in which they leave.
+
+    What counts is what travels: a gradient that becomes infinite in a narrower wire dtype is found too. On the host a bucket
+    is read once, and parameter by parameter only where something is wrong. On a device each gradient is read once, and the
+    host waits for nothing.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.stops_updates = reducer.nonfinite == "raise"
+        self._reducer = reducer
+        self._has_found: Tensor | None = None  # [] bool, in this round
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._has_found = None
+
+    @torch.no_grad()
+    def look(self, binding: Binding, layout: Bucket, trailer: TrailerCodec) -> None:
+        """Marks, in the trailer of a packed bucket, what is not finite; in the last one also that this rank has found any."""
+        bad = self.bad_slots(binding.values() if layout.is_sparse else [binding.bucket.bucket_tensor], layout)
+        if bad is not None:
+            trailer.mark_nonfinite(bad)
+            self._has_found = bad.any() if self._has_found is None else self._has_found | bad.any().to(self._has_found.device)
+        if self._has_found is not None and layout.trailer.has_verdict:
+            trailer.tell_nonfinite(self._has_found, rank=self._reducer.group.rank)
+
+    def bad_slots(self, values: Sequence[Tensor], layout: Bucket) -> Tensor | None:
+        """Which gradients in `values`, as `Binding.values` has them, are not finite; None where the host knows that all are.
+
+        [number of slots] bool, on the device of the values.
+        """
+        if layout.is_sparse:  # whose rows travel as they are, and were counted by the host before
+            places = not_finite(values)
+            return torch.tensor([place in places for place in range(len(values))], device=values[0].device) if places else None
+        if not layout.slots:
+            return None
+        parts = [values[0][slot.start : slot.stop] for slot in layout.slots]
+        if values[0].device.type == "cpu":
+            are_bad = [] if self._leaves_finite(values[0]) else [not self._leaves_finite(part) for part in parts]
+            return torch.tensor(are_bad) if are_bad else None
+        nothing = parts[0].new_zeros(1)
+        largest = torch.stack(private.largest_of_each([part if part.numel() else nothing for part in parts]))
+        return self._as_sent(largest, of=parts[0].dtype).isfinite().logical_not()
+
+    def _leaves_finite(self, values: Tensor) -> bool:
+        """Waits."""
+        return not values.numel() or _are_finite(self._as_sent(_extremes(values), of=values.dtype))
+
+    def _as_sent(self, extremes: Tensor, *, of: torch.dtype) -> Tensor:
+        """Of the largest values what becomes of them on the wire: the smaller ones stay below."""
+        return extremes if of.is_complex else self._reducer.as_sent(extremes)
+
+
+@torch.no_grad()
+def not_finite(gradients: Sequence[Tensor]) -> list[int]:
+    """Places of those that have an infinity or a NaN; waits when all have been looked at."""
+    parts = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    extremes = {place: _extremes(part) for place, part in enumerate(parts) if part.numel()}
+    return [place for place, found in extremes.items() if not _are_finite(found)]
+
+
+def _extremes(values: Tensor) -> Tensor:
+    """Smallest and largest value, NaN where there is one; sums and norms of finite values could overflow. [2]"""
+    return torch.stack(torch.aminmax(torch.view_as_real(values) if values.is_complex() else values))
+
+
+def _are_finite(extremes: Tensor) -> bool:
+    return all(map(math.isfinite, extremes.tolist()))

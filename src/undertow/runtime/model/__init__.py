@@ -1,0 +1,1 @@
+"""The module: which parameters are trained, ignored or replaced."""

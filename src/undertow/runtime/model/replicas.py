@@ -1,0 +1,132 @@
+"""Whether parameters are still the same on every rank: a fingerprint of each, compared from time to time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undertow.errors import ReplicaMismatch
+from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.comm.handles import started
+
+_WORD = 8  # bytes
+_HOST_WORDS = 1 << 16  # at once: weights and products stay in the cache
+_DEVICE_WORDS = 1 << 22  # at once: few launches
+_DOWN = 33  # bits
+_LOWER = (1 << (64 - _DOWN)) - 1
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as a signed number; odd
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A comparison under way."""
+
+    number: int  # of the synchronisation
+    names: Sequence[str]
+    ranks: Sequence[int]  # what they are called
+    received: Sequence[Tensor]  # of each rank whether it counts, and its fingerprints
+    work: dist.Work
+
+    def require_alike(self) -> None:
+        rows = torch.stack(list(self.received)).tolist()
+        of_ranks = {rank: row[1:] for rank, row in zip(self.ranks, rows, strict=True) if row[0]}
+        differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
+        if differing:
+            raise mismatch(
+                self.names[differing[0]],
+                {rank: values[differing[0]] for rank, values in of_ranks.items()},
+                where=f"synchronisation {self.number}; {len(differing)} of {len(self.names)} parameters differ",
+            )
+
+
+class Replicas:
+    """Compares the parameters of all ranks of `group` after every `every` synchronisations, if not None.
+
+    What is compared is sent when a synchronisation ends and looked at when the next step begins: with several models in one
+    backward, another rank may be in another one's turn.
+    """
+
+    def __init__(self, group: OwnGroup, every: int | None, *, names: Sequence[int]) -> None:
+        self._group = group
+        self._names = names  # of the ranks
+        self._every = every if group.num_ranks > 1 else None
+        self._sent: list[_Sent] = []
+
+    def is_due(self, number: int) -> bool:
+        """Whether parameters are compared at the end of synchronisation `number`."""
+        return self._every is not None and (number + 1) % self._every == 0
+
+    @torch.no_grad()
+    def send(self, named_params: Sequence[tuple[str, Tensor]], *, number: int, counts: bool) -> None:
+        """Starts the comparison; every rank does in the same synchronisation, with parameters in the same order.
+
+        Not `counts`: this rank has others, and may.
+        """
+        if not named_params:
+            return
+        of_params = fingerprints([param for _, param in named_params], device=self._group.device)
+        mine = torch.cat((torch.full_like(of_params[:1], counts), of_params))  # [1 + number of parameters] int64
+        received = [torch.empty_like(mine) for _ in range(self._group.num_ranks)]
+        with self._group.waiting():
+            work = dist.all_gather(received, mine, group=self._group.process_group, async_op=True)
+        self._sent.append(_Sent(number, [name for name, _ in named_params], self._names, received, started(work)))
+
+    def require_alike(self) -> None:
+        """ReplicaMismatch, on every rank, where the parameters that were sent are not the same; waits for them."""
+        while self._sent:
+            sent = self._sent.pop(0)
+            with self._group.waiting("the comparison of all ranks' parameters"):
+                self._group.complete(sent.work)
+            sent.require_alike()
+
+
+def fingerprints(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """Of each of `tensors` a sum over its bits, weighted by their places; -0.0 and every NaN are values of their own.
+
+    Another one for every tensor that differs in one word of eight bytes, and for all but one in about 2**32 of the others.
+    [number of tensors] int64, on `device`
+    """
+    weights = {used: _weights(used) for used in {tensor.device for tensor in tensors}}
+    return torch.stack([_fingerprint(tensor, weights[tensor.device]).to(device) for tensor in tensors])
+
+
+def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if flat.storage_offset() * flat.itemsize % _WORD:  # its bits cannot be seen as whole words
+        flat = flat.clone()
+    num_whole = flat.numel() * flat.itemsize // _WORD * _WORD // flat.itemsize
+    words, rest = flat[:num_whole].view(torch.int64), flat[num_whole:].view(torch.uint8).long()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in (*torch.split(words, weights.numel()), rest):
+        # What is upmost is brought down as well, for there a product modulo 2**64 loses the weight: by no multiple of 16 bits,
+        # or signs of one word would go down onto each other.
+        folded = (chunk >> _DOWN).bitwise_and_(_LOWER).bitwise_xor_(chunk)
+        total = total * _ODD + folded.mul_(weights[: chunk.numel()]).sum()
+    return total
+
+
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers without a pattern, by the steps of splitmix64: a difference in one word alone is never lost. int64"""
+    number = _HOST_WORDS if device.type == "cpu" else _DEVICE_WORDS
+    mixed = torch.arange(1, number + 1, dtype=torch.int64, device=device) * _ODD
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> shift)) * (factor - (1 << 64))
+    return mixed ^ (mixed >> 31) | 1
+
+
+def mismatch(name: str, values: Mapping[int, int], *, where: str) -> ReplicaMismatch:
+    """The error: what most ranks have is taken for right; of as many, what the first of them has."""
+    (common, _), *_ = Counter(values.values()).most_common()
+    others = [rank for rank, value in values.items() if value != common]
+    alike = [rank for rank, value in values.items() if value == common]
+    return ReplicaMismatch(
+        f"parameter {name!r} has other values on rank {', '.join(map(str, others))} than on rank {', '.join(map(str, alike))}.",
+        where=where,
+        remedy="Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again.",
+    )

@@ -1,0 +1,388 @@
+"""Who is still there: what ranks tell each other beside the collectives, so that nobody waits for one that will not come.
+
+    Guard     one for a process: a thread that sleeps until a neighbour says something, is gone, or a wait is long
+    Ring      the ranks of a process group: messages go round both ways, each rank passes on what is new
+    Member    the process groups of one model: what this rank waits for, and why it cannot go on
+
+A fault is latched here first and then the groups are interrupted, so that whoever wakes up from a broken collective finds
+the reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import math
+import multiprocessing.util
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from reprlib import repr as brief
+from typing import Any
+
+from undertow.config import SyncConfig
+from undertow.errors import PeerFailed, UndertowError
+from undertow.runtime.peers import faults, patience
+from undertow.runtime.peers.exit import raised, tell_before_end
+from undertow.runtime.peers.faults import Fault, State
+from undertow.runtime.peers.leaked_groups import FREEING
+from undertow.runtime.peers.model_monitor import Member
+from undertow.runtime.peers.ring import Neighbour, close_all
+
+__all__ = ["GUARD", "Ring"]
+
+Message = dict[str, Any]
+_Heard = tuple["Ring", Neighbour, list[Message], bool]
+
+_log = logging.getLogger("undertow")
+_MAX_SEEN = 4096
+
+
+class Ring:
+    """The ranks of a group, as this rank knows them."""
+
+    def __init__(self, neighbours: Sequence[Neighbour], *, rank: int, num_ranks: int, world: object) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.neighbours = list(neighbours)
+        # torch.distributed's. Where a stuck thread has held it to the very end, nothing is left to be done.
+        self.world: Callable[[], object] = weakref.ref(world, lambda _: None if GUARD is None else GUARD.ends(self))
+        self.condition = threading.Condition(threading.RLock())
+        self.fault: Fault | None = None  # of every group
+        self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+        self.opened: dict[tuple[int, int], set[int]] = {}  # ranks that have come to a meeting, by model and number
+        self.ended: dict[int, Fault] = {}  # ranks whose process has ended well
+        self._failed_s = math.inf  # since when one has ended with an error that all ranks may be about to raise
+        self._num_members = 0  # that this rank has made
+        self._early: dict[int, list[Message]] = {}  # what was said of models that this rank has not made yet
+        self._said = itertools.count()
+        self._seen: dict[str, None] = {}
+        self._has_left = False
+
+    def join(self, limits: SyncConfig) -> Member:
+        """A new model of these ranks; a call for each of them, in the same order."""
+        with self.condition:
+            member = Member(self, self._num_members, limits)
+            self._num_members += 1
+            self.members[member.number] = member
+            for message in self._early.pop(member.number, ()):
+                self.hear(message)
+        GUARD.wake()  # there is something to watch
+        return member
+
+    def say(self, kind: str, **content: Any) -> None:
+        """Tells every rank, this one too."""
+        message = {"kind": kind, "from": self.rank, "id": f"{self.rank}/{next(self._said)}", **content}
+        with self.condition:
+            self._seen[message["id"]] = None
+        for neighbour in tuple(self.neighbours):
+            neighbour.send(message)
+        self.hear(message)
+
+    def receive(self, message: Message, source: Neighbour) -> None:
+        """Passes on what is new before anything is done about it: we may not live long."""
+        number = str(message.get("id"))
+        with self.condition:
+            if number in self._seen:
+                return
+            self._seen[number] = None
+            if len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+        for neighbour in self.neighbours:
+            if neighbour is not source:
+                neighbour.send(message)
+        try:
+            self.hear(message)
+        except Exception as error:  # whatever a message that means something else leads to
+            reason = f"{type(error).__name__}: {brief(str(error))}"
+            _log.warning("a message of another rank made no sense and is dropped (%s): %s", reason, brief(message))
+
+    def is_cut_off(self, neighbour: Neighbour) -> None:
+        """The connection to a neighbour is gone."""
+        with self.condition:
+            if neighbour not in self.neighbours:  # we have left
+                return
+            self.neighbours.remove(neighbour)
+        neighbour.close()
+        if neighbour.rank not in self.ended and self.fault is None:
+            self.say("lost", rank=neighbour.rank)
+
+    def hear(self, message: Message) -> None:
+        """What this rank makes of a message."""
+        message = faults.printable(message)
+        member = self.members.get(message.get("number", -1))
+        source = self._checked_rank(message["from"])
+        if member is None and message.get("number", -1) >= self._num_members and message["kind"] in ("stops", "left", "asks"):
+            self._hears_early(message)
+            return
+        match message["kind"]:
+            case "opens":
+                with self.condition:
+                    self.opened.setdefault((int(message["number"]), int(message["meeting"])), set()).add(source)
+                    self.condition.notify_all()
+            case "failed":
+                self._latch(faults.failed(source, str(message["text"])))
+            case "lost":
+                self._latch(faults.lost(self._checked_rank(message["rank"])))
+            case "ended":
+                self._leaves_us(source, str(message["text"]), int(message["steps"]), member)
+            case _ if member is not None:
+                self._hears_of_model(message, source, member)
+
+    def _hears_of_model(self, message: Message, source: int, member: Member) -> None:
+        match message["kind"]:
+            case "left":
+                self._leaves_us(source, str(message["text"]), int(message["steps"]), member)
+            case "stops":
+                self._latch(faults.fault_from(message), member)
+            case "asks" if member.is_asked_by(faults.state_from(message)):
+                self._answer(member, has_asked=source == self.rank)
+            case "stands":
+                member.hears_where(source, str(message["text"]))
+            case "gathers":
+                member.hears_of_gather(source, int(message["count"]), int(message["step"]))
+            case "does":
+                state = faults.state_from(message)
+                member.states[state["rank"]] = state
+
+    def _checked_rank(self, rank: Any) -> int:
+        if type(rank) is not int or rank not in range(self.num_ranks):
+            raise ValueError(f"there is no rank {brief(rank)}")
+        return rank
+
+    def _hears_early(self, message: Message) -> None:
+        """Of a model that this rank has not made: whoever waits for it is told so."""
+        number = int(message["number"])
+        if message["kind"] == "asks":
+            thread = next((member.thread for member in list(self.members.values())), threading.main_thread().ident or 0)
+            self.say("does", number=number, **faults.without_model(self.rank, thread))
+        else:
+            self._early.setdefault(number, []).append(message)
+
+    def _leaves_us(self, rank: int, text: str, num_steps: int, member: Member | None) -> None:
+        fault = faults.failed(rank, text) if text else faults.finished(rank, num_steps)
+        with self.condition:
+            (self.ended if member is None else member.left)[rank] = fault
+            self._failed_s = min(self._failed_s, time.monotonic()) if text else self._failed_s
+            self.condition.notify_all()
+        for other in [it for it in list(self.members.values()) if text and it.borrowed is not None]:
+            self._latch(fault, other)  # whose connections last as long as that process
+
+    def counts_failures(self, member: Member) -> None:
+        """Who has left a model with an error is waited for from now on, if any has."""
+        for fault in self._failures(member):
+            self._latch(fault, member)
+
+    def _failures(self, member: Member) -> list[Fault]:
+        return [fault for fault in self._gone(member).values() if fault.kind is PeerFailed]
+
+    def _answer(self, member: Member, *, has_asked: bool) -> None:
+        if not has_asked:
+            self.say("does", number=member.number, **member.state())
+        for neighbour in self.neighbours:
+            if neighbour.is_stopped():  # and cannot answer
+                self.say("does", number=member.number, **faults.stopped(neighbour.rank))
+
+    def look(self) -> None:
+        """From time to time: whether this rank has waited for long."""
+        for member in list(self.members.values()):
+            if member.known_fault is None:
+                self._look_at(member)
+
+    def _look_at(self, member: Member) -> None:
+        now_s, waited_s = time.monotonic(), member.waited_s()
+        # An error of its own, and its process may be long in ending.
+        if min(waited_s, now_s - self._failed_s) > patience.ENDS_S:
+            for fault in self._failures(member):
+                member.fails(fault)
+        if waited_s > patience.WAITS_S and (alone := member.missed_gather_of()) is not None:
+            member.fails(faults.gathers_alone(alone, missed_by=self.rank))
+        has_answers = member.asking is not None and now_s > member.asked_s + patience.ANSWERS_S
+        if member.asking is not None and has_answers and not member.is_told:
+            text = self.report(member, member.asking)
+            member.is_told, member.told = True, (member.asking["step"], now_s, text)
+            faults.tell(text)
+        limits = member.limits
+        is_over = waited_s > limits.stall_timeout_s
+        if waited_s < limits.stall_warning_s and not is_over:
+            return
+        if now_s > member.asked_s + (2 * patience.ANSWERS_S if is_over else max(limits.stall_warning_s, 2 * patience.ANSWERS_S)):
+            self.say("asks", number=member.number, **member.state())
+        elif has_answers and member.asking is not None:
+            gone, late = self._gone(member), faults.late_ranks(member.asking, member.states, ranks=range(self.num_ranks))
+            if gone and not late - gone.keys():  # else it may be another one that is waited for
+                member.fails(next(iter(gone.values())))
+            elif is_over:
+                member.fails(faults.stalled(self.report(member, member.asking)))
+
+    def report(self, member: Member, asking: State) -> str:
+        """What all ranks have answered to the one that has asked."""
+        gone = {rank: fault.what for rank, fault in self._gone(member).items()}
+        return faults.stall_text(asking, member.states, gone, ranks=range(self.num_ranks))
+
+    def _gone(self, member: Member) -> dict[int, Fault]:
+        """Ranks that have left: a model's last word says how far they have come, a process's only that it has ended."""
+        return self.ended | member.left
+
+    def _latch(self, fault: Fault, member: Member | None = None) -> None:
+        """The first fault counts, and everything that waits wakes up."""
+        with self.condition:
+            if self.fault is not None or (member is not None and member.fault is not None):
+                return
+            if member is None:
+                self.fault = fault
+            else:
+                member.fault = fault
+            self.condition.notify_all()
+        GUARD.interrupts(list(self.members.values()) if member is None else [member])
+
+    def leaves(self, error: BaseException | None) -> None:
+        """This process is about to end."""
+        if self._has_left:
+            return
+        self._has_left = True
+        if self.fault is not None:
+            return
+        # One of our errors every rank is about to raise, in its own words: it counts only where somebody waits for this rank.
+        if error is not None and not isinstance(error, UndertowError):
+            self.say("failed", text=faults.text_of(error))
+        else:
+            steps = max((member.num_steps() for member in list(self.members.values())), default=0)
+            self.say("ended", steps=steps, text="" if error is None else faults.text_of(error))
+
+
+class Guard:
+    """All rings of this process, and the one thread that listens."""
+
+    def __init__(self) -> None:
+        self._rings: dict[tuple[int, ...], Ring] = {}
+        self._heard: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()  # None wakes the thread
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+        self._breaking: list[tuple[Member, float]] = []  # groups to interrupt, and when
+
+    def ring_of(self, ranks: tuple[int, ...], world: object) -> Ring | None:
+        """The ring of these ranks; none where torch.distributed has begun anew since it was made."""
+        ring = self._rings.get(ranks)
+        return ring if ring is not None and ring.world() is world else None
+
+    def adopt(self, ranks: tuple[int, ...], ring: Ring) -> None:
+        """Listens to a ring from now on."""
+        if self._thread is None:
+            self._begin()
+        before = self._rings.get(ranks)
+        self._rings[ranks] = ring
+        if before is not None:
+            self.ends(before)
+        for neighbour in ring.neighbours:
+            neighbour.listen(lambda *heard: self._heard.put((ring, *heard)))
+        self.wake()
+
+    def ends(self, ring: Ring) -> None:
+        """Leaves a ring: its process groups are gone, or the process is about to end."""
+        ring.leaves(raised())
+        ring.world = type(None)  # or it would call this when the interpreter ends, with no module left
+        with ring.condition:
+            neighbours, ring.neighbours = ring.neighbours, []
+        for neighbour in neighbours:
+            neighbour.flush(patience.FLUSH_S)
+        close_all(neighbours)
+        FREEING.finish()
+
+    def wake(self) -> None:
+        self._heard.put(None)
+
+    def interrupts(self, members: Iterable[Member]) -> None:
+        """Has whoever waits there wake up, soon."""
+        due_s = time.monotonic() + patience.GRACE_S
+        self._breaking += [(member, due_s) for member in members]
+        self.wake()
+
+    def leaves(self, error: BaseException | None = None) -> None:
+        """Last words of this process."""
+        for ring in self._rings.values():
+            ring.leaves(error)
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
+        thread.start()
+        self._thread = thread
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+        # Also called where multiprocessing ends a process without atexit.
+        multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        atexit.register(self._at_exit)
+        tell_before_end(self.leaves, trains_in=self.trains_in)
+
+    def _at_exit(self) -> None:
+        self.leaves(raised())
+        for ring in self._rings.values():
+            for member in list(ring.members.values()):
+                if member.known_fault is not None:  # the process may abort where broken groups are still there when it ends
+                    with contextlib.suppress(RuntimeError, ValueError):  # of one; the others, and who listens, come all the same
+                        member.destroy()
+        for ring in list(self._rings.values()):
+            self.ends(ring)
+        self._is_over = True
+        self.wake()
+        if self._thread is not None:
+            self._thread.join(patience.FLUSH_S)
+
+    def trains_in(self, thread: int) -> bool:
+        """Whether this is the thread that was the last to train a model of ours, or to make one."""
+        return any(member.thread == thread for ring in self._rings.values() for member in list(ring.members.values()))
+
+    def _forget(self) -> None:
+        """In a child process."""
+        for ring in self._rings.values():
+            for neighbour in ring.neighbours:
+                neighbour.forget()
+            ring.neighbours, ring.world = [], type(None)
+        self.__init__()  # type: ignore[misc]  # it has not begun there
+
+    def _listen(self) -> None:
+        while not self._is_over:
+            try:
+                self._listen_once()
+            except Exception:
+                _log.exception("the thread that listens to other ranks goes on after an error of its own.")
+                time.sleep(patience.ANSWERS_S)
+
+    def _listen_once(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            heard = self._heard.get(timeout=self._tick_s())
+            if heard is not None:
+                self._hear(*heard)
+        now_s = time.monotonic()
+        due = [(member, due_s) for member, due_s in self._breaking if due_s <= now_s]
+        for member, due_s in due:
+            self._breaking.remove((member, due_s))
+            member.interrupt()
+        for ring in list(self._rings.values()):
+            ring.look()
+
+    def _hear(self, ring: Ring, neighbour: Neighbour, messages: list[Message], is_there: bool) -> None:
+        for message in messages:
+            ring.receive(message, neighbour)
+        if not is_there:
+            ring.is_cut_off(neighbour)
+
+    def _tick_s(self) -> float | None:
+        """How long to sleep: for ever where nothing is trained."""
+        if self._breaking:
+            return max(0.0, self._breaking[0][1] - time.monotonic())
+        members = [member for ring in list(self._rings.values()) for member in list(ring.members.values())]
+        if not members:
+            return None
+        if any(not member.is_told for member in members):
+            return 0.1 * patience.ANSWERS_S
+        stalls_s = min(min(member.limits.stall_warning_s, member.limits.stall_timeout_s) for member in members)
+        return min(patience.TICK_S, 0.25 * stalls_s)
+
+
+GUARD = Guard()  # of the process, as sys.excepthook and the exit of the process are

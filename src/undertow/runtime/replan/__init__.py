@@ -1,0 +1,1 @@
+"""Which plan is in force, and how all ranks move to another one."""

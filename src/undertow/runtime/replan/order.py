@@ -1,0 +1,62 @@
+"""The order in which gradients really arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from undertow.plan import observed
+from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.comm.handles import started
+from undertow.runtime.torch_private import private
+
+
+class ObservedOrder:
+    """Rank 0's order of arrival: watched for one round, sent to all, and then taken by all."""
+
+    def __init__(self, params: Sequence[Tensor], group: OwnGroup) -> None:
+        self._params = params
+        self._group = group
+        self._seen: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = [private.hook_gradients(param, self._seen.append) for param in params]
+        self._sent: tuple[Tensor, dist.Work] | None = None
+
+    def send(self) -> None:
+        """Ends the watch and sends what rank 0 has seen; a second call does nothing.
+
+        Not waited for: with several models in one backward, another rank may be in another one's turn.
+        """
+        if not self._hooks:
+            return
+        order = torch.tensor(observed(len(self._params), self._stop()), dtype=torch.int64)
+        order = order.to(self._group.device)  # [number of parameters]
+        with self._group.waiting():
+            work = dist.broadcast(order, group=self._group.process_group, group_src=0, async_op=True)
+        self._sent = order, started(work)
+
+    def take(self) -> list[int] | None:
+        """The order that was sent, once; waits for it."""
+        if self._sent is None:
+            return None
+        order, work = self._sent
+        self._sent = None
+        with self._group.waiting("the order of rank 0's gradients"):
+            self._group.complete(work)
+        return order.tolist()
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        self._stop()
+
+    def _stop(self) -> list[int]:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        index_of = {id(param): index for index, param in enumerate(self._params)}
+        order = [index_of[id(param)] for param in self._seen]
+        self._seen.clear()
+        return order

@@ -1,0 +1,115 @@
+"""Who plans: what is measured, the user, or nobody."""
+
+from __future__ import annotations
+
+import torch
+
+from undertow.config import SyncConfig
+from undertow.errors import PhaseError
+from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
+from undertow.profile import Profile
+from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.execute.compiled_plan import Assembly
+from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.replan.param_hooks import Watch
+from undertow.runtime.replan.single_rank import Alone
+from undertow.runtime.replan.tuning import Tuning
+from undertow.tune import Explanation, Outcome, Tuner, explanation
+
+
+def measure(watch: Watch, assembly: Assembly, config: SyncConfig, recorder: Recorder) -> None:
+    """Has the parameters measured, and the plan looked after where it is not fixed."""
+    group = assembly.reducer.group
+    if not watch.named_params or not recorder.is_on:
+        return
+    if group.num_ranks == 1:
+        watch.alone = Alone(watch.params, assembly.plan, recorder)
+        return
+    order = None if config.order == "observed" else [param for bucket in assembly.plan.buckets for param in bucket.params]
+    watch.tuning = Tuning(
+        watch.arrivals,
+        recorder,
+        group,
+        Tuner(order),
+        may_move=not why_fixed(config, assembly.reducer),
+        is_frozen=torch.are_deterministic_algorithms_enabled,
+    )
+
+
+def sharded_plan(now: Plan, watch: Watch, groups: Groups | None, config: SyncConfig) -> Plan:
+    """The same with large parameters in pieces, the pinned one, or that of the groups to which a sharded optimizer moves."""
+    order = None if watch.order is None else watch.order.take()
+    if groups is not None:
+        return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
+    if config.plan is not None:
+        pinned = first_plan(now.params, config, num_ranks=now.num_ranks, splits=True)
+        if now.num_ranks > 1 or not pinned.split_params:  # one rank alone gathers nothing, and would not join pieces again
+            return pinned
+    order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
+    return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
+
+
+def planned(now: Assembly, watch: Watch, config: SyncConfig) -> Plan | None:
+    """The plan that was sent to all ranks for the round that begins: in rank 0's order, or what it has decided on."""
+    if now.eager is not None:
+        now.eager.require_confirmed("a second backward runs")
+    order = None if watch.order is None else watch.order.take()
+    groups = None if watch.tuning is None else watch.tuning.take(now.present)
+    if watch.tuning is not None:
+        now.interleave(watch.tuning.gathers_behind(now.plan))
+    if groups is not None:
+        return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
+    return None if order is None else plan_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
+
+
+def follows_observed_order(assembly: Assembly, config: SyncConfig) -> bool:
+    """Whether the plan takes over rank 0's order of arrival."""
+    # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every
+    # time. A hook may keep state for every bucket.
+    reducer = assembly.reducer
+    is_free = config.plan is None and reducer.hook is None and not torch.are_deterministic_algorithms_enabled()
+    return config.order == "observed" and is_free and reducer.group.num_ranks > 1 and bool(assembly.params)
+
+
+def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
+    """Why the plan does not follow what is measured; empty where it does. The same on every rank."""
+    reasons = (
+        (reducer.group.num_ranks == 1, "one rank has nothing to send"),
+        (config.plan is not None, "it is pinned: SyncConfig(plan=...)"),
+        (config.bucket_cap_mb is not None, f"bucket_cap_mb={config.bucket_cap_mb} was asked for"),
+        (reducer.hook is not None, "a communication hook may keep state for every bucket"),
+        (config.record == "off", "record='off': nothing is measured"),
+        (not config.overlap, "overlap=False: nothing is to be hidden"),
+        (not config.auto_tune, "auto_tune=False: sizes follow from the size of the model"),
+    )
+    return next((reason for applies, reason in reasons if applies), "")
+
+
+def measured_profile(watch: Watch, assembly: Assembly, config: SyncConfig) -> Profile:
+    """What was measured of these parameters; PhaseError before anything was."""
+    profile = None if watch.tuner is None else watch.tuner.profile(assembly.plan, strategy=assembly.strategy.name)
+    if profile is None:
+        raise no_profile(config)
+    return profile
+
+
+def no_profile(config: SyncConfig) -> PhaseError:
+    """The error where somebody asks for a profile too early."""
+    remedy = "Set record to 'summary' or 'full'." if config.record == "off" else "Run some ten steps first, then ask again."
+    return PhaseError("nothing has been measured of this model yet.", where="profile()", remedy=remedy)
+
+
+def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Explanation:
+    """Why the plan in force is this one; communicates nothing."""
+    history = () if watch.tuning is None else watch.tuning.history
+    why = why_fixed(config, assembly.reducer)
+    if not why and torch.are_deterministic_algorithms_enabled():
+        why = "torch.use_deterministic_algorithms: another plan rounds differently"
+    elif not why:
+        has_moved = any(decided.decision.groups is not None for decided in history)
+        is_decided = has_moved or any(decided.decision.outcome is Outcome.KEEP for decided in history)
+        why = (
+            "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
+        )
+    is_eager = assembly.eager is not None
+    return explanation(assembly.plan, watch.tuner, why=why, strategy=assembly.strategy.name, history=history, is_eager=is_eager)

@@ -1,0 +1,1 @@
+"""The step: rounds, their phases, and what is checked when they end."""

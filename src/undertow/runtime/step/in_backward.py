@@ -1,0 +1,45 @@
+"""Optimizers that step as part of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from undertow.runtime.replan.param_hooks import Watch
+from undertow.runtime.torch_private import private
+
+
+class InBackward:
+    """Steps the optimizers that torch.distributed.optim._apply_optimizer_in_backward has put on parameters.
+
+    Torch has them step as soon as a gradient is there; here they wait until it is the mean over ranks.
+    """
+
+    def __init__(self) -> None:
+        self._rearm: dict[Tensor, Callable[[], None]] = {}  # parameters are keys by identity
+        self._seen: Watch | None = None
+
+    def take_over(self, watch: Watch) -> None:
+        """From now on those of this watch's parameters as well; once is enough."""
+        if watch is self._seen:
+            return
+        self._seen = watch
+        for param in watch.params:
+            if param not in self._rearm and private.optimizers_in_backward(param):
+                self._rearm[param] = private.disarm_optimizers_in_backward(param)
+
+    def step(self) -> None:
+        """Updates every parameter that has a gradient, and drops the gradient."""
+        for param in self._rearm:
+            if param.grad is not None:
+                for optimizer in private.optimizers_in_backward(param):
+                    optimizer.step()
+                param.grad = None
+
+    def close(self) -> None:
+        """Has them step by themselves again."""
+        for rearm in self._rearm.values():
+            rearm()
+        self._rearm.clear()
+        self._seen = None

@@ -1,0 +1,1 @@
+"""Everything private of torch, in one place, with a test each."""

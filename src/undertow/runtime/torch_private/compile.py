@@ -1,0 +1,54 @@
+"""Where torch.compile cuts graphs: where buckets end, if it compiles in a forward of torch's wrapper; private to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from undertow.plan import Plan
+from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private.module_hook import ModuleHook
+
+_LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no graph into less
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """What torch.compile asks the module that it takes for a DistributedDataParallel."""
+
+    bucket_bytes_cap: int
+
+
+@private.untraced
+def cut_bytes(plan: Plan, *, num_ranks: int) -> int:
+    """The size of the buckets at whose ends graphs are to be cut; 0 where they are to stay whole."""
+    largest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
+    return largest if num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
+
+
+def cut_graphs(module: nn.Module, size: Callable[[], int]) -> list[RemovableHandle]:
+    """Hooks that have graphs cut which are compiled in forwards of `module`, at every `size()` bytes of parameters."""
+
+    around: list[DistributedDataParallel | None] = []  # what was there before, for each forward that runs
+
+    @private.untraced
+    def begin() -> None:
+        around.append(DistributedDataParallel._active_ddp_module)
+        num_bytes = size()
+        if num_bytes:
+            DistributedDataParallel._active_ddp_module = cast(DistributedDataParallel, _Cuts(num_bytes))
+
+    @private.untraced
+    def end() -> None:
+        if around:  # else a hook before ours has failed
+            DistributedDataParallel._active_ddp_module = around.pop()
+
+    return [
+        module.register_forward_pre_hook(ModuleHook(module, begin)),
+        module.register_forward_hook(ModuleHook(module, end), always_call=True),
+    ]

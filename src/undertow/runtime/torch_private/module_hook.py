@@ -1,0 +1,44 @@
+"""Hooks on modules that a copy of the module does not call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class ModuleHook:
+    """Calls `then` where it is registered with `module`. A copy of the module has it too, where it does nothing."""
+
+    def __init__(self, module: nn.Module, then: Callable[[], None]) -> None:
+        self._module = weakref.ref(module)
+        self._then = then
+
+    def __call__(self, called: nn.Module, *_arguments: Any) -> None:
+        if called is self._module():
+            self._then()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+class OutputHook(ModuleHook):
+    """The same for a hook after the forward, which calls `then` with the outputs."""
+
+    def __init__(self, module: nn.Module, then: Callable[[object], None]) -> None:
+        super().__init__(module, _do_nothing)
+        self._then_with = then
+
+    def __call__(self, called: nn.Module, *arguments: Any) -> None:
+        if called is self._module():
+            self._then_with(arguments[-1])
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_arguments: Any) -> None:
+    return None

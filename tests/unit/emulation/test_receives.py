@@ -1,0 +1,172 @@
+"""Emulated links: when one is free, and receives whose messages come when the test says so."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.errors import text_of
+from undertow.cost import Link
+from undertow.emulation.receives import Receives
+from undertow.emulation.wire import LinkWork, Wire
+
+HOP_S = 0.3
+NUMEL = 10_000
+
+
+class Message(dist.Work):
+    """A receive of gloo's: `wait` returns when the message has come, or raises what happened instead."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__()
+        self.source = source
+        self.error: Exception | None = None
+        self._has_come = threading.Event()
+
+    def come(self, error: Exception | None = None) -> Message:
+        self.error = error
+        self._has_come.set()
+        return self  # for a message that is there from the beginning
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._has_come.wait()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def _source_rank(self) -> int:
+        return self.source
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire(Link(name="slow", hop_s=HOP_S, bytes_per_s=1e6))
+
+
+@pytest.fixture
+def receives(wire: Wire) -> Iterator[Receives]:
+    receives = Receives(wire, rank=0)
+    yield receives
+    receives.close(10.0)
+
+
+def post(receives: Receives, message: Message) -> LinkWork:
+    return receives.post(lambda: message, [torch.zeros(NUMEL)], source=message.source)
+
+
+def test_messages_follow_one_another_and_pay_their_latency_side_by_side(wire: Wire, receives: Receives) -> None:
+    for work in [post(receives, Message(source).come()) for source in (1, 2, 1, 2, 1)]:
+        work.wait()
+    log, cost_s = wire.take_log(), 4 * NUMEL / 1e6
+    assert [(it.kind, it.num_bytes) for it in log] == [("send", 4 * NUMEL)] * 5
+    # 1e-9: times of day are large doubles.
+    assert all(later.started_s >= it.started_s + cost_s - 1e-9 for it, later in pairwise(log))
+    assert all(it.done_s >= it.started_s + cost_s + HOP_S - 1e-9 for it in log)
+    # Latencies in series would be 5 * 0.3 s; half of what lies between is left to a busy machine.
+    assert log[-1].done_s - log[0].launched_s < 5 * cost_s + HOP_S + 2 * HOP_S
+
+
+def test_a_late_sender_does_not_keep_the_others(receives: Receives) -> None:
+    late = Message(1)
+    waits, comes = post(receives, late), post(receives, Message(2).come())
+    comes.wait()
+    assert not waits.is_completed()
+    late.come()
+    waits.wait()
+
+
+def test_messages_of_one_sender_are_done_as_they_were_posted(receives: Receives) -> None:
+    first = Message(1)
+    works = [post(receives, first), post(receives, Message(1).come())]
+    assert "timed out" in text_of(RuntimeError, lambda: works[1].wait(timedelta(milliseconds=20)))
+    first.come()
+    works[1].wait()
+    assert works[0].is_completed()
+
+
+def test_a_receive_waits_for_what_else_is_on_the_link(wire: Wire, receives: Receives) -> None:
+    _, free_s = wire.reserve(ready_s=time.perf_counter(), bytes_s=0.2)
+    post(receives, Message(1).come()).wait()
+    (transfer,) = wire.take_log()
+    assert transfer.started_s >= free_s
+
+
+def test_a_handle_tells_its_result_and_its_sender(receives: Receives) -> None:
+    message = Message(3)
+    work = receives.post(lambda: message, [torch.ones(2)], source=None)
+    assert (work.is_completed(), work.get_future().done()) == (False, False)
+    message.come()
+    assert work.wait()
+    assert (work.is_completed(), work.is_success(), work._source_rank()) == (True, True, 3)
+    assert work.get_future().value()[0].tolist() == work.result()[0].tolist() == [1, 1]
+
+
+def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(receives: Receives) -> None:
+    works = [post(receives, Message(1).come(RuntimeError("connection lost"))), post(receives, Message(1).come())]
+    assert text_of(RuntimeError, works[0].wait) == "connection lost"
+    assert (type(works[0].exception()), works[0].is_success(), works[1].wait()) == (RuntimeError, False, True)
+
+
+def test_closing_before_a_message_has_come_is_said(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    receives, message = Receives(wire, rank=4), Message(1)
+    post(receives, message)
+    with caplog.at_level(logging.WARNING, logger="undertow"):
+        receives.close(0.01)
+    assert caplog.messages == ["an emulated group of rank 4 was closed with a receive in flight."]
+    message.come()  # or its thread would wait on
+
+
+LINK = Link(name="slow", hop_s=1.0, bytes_per_s=10.0)
+
+
+NO_LINK = Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
+# The link and its bucket, and what is sent: when it is ready, how long its bytes take, its latency, and its stretch on the link.
+STRETCHES: dict[str, tuple[Link, int, list[tuple[float, float, float, tuple[float, float]]]]] = {
+    "one thing after another": (
+        *(LINK, 0),
+        [(100.0, 5.0, 0.0, (100.0, 105.0)), (101.0, 4.0, 1.0, (105.0, 110.0)), (120.0, 4.0, 1.0, (120.0, 125.0))],
+    ),
+    # It has rested since ever. Then as much passes at once as fits into the rest and into the bucket.
+    **{
+        f"after a rest of {rest_s} s": (
+            *(LINK, 30),
+            [(100.0, 5.0, 0.0, (100.0, 102.0)), (102.0 + rest_s, 5.0, 0.0, (102.0 + rest_s, 107.0 + rest_s - passes_s))],
+        )
+        for rest_s, passes_s in ((0.0, 0.0), (1.0, 1.0), (3.0, 3.0), (4.0, 3.0), (50.0, 3.0))
+    },
+    # A bucket that is not used up fills again and never beyond: at last a third of it is left.
+    "often": (
+        *(LINK, 30),
+        [
+            *[(100.0, 1.0, 0.0, (100.0, 100.0))] * 3,
+            (100.0, 1.0, 0.0, (100.0, 101.0)),
+            (103.0, 2.0, 0.0, (103.0, 103.0)),
+            (103.0, 2.0, 0.0, (103.0, 105.0)),
+            (200.0, 2.0, 0.0, (200.0, 200.0)),
+            (200.0, 2.0, 0.0, (200.0, 201.0)),
+        ],
+    ),
+    # Collectives that pass at once have their latencies one after another. Tokens for 3 s: 2 of them taken, 1 come, 2 taken,
+    # 1 come; then 1 is lacking, and again.
+    "latencies in which the bucket fills": (
+        *(LINK, 30),
+        [(100.0, 2.0, 1.0, stretch) for stretch in ((100.0, 101.0), (101.0, 102.0), (102.0, 104.0), (104.0, 106.0))],
+    ),
+    "a link that costs nothing has no bucket": (NO_LINK, 30, [(100.0, 0.0, 0.0, (100.0, 100.0))]),
+}
+
+
+@pytest.mark.parametrize(("link", "burst_bytes", "sent"), STRETCHES.values(), ids=STRETCHES)
+def test_stretches_on_a_link(link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]) -> None:
+    wire = Wire(link, burst_bytes=burst_bytes)
+    found = [wire.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent]
+    assert found == [stretch for *_, stretch in sent]

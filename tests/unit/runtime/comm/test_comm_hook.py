@@ -1,0 +1,266 @@
+"""Communication hooks that torch takes, one by one and in chains, without ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+
+import undertow
+from support.errors import text_of
+from undertow import ConfigError, WrongType
+from undertow.runtime.comm.comm_hook import CommHook, HookedBucket
+
+BUFFER = torch.arange(6.0)
+# As much of a group as a hook asks for: one without ranks that could be lost.
+ALONE = Mock(is_broken=False, member="of one", result=lambda future: future.result())
+
+
+def bucket() -> HookedBucket:
+    """Two gradients in a buffer of six elements, the fifth bucket."""
+    return HookedBucket(4, BUFFER.clone(), [torch.zeros(2, 2), torch.zeros(2)], is_last=True)
+
+
+def completed(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def returns(value: Any) -> Callable[[Any, Any], Any]:
+    return lambda _state, bucket: value(bucket) if callable(value) else value
+
+
+def with_annotations(**annotations: Any) -> Callable[..., Any]:
+    def hook(state, bucket): ...
+
+    hook.__annotations__ = annotations
+    return hook
+
+
+class Hook:
+    def __call__(self, state, bucket): ...
+
+
+HOOKS = {
+    "bare": lambda state, bucket: None,
+    "annotated": with_annotations(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]}),
+    "annotated by text": with_annotations(
+        state="object", bucket="dist.GradBucket", **{"return": "torch.futures.Future[torch.Tensor]"}
+    ),
+    "annotated by short text": with_annotations(bucket="GradBucket", **{"return": "Future[Tensor]"}),
+    "object": Hook(),
+    "partial": functools.partial(lambda extra, state, bucket: None, 1),
+    "more parameters": lambda state, bucket, *, extra=1: None,
+    "all_reduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16, wrapped": default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+    "power": powerSGD_hook.powerSGD_hook,
+    "quantized": quantization_hooks.quantization_pertensor_hook,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_a_hook_that_torch_takes_is_taken(hook: Any) -> None:
+    assert CommHook(None, hook).name
+
+
+ASK = "register_comm_hook(state, hook)\n"
+LEAVE_OUT = f"{ASK}  Annotate it so, or leave the annotation out."
+REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
+    "not callable": (
+        1,
+        WrongType,
+        f" must be callable, got int.\n  {ASK}  Pass a function hook(state, bucket) that returns a torch.futures.Future.",
+    ),
+    "no bucket": (
+        lambda state, grads: None,
+        ConfigError,
+        f": expected a parameter named 'bucket', got ['state', 'grads'].\n  {ASK}  Write def hook(state, bucket).",
+    ),
+    "bucket annotation": (
+        with_annotations(bucket=int),
+        ConfigError,
+        f": bucket annotation should be dist.GradBucket, got <class 'int'>.\n  {LEAVE_OUT}",
+    ),
+    "bucket annotation by text": (
+        with_annotations(bucket="int"),
+        ConfigError,
+        f": bucket annotation should be dist.GradBucket, got 'int'.\n  {LEAVE_OUT}",
+    ),
+    "return annotation": (
+        with_annotations(**{"return": int}),
+        ConfigError,
+        f": return annotation should be torch.futures.Future[torch.Tensor], got <class 'int'>.\n  {LEAVE_OUT}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("hook", "error", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_a_hook_that_torch_refuses_is_refused(hook: Any, error: type[Exception], text: str) -> None:
+    assert text_of(error, lambda: CommHook(None, hook)) == f"Communication hook{text}"
+
+
+def test_a_bucket_has_the_methods_of_torchs() -> None:
+    given, other = bucket(), torch.ones(6).half()
+    names = [name for name in dir(dist.GradBucket) if not name.startswith("_")]
+    assert [name for name in names if not callable(getattr(given, name, None))] == []
+    assert (given.index(), given.is_last()) == (4, True)
+    assert [gradient.tolist() for gradient in given.gradients()] == [[[0, 1], [2, 3]], [4, 5]]
+    assert [param.shape for param in given.parameters()] == [(2, 2), (2,)]
+    given.set_buffer(other)
+    assert given.buffer() is other
+    given.gradients()[1].zero_()  # torch's are views of whatever is the buffer; its wrappers and PowerSGD rely on that
+    assert other.tolist() == [1, 1, 1, 1, 0, 0]
+
+
+RESULTS: dict[str, Callable[[HookedBucket], Any]] = {
+    "the buffer": lambda bucket: bucket.buffer().mul_(3),
+    "a new tensor": lambda bucket: 3 * bucket.buffer(),
+    "a list": lambda bucket: [3 * bucket.buffer()],
+    "a tuple": lambda bucket: (3 * bucket.buffer(),),
+    "another shape": lambda bucket: (3 * bucket.buffer()).view(2, 3),
+    "another dtype": lambda bucket: (3 * bucket.buffer()).half(),
+    "a graph": lambda bucket: 3 * bucket.buffer() * torch.ones(6, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
+def test_the_result_is_written_into_the_bucket(result: Callable[[HookedBucket], Any]) -> None:
+    given = bucket()
+    target = given.buffer()
+    handle = CommHook(None, returns(lambda bucket: completed(result(bucket)))).start(given, ALONE)
+    for _ in range(2):  # a second time is fine
+        handle.wait()
+    assert torch.equal(target, 3 * BUFFER)
+    assert not target.requires_grad
+
+
+def test_a_handle_is_complete_when_its_future_is() -> None:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    handle, told = CommHook(None, returns(future)).start(bucket(), ALONE), []
+    handle.on_done(told.append)
+    assert (handle.is_completed(), told) == (False, [])
+    future.set_result(BUFFER)
+    handle.block_stream()
+    assert (handle.is_completed(), len(told)) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [(None, "NoneType"), (torch.zeros(5), "(5,)"), (torch.zeros(2, 2), "(2, 2)"), ([BUFFER, BUFFER], "list"), ([], "list")],
+    ids=["nothing", "too few elements", "another shape", "two tensors", "no tensor"],
+)
+def test_a_future_that_holds_something_else_is_told_so(value: object, got: str) -> None:
+    assert text_of(WrongType, CommHook(None, returns(completed(value))).start(bucket(), ALONE).wait) == (
+        f"expected the communication hook's future to hold a tensor of 6 elements, got {got}.\n"
+        "  returns.<locals>.<lambda>\n"
+        "  Let the future hold a tensor with the shape of bucket.buffer()."
+    )
+
+
+def test_an_error_of_the_future_is_raised_as_it_is() -> None:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    handle = CommHook(None, returns(future)).start(bucket(), ALONE)
+    future.set_exception(ZeroDivisionError("in the hook"))
+    assert text_of(ZeroDivisionError, handle.wait) == "in the hook"
+
+
+def add(amount, bucket):
+    return completed(bucket.buffer() + amount)
+
+
+def double_in_place(_state, bucket):
+    for gradient in bucket.gradients():
+        gradient.mul_(2)
+    return completed(bucket.buffer())
+
+
+def halves(_state, bucket):
+    bucket.set_buffer(bucket.buffer().half())
+    return completed([bucket.buffer() + 0.5])
+
+
+def look(seen, bucket):
+    seen.append(bucket.buffer().clone())
+    return completed(bucket.buffer())
+
+
+def wrong(_state, bucket):
+    return bucket.buffer()
+
+
+def started(hook: Callable[..., Any]) -> tuple[Tensor, Any]:
+    """The buffer of a bucket, and the handle of the hook on it."""
+    given = bucket()
+    return given.buffer(), CommHook(None, hook).start(given, ALONE)
+
+
+@pytest.mark.parametrize(
+    "chained",
+    [
+        undertow.chain((1.0, add), (None, double_in_place), (3.0, add)),
+        undertow.chain((None, undertow.chain((1.0, add), (None, double_in_place))), (3.0, add)),
+    ],
+    ids=["each sees what the one before has made", "of a chain"],
+)
+def test_hooks_one_behind_the_other(chained: Any) -> None:
+    buffer, handle = started(chained)
+    handle.wait()
+    assert torch.equal(buffer, 2 * (BUFFER + 1) + 3)
+
+
+def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> None:
+    seen: list[Tensor] = []
+    buffer, handle = started(undertow.chain((None, halves), (seen, look)))
+    handle.wait()
+    assert torch.equal(buffer, BUFFER + 0.5)
+    assert [it.dtype for it in seen] == [torch.float32]
+
+
+def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
+    seen, on_its_way = list[Tensor](), torch.futures.Future[Tensor]()
+    send = (None, lambda state, bucket: on_its_way)
+    buffer, handle = started(undertow.chain((1.0, add), send, (seen, look), (None, double_in_place)))
+    assert (seen, handle.is_completed()) == ([], False)
+    on_its_way.set_result(torch.full((6,), 7.0))
+    handle.wait()
+    assert (buffer.tolist(), [it.tolist() for it in seen]) == ([14.0] * 6, [[7.0] * 6])
+
+
+def test_a_chain_is_named_after_its_hooks() -> None:
+    hook = undertow.chain((None, default_hooks.fp16_compress_hook), (1.0, add))
+    assert CommHook(None, hook).name == "chain(fp16_compress_hook, add)"
+
+
+FUTURE = (
+    "expected the communication hook to return a torch.futures.Future, got Tensor.\n  wrong, in a chain\n"
+    "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result()."
+)
+HOOKS_REFUSALS: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
+    "no hook": (
+        ConfigError,
+        undertow.chain,
+        "there is no hook to run.\n  chain()\n  Give pairs: chain((state, hook), ...).",
+    ),
+    "no pair": (
+        WrongType,
+        lambda: undertow.chain((None, add), add),  # type: ignore[arg-type]
+        "stage 1 must be a pair of a state and a hook, got function.\n"
+        "  chain()\n  Write chain((state, hook), ...); the state may be None.",
+    ),
+    "no future, first": (WrongType, lambda: started(undertow.chain((None, wrong), (2.0, add)))[1].wait(), FUTURE),
+    "no future, last": (WrongType, lambda: started(undertow.chain((1.0, add), (None, wrong)))[1].wait(), FUTURE),
+}
+
+
+@pytest.mark.parametrize(("error", "call", "text"), HOOKS_REFUSALS.values(), ids=HOOKS_REFUSALS)
+def test_what_is_no_chain_of_hooks_is_refused(error: type[Exception], call: Callable[[], object], text: str) -> None:
+    assert text_of(error, call) == text

@@ -1,0 +1,132 @@
+"""What the readings of a round mean, and what weights make of it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from support.errors import text_of
+from undertow.errors import Desync, PeerFailed, PlanMismatch
+from undertow.runtime.execute.agreed_errors import changed_unlike, has_changed_unlike, late_buckets, require_sound
+from undertow.runtime.execute.executor import Round
+from undertow.runtime.gradients.trailer import Reading
+from undertow.runtime.gradients.weights import Weighing
+
+
+def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
+    this_round = Round(number=5, generation=1, is_synchronised=True, not_arrived=lambda _: (), has_repeats=bool)
+    this_round.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
+    this_round.has_failed = has_failed
+    return this_round
+
+
+DIFFERENT = "ranks are not in the same step.\n"
+OVERDUE = "gradients arrived again after their bucket had left, and were left out.\n"
+FAILED = "backward failed on rank 0, 2.\n"
+TEXTS = {
+    DIFFERENT: "  synchronisation 5, rank 1\n"
+    "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
+    OVERDUE: "  synchronisation 5, rank 1, or the one before\n"
+    "  Let the first two steps use parameters as often as later ones do, or set overlap=False.",
+    FAILED: "  synchronisation 5, rank 1\n"
+    "  The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
+}
+
+
+@pytest.mark.parametrize(
+    ("readings", "error", "what"),
+    [
+        ([{}, {"ranks_differ": True}], Desync, DIFFERENT),
+        ([{"late_buckets": (1,), "is_overdue": True}], Desync, OVERDUE),
+        ([{"failed_ranks": (2,)}, {"failed_ranks": (0, 2)}], PeerFailed, FAILED),
+        ([{"failed_ranks": (0, 2), "ranks_differ": True}], Desync, DIFFERENT),
+        ([{"failed_ranks": (0, 2), "late_buckets": (0,), "is_overdue": True}], Desync, OVERDUE),
+    ],
+    ids=[
+        "another step",
+        "late and overdue",
+        "failed",
+        "failed in another step",
+        "failed and overdue",
+    ],
+)
+def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error: type[Exception], what: str) -> None:
+    assert text_of(error, lambda: require_sound(round_with(*readings), rank=1)) == what + TEXTS[what]
+
+
+@pytest.mark.parametrize(
+    "readings",
+    [[], [{"used": frozenset({0})}], [{"late_buckets": (2,)}], [{"is_overdue": True}], [{"changed_ranks": (0,)}]],
+    ids=["nothing", "uses", "late in time", "overdue without late parts", "changes"],
+)
+def test_a_round_without_trouble_is_sound(readings: list[dict[str, Any]]) -> None:
+    require_sound(round_with(*readings), rank=1)
+
+
+def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
+    require_sound(round_with({"failed_ranks": (1,)}, has_failed=True), rank=1)
+    with pytest.raises(Desync):
+        require_sound(round_with({"ranks_differ": True}, has_failed=True), rank=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"), [("", ""), ("parameter 'w' is trained now", ": parameter 'w' is trained now")], ids=["no word", "word"]
+)
+def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, where: str) -> None:
+    this_round = round_with({"changed_ranks": (3,)}, {"changed_ranks": (1,)})
+    assert has_changed_unlike(this_round, num_ranks=4)
+    error = changed_unlike(this_round, rank=1, num_ranks=4, change=change)
+    assert isinstance(error, PlanMismatch)
+    assert str(error) == (
+        "the parameters, or the communication hook, have changed on rank 1, 3 and not on rank 0, 2.\n"
+        f"  synchronisation 5, rank 1{where}\n"
+        "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank."
+    )
+
+
+@pytest.mark.parametrize("changed", [[], [(0, 1)], [(0,), (1,)]], ids=["nowhere", "everywhere", "everywhere, in two buckets"])
+def test_parameters_that_changed_on_all_ranks_or_none_are_fine(changed: list[tuple[int, ...]]) -> None:
+    assert not has_changed_unlike(round_with(*({"changed_ranks": ranks} for ranks in changed)), num_ranks=2)
+
+
+def test_late_buckets_are_those_of_this_round() -> None:
+    readings = [{"late_buckets": (4, 1)}, {"late_buckets": (1, 2)}, {"late_buckets": (0,), "is_overdue": True}]
+    assert (late_buckets(round_with(*readings)), late_buckets(round_with())) == ([1, 2, 4], [])
+
+
+def test_where_all_ranks_stand_is_said_by_rank() -> None:
+    this_round = round_with({"ranks_differ": True})
+    text = text_of(Desync, lambda: require_sound(this_round, rank=1, places=lambda mine: {1: mine, 0: "synchronisation 4"}))
+    assert text.splitlines()[1:4] == [
+        "  synchronisation 5, rank 1",
+        "  rank 0: synchronisation 4",
+        "  rank 1: synchronisation 5, after an optimizer step",
+    ]
+
+
+HAS, NO_DATA = 1.0, 2.0
+
+
+@pytest.mark.parametrize(
+    ("said", "before", "divisor", "keep"),
+    [
+        ((6.0, HAS, HAS), 2.0, 4.0, 0.25),
+        ((6.0, HAS, NO_DATA), 2.0, 4.0, 0.25),
+        ((0.0, HAS, HAS), 2.0, 1.0, 1.0),  # nothing new: the total is what it was
+        ((0.0, HAS, NO_DATA), 0.0, 0.5, 1.0),  # nothing at all: the mean becomes the sum again
+        ((6.0, HAS, HAS), 0.0, 3.0, 1 / 6),  # which is divided now
+    ],
+)
+def test_the_result_is_the_sum_over_the_total(said: tuple[float, ...], before: float, divisor: float, keep: float) -> None:
+    handle = SimpleNamespace(wait=lambda: made._tensor.copy_(torch.tensor(said)))
+    group: Any = SimpleNamespace(  # as much of one as is asked for
+        num_ranks=2, rank=0, device=torch.device("cpu"), all_reduce_async=lambda _: handle, waiting=lambda _: nullcontext()
+    )
+    made = Weighing(group, 1.0, before=before, is_without_data=False, is_last=True)
+    made.send()
+    sums = made.sums()
+    assert (sums.divisor, sums.keep, sums.total) == (divisor, keep, said[0] + before)

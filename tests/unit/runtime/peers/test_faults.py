@@ -1,0 +1,171 @@
+"""What is told of other ranks, as text."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from support.pages import snippets
+from support.project import ROOT
+from undertow import PeerFailed, RankLost, StallTimeout
+from undertow.runtime.model.replicas import mismatch
+from undertow.runtime.peers import faults
+from undertow.runtime.peers.faults import State
+from undertow.runtime.step.nonfinite import Finding
+
+ASKING = State(rank=0, step=7, doing="", waits_for="bucket 2 ('a', 'b')", waited_s=31.4, stack=[])
+LATE = State(rank=1, step=7, doing="loading data", waits_for="", waited_s=0.0, stack=["train.py, line 4, in rows"])
+WAITING: State = {**ASKING, "rank": 2, "waited_s": 30.0}
+OTHER: State = {**WAITING, "rank": 1, "waits_for": "the norm of all gradients"}
+
+
+def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
+    states = {0: ASKING, 1: LATE, 2: WAITING}
+    assert faults.stall_text(ASKING, states, {4: "rank 4 has left: so it is."}, ranks=range(5)) == (
+        "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3 has not come.\n"
+        "  rank 0: synchronisation 7, waits for bucket 2 ('a', 'b')\n"
+        "  rank 1: synchronisation 7, loading data\n"
+        "    train.py, line 4, in rows\n"
+        "  rank 2: synchronisation 7, waits for bucket 2 ('a', 'b')\n"
+        "  rank 3: no answer; it is stopped, out of reach, or in a call that keeps Python from running\n"
+        "  rank 4 has left: so it is."
+    )
+
+
+def test_a_report_says_where_all_wait_for_different_things() -> None:
+    told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things.\n"
+    assert faults.stall_text(ASKING, {0: ASKING, 1: OTHER}, {}, ranks=range(2)).startswith(told)
+
+
+PAGE = ROOT / "docs" / "reliability.md"
+ASKED: State = {**ASKING, "step": 3, "waits_for": "bucket 0 ('last.bias')", "waited_s": 30.0}
+TOLD = faults.stall_text(
+    ASKED,
+    {
+        0: ASKED,
+        1: {
+            **LATE,
+            "step": 3,
+            "doing": "in the forward of 'norm'",
+            "stack": re.findall(r"^    (\S+, line \d+, in \w+)$", PAGE.read_text(), re.M)[:1],
+        },
+    },
+    {},
+    ranks=range(2),
+)
+# What docs/reliability.md quotes.
+QUOTES = [
+    TOLD,
+    f"PeerFailed: {faults.failed(1, 'ValueError: row 7 has no label').error('synchronisation 118, rank 0')}",
+    f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronisation 3, rank 0')}",
+    f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronisation 118, bucket 0').error()}",
+    f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronisation 199; 1 of 6 parameters differ')}",
+]
+
+
+@pytest.mark.parametrize("text", QUOTES, ids=lambda text: text.partition(":")[0])
+def test_what_the_page_quotes_is_ours(text: str) -> None:
+    assert text in [snippet.code.rstrip("\n") for snippet in snippets(PAGE)]
+
+
+def test_an_error_of_a_fault_has_three_parts() -> None:
+    error = faults.stalled("rank 0 has waited.\n  rank 1: loading data").error("synchronisation 7, rank 2")
+    assert isinstance(error, StallTimeout)
+    assert str(error) == (
+        "rank 0 has waited.\n"
+        "  synchronisation 7, rank 2\n"
+        "  rank 1: loading data\n"
+        "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
+    )
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(faults.failed(1, "x"), PeerFailed), (faults.lost(1), RankLost)])
+def test_every_error_of_a_fault_is_a_new_one(fault: faults.Fault, kind: type[Exception]) -> None:
+    errors = [fault.error("here"), fault.error("here")]
+    assert [type(error) for error in errors] == [kind] * 2
+    assert errors[0] is not errors[1]
+
+
+def test_a_long_message_of_an_exception_is_cut() -> None:
+    assert len(faults.text_of(ValueError("x" * 100_000))) == 2000
+
+
+class Asked(nn.Module, IterableDataset):
+    """Says what this thread is doing, in many a place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(2, 2), nn.Identity()
+        self.said: dict[str, str] = {}
+        self.inner.register_forward_hook(lambda *_: self.note("forward"))
+        self.layer.weight.register_hook(lambda _: self.note("backward"))
+        self.optimizer = torch.optim.SGD(self.parameters())
+        self.optimizer.register_step_pre_hook(lambda *_: self.note("step"))
+
+    def note(self, when: str) -> None:
+        names = {id(module): name for name, module in self.named_modules()}
+        self.said[when] = faults.activity(faults.frames_of(threading.get_ident()), names)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.layer(x))
+
+    def __iter__(self) -> Iterator[None]:
+        self.note("data")
+        yield
+
+
+def test_what_a_thread_does_is_told_from_its_stack() -> None:
+    asked, found = Asked(), dict[str, Any]()
+    asked(torch.ones(1, 2)).sum().backward()
+    asked.optimizer.step()
+    next(iter(DataLoader(asked, batch_size=None)))
+    asked.note("elsewhere")
+    # A rank that waits at a barrier of its own, while others wait for it.
+    path = os.path.join(os.path.dirname(torch.__file__), "distributed", "distributed_c10d.py")
+    exec(compile("def barrier(ask):\n    return ask()", path, "exec"), found)
+    found["barrier"](lambda: asked.note("barrier"))
+    assert asked.said == {
+        "forward": "in the forward of 'inner'",
+        "backward": "in backward",
+        "step": "in the optimizer",
+        "data": "loading data",
+        "elsewhere": "in code outside of the model",
+        "barrier": "in barrier of torch.distributed",
+    }
+
+
+def test_a_stack_has_places_and_no_values() -> None:
+    secret = "swordfish"
+    lines = faults.stack_lines(faults.frames_of(threading.get_ident()))
+    assert lines[-2].endswith(", in test_a_stack_has_places_and_no_values")
+    assert not any(secret in line for line in lines)
+    assert len(lines) <= 12
+
+
+@pytest.mark.parametrize("broken", [{}, {**LATE, "stack": None}, {**LATE, "step": "x"}])
+def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        faults.state_from(broken)
+
+
+def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
+    assert faults.idle_since(118) == ", no training forward since synchronisation 118"
+    assert faults.idle_since(0) == ", no training forward yet"
+
+
+def test_what_ranks_say_does_not_steer_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    said = {"text": "\x1b[2Jgone\u202e\r", "ranks": [1, 2], "stack": ["a.py,\tline 3", "zwei, Übung\n"], "seconds": 1.5}
+    stack = ["a.py,\\tline 3", "zwei, Übung\n"]
+    assert faults.printable(said) == {**said, "text": "\\x1b[2Jgone\\u202e\\r", "stack": stack}
+    with caplog.at_level(logging.WARNING, "undertow"):
+        faults.tell("waits for \x1b[2J\ud800 [/bold]\nand more")
+    assert caplog.messages == ["waits for \\x1b[2J\\ud800 [/bold]\nand more"]

@@ -1,0 +1,278 @@
+"""Threads beside the one that trains: what the guard hears, what a rank waits for, workers, and broken groups that are freed."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing.util
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import in_ranks
+from undertow import DistributedDataParallel, RankLost, StallTimeout, SyncConfig
+from undertow.runtime.comm import comm_hook
+from undertow.runtime.peers import model_monitor as members
+from undertow.runtime.peers import monitor as guards
+from undertow.runtime.peers import patience
+from undertow.runtime.peers.leaked_groups import FREEING, Freeing
+from undertow.runtime.peers.monitor import GUARD, Guard, Ring
+from undertow.runtime.peers.ring import Neighbour
+from undertow.runtime.peers.waiting import Waiting
+from undertow.runtime.peers.worker import Worker
+from undertow.runtime.torch_private import private
+
+
+@pytest.fixture
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What has been registered to be called when the process ends, by either way of ending."""
+    calls: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", calls.append)
+    monkeypatch.setattr(atexit, "unregister", lambda _call: None)
+    # What it returns may be cancelled, as if it had been called.
+    monkeypatch.setattr(multiprocessing.util, "Finalize", lambda _owner, call, exitpriority: calls.append(call) or Mock())
+    return calls
+
+
+def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
+    monkeypatch.setattr(guards, "tell_before_end", lambda *_, **_calls: None)
+    # As much of a ring as a guard looks at when it begins.
+    guard, ring = Guard(), SimpleNamespace(neighbours=(), members={}, look=lambda: None)
+    no_more = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with no_more, pytest.raises(RuntimeError, match="can't start new thread"):
+        guard.adopt((0, 1), ring)  # type: ignore[arg-type]
+    assert at_exit == []
+    guard.adopt((0, 1), ring)  # type: ignore[arg-type]
+    assert guard._thread is not None
+    assert guard._thread.is_alive()
+    guard._is_over = True
+    guard.wake()
+    guard._thread.join(10.0)
+
+
+GOOD = {"kind": "opens", "from": 0, "id": "0/1", "number": 3, "meeting": 0}
+MESSAGES = {
+    "without a kind": {"kind": None},
+    "from no rank": {"from": None},
+    "from a rank that is not there": {"from": 2},
+    "from a rank below all": {"from": -1},
+    "from infinity": {"from": float("inf")},
+    "of a number that is a list": {"number": [1]},
+    "of an infinite number": {"number": float("inf")},
+    "of a failure without a text": {"kind": "failed"},
+    "of a lost rank that is not there": {"kind": "lost", "rank": 7},
+}
+
+
+@pytest.mark.parametrize("change", MESSAGES.values(), ids=MESSAGES)
+def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ring, source = Ring([], rank=1, num_ranks=2, world=dist.HashStore()), Neighbour.__new__(Neighbour)
+    with caplog.at_level(logging.WARNING, "undertow"):
+        ring.receive({**GOOD, **change}, source)
+    assert (ring.fault, len(ring.opened)) == (None, 0)
+    # One without a kind is of a later version, which says more than this one knows.
+    assert change == {"kind": None} or "made no sense" in caplog.messages[0]
+    ring.receive({**GOOD, "id": "0/2"}, source)
+    assert ring.opened == {(3, 0): {0}}
+
+
+WORLD = dist.HashStore()  # a ring ends with it
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> members.Member:
+    """Rank 1 of two."""
+    monkeypatch.setattr(patience, "ANSWERS_S", 0.0)
+    monkeypatch.setattr(patience, "VERDICT_S", 0.0)
+    monkeypatch.setattr(GUARD, "interrupts", lambda _members: None)
+    return Ring([], rank=1, num_ranks=2, world=WORLD).join(SyncConfig())
+
+
+# Words of gloo and the stores for a time that is over, and of the kernel for a connection that is lost.
+WORDS = {
+    "[unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete": True,
+    "Application timeout caused pair closure": True,
+    "Operation timed out!": True,
+    "Operation timed out! The link has not carried it after 0.001 s.": True,
+    "wait timeout after 2000ms, keys: /1//cpu//0": True,
+    "Timeout waiting for key: default_pg/0//cpu//0/0 after 2000 ms": True,
+    "Socket Timeout": True,
+    "[pair.h:311] Connect timeout [127.0.0.1]:4711": True,
+    "Connection closed by peer [127.0.0.1]:4711": False,
+    "readv: Connection timed out": False,
+    "Operation timed out": False,
+}
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: members.Member) -> None:
+    fault = alone.reason(RuntimeError(text))
+    assert fault == alone.known_fault or not WORDS[text]
+    expected = (StallTimeout, "rank 1 has waited for as long as the process group's timeout lets it.")
+    assert (fault and (fault.kind, fault.what)) == (expected if WORDS[text] else None)
+
+
+@pytest.mark.parametrize(
+    ("step", "waits_for", "since_s", "told"),
+    [
+        (0, "bucket 3", 70.0, "rank 1 has waited 30 s."),
+        (0, "bucket 4", 101.0, ""),
+        (1, "bucket 3", 70.0, ""),
+        (0, "", 0.0, ""),
+    ],
+    ids=["this wait", "a later wait", "another step", "no wait"],
+)
+def test_the_last_report_is_told_with_the_wait_that_it_is_about(
+    step: int, waits_for: str, since_s: float, told: str, alone: members.Member
+) -> None:
+    alone.told = 0, 100.0, "rank 1 has waited 30 s."
+    alone.waits_for, alone.since_s, alone.num_steps = waits_for, since_s, lambda: step
+    fault: Any = alone.reason(RuntimeError("Operation timed out!"))
+    assert fault.told == told
+
+
+def test_a_rank_whose_process_has_ended_is_the_reason(alone: members.Member) -> None:
+    alone.ring.hear({"kind": "ended", "from": 0, "steps": 7, "text": ""})
+    fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
+    left = "rank 0 has left: it has finished after 7 synchronisations, and others wait for it."
+    assert (fault.kind, fault.what) == (RankLost, left)
+
+
+@pytest.fixture
+def member() -> Any:
+    """As much of one as is asked for."""
+    return SimpleNamespace(waits_for="", since_s=0.0, known_fault=None, reason=lambda _error: None)
+
+
+def wait_here(member: Any, name: str, begins: threading.Event, ends: threading.Event) -> None:
+    with Waiting(member, name):
+        begins.set()
+        assert ends.wait(10.0)
+
+
+@pytest.mark.parametrize("which_ends_first", ["the worker's", "the trainer's"])
+def test_a_thread_of_ours_takes_no_name(which_ends_first: str, member: Any) -> None:
+    begins, ends, is_over = threading.Event(), threading.Event(), Future[None]()
+    worker = Worker("undertow-test", is_broken=bool)
+    worker.submit(wait_here, member, "the sum of all ranks' weights", begins, ends)
+    worker.submit(is_over.set_result, None)
+    worker.shutdown()
+    assert begins.wait(10.0)
+    said = [member.waits_for]
+    with Waiting(member, "bucket 3"):
+        said.append(member.waits_for)
+        if which_ends_first == "the worker's":
+            ends.set()
+            is_over.result(10.0)
+        said.append(member.waits_for)
+    ends.set()
+    is_over.result(10.0)
+    assert [*said, member.waits_for, member.since_s] == ["", "bucket 3", "bucket 3", "", 0.0]
+
+
+def test_any_other_thread_may_be_the_one_that_trains(member: Any) -> None:
+    begins, ends = threading.Event(), threading.Event()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(wait_here, member, "bucket 3", begins, ends)
+        assert begins.wait(10.0)
+        assert member.waits_for == "bucket 3"
+        ends.set()
+    assert member.waits_for == ""
+
+
+def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(member: Any) -> None:
+    # Others would count it as late.
+    waits_for = []
+    member.reason = lambda _error: waits_for.append(member.waits_for)
+    with pytest.raises(RuntimeError, match="Connection closed"), Waiting(member, "bucket 3"):
+        raise RuntimeError("Connection closed by peer")
+    assert (waits_for, member.waits_for) == (["bucket 3"], "")
+
+
+def test_a_process_may_end_while_a_worker_starts(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    # One worker has another one start, and the script is over.
+    start = threading.Thread.start
+
+    def start_at_exit(thread: threading.Thread) -> None:
+        for call in tuple(at_exit):
+            call()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_at_exit)
+    worker, done = Worker("undertow-test", is_broken=bool), Future[None]()
+    worker.submit(done.set_result, None)
+    assert done.result(10.0) is None
+    assert len(at_exit) == 2  # and from now on both ways of ending wait for it
+    for call in at_exit:
+        call()
+
+
+def test_a_worker_that_cannot_start_is_not_waited_for(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Worker("undertow-test", is_broken=bool).submit(int)
+    assert at_exit == []
+
+
+class Lost:
+    is_broken = True
+
+
+@in_ranks(2)
+def test_a_group_is_freed_once_torch_has_let_go() -> None:
+    group, freeing = dist.new_group([0, 1]), Freeing()
+    freeing.take(group)
+    freeing.take(group)  # is interrupted again
+    (thread,) = freeing._threads
+    backend = weakref.ref(group._get_backend(torch.device("cpu")))
+    freeing.finish()
+    assert thread.is_alive()
+    assert backend() is not None
+    dist.destroy_process_group(group)
+    del group
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert backend() is None
+
+
+@in_ranks(2)
+def test_a_group_is_kept_where_no_thread_can_start() -> None:
+    group, freeing, held = dist.new_group([0, 1]), Freeing(), []
+    cannot_start = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with cannot_start, mock.patch.object(private, "keep_for_ever", held.append):
+        freeing.take(group)
+    assert held == [group._get_backend(torch.device("cpu"))]
+    freeing.finish()
+    dist.destroy_process_group(group)
+
+
+@in_ranks(2)
+def test_nothing_is_taken_in_a_healthy_run() -> None:
+    def all_reduce(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return done.then(lambda it: it.value()[0])
+
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    model.register_comm_hook(None, all_reduce)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+    model.close()
+    assert FREEING._threads == []
+
+
+def test_hooks_are_not_called_behind_one_that_may_be_stuck() -> None:
+    first, lost = comm_hook._thread_beside_this_one(), Lost()
+    assert comm_hook._thread_beside_this_one() is first
+    first.groups.add(lost)
+    assert comm_hook._thread_beside_this_one() is not first

@@ -1,0 +1,217 @@
+"""Rings of pairs, among threads of one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch.distributed as dist
+
+from undertow.runtime.peers import patience, ring
+from undertow.runtime.peers.ring import Neighbour, close_all, make_ring
+from undertow.runtime.torch_private import private
+
+WITHIN = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def pair(over_loopback: None) -> Iterator[tuple[Neighbour, Neighbour]]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda place: private.pair(store, "pair", place, private.gloo_device(), WITHIN), range(2)))
+    neighbours = Neighbour(groups[0], 0, 1), Neighbour(groups[1], 1, 0, os.getpid())
+    yield neighbours
+    close_all(neighbours)
+
+
+def made(num_ranks: int, *, ranks: Sequence[int] | None = None, **changed: Any) -> list[list[Neighbour] | int | None]:
+    """What every rank gets that comes, or each of `ranks`."""
+    path, how = Path(tempfile.mkdtemp()) / "store", {"is_gone": lambda _: False, "each": lambda _: None, **changed}
+
+    def rank(number: int) -> list[Neighbour] | int | None:
+        return make_ring(dist.FileStore(str(path), num_ranks), "ring", rank=number, num_ranks=num_ranks, **how)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(rank, range(num_ranks) if ranks is None else ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_every_rank_is_connected_to_the_next_and_the_one_before(num_ranks: int) -> None:
+    rings = made(num_ranks)
+    for rank, neighbours in enumerate(rings):
+        assert isinstance(neighbours, list)
+        assert [neighbour.rank for neighbour in neighbours] == [(rank + 1) % num_ranks, (rank - 1) % num_ranks]
+        neighbours[0].send({"from": rank})
+    for rank, neighbours in enumerate(rings):
+        assert neighbours[1].read() == ([{"from": (rank - 1) % num_ranks}], True)
+        close_all(neighbours)
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_be_connected_leave_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = private.pair
+
+    def broken(store: Any, key: str, place: int, *args: Any) -> Any:
+        if (key, place) == ("ring/line/1", 0):
+            raise RuntimeError("Gloo connectFullMesh failed")
+        return connect(store, key, place, *args)
+
+    monkeypatch.setattr(patience, "CONNECT_S", 1.0)
+    monkeypatch.setattr(private, "pair", broken)
+    assert made(3) == [None, None, None]
+
+
+def test_a_descriptor_that_is_used_again_is_left_open_in_a_child() -> None:
+    """Another thread may close a socket after it was listed, and open something else, which gets its number."""
+    neighbour = Neighbour.__new__(Neighbour)
+    read, write = os.pipe()
+    neighbour._sockets = frozenset([(read, os.fstat(read).st_ino + 1), (write, os.fstat(write).st_ino)])
+    with patch.object(private, "keep_for_ever"):
+        neighbour.forget()
+    os.close(read)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.close(write)
+
+
+def test_a_torch_without_gloo_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert made(2) == [None, None]
+
+
+def give_up(late: Sequence[int]) -> None:
+    raise TimeoutError(str(list(late)))
+
+
+def test_ranks_that_are_gone_or_have_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PROBE_S", 0.0)
+    assert made(3, ranks=[0], is_gone=lambda rank: rank == 2) == [2]
+    with pytest.raises(TimeoutError, match=r"\[1, 2\]"):  # now and then
+        made(3, ranks=[0], each=give_up)
+
+
+def test_messages_come_whole_and_in_order(pair: tuple[Neighbour, Neighbour]) -> None:
+    sent = [{"number": number, "text": "ü" * 1000} for number in range(10)]
+    for message in ({"text": "x" * (1 << 17)}, *sent):  # one that is too long is not sent
+        pair[0].send(message)
+    received = []
+    while len(received) < len(sent):
+        received += pair[1].read()[0]
+    assert received == sent
+
+
+LINES = ["no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: ascii(line)[:9])
+def test_a_message_that_cannot_be_read_is_dropped_with_a_word(
+    line: str, pair: tuple[Neighbour, Neighbour], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = line.encode("utf-8", "surrogateescape") + b'\n{"a": 1}\n'
+    for start in range(0, len(data), 4000):
+        pair[0]._send(data[start : start + 4000])
+    messages: list[Any] = []
+    with caplog.at_level(logging.WARNING, "undertow"):
+        while not messages:
+            messages += pair[1].read()[0]
+    assert messages == [{"a": 1}]
+    (word,) = caplog.messages
+    assert word.startswith("a message of rank 0 cannot be read and is dropped: ")
+
+
+def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    first.send({"text": "x" * 3 * ring._FRAME})
+    first.flush(30.0)
+    first.close()
+    heard = []
+    while (said := second.read())[1]:
+        heard += said[0]
+    assert heard == [{"text": "x" * 3 * ring._FRAME}]
+    assert second.read() == ([], False)
+    second.send({"a": 1})  # is dropped
+
+
+def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    heard: list[tuple[Any, ...]] = []
+    second.listen(lambda *said: heard.append(said))
+    first.listen(lambda *_: None)
+    first.close()
+    assert second._thread is not None
+    second._thread.join(30.0)
+    assert heard == [(second, [], False)]
+    assert not any(thread.name.startswith("undertow-hears") for thread in threading.enumerate())
+
+
+def test_a_connection_whose_thread_cannot_start_may_be_closed() -> None:
+    neighbour, no_more = Neighbour(None, 0, rank=1), RuntimeError("can't start new thread")
+    with patch.object(threading.Thread, "start", side_effect=no_more), pytest.raises(RuntimeError, match="start new thread"):
+        neighbour.listen(lambda *_: None)
+    neighbour.close()
+
+
+def test_a_neighbour_that_reads_is_told_any_number_of_messages(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    for number in range(1, 3 * ring._MAX_SENT):
+        first.send({"number": number})
+        assert second.read() == ([{"number": number}], True)
+        if number % ring._NUM_UNTOLD == 0:  # it says that it has them
+            assert first.read() == ([], True)
+            assert not first._sent
+
+
+def test_a_neighbour_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neighbour, Neighbour]) -> None:
+    first, second = pair
+    for number in range(ring._MAX_SENT + 5):
+        first.send({"number": number})
+    assert [second.read()[0] for _ in range(ring._MAX_SENT)] == [[{"number": number}] for number in range(ring._MAX_SENT)]
+    told = [first.read() for _ in range(ring._MAX_SENT // ring._NUM_UNTOLD)]
+    assert told == [([], True)] * len(told)
+    assert not first._sent
+    first.send({"number": -1})
+    assert second.read() == ([{"number": -1}], True)
+
+
+def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Neighbour, Neighbour]) -> None:
+    sleeping = subprocess.Popen(["sleep", "600"])
+    first, second = pair
+    try:
+        sleeping.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeping.pid, os.WUNTRACED)
+        first._process = sleeping.pid
+        assert first.is_stopped()
+        assert not second.is_stopped()  # it is this process
+        second._process = None
+        assert not second.is_stopped()
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
+def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A rank that waits inside of the store cannot be woken when another one is gone.
+    stores, file_store = list[Mock](), dist.FileStore
+    monkeypatch.setattr(patience, "PROBE_S", 0.0)
+    monkeypatch.setattr(dist, "FileStore", lambda *given: stores.append(Mock(wraps=file_store(*given))) or stores[-1])
+    # A pair, which is torch's, would ask as well.
+    monkeypatch.setattr(private, "pair", Mock(side_effect=RuntimeError("Gloo connectFullMesh failed")))
+    with pytest.raises(TimeoutError):  # all may come at once below, and nobody look who is missing
+        made(2, ranks=[0], each=give_up)
+    assert made(3) == [None, None, None]
+    assert {name for store in stores for name, *_ in store.method_calls} == {"set", "add", "check", "get"}

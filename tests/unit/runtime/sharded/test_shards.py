@@ -1,0 +1,166 @@
+"""Parameters in the memory of their bucket, the optimizer over the parts of a rank, and placeholders of gradients."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from support.errors import text_of
+from support.strategies import spec
+from undertow import SyncConfig
+from undertow.errors import ShardedGradientError
+from undertow.optim.inner import InnerOptimizer, Owned
+from undertow.plan import Piece, first_plan, plan_from_groups
+from undertow.runtime.replan.planning import sharded_plan
+from undertow.runtime.sharded import shards
+from undertow.runtime.sharded.placeholder import GradientPlaceholder
+from undertow.runtime.sharded.shards import FlatParams, ShardPart, shard_parts
+from undertow.runtime.torch_private import private
+
+
+def in_pieces() -> FlatParams:
+    """What the first of two ranks has of a parameter that lies in two buckets."""
+    groups = ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),))
+    bucket = plan_from_groups([spec("weight", 8)], groups, num_ranks=2).buckets[0]
+    return FlatParams(bucket, [nn.Parameter(torch.ones(8))], shard_parts(bucket, rank=0), num_ranks=2)
+
+
+def test_copying_out_does_not_count_as_a_reference() -> None:
+    flat, is_copying, is_asked = in_pieces(), threading.Event(), threading.Event()
+    in_memory = shards._Slot.in_memory
+
+    def slow(slot: shards._Slot) -> torch.Tensor:
+        memory = in_memory(slot)
+        is_copying.set()
+        is_asked.wait(0.2)
+        return memory
+
+    with mock.patch.object(shards._Slot, "in_memory", slow), ThreadPoolExecutor(1) as threads:
+        copies = threads.submit(flat.copy_out)
+        is_copying.wait()
+        assert not flat.is_referred_to
+        copies.result()
+    kept = flat.params[0].data
+    assert flat.is_referred_to
+    del kept
+    assert not flat.is_referred_to
+
+
+def sixteen_bits() -> tuple[InnerOptimizer, Owned]:
+    values = torch.linspace(-1, 1, 64, dtype=torch.bfloat16)
+    part = ShardPart(param=0, bucket=0, start=0, stop=64, in_bucket=0, in_shard=0)
+    owned = Owned(part=part, values=values, target=values.float())
+    return InnerOptimizer([owned], torch.optim.SGD([owned.target], lr=1e-3, momentum=0.9)), owned
+
+
+def test_an_interrupted_update_of_sixteen_bits_loses_nothing() -> None:
+    def interrupted(optimizer: torch.optim.Optimizer) -> None:
+        step_unwatched(optimizer)
+        raise KeyboardInterrupt
+
+    step_unwatched = private.step_unwatched
+    grad: Any = torch.full((64,), 0.5)
+    (expected, whole), (actual, mine) = sixteen_bits(), sixteen_bits()
+    for step in range(3):
+        expected.step([{}], lambda _part: grad)
+        if step == 1:
+            with mock.patch.object(private, "step_unwatched", interrupted), pytest.raises(KeyboardInterrupt):
+                actual.step([{}], lambda _part: grad)
+        else:
+            actual.step([{}], lambda _part: grad)
+        assert torch.equal(mine.target, whole.target)
+        assert torch.equal(mine.values, whole.target.bfloat16())
+
+
+UNWATCHED: Any = SimpleNamespace(order=None)
+
+
+@pytest.mark.parametrize(("num_ranks", "split"), [(1, set()), (2, {"large"})])
+def test_one_rank_alone_has_nobody_to_share_a_parameter_with(num_ranks: int, split: set[str]) -> None:
+    config = SyncConfig(bucket_cap_mb=1e-3)
+    params = [spec("large", 4096), spec("small", 8)]
+    plan = sharded_plan(first_plan(params, config, num_ranks=num_ranks), UNWATCHED, None, config)
+    assert {plan.params[index].name for index in plan.split_params} == split
+
+
+REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with sync.full_gradient(param), or zero_grad() first."
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    for name, param in layer.named_parameters():
+        param.grad = GradientPlaceholder(param, name=name)
+    return layer
+
+
+def test_it_looks_like_the_gradient() -> None:
+    grad = linear().weight.grad
+    assert (grad.shape, grad.dtype, grad.device.type) == ((2, 3), torch.float32, "cpu")
+    assert repr(grad) == ("GradientPlaceholder('weight', shape=(2, 3), dtype=torch.float32): a shard of it is here")
+    assert grad.detach() is grad
+
+
+USES: dict[str, Callable[[nn.Linear], object]] = {
+    "norm": lambda layer: layer.weight.grad.norm(),
+    "clipping": lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 1.0),
+    "clipping of values": lambda layer: nn.utils.clip_grad_value_(layer.parameters(), 1.0),
+    "scaling": lambda layer: layer.weight.grad.mul_(2),
+    "adding two": lambda layer: layer.weight.grad.add_(layer.weight.grad),
+    "copy": lambda layer: layer.weight.grad.clone(),
+    "item": lambda layer: layer.weight.grad[0, 0].item(),
+    "optimizer": lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1).step(),
+    "fused optimizer": lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_every_use_raises_with_the_way_out(use: Callable[[nn.Linear], object]) -> None:
+    layer = linear()
+    before = layer.weight.detach().clone()
+    with pytest.raises(ShardedGradientError, match=rf"is sharded: no rank has all of it\.\n.*\n  {re.escape(REMEDY)}$"):
+        use(layer)
+    assert torch.equal(layer.weight, before)
+
+
+def test_the_error_names_the_parameter_and_the_operation() -> None:
+    assert text_of(ShardedGradientError, lambda: linear().bias.grad.sum()) == (
+        f"the gradient of 'bias' is sharded: no rank has all of it.\n  aten.sum.default\n  {REMEDY}"
+    )
+
+
+def test_a_later_backward_adds_to_it() -> None:
+    layer, bare = linear(), nn.Linear(3, 2)
+    bare.load_state_dict(layer.state_dict())
+    held = layer.weight.grad
+    for model in (layer, bare):
+        for scale in (1.0, 2.0):
+            model(torch.full((1, 3), scale)).sum().backward()
+    assert layer.weight.grad is held
+    assert torch.equal(held.added, bare.weight.grad)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_zeroing_clears_it(foreach: bool) -> None:
+    layer = linear()
+    layer(torch.ones(1, 3)).sum().backward()
+    torch.optim.SGD(layer.parameters(), foreach=foreach).zero_grad(set_to_none=False)
+    assert (layer.weight.grad.is_cleared, layer.weight.grad.added) == (True, None)
+
+
+def test_a_scaler_unscales_the_parts() -> None:
+    layer, part = linear(), torch.tensor([4.0, 8.0])
+    layer.weight.grad.parts[0] = part
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(torch.optim.SGD(layer.parameters()))
+    assert part.tolist() == [1.0, 2.0]
