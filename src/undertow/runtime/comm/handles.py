@@ -7,15 +7,12 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from undertow.runtime.peers.waiting import over_users
-
-if TYPE_CHECKING:
-    from undertow.runtime.comm.group import OwnGroup
 
 
 class Handle(Protocol):
@@ -83,10 +80,16 @@ class ReductionHandle:
         self.wait()
 
 
+class Waits(Protocol):
+    """A group that knows when it is in vain to wait."""
+
+    def result(self, future: Future[Any]) -> Any: ...
+
+
 class FutureHandle:
     """Something that another thread of the host completes, by what other ranks of `group` send."""
 
-    def __init__(self, group: OwnGroup) -> None:
+    def __init__(self, group: Waits) -> None:
         self._group = group
         self._done: Future[None] = Future()
 

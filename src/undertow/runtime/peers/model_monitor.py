@@ -8,15 +8,12 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from undertow.config import SyncConfig
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.exit import raised
 from undertow.runtime.peers.faults import Fault, State
-
-if TYPE_CHECKING:
-    from undertow.runtime.peers.monitor import Ring
 
 # Of a collective that has lasted for the timeout of its group, of one whose connections another one's timeout has closed (of
 # several under way either may be the first), of the stores by which groups are made, and of connecting. The kernel's own words,
@@ -26,13 +23,27 @@ _TIME_IS_OVER = re.compile(
 )
 
 
+class Speaker(Protocol):
+    """The ring, as far as a model speaks over it."""
+
+    rank: int
+    num_ranks: int
+    fault: Fault | None
+    condition: threading.Condition
+    members: Any  # those of this process, by their numbers
+    opened: dict[tuple[int, int], set[int]]  # who has come to a group, by model and meeting
+    ended: dict[int, Fault]
+
+    def say(self, kind: str, **content: Any) -> None: ...
+
+
 class Member:
     """Groups of ours of one model, whose ranks are all of the ring or some: what this rank is doing there.
 
     Written where things happen, read when somebody asks.
     """
 
-    def __init__(self, ring: Ring, number: int, limits: SyncConfig) -> None:
+    def __init__(self, ring: Speaker, number: int, limits: SyncConfig) -> None:
         self.ring = ring
         self.number = number  # the same on every rank
         self.waits_for = ""  # empty where this rank does not wait

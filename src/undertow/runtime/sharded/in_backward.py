@@ -9,22 +9,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from undertow.errors import ConfigError, PhaseError
+from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.groups import Axes
 from undertow.runtime.torch_private import private
 
-if TYPE_CHECKING:
-    from undertow.runtime.sharded.layout import Sharding
+
+class Shards(Protocol):
+    """What is stepped."""
+
+    gathers: Gathers
+
+    def follow_parameters(self) -> None: ...
 
 
 class BucketStepper(Protocol):
     """An optimizer that can step one bucket at a time."""
 
-    def begin_updates(self, sharding: Sharding) -> bool:
+    def begin_updates(self, sharding: Shards) -> bool:
         """A round begins: whether it will update what `sharding` has, with hyper-parameters as they are now."""
         ...
 
@@ -50,7 +56,7 @@ class EagerSteps:
         self.require_confirmed("another optimizer is made")
         self._stepper = weakref.ref(stepper)
 
-    def begin_round(self, sharding: Sharding) -> bool:
+    def begin_round(self, sharding: Shards) -> bool:
         """Whether buckets are stepped in the round that begins: not before the optimizer's first step in this layout."""
         sharding.gathers.wait_for_all()
         sharding.follow_parameters()
