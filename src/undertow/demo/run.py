@@ -13,10 +13,9 @@ from rich.text import Text
 from undertow.cost import collective_seconds
 from undertow.demo.corpus import load_corpus
 from undertow.demo.launch import LocalRanks, RanksLost
-from undertow.demo.results import ModelBuilt, StepDone, WayDone
+from undertow.demo.results import ModelBuilt, StepDone, Verdict, WayDone
 from undertow.demo.settings import DemoSettings, Way
 from undertow.demo.show import LiveProgress, comparison_table, print_introduction
-from undertow.demo.verdict import Verdict
 from undertow.report.directory import make_directory
 from undertow.report.shown import print_line
 from undertow.report.timeline import require_matplotlib, save_timeline

@@ -12,9 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from undertow.cost import collective_seconds
-from undertow.demo.results import ModelBuilt, StepDone, WayDone
+from undertow.demo.results import ModelBuilt, StepDone, Verdict, WayDone
 from undertow.demo.settings import NUM_WARM_UP_STEPS, OURS, REFERENCE, DemoSettings, Way
-from undertow.demo.verdict import Verdict
 from undertow.report.shown import print_line
 
 __all__ = ["LiveProgress", "comparison_table", "print_introduction"]

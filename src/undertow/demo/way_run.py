@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from undertow.demo.measure import LastGradient, StepTimes, trace_of
 from undertow.demo.reference import Reference, gradients_of
-from undertow.demo.settings import Way
-from undertow.demo.ways import BUILDERS
+from undertow.demo.settings import BUILDERS, Way
 from undertow.emulation.link import Transfer
 from undertow.errors import PhaseError
 from undertow.optim.sharded_optimizer import ShardedOptimizer

@@ -15,9 +15,8 @@ from support.records import printed
 from undertow.demo import DemoSettings, Way
 from undertow.demo.corpus import load_corpus
 from undertow.demo.measure import StepTimes, trace_of
-from undertow.demo.results import WayDone, way_done
+from undertow.demo.results import Verdict, WayDone, way_done
 from undertow.demo.show import comparison_table
-from undertow.demo.verdict import Verdict
 from undertow.emulation.link import Transfer
 from undertow.trace import Event, Trace, overlap_of
 
