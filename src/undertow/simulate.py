@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from undertow.cost import Costs
 from undertow.errors import ConfigError
-from undertow.plan import GathersBehind, LaneTimes, Plan, eager_order
+from undertow.plan import LaneTimes, Plan
 from undertow.profile import Profile
-from undertow.schedule import Op, OpKind, Schedule, Strategy, Tracker, lower_data_parallel, lower_eager, verify
+from undertow.schedule import Op, OpKind, Strategy, Tracker, lower_data_parallel, verify
 from undertow.trace import BucketRecord, StepRecord
 from undertow.trace.record import Interval
 
@@ -22,7 +22,6 @@ __all__ = ["Conditions", "simulate"]
 
 _Times = NDArray[np.float64]  # by rank; one entry where all ranks are equal
 
-_WITH_SHARDS = 'Take "zero1", "zero2" or "hybrid".'
 _MAX_SKEW = 0.2  # the fastest of a million ranks lies 4.9 deviations below the mean: it must still take some time
 
 
@@ -32,21 +31,14 @@ class Conditions:
 
     overlap: False sends every bucket after backward, and waits for gathers before the forward.
     skew: standard deviation of the ranks' computing times relative to their mean, which is the profile's; 0 to 0.2. Ranks
-        are the quantiles of a normal distribution.
+        are the quantiles of a normal distribution. The record is that of the fastest, rank 0, which shows all waiting, for the
+        wire and for the others.
     contention: share of its speed that computation loses while the lane is busy; 0 to below 1.
-    launch_us: computing time that it takes a rank to launch one collective.
-    eager: buckets are stepped and gathered while backward goes on; only where the optimizer is in shards, and with overlap.
-    gathers_behind: in that form, the gathers behind each bucket's reduction; None: as `eager_order` chooses them.
-    rank: whose record is made. Ranks are sorted: 0 is the fastest, which shows all waiting, for the wire and for the others.
     """
 
     overlap: bool = True
     skew: float = 0.0
     contention: float = 0.0
-    launch_us: float = 0.0
-    eager: bool = False
-    gathers_behind: GathersBehind | None = None
-    rank: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.skew <= _MAX_SKEW:
@@ -58,14 +50,6 @@ class Conditions:
                 f"contention must be 0 or more and below 1, got {self.contention}.",
                 remedy="0.1 slows computation by 10 % while the network works.",
             )
-        if not 0 <= self.launch_us < float("inf"):
-            raise _impossible(f"launch_us must be 0 or more, got {self.launch_us}.", remedy="Give microseconds per collective.")
-        if self.eager and not self.overlap:
-            raise _impossible(
-                "eager steps lie under backward, and overlap=False lets nothing lie there.", remedy="Leave one out."
-            )
-        if self.rank < 0:
-            raise _impossible(f"there is no rank {self.rank}.", remedy="Ranks count from 0, the fastest.")
 
 
 def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
@@ -74,7 +58,7 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
     Ops are ordered and released by the code that does so in training. A collective starts when every rank has launched it
     and the lane is free; parameters are first read when `profile.used_us` says. The update takes what it took in the
     profile. On a mesh of two axes the cost of a reduce-scatter has in it what the shards take across, as those of `NodeCosts` and
-    of measured profiles do. Raises ConfigError for the plan of another model and for a rank that the plan does not have.
+    of measured profiles do. Raises ConfigError for the plan of another model.
     """
     conditions = Conditions() if conditions is None else conditions
     if plan.params != profile.params:
@@ -83,12 +67,6 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
             where=f"the plan has {len(plan.params)} parameters, the profile {len(profile.params)}",
             remedy="Make the plan from the parameters of this profile.",
         )
-    if conditions.rank >= plan.num_ranks:
-        raise _impossible(f"there is no rank {conditions.rank}.", remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.")
-    if conditions.eager:
-        if strategy.gather is None:
-            raise _impossible(f"there are no eager steps with strategy {strategy.name!r}.", remedy=_WITH_SHARDS)
-        return _EagerStep(profile, plan, strategy, costs, conditions).run()
     return _Step(profile, plan, strategy, costs, conditions).run()
 
 
@@ -146,9 +124,9 @@ class _Clocks:
     def wait(self, until_us: float) -> None:
         self.now_us = np.maximum(self.now_us, until_us)
 
-    def send(self, us: float, *, not_before_us: float = 0.0) -> float:
+    def send(self, us: float) -> float:
         """All ranks launch a collective that takes so long. Returns when it is through."""
-        start_us = max(self._free_us, float(self.now_us.max()), not_before_us)
+        start_us = max(self._free_us, float(self.now_us.max()))
         self._free_us = start_us + us
         if us > 0:
             self._times_us += (start_us, self._free_us)
@@ -186,9 +164,11 @@ class _Step:
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
         self._profile = profile
         self._plan = plan
-        self._conditions = conditions
+        self._has_overlap = conditions.overlap
         self._uses = _uses(profile, plan)
-        self._schedule = self._lowered(strategy)
+        order = [bucket for bucket, _ in self._uses]
+        schedule = lower_data_parallel(len(plan.buckets), strategy, overlap=conditions.overlap, gather_order=order)
+        self._schedule = verify(schedule, strategy, num_buckets=len(plan.buckets))
         self._num_bytes = _num_bytes(plan, strategy)
         self._crossing = strategy.crossing
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
@@ -198,7 +178,7 @@ class _Step:
         self._gathers: dict[int, _Sent] = {}
 
     def run(self) -> StepRecord:
-        """The step as the recorder of one rank would have seen it."""
+        """The step as the recorder of the fastest rank would have seen it."""
         tracker = Tracker(self._schedule, [bucket.params for bucket in self._plan.buckets], num_params=len(self._plan.params))
         begin_us = self._update()
         self._forward()
@@ -208,7 +188,7 @@ class _Step:
         self._issue(tracker.join())
         return StepRecord(
             step=0,
-            rank=self._conditions.rank,
+            rank=0,
             # Ranks begin their forwards at different times, but all of them are through with the last bucket at once.
             step_us=self._now_us,
             forwards=((0.0, forward_stop_us - begin_us),),
@@ -218,20 +198,10 @@ class _Step:
             gathers=tuple(sent.record(begin_us=begin_us) for sent in self._gathers.values()),
         )
 
-    def _lowered(self, strategy: Strategy) -> Schedule:
-        num_buckets, order = len(self._plan.buckets), [bucket for bucket, _ in self._uses]
-        schedule = lower_data_parallel(num_buckets, strategy, overlap=self._conditions.overlap, gather_order=order)
-        return verify(schedule, strategy, num_buckets=num_buckets)
-
     @property
     def _now_us(self) -> float:
         """Of the recorded rank."""
-        return float(self._clocks.now_us[self._place])
-
-    @property
-    def _place(self) -> int:
-        """Of the recorded rank among the times of all."""
-        return min(self._conditions.rank, len(self._clocks.now_us) - 1)
+        return float(self._clocks.now_us[0])
 
     def _update(self) -> float:
         """The optimizer steps and what it has updated leaves. Returns when the forward begins."""
@@ -241,7 +211,7 @@ class _Step:
                 self._ready_us[op.bucket or 0] = self._now_us
                 self._gathers[op.bucket or 0] = self._send(op)
         begin_us = self._now_us
-        if not self._conditions.overlap:
+        if not self._has_overlap:
             for sent in self._gathers.values():
                 self._wait(sent)
         return begin_us
@@ -250,7 +220,7 @@ class _Step:
         computed_us = 0.0
         for bucket, used_us in self._uses:
             sent = self._gathers.get(bucket)
-            if sent is not None and self._conditions.overlap:
+            if sent is not None and self._has_overlap:
                 self._clocks.compute(used_us - computed_us)
                 computed_us = used_us
                 self._wait(sent)
@@ -276,92 +246,23 @@ class _Step:
                 self._ready_us[bucket] = self._now_us
             elif op.kind is OpKind.BIND:
                 self._wait(self._reductions[bucket])
-            elif op.kind is self._crossing:  # the other half of the reduction before it, whose cost it is in
-                self._clocks.compute(self._conditions.launch_us)
-            else:
+            elif op.kind is not self._crossing:  # which is the other half of the reduction before it, whose cost it is in
                 self._reductions[bucket] = self._send(op)
 
-    def _send(self, op: Op, *, not_before_us: float = 0.0) -> _Sent:
+    def _send(self, op: Op) -> _Sent:
         bucket, launched_us = op.bucket or 0, self._now_us
-        self._clocks.compute(self._conditions.launch_us)
         return _Sent(
             op=op,
             num_bytes=self._num_bytes[op.kind][bucket],
             ready_us=self._ready_us[bucket],
             launched_us=launched_us,
-            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket]), not_before_us=not_before_us),
+            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket])),
         )
 
     def _wait(self, sent: _Sent) -> None:
         start_us = self._now_us
         self._clocks.wait(sent.done_us)
         sent.waited = (start_us, self._now_us)
-
-
-class _EagerStep(_Step):
-    """A step whose buckets are stepped and gathered in backward, behind another one like it, whose gathers it waits for."""
-
-    def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
-        self._lane_times = times = lane_times(profile, plan, costs)
-        super().__init__(profile, plan, strategy, costs, conditions)
-        self._step_us = times.step_us
-        self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
-        self._stepped_us: dict[int, float] = {}
-        self._updated_us = 0.0  # the last update is through
-
-    def run(self) -> StepRecord:
-        """The step as the recorder of one rank would have seen it."""
-        params_of_bucket = [bucket.params for bucket in self._plan.buckets]
-        tracker = Tracker(self._schedule, params_of_bucket, num_params=len(self._plan.params))
-        self._round(tracker)
-        tracker.reset()
-        begin_us = self._now_us
-        busy_from_us, before = self._clocks.now_us, self._gathers
-        self._forward()
-        forward_stop_us = self._now_us
-        self._gathers, self._reductions = {}, {}
-        left_us = self._round(tracker)
-        num_ranks = self._plan.num_ranks
-        return StepRecord(
-            step=0,
-            rank=self._conditions.rank,
-            step_us=self._now_us - begin_us,
-            forwards=((0.0, forward_stop_us - begin_us),),
-            backwards=((forward_stop_us - begin_us, float(left_us[self._place]) - begin_us),),
-            buckets=tuple(sent.record(begin_us=begin_us) for sent in self._reductions.values()),
-            busy_ms=tuple((np.broadcast_to(left_us - busy_from_us, num_ranks) / 1e3).tolist()),
-            gathers=tuple(sent.record(begin_us=begin_us) for sent in before.values()),
-        )
-
-    def _lowered(self, strategy: Strategy) -> Schedule:
-        behind = self._conditions.gathers_behind
-        behind = eager_order(self._lane_times) if behind is None else behind
-        num_buckets = len(self._plan.buckets)
-        return verify(lower_eager(num_buckets, strategy, behind), strategy, num_buckets=num_buckets)
-
-    def _round(self, tracker: Tracker) -> _Times:
-        """Backward until every bucket is stepped. Returns when the ranks were through with computing."""
-        self._backward(tracker)
-        left_us = self._clocks.now_us
-        self._issue(tracker.join())
-        return left_us
-
-    def _issue(self, ops: Sequence[Op]) -> None:
-        for op in ops:
-            bucket = op.bucket or 0
-            if op.kind is OpKind.STEP:
-                begin_us = max(self._reductions[bucket].done_us, self._updated_us)
-                self._stepped_us[bucket] = self._updated_us = begin_us + self._step_us[bucket]
-            elif op.kind is OpKind.ALL_GATHER:
-                self._ready_us[bucket] = self._stepped_us[bucket]
-                if self._num_bytes[op.kind][bucket]:
-                    self._gathers[bucket] = self._send(op, not_before_us=self._stepped_us[bucket])
-            elif op.kind is OpKind.BIND:
-                start_us = self._now_us
-                self._clocks.wait(self._stepped_us[bucket])
-                self._reductions[bucket].waited = (start_us, self._now_us)
-            else:
-                super()._issue((op,))
 
 
 def _slowness(num_ranks: int, skew: float) -> _Times:

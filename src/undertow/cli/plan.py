@@ -10,16 +10,15 @@ from rich.console import Console
 
 from undertow.cli.network import NetworkOptions
 from undertow.cli.what_if import Question
-from undertow.config import SyncConfig
 from undertow.errors import ConfigError
-from undertow.plan import ParamSpec, Plan, plan_in_order
+from undertow.plan import ParamSpec, Plan
 from undertow.plan.table import plan_from_source, source_from_file
 from undertow.profile import Profile, profile_from_file
 from undertow.profile.profile import FORMAT_FIELD
 from undertow.report.comparison import print_outcomes
 from undertow.report.plan import print_plan
 from undertow.report.shown import print_line
-from undertow.schedule import Schedule, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
+from undertow.schedule import Schedule, Strategy, lower_data_parallel, strategy_named, verify
 from undertow.simulate import Conditions
 
 __all__ = ["PlanRequest", "show_plan"]
@@ -32,9 +31,7 @@ class PlanRequest:
     file: Path | None
     strategy: str | None  # that of a profile, else ddp
     num_ranks: int | None
-    bucket_cap_mb: float | None
     has_overlap: bool
-    is_accumulation: bool
     network: NetworkOptions
 
     def __post_init__(self) -> None:
@@ -43,12 +40,6 @@ class PlanRequest:
                 f"a plan is for one rank or more, got --ranks {self.num_ranks}.",
                 where="undertow plan",
                 remedy="Give one or more, or leave it out.",
-            )
-        if self.is_accumulation and not self.has_overlap:
-            raise ConfigError(
-                "--accumulation and --no-overlap cannot go together.",
-                where="undertow plan",
-                remedy="Leave one of them out: a backward that only accumulates has one schedule.",
             )
 
 
@@ -70,7 +61,6 @@ def show_plan(request: PlanRequest) -> None:
     plan = plan_from_source(
         source,
         num_ranks=request.num_ranks,
-        bucket_cap_mb=request.bucket_cap_mb,
         splits=strategy.gather is not None,
     )
     print_plan(plan, strategy, _schedule(plan, strategy, request))
@@ -93,27 +83,19 @@ def _show_plan_of_profile(request: PlanRequest, profile: Profile, strategy: Stra
         conditions=Conditions(overlap=request.has_overlap),
     )
     what_if = question.at(num_ranks)
-    if request.bucket_cap_mb is None:
-        plan = what_if.optimal_plan
-    else:
-        config = SyncConfig(bucket_cap_mb=request.bucket_cap_mb)
-        plan = plan_in_order(profile.params, profile.order, config, num_ranks=num_ranks, splits=strategy.gather is not None)
+    plan = what_if.optimal_plan
     per_node = request.network.per_node
     num_nodes = None if per_node is None else num_ranks // min(per_node, num_ranks)
     print_plan(plan, strategy, _schedule(plan, strategy, request), num_nodes=num_nodes)
-    if not request.is_accumulation:
-        console = Console()
-        console.print()
-        print_outcomes([what_if.outcome("as above", plan)], console)
-        print_line(console, f"Network: {what_if.network.source}")
+    console = Console()
+    console.print()
+    print_outcomes([what_if.outcome("as above", plan)], console)
+    print_line(console, f"Network: {what_if.network.source}")
 
 
 def _schedule(plan: Plan, strategy: Strategy, request: PlanRequest) -> Schedule:
     num_buckets = len(plan.buckets)
-    if request.is_accumulation:
-        schedule = lower_accumulation(num_buckets, strategy)
-    else:
-        schedule = lower_data_parallel(num_buckets, strategy, overlap=request.has_overlap)
+    schedule = lower_data_parallel(num_buckets, strategy, overlap=request.has_overlap)
     return verify(schedule, strategy, num_buckets=num_buckets)
 
 

@@ -8,19 +8,17 @@ from pathlib import Path
 from rich.console import Console
 
 from undertow.cli.network import NetworkOptions
-from undertow.cli.sweep import sweep_named
-from undertow.cli.what_if import FIXED, OPTIMAL, Question, WhatIf
+from undertow.cli.what_if import FIXED, OPTIMAL, Question
 from undertow.errors import ConfigError
 from undertow.profile import profile_from_file
-from undertow.report.comparison import Sweep, print_outcomes, print_sweep
-from undertow.report.curves import save_curves
+from undertow.report.comparison import print_outcomes, print_sweep
 from undertow.report.directory import checked_writing, make_directory
 from undertow.report.shown import print_line
 from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.schedule import strategy_named
 from undertow.simulate import Conditions
 
-__all__ = ["SimulateRequest", "show_simulation"]
+__all__ = ["SimulateRequest", "show_simulation", "swept_ranks"]
 
 _WHERE = "undertow simulate"
 
@@ -44,13 +42,12 @@ class SimulateRequest:
                 where=_WHERE,
                 remedy="Give one or more, or leave it out.",
             )
-        if self.sweep is not None:
-            sweep_named(self.sweep)
+        if self.sweep not in (None, "ranks"):
+            raise ConfigError(f"there is no --sweep {self.sweep!r}.", where=_WHERE, remedy="Give --sweep ranks, or leave it out.")
 
 
 def show_simulation(request: SimulateRequest) -> None:
-    """Prints what is asked for as a table and draws it."""
-    require_matplotlib()
+    """Prints the answer as a table, and draws the step if there is no sweep."""
     profile = profile_from_file(request.file)
     num_ranks = profile.num_ranks if request.num_ranks is None else request.num_ranks
     question = Question(
@@ -61,30 +58,30 @@ def show_simulation(request: SimulateRequest) -> None:
     )
     console = Console()
     what_if = question.at(num_ranks)
-    make_directory(request.out, where=_WHERE)
+    if request.sweep is None:
+        require_matplotlib()
+        make_directory(request.out, where=_WHERE)
     print_line(
         console,
         f"{profile.name or request.file.name}, {question.strategy.name}: {len(profile.params)} parameters, "
         f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
     )
     print_line(console, f"Network: {what_if.network.source}")
-    if request.sweep is None:
-        path = request.out / "simulate.png"
-        _show_step(what_if, path, console)
-    else:
-        path = request.out / f"simulate-{request.sweep}.png"
-        _show_sweep(sweep_named(request.sweep)(question, num_ranks), path, console)
+    if request.sweep is not None:
+        print_sweep({size: question.at(size).outcomes() for size in swept_ranks(num_ranks, request.network.per_node)}, console)
+        return
+    outcomes = what_if.outcomes()
+    print_outcomes(outcomes, console)
+    path = request.out / "simulate.png"
+    with checked_writing(path, where=_WHERE):
+        save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
     print_line(console, f"Picture: {path}")
 
 
-def _show_step(what_if: WhatIf, path: Path, console: Console) -> None:
-    outcomes = what_if.outcomes()
-    print_outcomes(outcomes, console)
-    with checked_writing(path, where=_WHERE):
-        save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
-
-
-def _show_sweep(sweep: Sweep, path: Path, console: Console) -> None:
-    print_sweep(sweep, console)
-    with checked_writing(path, where=_WHERE):
-        save_curves(sweep, path)
+def swept_ranks(num_ranks: int, per_node: int | None) -> list[int]:
+    """Powers of two, of ranks on one node and of full nodes, up to that number, and that number."""
+    per_node = min(per_node or 1, num_ranks)
+    powers = [2**power for power in range(num_ranks.bit_length())]
+    candidates = {num_ranks, *(size for power in powers for size in (power, power * per_node))}
+    counts = [size for size in candidates if min(2, num_ranks) <= size <= num_ranks]
+    return sorted(size for size in counts if size <= per_node or size % per_node == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from undertow.cli.network import Network, NetworkOptions
@@ -14,39 +14,36 @@ from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy
 from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
-from undertow.tune.eager import best_eager_groups
 
-__all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "PER_PARAMETER", "Question", "WhatIf", "caps_of"]
+__all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "Question", "WhatIf"]
 
 _MIB = 1024 * 1024
-PER_PARAMETER, FIXED, OPTIMAL = "per parameter", "25 MiB buckets", "optimal buckets"
+FIXED, OPTIMAL = "25 MiB buckets", "optimal buckets"
 
 
-def caps_of(mebibytes: float) -> SizeCaps:
-    """Buckets of that size as torch's DistributedDataParallel has them: the first one of 1 MiB."""
-    return SizeCaps(cap_bytes=mebibytes * _MIB, first_bytes=(min(mebibytes, 1.0) * _MIB,))
-
-
-FIXED_CAPS: Mapping[str, SizeCaps] = {FIXED: caps_of(25.0), "40 MB buckets": SizeCaps(cap_bytes=40e6)}
+# The first as torch's DistributedDataParallel has them.
+FIXED_CAPS: Mapping[str, SizeCaps] = {
+    FIXED: SizeCaps(cap_bytes=25.0 * _MIB, first_bytes=(1.0 * _MIB,)),
+    "40 MB buckets": SizeCaps(cap_bytes=40e6),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What stays the same while ranks or their network vary."""
+    """What stays the same while ranks vary."""
 
     profile: Profile
     strategy: Strategy
     options: NetworkOptions
     conditions: Conditions
 
-    def at(self, num_ranks: int, *, link: str | None = None) -> WhatIf:
-        """On so many ranks, with another link where one is given."""
-        options = self.options if link is None else replace(self.options, link=link)
+    def at(self, num_ranks: int) -> WhatIf:
+        """On so many ranks."""
         return WhatIf(
             profile=self.profile,
             strategy=self.strategy,
             num_ranks=num_ranks,
-            network=options.network(self.profile, self.strategy, num_ranks=num_ranks),
+            network=self.options.network(self.profile, self.strategy, num_ranks=num_ranks),
             conditions=self.conditions,
         )
 
@@ -64,8 +61,6 @@ class WhatIf:
     @cached_property
     def optimum(self) -> Optimum:
         profile = self.profile
-        if self.conditions.eager:
-            return best_eager_groups(profile, profile.order, self.network.costs, num_ranks=self.num_ranks, max_bytes=float("inf"))
         return optimal_groups(
             profile.params,
             profile.order,
@@ -83,8 +78,6 @@ class WhatIf:
     @property
     def limit_us(self) -> float:
         """The shortest step of any grouping, on equal ranks without contention."""
-        if self.conditions.eager:
-            return self.optimum.limit_us
         return self.profile.update_us + max(self.profile.timing.backward_end_us, self.optimum.limit_us)
 
     @property
@@ -101,7 +94,7 @@ class WhatIf:
     def outcomes(self) -> tuple[Outcome, ...]:
         """Of every method."""
         plans = {
-            PER_PARAMETER: self._plan([[param] for param in self.profile.order]),
+            "per parameter": self._plan([[param] for param in self.profile.order]),
             **{name: self.plan_of_size(caps) for name, caps in FIXED_CAPS.items()},
             OPTIMAL: self.optimal_plan,
         }

@@ -127,7 +127,7 @@ def plan_from_data(data: Any) -> Plan:
         if _whole(data["format"]) != _FORMAT:
             raise ValueError(f"format {brief(data['format'])}, expected {_FORMAT}")
         params = tuple(ParamSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data["params"])
-        groups = [tuple(_member_from_json(member) for member in group) for group in data["buckets"]]
+        groups = [tuple(member_from_json(member) for member in group) for group in data["buckets"]]
         return plan_from_groups(params, groups, num_ranks=_whole(data["num_ranks"]))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         if isinstance(error, ConfigError):
@@ -149,7 +149,8 @@ def _member_to_json(member: Member) -> int | list[int]:
     return [member.param, member.first, member.stop] if isinstance(member, Piece) else member
 
 
-def _member_from_json(value: Any) -> Member:
+def member_from_json(value: Any) -> Member:
+    """Inverse of what `Plan.to_json` writes; ValueError for anything else."""
     if not isinstance(value, list):
         return _whole(value)
     param, first, stop = map(_whole, value)

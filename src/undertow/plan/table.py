@@ -49,24 +49,17 @@ def source_from_file(path: Path) -> Plan | tuple[ParamSpec, ...]:
         raise ConfigError(what, where=reason, remedy=_REMEDY) from error
 
 
-def plan_from_source(
-    source: Plan | Sequence[ParamSpec],
-    *,
-    num_ranks: int | None = None,
-    bucket_cap_mb: float | None = None,
-    splits: bool = False,
-) -> Plan:
+def plan_from_source(source: Plan | Sequence[ParamSpec], *, num_ranks: int | None = None, splits: bool = False) -> Plan:
     """The plan of parameters without a profile, or the saved one.
 
-    A saved plan keeps its buckets, or with `bucket_cap_mb` the order of its parameters only. Without `num_ranks` it is for
-    as many ranks as it was; parameters are planned for two. Only with `splits`, as for gradients in shards, may a large
-    parameter lie in several buckets.
+    A saved plan keeps its buckets. Without `num_ranks` it is for as many ranks as it was; parameters are planned for two. Only
+    with `splits`, as for gradients in shards, may a large parameter lie in several buckets.
     """
-    config = SyncConfig(order="reverse", bucket_cap_mb=bucket_cap_mb)
+    config = SyncConfig(order="reverse")
     if not isinstance(source, Plan):
         return first_plan(source, config, num_ranks=_NUM_RANKS if num_ranks is None else num_ranks, splits=splits)
     num_ranks = source.num_ranks if num_ranks is None else num_ranks
-    if bucket_cap_mb is None and (splits or not source.split_params):
+    if splits or not source.split_params:
         return plan_from_groups(source.params, source.groups, num_ranks=num_ranks)
     order = tuple(dict.fromkeys(chain.from_iterable(bucket.params for bucket in source.buckets)))
     return plan_in_order(source.params, order, config, num_ranks=num_ranks, splits=splits)

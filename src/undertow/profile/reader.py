@@ -14,6 +14,7 @@ from undertow.cost import COLLECTIVES, CostCurve
 from undertow.errors import ConfigError
 from undertow.foreign import parsed_json
 from undertow.plan import Member, ParamSpec, Piece
+from undertow.plan.plan import member_from_json
 from undertow.plan.spec import MOST
 from undertow.plan.table import ITEMSIZES
 from undertow.profile.checks import checked_integer, checked_ready_us, checked_us, too_large
@@ -135,31 +136,21 @@ def _curve(points: Any, path: str) -> CostCurve:
 
 
 def _groups(buckets: Any, num_params: int) -> tuple[tuple[Member, ...], ...]:
-    groups: list[tuple[Member, ...]] = []
-    path_of: dict[int, str] = {}  # of parameters that are in a bucket as a whole
-    for index, members in enumerate(_checked_list(buckets, "buckets")):
-        paths = [f"buckets[{index}][{position}]" for position, _ in enumerate(_checked_list(members, f"buckets[{index}]"))]
-        group = [_member(member, path, num_params) for member, path in zip(members, paths, strict=True)]
-        for member, path in zip(group, paths, strict=True):
-            if isinstance(member, int) and path_of.setdefault(member, path) != path:
-                raise _wrong(path, f"of a parameter that {path_of[member]} does not hold", member)
-        groups.append(tuple(group))
-    return tuple(groups)
+    rows = [_checked_list(members, f"buckets[{index}]") for index, members in enumerate(_checked_list(buckets, "buckets"))]
+    return tuple(
+        tuple(_member(member, f"buckets[{index}][{position}]", num_params) for position, member in enumerate(members))
+        for index, members in enumerate(rows)
+    )
 
 
-def _member(member: Any, path: str, num_params: int) -> Member:
-    numbers: list[Any] = member if isinstance(member, list) and len(member) == 3 else [member]
-    if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-        raise _wrong(path, "a parameter's index or [index, first element, end]", member)
-    if numbers[0] not in range(num_params):
-        raise _wrong(path, f"of one of the {num_params} parameters, counted from zero", member)
-    param: int = numbers[0]
-    if len(numbers) == 1:
-        return param
-    first, stop = numbers[1:]
-    if not 0 <= first <= stop:
-        raise _wrong(path, "a piece that begins at zero or later and does not end before it begins", member)
-    return Piece(param=param, first=first, stop=stop)
+def _member(value: Any, path: str, num_params: int) -> Member:
+    try:
+        member = member_from_json(value)
+    except ValueError as error:
+        raise _wrong(path, "a parameter's index or [index, first element, end]", value) from error
+    if (member.param if isinstance(member, Piece) else member) not in range(num_params):
+        raise _wrong(path, f"of one of the {num_params} parameters, counted from zero", value)
+    return member
 
 
 def _checked_object(data: Any, path: str, known: Collection[str], required: Collection[str] = ()) -> dict[str, Any]:

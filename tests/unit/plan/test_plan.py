@@ -407,11 +407,10 @@ def test_a_saved_plan_is_read_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "groups", "num_ranks"),
     [
-        (plan_from_source(EQUAL, bucket_cap_mb=1), ((2,), (1,), (0,)), 2),
+        (plan_from_source(EQUAL), ((2,), (1,), (0,)), 2),
         (plan_from_source(plan_from_groups(EQUAL, [(1,), (2, 0)], num_ranks=4), num_ranks=3), ((1,), (2, 0)), 3),
-        (plan_from_source(plan_from_groups(EQUAL, [(1, 2), (0,)], num_ranks=4), bucket_cap_mb=1), ((1,), (2,), (0,)), 4),
     ],
-    ids=["parameters in reverse for two ranks", "laid out for other ranks", "cut anew in its own order"],
+    ids=["parameters in reverse for two ranks", "laid out for other ranks"],
 )
 def test_a_plan_of_a_source(plan: Plan, groups: tuple[tuple[int, ...], ...], num_ranks: int) -> None:
     assert (plan.groups, plan.num_ranks) == (groups, num_ranks)

@@ -358,12 +358,13 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         ),
         (
             small(buckets=[[0, [1, 4, 2]]]),
-            "buckets[0][1] must be a piece that begins at zero or later and does not end before it begins, got [1, 4, 2].\n"
-            f"  {FORMAT}",
+            f"buckets[0][1] must be a parameter's index or [index, first element, end], got [1, 4, 2].\n  {FORMAT}",
         ),
         (
             small(buckets=[[1], [0, 1]]),
-            f"buckets[1][1] must be of a parameter that buckets[0][0] does not hold, got 1.\n  {FORMAT}",
+            "buckets, the groups of a profile, do not fit the parameters.\n"
+            "  a plan must hold each of its 2 parameters exactly once.\n"
+            "  first difference: parameter 1 ('b') is in 2 slots\n  Make the plan from the parameters of this model.",
         ),
         (
             param(ready_us=64),
