@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from undertow.cli.network import NetworkOptions
-from undertow.cli.what_if import FIXED, OPTIMAL, Question
+from undertow.cli.what_if import FIXED, OPTIMAL, WhatIf
 from undertow.errors import ConfigError
 from undertow.profile import profile_from_file
 from undertow.report.comparison import print_outcomes, print_sweep
@@ -49,26 +49,26 @@ class SimulateRequest:
 def show_simulation(request: SimulateRequest) -> None:
     """Prints the answer as a table, and draws the step if there is no sweep."""
     profile = profile_from_file(request.file)
-    num_ranks = profile.num_ranks if request.num_ranks is None else request.num_ranks
-    question = Question(
+    what_if = WhatIf(
         profile=profile,
         strategy=strategy_named(profile.strategy if request.strategy is None else request.strategy),
+        num_ranks=profile.num_ranks if request.num_ranks is None else request.num_ranks,
         options=request.network,
         conditions=request.conditions,
     )
-    console = Console()
-    what_if = question.at(num_ranks)
+    console, network = Console(), what_if.network
     if request.sweep is None:
         require_matplotlib()
         make_directory(request.out, where=_WHERE)
     print_line(
         console,
-        f"{profile.name or request.file.name}, {question.strategy.name}: {len(profile.params)} parameters, "
+        f"{profile.name or request.file.name}, {what_if.strategy.name}: {len(profile.params)} parameters, "
         f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
     )
-    print_line(console, f"Network: {what_if.network.source}")
+    print_line(console, f"Network: {network.source}")
     if request.sweep is not None:
-        print_sweep({size: question.at(size).outcomes() for size in swept_ranks(num_ranks, request.network.per_node)}, console)
+        sizes = swept_ranks(what_if.num_ranks, request.network.per_node)
+        print_sweep({size: replace(what_if, num_ranks=size).outcomes() for size in sizes}, console)
         return
     outcomes = what_if.outcomes()
     print_outcomes(outcomes, console)

@@ -15,7 +15,7 @@ from undertow.schedule import Strategy
 from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
 
-__all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "Question", "WhatIf"]
+__all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "WhatIf"]
 
 _MIB = 1024 * 1024
 FIXED, OPTIMAL = "25 MiB buckets", "optimal buckets"
@@ -28,26 +28,6 @@ FIXED_CAPS: Mapping[str, SizeCaps] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What stays the same while ranks vary."""
-
-    profile: Profile
-    strategy: Strategy
-    options: NetworkOptions
-    conditions: Conditions
-
-    def at(self, num_ranks: int) -> WhatIf:
-        """On so many ranks."""
-        return WhatIf(
-            profile=self.profile,
-            strategy=self.strategy,
-            num_ranks=num_ranks,
-            network=self.options.network(self.profile, self.strategy, num_ranks=num_ranks),
-            conditions=self.conditions,
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
     """A profile under a strategy, on a number of ranks and their network."""
@@ -55,8 +35,12 @@ class WhatIf:
     profile: Profile
     strategy: Strategy
     num_ranks: int
-    network: Network
+    options: NetworkOptions
     conditions: Conditions
+
+    @cached_property
+    def network(self) -> Network:
+        return self.options.network(self.profile, self.strategy, num_ranks=self.num_ranks)
 
     @cached_property
     def optimum(self) -> Optimum:
