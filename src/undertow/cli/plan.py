@@ -86,9 +86,8 @@ def _show_plan_of_profile(request: PlanRequest, profile: Profile) -> None:
         options=request.network,
         conditions=Conditions(overlap=request.has_overlap),
     )
-    plan, per_node = what_if.optimal_plan, request.network.per_node
-    num_nodes = None if per_node is None else plan.num_ranks // min(per_node, plan.num_ranks)
-    print_plan(plan, what_if.strategy, _schedule(plan, what_if.strategy, request), num_nodes=num_nodes)
+    plan = what_if.optimal_plan
+    print_plan(plan, what_if.strategy, _schedule(plan, what_if.strategy, request))
     console = Console()
     console.print()
     print_outcomes([what_if.outcome("as above", plan)], console)

@@ -185,13 +185,9 @@ def test_a_command_shows(line: str, undertow: Undertow) -> None:
     assert (code, shown in printed, hidden in printed) == (0, True, False)
 
 
-def test_a_plan_for_nodes_shows_what_crosses_and_the_shards_of_a_node(undertow: Undertow) -> None:
+def test_a_plan_for_nodes_shows_what_crosses(undertow: Undertow) -> None:
     _, printed, _ = undertow("plan small.json --link 1gbit --per-node 2 --strategy hybrid")
     assert "comm.across" in printed
-    of_buckets = [row for row in rows_of(printed.split("\n\n")[0]) if row[0].isdigit()]
-    assert len(of_buckets) > 1
-    for row in of_buckets:  # of the two ranks of a node
-        assert float(row[-1]) == pytest.approx(float(row[-2]) / 2, abs=0.011)
     assert "Network: 1gbit between nodes of 2 ranks, 2400gbit,3us inside; 4 ranks" in printed
 
 
