@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from undertow.errors import ConfigError
+
 GathersBehind = tuple[tuple[int, ...], ...]  # by bucket: those that are gathered behind its reduction, in order
 
 # Shares of a gather that may be left when the next gradient comes; 0 fills only gaps that are long enough.
@@ -27,6 +29,15 @@ class LaneTimes:
     gather_us: Sequence[float]  # the gather takes
     used_us: Sequence[float]  # first read in forward, since that began
     forward_us: float  # forward takes
+
+    def __post_init__(self) -> None:
+        sizes = {len(times) for times in (self.ready_us, self.reduce_us, self.step_us, self.gather_us, self.used_us)}
+        if len(sizes) != 1 or sizes == {0}:
+            raise ConfigError(
+                f"every bucket must have all of its times, got {sorted(sizes)} of them.",
+                where="the times of a lane",
+                remedy="Give one time of each kind for each bucket, and at least one bucket.",
+            )
 
     @property
     def num_buckets(self) -> int:

@@ -319,6 +319,11 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         partial(plan, specs_of_sizes(1, 2), timing(0, 0, used=(0,)), line(1, 1)),
         f"each of the 2 parameters must have its used_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
     ),
+    "the times of a lane are not complete": (
+        partial(LaneTimes, ready_us=[1], reduce_us=[], step_us=[1], gather_us=[1], used_us=[1], forward_us=1),
+        "every bucket must have all of its times, got [0, 1] of them.\n  the times of a lane\n"
+        "  Give one time of each kind for each bucket, and at least one bucket.",
+    ),
     "an order that is no permutation": (
         partial(optimal_groups, specs_of_sizes(1, 2), [0, 0], timing(1, 1), line(1, 1), num_ranks=2),
         "an order must hold each of the 2 parameters exactly once.\n"
