@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["MOST_LEVELS", "as_object", "parsed_json", "printable", "printable_lines"]
@@ -24,14 +25,15 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def parsed_json(text: str | bytes) -> Any:
+def parsed_json(text: str | bytes, *, object_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """The value of a JSON text, in UTF-8 if it is bytes. Raises ValueError, and nothing else, for any other text.
 
-    An object with a name given twice is an error. NaN and Infinity are read as numbers, as Python writes them.
+    An object with a name given twice is an error, unless `object_of` makes something of its pairs. NaN and Infinity are read
+    as numbers, as Python writes them.
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
-        value = json.loads(text, object_pairs_hook=as_object)
+        value = json.loads(text, object_pairs_hook=as_object if object_of is None else object_of)
     except RecursionError:
         raise _too_deep() from None
     _require_shallow(value)

@@ -14,7 +14,7 @@ from undertow.cost import COLLECTIVES, CostCurve
 from undertow.errors import ConfigError
 from undertow.foreign import parsed_json
 from undertow.plan import Member, ParamSpec, Piece, Plan
-from undertow.plan.plan import member_from_json, plan_from_data
+from undertow.plan.plan import member_from_json
 from undertow.plan.spec import ITEMSIZES, MOST
 from undertow.profile.checks import checked_integer, checked_ready_us, checked_us, too_large
 from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile
@@ -24,8 +24,9 @@ _TEXTS = ("name", "strategy")
 _TIMES = ("forward_us", "backward_us", "update_us", "step_us")
 FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "buckets")
 _TABLE_FIELDS = ("name", "shape", "bytes", "dtype", "device", "sparse")
-PARAM_FIELDS = (*_TABLE_FIELDS, "ready_us")
+PARAM_FIELDS = ("name", "ready_us", *_TABLE_FIELDS[1:])
 _REMEDY = "docs/profiles.md has the format and an example."
+_GIVEN_TWICE = object()  # in place of the value of a field that an object has more than once
 
 
 def profile_from_file(path: str | Path) -> Profile:
@@ -48,9 +49,9 @@ def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]
     data = _parsed(text, str(path))
     try:
         if isinstance(data, dict) and "buckets" in data and FORMAT_FIELD not in data:
-            return plan_from_data(data)
+            return Plan.from_json(text)
         if isinstance(data, dict) and data.keys() == {"params"}:
-            rows = enumerate(_checked_list(data["params"], "params"))
+            rows = enumerate(_checked_list(_checked_object(data, "", ("params",))["params"], "params"))
             return tuple(_spec(row, f"params[{index}]", _TABLE_FIELDS, ("name",)) for index, row in rows)
     except ConfigError as error:
         raise ConfigError(f"{path} is neither a saved plan nor a table of parameters.", where=str(error)) from error
@@ -68,12 +69,19 @@ def _text_of(path: str | Path) -> str:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return parsed_json(text)
+        return parsed_json(text, object_of=_object)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise ConfigError(f"{where} is no JSON.", where=place, remedy=_REMEDY) from error
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON.", where=str(error), remedy=_REMEDY) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        fields[name] = _GIVEN_TWICE if name in fields else value
+    return fields
 
 
 def _profile(data: Any) -> Profile:
@@ -153,10 +161,15 @@ def _curve(points: Any, path: str) -> CostCurve:
 
 def _groups(buckets: Any, num_params: int) -> tuple[tuple[Member, ...], ...]:
     rows = [_checked_list(members, f"buckets[{index}]") for index, members in enumerate(_checked_list(buckets, "buckets"))]
-    return tuple(
-        tuple(_member(member, f"buckets[{index}][{position}]", num_params) for position, member in enumerate(members))
-        for index, members in enumerate(rows)
-    )
+    groups: list[tuple[Member, ...]] = []
+    path_of: dict[int, str] = {}  # of parameters that are in a bucket as a whole
+    for index, members in enumerate(rows):
+        paths = [f"buckets[{index}][{position}]" for position, _ in enumerate(members)]
+        groups.append(tuple(_member(member, path, num_params) for member, path in zip(members, paths, strict=True)))
+        for member, path in zip(groups[-1], paths, strict=True):
+            if isinstance(member, int) and path_of.setdefault(member, path) != path:
+                raise _wrong(path, f"of a parameter that {path_of[member]} does not hold", member)
+    return tuple(groups)
 
 
 def _member(value: Any, path: str, num_params: int) -> Member:
@@ -176,6 +189,8 @@ def _checked_object(data: Any, path: str, known: Collection[str], required: Coll
     for name in data:
         if name not in known:
             raise ConfigError(f"{prefix}{name} is unknown.", remedy=_suggestion(name, known))
+        if data[name] is _GIVEN_TWICE:
+            raise ConfigError(f"{prefix}{name} is given twice.", remedy="Leave one of the two out.")
     for name in required:
         if name not in data:
             raise ConfigError(f"{prefix}{name} is missing.", remedy=_REMEDY)
