@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from undertow.cost import Costs
 from undertow.errors import ConfigError
-from undertow.plan import LaneTimes, Plan
+from undertow.plan import GathersBehind, LaneTimes, Plan, eager_order
 from undertow.profile import Profile
-from undertow.schedule import Op, OpKind, Strategy, Tracker, lower_data_parallel, verify
+from undertow.schedule import Op, OpKind, Strategy, Tracker, lower_data_parallel, lower_eager, verify
 from undertow.trace import BucketRecord, StepRecord
 from undertow.trace.record import Interval
 
@@ -31,14 +31,21 @@ class Conditions:
 
     overlap: False sends every bucket after backward, and waits for gathers before the forward.
     skew: standard deviation of the ranks' computing times relative to their mean, which is the profile's; 0 to 0.2. Ranks
-        are the quantiles of a normal distribution. The record is that of the fastest, rank 0, which shows all waiting, for the
-        wire and for the others.
+        are the quantiles of a normal distribution.
     contention: share of its speed that computation loses while the lane is busy; 0 to below 1.
+    launch_us: computing time that it takes a rank to launch one collective.
+    eager: buckets are stepped and gathered while backward goes on; only where the optimizer is in shards, and with overlap.
+    gathers_behind: in that form, the gathers behind each bucket's reduction; None: as `eager_order` chooses them.
+    rank: whose record is made. Ranks are sorted: 0 is the fastest, which shows all waiting, for the wire and for the others.
     """
 
     overlap: bool = True
     skew: float = 0.0
     contention: float = 0.0
+    launch_us: float = 0.0
+    eager: bool = False
+    gathers_behind: GathersBehind | None = None
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.skew <= _MAX_SKEW:
@@ -50,6 +57,14 @@ class Conditions:
                 f"contention must be 0 or more and below 1, got {self.contention}.",
                 remedy="0.1 slows computation by 10 % while the network works.",
             )
+        if not 0 <= self.launch_us < float("inf"):
+            raise _impossible(f"launch_us must be 0 or more, got {self.launch_us}.", remedy="Give microseconds per collective.")
+        if self.eager and not self.overlap:
+            raise _impossible(
+                "eager steps lie under backward, and overlap=False lets nothing lie there.", remedy="Leave one out."
+            )
+        if self.rank < 0:
+            raise _impossible(f"there is no rank {self.rank}.", remedy="Ranks count from 0, the fastest.")
 
 
 def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
@@ -58,7 +73,7 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
     Ops are ordered and released by the code that does so in training. A collective starts when every rank has launched it
     and the lane is free; parameters are first read when `profile.used_us` says. The update takes what it took in the
     profile. On a mesh of two axes the cost of a reduce-scatter has in it what the shards take across, as those of `NodeCosts` and
-    of measured profiles do. Raises ConfigError for the plan of another model.
+    of measured profiles do. Raises ConfigError for the plan of another model and for a rank that the plan does not have.
     """
     conditions = Conditions() if conditions is None else conditions
     if plan.params != profile.params:
@@ -66,6 +81,12 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
             "the plan is for other parameters than the profile.",
             where=f"the plan has {len(plan.params)} parameters, the profile {len(profile.params)}",
             remedy="Make the plan from the parameters of this profile.",
+        )
+    if conditions.rank >= plan.num_ranks:
+        raise _impossible(f"there is no rank {conditions.rank}.", remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.")
+    if conditions.eager and strategy.gather is None:
+        raise _impossible(
+            f"there are no eager steps with strategy {strategy.name!r}.", remedy='Take "zero1", "zero2" or "hybrid".'
         )
     return _Step(profile, plan, strategy, costs, conditions).run()
 
@@ -124,9 +145,9 @@ class _Clocks:
     def wait(self, until_us: float) -> None:
         self.now_us = np.maximum(self.now_us, until_us)
 
-    def send(self, us: float) -> float:
+    def send(self, us: float, *, not_before_us: float) -> float:
         """All ranks launch a collective that takes so long. Returns when it is through."""
-        start_us = max(self._free_us, float(self.now_us.max()))
+        start_us = max(self._free_us, float(self.now_us.max()), not_before_us)
         self._free_us = start_us + us
         if us > 0:
             self._times_us += (start_us, self._free_us)
@@ -159,49 +180,64 @@ class _Sent:
 
 
 class _Step:
-    """Issues the ops of a step, from where the last bucket of the step before was through, at 0, to where its own is."""
+    """Issues the ops of a step, from where the last bucket of the step before was through to where its own is.
+
+    An eager step comes after the backward of another one like it, whose gathers it waits for.
+    """
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
         self._profile = profile
         self._plan = plan
-        self._has_overlap = conditions.overlap
+        self._conditions = conditions
         self._uses = _uses(profile, plan)
-        order = [bucket for bucket, _ in self._uses]
-        schedule = lower_data_parallel(len(plan.buckets), strategy, overlap=conditions.overlap, gather_order=order)
-        self._schedule = verify(schedule, strategy, num_buckets=len(plan.buckets))
         self._num_bytes = _num_bytes(plan, strategy)
-        self._crossing = strategy.crossing
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
+        if conditions.eager:
+            times = lane_times(profile, plan, costs)
+            behind = eager_order(times) if conditions.gathers_behind is None else conditions.gathers_behind
+            schedule = lower_eager(len(plan.buckets), strategy, behind)
+            self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
+            self._step_us = times.step_us
+        else:
+            order = [bucket for bucket, _ in self._uses]
+            schedule = lower_data_parallel(len(plan.buckets), strategy, overlap=conditions.overlap, gather_order=order)
+        self._schedule = verify(schedule, strategy, num_buckets=len(plan.buckets))
         self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
-        self._ready_us: dict[int, float] = {}
+        self._ready_us: dict[int, float] = {}  # by bucket: packed, or stepped
         self._reductions: dict[int, _Sent] = {}
         self._gathers: dict[int, _Sent] = {}
 
     def run(self) -> StepRecord:
-        """The step as the recorder of the fastest rank would have seen it."""
+        """The step as the recorder of one rank would have seen it."""
         tracker = Tracker(self._schedule, [bucket.params for bucket in self._plan.buckets], num_params=len(self._plan.params))
-        begin_us = self._update()
+        if self._conditions.eager:
+            self._backward(tracker)
+            self._issue(tracker.join())
+            tracker.reset()
+        start_us, starts_us = self._now_us, self._clocks.now_us
+        begin_us = start_us if self._conditions.eager else self._update()
         self._forward()
-        forward_stop_us = self._now_us
+        forward_stop_us, gathers = self._now_us, tuple(self._gathers.values())
         self._backward(tracker)
-        left_us, busy_us = self._now_us, np.broadcast_to(self._clocks.now_us, self._plan.num_ranks)
+        left_us, busy_us = self._now_us, np.broadcast_to(self._clocks.now_us - starts_us, self._plan.num_ranks)
         self._issue(tracker.join())
         return StepRecord(
             step=0,
-            rank=0,
+            rank=self._conditions.rank,
             # Ranks begin their forwards at different times, but all of them are through with the last bucket at once.
-            step_us=self._now_us,
+            step_us=self._now_us - start_us,
             forwards=((0.0, forward_stop_us - begin_us),),
             backwards=((forward_stop_us - begin_us, left_us - begin_us),),
             buckets=tuple(sent.record(begin_us=begin_us) for sent in self._reductions.values()),
             busy_ms=tuple((busy_us / 1e3).tolist()),
-            gathers=tuple(sent.record(begin_us=begin_us) for sent in self._gathers.values()),
+            gathers=tuple(sent.record(begin_us=begin_us) for sent in gathers),
         )
 
     @property
     def _now_us(self) -> float:
         """Of the recorded rank."""
-        return float(self._clocks.now_us[0])
+        times_us = self._clocks.now_us
+        return float(times_us[min(self._conditions.rank, len(times_us) - 1)])
 
     def _update(self) -> float:
         """The optimizer steps and what it has updated leaves. Returns when the forward begins."""
@@ -211,7 +247,7 @@ class _Step:
                 self._ready_us[op.bucket or 0] = self._now_us
                 self._gathers[op.bucket or 0] = self._send(op)
         begin_us = self._now_us
-        if not self._has_overlap:
+        if not self._conditions.overlap:
             for sent in self._gathers.values():
                 self._wait(sent)
         return begin_us
@@ -220,7 +256,7 @@ class _Step:
         computed_us = 0.0
         for bucket, used_us in self._uses:
             sent = self._gathers.get(bucket)
-            if sent is not None and self._has_overlap:
+            if sent is not None and self._conditions.overlap:
                 self._clocks.compute(used_us - computed_us)
                 computed_us = used_us
                 self._wait(sent)
@@ -246,22 +282,31 @@ class _Step:
                 self._ready_us[bucket] = self._now_us
             elif op.kind is OpKind.BIND:
                 self._wait(self._reductions[bucket])
-            elif op.kind is not self._crossing:  # which is the other half of the reduction before it, whose cost it is in
+            elif op.kind is OpKind.STEP:  # one bucket after another
+                begin_us = max(self._reductions[bucket].done_us, self._ready_us.get(bucket - 1, 0.0))
+                self._ready_us[bucket] = begin_us + self._step_us[bucket]
+            elif op.kind not in self._num_bytes:  # the crossing half of the reduction before it, whose cost it is in
+                self._clocks.compute(self._conditions.launch_us)
+            elif op.kind is not OpKind.ALL_GATHER:
                 self._reductions[bucket] = self._send(op)
+            elif self._num_bytes[op.kind][bucket]:
+                self._gathers[bucket] = self._send(op)
 
     def _send(self, op: Op) -> _Sent:
         bucket, launched_us = op.bucket or 0, self._now_us
+        ready_us = self._ready_us[bucket]
+        self._clocks.compute(self._conditions.launch_us)
         return _Sent(
             op=op,
             num_bytes=self._num_bytes[op.kind][bucket],
-            ready_us=self._ready_us[bucket],
+            ready_us=ready_us,
             launched_us=launched_us,
-            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket])),
+            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket]), not_before_us=ready_us),
         )
 
     def _wait(self, sent: _Sent) -> None:
         start_us = self._now_us
-        self._clocks.wait(sent.done_us)
+        self._clocks.wait(max(sent.done_us, self._ready_us[sent.op.bucket or 0]))  # a reduced bucket may be stepped too
         sent.waited = (start_us, self._now_us)
 
 

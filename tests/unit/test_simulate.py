@@ -12,9 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from support.errors import refusal
-from support.steps import FREE, lines, profile_of
+from support.steps import FREE, lines, profile_of, random_profile
 from undertow.cost import Costs, NodeCosts
-from undertow.plan import Piece, Plan, plan_from_groups
+from undertow.plan import Piece, Plan, eager_order, lane_period_us, plan_from_groups
 from undertow.plan.finish import StepTiming, finish_us
 from undertow.profile import Profile
 from undertow.schedule import (
@@ -23,9 +23,10 @@ from undertow.schedule import (
     STRATEGIES,
     ZERO1,
     Strategy,
+    gathers_after_reductions,
     lower_data_parallel,
 )
-from undertow.simulate import Conditions, simulate
+from undertow.simulate import Conditions, lane_times, simulate
 from undertow.trace import StepRecord, Trace, summarize
 
 # Times are multiples of a microsecond, or end in clocks that add up a few hundred of them: what remains is rounding.
@@ -108,8 +109,8 @@ def test_the_trace_of_two_buckets(simulate_it: Callable[[], StepRecord], text: s
 @pytest.mark.parametrize("costs", [MESH, FIXED], ids=["by axis", "both axes in one, as measured"])
 @pytest.mark.parametrize(
     "conditions",
-    [{}, {"overlap": False}, {"contention": 0.3}],
-    ids=["", "no overlap", "contention"],
+    [{}, {"overlap": False}, {"contention": 0.3}, {"eager": True, "gathers_behind": ((0,), (1,))}],
+    ids=["", "no overlap", "contention", "eager"],
 )
 def test_a_reduction_over_two_axes_is_in_both_one_after_the_other(costs: Costs, conditions: dict[str, Any]) -> None:
     traces = [simulated(*how, num_ranks=4, **conditions).trace() for how in ((HYBRID, costs), (ZERO1, FIXED))]
@@ -178,11 +179,31 @@ RECORDS: dict[str, tuple[Callable[[], StepRecord], Look, tuple[float, ...]]] = {
         lambda it: (it.busy_ms[1], it.busy_ms == tuple(sorted(it.busy_ms))),
         (0.035, True),
     ),
+    # Gathers are launched before the forward begins, the first reduction before the second half of backward.
+    "launching takes computing time": (
+        lambda: simulated(ZERO1, FREE, launch_us=1),
+        lambda it: (*(row.launched_us for row in (*it.gathers, *it.buckets)), it.step_us),
+        (-2, -1, 20, 31, 5 + 10 + 20 + 4),
+    ),
     "a model without parameters has a step": (
         lambda: simulated(ZERO1, profile=NONE, groups=[]),
         lambda it: (it.step_us,),
         (10 + 20 + 8,),
     ),
+    # Backward until 20, p1 ready at 10. Of the 8 of a reduction the lane has 6, as for a gather: b0 10-16, b1 20-26. It is
+    # added up until 18 and 28. Each step 2.5: b0 until 20.5, b1 until 30.5. b1 is gathered until 36.5, b0 until 42.5. The
+    # forward begins at 30.5 and needs b1 at once, b0 behind 5 us of computing.
+    "eager, gathered behind all": (
+        lambda: simulated(ZERO1, eager=True, gathers_behind=((), (1, 0))),
+        lambda it: (
+            *(time for row in it.gathers for time in (row.bucket, row.launched_us, row.done_us, *row.waited)),
+            *(time for row in it.buckets for time in (row.bucket, row.done_us)),
+            *(*it.forwards[0], *it.backwards[0], it.step_us),
+        ),
+        (1, -10.5, 6, 0, 6, 0, -10.5, 12, 11, 12, 0, 33, 1, 43, 0, 17, 17, 37, 47.5),
+    ),
+    # The first bucket's update lies under backward, the last one's 2.5 does not.
+    "eager, on a free network": (lambda: simulated(ZERO1, FREE, eager=True), lambda it: (it.step_us,), (32.5,)),
     **{
         f"{name} on one rank that communicates for nothing": (
             lambda strategy=strategy: simulated(strategy, FREE, num_ranks=1),
@@ -201,10 +222,11 @@ def test_a_step_by_hand(simulate_it: Callable[[], StepRecord], look: Look, expec
 
 def test_the_report_tells_the_wire_from_a_late_rank() -> None:
     plan = plan_from_groups(TWO.params, [[1], [0]], num_ranks=2)
-    fast = summarize([simulated(DDP, skew=0.1)], plan, rank=0)
-    # The fast rank waits 8 us for its last bucket, and the 35 us of computing times both deviations for the slow one.
+    fast, late = (summarize([simulated(DDP, skew=0.1, rank=rank)], plan, rank=rank) for rank in (0, 1))
+    # The slow rank waits 8 us for its last bucket; the fast one 8 us and the 35 us of computing times both deviations.
+    assert (late.wire_ms, late.late_rank_ms) == (pytest.approx(0.008), 0)
     assert (fast.wire_ms, fast.late_rank_ms) == (pytest.approx(0.008), pytest.approx(0.035 * 2 * (SLOW - 1)))
-    assert fast.slowest_rank == 1
+    assert fast.slowest_rank == late.slowest_rank == 1
 
 
 # Random steps: gradient sizes, ready times and where buckets end, and a line of costs per kind.
@@ -252,6 +274,17 @@ def test_a_step_takes_what_the_planner_has_minimised(
     assert step_us == pytest.approx(profile.update_us + profile.forward_us + planned_us, abs=ROUNDING_US)
 
 
+@given(st.integers(0, 10_000), st.integers(1, 6), st.booleans())
+def test_an_eager_step_takes_the_period_that_the_planner_counts(seed: int, num: int, is_planned: bool) -> None:
+    profile, costs = random_profile(seed, num), lines((2, 0.02), gather=(1, 0.015))
+    plan = plan_from_groups(profile.params, [[param] for param in profile.order], num_ranks=2)
+    times = lane_times(profile, plan, costs)
+    order = eager_order(times) if is_planned else gathers_after_reductions(num)
+    record = simulate(profile, plan, ZERO1, costs, Conditions(eager=True, gathers_behind=None if is_planned else order))
+    # The same sums in another order: some tens of numbers below 1000, and what remains is rounding.
+    assert record.step_us == pytest.approx(lane_period_us(times, order), abs=1e-6)
+
+
 @given(steps(), COSTS, some_strategy, st.booleans(), st.floats(0, 0.5))
 def test_collectives_leave_in_the_order_of_the_schedule(
     step: tuple[Profile, Plan], cost: tuple[float, float], strategy: Strategy, overlap: bool, contention: float
@@ -278,6 +311,23 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "contention that leaves nothing": (
         lambda: Conditions(contention=1.0),
         f"contention must be 0 or more and below 1, got 1.0.{WHERE}0.1 slows computation by 10 % while the network works.",
+    ),
+    "a negative launch": (
+        lambda: Conditions(launch_us=-1.0),
+        f"launch_us must be 0 or more, got -1.0.{WHERE}Give microseconds per collective.",
+    ),
+    "a negative rank": (lambda: Conditions(rank=-1), f"there is no rank -1.{WHERE}Ranks count from 0, the fastest."),
+    "eager without overlap": (
+        lambda: Conditions(eager=True, overlap=False),
+        f"eager steps lie under backward, and overlap=False lets nothing lie there.{WHERE}Leave one out.",
+    ),
+    "eager without shards": (
+        lambda: simulated(DDP, eager=True),
+        f'there are no eager steps with strategy \'ddp\'.{WHERE}Take "zero1", "zero2" or "hybrid".',
+    ),
+    "a rank that the plan does not have": (
+        lambda: simulated(DDP, rank=2),
+        f"there is no rank 2.{WHERE}The plan is for ranks 0 to 1.",
     ),
     "the plan of another model": (
         lambda: simulate(NONE, plan_from_groups(TWO.params, [[1], [0]], num_ranks=2), DDP, FIXED),

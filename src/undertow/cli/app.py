@@ -127,7 +127,11 @@ def plan(  # noqa: PLR0913  # one for each option
             help="Ranks to lay it out for; without it those of the profile or the saved plan, else 2.", show_default=False
         ),
     ] = None,
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(help="Largest bucket in MiB; without it, saved or planned ones.", show_default=False)
+    ] = None,
     overlap: Annotated[bool, typer.Option(help="Reduce while backward goes on, or all at its end.")] = True,
+    accumulation: Annotated[bool, typer.Option("--accumulation", help="Show a backward that only accumulates.")] = False,
     link: _Link = None,
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
@@ -137,7 +141,9 @@ def plan(  # noqa: PLR0913  # one for each option
         file=file,
         strategy=strategy,
         num_ranks=ranks,
+        bucket_cap_mb=bucket_cap_mb,
         has_overlap=overlap,
+        is_accumulation=accumulation,
         network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
     )
     show_plan(request)
@@ -149,8 +155,8 @@ def plan(  # noqa: PLR0913  # one for each option
     "one message per parameter, buckets of fixed size (25 MiB behind a first one of 1 MiB, as torch's DistributedDataParallel "
     "has them, and 40 MB), and the optimal buckets for this network. Prints what each step takes, what of its communication is "
     "exposed, how it compares with the shortest possible step, and the scaling efficiency, the share of the step that computing "
-    "alone takes. Draws timelines in "
-    "OUT/simulate.png, but with --sweep.\n\n"
+    "alone takes. With --eager the optimal buckets are the best of some sizes. Draws timelines in "
+    "OUT/simulate.png, or with --sweep curves in OUT/simulate-SWEEP.png.\n\n"
     'Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "100gbit,5us" --sweep ranks\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
@@ -171,7 +177,11 @@ def simulate(  # noqa: PLR0913  # one for each option
         float, typer.Option(help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank is shown.")
     ] = 0.0,
     contention: Annotated[float, typer.Option(help="Share of its speed that computing loses while the network works.")] = 0.0,
-    sweep: Annotated[str | None, typer.Option(help='"ranks": up to --ranks, as a table.', show_default=False)] = None,
+    eager: Annotated[
+        bool,
+        typer.Option("--eager", help="Buckets are stepped and gathered while backward goes on; not with ddp."),
+    ] = False,
+    sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
 ) -> None:
     """Turns options into a request; the words for users stand above."""
@@ -180,7 +190,7 @@ def simulate(  # noqa: PLR0913  # one for each option
         strategy=strategy,
         num_ranks=ranks,
         network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
-        conditions=Conditions(skew=skew, contention=contention),
+        conditions=Conditions(skew=skew, contention=contention, eager=eager),
         sweep=sweep,
         out=out,
     )

@@ -18,7 +18,7 @@ from undertow.profile.reader import source_from_file
 from undertow.report.comparison import print_outcomes
 from undertow.report.plan import print_plan
 from undertow.report.shown import print_line
-from undertow.schedule import Schedule, Strategy, lower_data_parallel, strategy_named, verify
+from undertow.schedule import Schedule, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
 from undertow.simulate import Conditions
 
 __all__ = ["PlanRequest", "plan_from_source", "show_plan"]
@@ -33,7 +33,9 @@ class PlanRequest:
     file: Path | None
     strategy: str | None  # that of a profile, else ddp
     num_ranks: int | None
+    bucket_cap_mb: float | None
     has_overlap: bool
+    is_accumulation: bool
     network: NetworkOptions
 
     def __post_init__(self) -> None:
@@ -42,6 +44,12 @@ class PlanRequest:
                 f"a plan is for one rank or more, got --ranks {self.num_ranks}.",
                 where="undertow plan",
                 remedy="Give one or more, or leave it out.",
+            )
+        if self.is_accumulation and not self.has_overlap:
+            raise ConfigError(
+                "--accumulation and --no-overlap cannot go together.",
+                where="undertow plan",
+                remedy="Leave one of them out: a backward that only accumulates has one schedule.",
             )
 
 
@@ -58,24 +66,29 @@ def show_plan(request: PlanRequest) -> None:
             where=f"{request.file or 'the model of undertow demo'} has no times",
             remedy="Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.",
         )
-    plan = plan_from_source(source, num_ranks=request.num_ranks, splits=strategy.gather is not None)
+    plan = plan_from_source(
+        source, num_ranks=request.num_ranks, bucket_cap_mb=request.bucket_cap_mb, splits=strategy.gather is not None
+    )
     print_plan(plan, strategy, _schedule(plan, strategy, request))
 
 
-def plan_from_source(source: Plan | Sequence[ParamSpec], *, num_ranks: int | None, splits: bool) -> Plan:
+def plan_from_source(
+    source: Plan | Sequence[ParamSpec], *, num_ranks: int | None, bucket_cap_mb: float | None, splits: bool
+) -> Plan:
     """The plan of parameters without a profile, or the saved one.
 
-    Without `num_ranks` a saved plan is for as many ranks as it was; parameters are planned for two. Only with `splits`, as for
-    gradients in shards, may a large parameter lie in several buckets.
+    A saved plan keeps its buckets, or with `bucket_cap_mb` the order of its parameters only. Without `num_ranks` it is for
+    as many ranks as it was; parameters are planned for two. Only with `splits`, as for gradients in shards, may a large
+    parameter lie in several buckets.
     """
-    config = SyncConfig(order="reverse")
+    config = SyncConfig(order="reverse", bucket_cap_mb=bucket_cap_mb)
     if not isinstance(source, Plan):
         return first_plan(source, config, num_ranks=_NUM_RANKS if num_ranks is None else num_ranks, splits=splits)
     num_ranks = source.num_ranks if num_ranks is None else num_ranks
-    if splits or not source.split_params:
+    if bucket_cap_mb is None and (splits or not source.split_params):
         return plan_from_groups(source.params, source.groups, num_ranks=num_ranks)
     order = tuple(dict.fromkeys(param for bucket in source.buckets for param in bucket.params))
-    return plan_in_order(source.params, order, config, num_ranks=num_ranks)
+    return plan_in_order(source.params, order, config, num_ranks=num_ranks, splits=splits)
 
 
 def _show_plan_of_profile(request: PlanRequest, profile: Profile) -> None:
@@ -86,17 +99,29 @@ def _show_plan_of_profile(request: PlanRequest, profile: Profile) -> None:
         options=request.network,
         conditions=Conditions(overlap=request.has_overlap),
     )
-    plan = what_if.optimal_plan
-    print_plan(plan, what_if.strategy, _schedule(plan, what_if.strategy, request))
+    num_ranks, strategy, per_node = what_if.num_ranks, what_if.strategy, request.network.per_node
+    network = what_if.network
+    if request.bucket_cap_mb is None:
+        plan = what_if.optimal_plan
+    else:
+        config = SyncConfig(bucket_cap_mb=request.bucket_cap_mb)
+        plan = plan_in_order(profile.params, profile.order, config, num_ranks=num_ranks, splits=strategy.gather is not None)
+    num_nodes = None if per_node is None else num_ranks // min(per_node, num_ranks)
+    print_plan(plan, strategy, _schedule(plan, strategy, request), num_nodes=num_nodes)
+    if request.is_accumulation:
+        return
     console = Console()
     console.print()
     print_outcomes([what_if.outcome("as above", plan)], console)
-    print_line(console, f"Network: {what_if.network.source}")
+    print_line(console, f"Network: {network.source}")
 
 
 def _schedule(plan: Plan, strategy: Strategy, request: PlanRequest) -> Schedule:
     num_buckets = len(plan.buckets)
-    schedule = lower_data_parallel(num_buckets, strategy, overlap=request.has_overlap)
+    if request.is_accumulation:
+        schedule = lower_accumulation(num_buckets, strategy)
+    else:
+        schedule = lower_data_parallel(num_buckets, strategy, overlap=request.has_overlap)
     return verify(schedule, strategy, num_buckets=num_buckets)
 
 

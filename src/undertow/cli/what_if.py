@@ -14,18 +14,20 @@ from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy
 from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
+from undertow.tune.eager import best_eager_groups
 
-__all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "WhatIf"]
+__all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "PER_PARAMETER", "WhatIf", "caps_of"]
 
 _MIB = 1024 * 1024
-FIXED, OPTIMAL = "25 MiB buckets", "optimal buckets"
+PER_PARAMETER, FIXED, OPTIMAL = "per parameter", "25 MiB buckets", "optimal buckets"
 
 
-# The first as torch's DistributedDataParallel has them.
-FIXED_CAPS: Mapping[str, SizeCaps] = {
-    FIXED: SizeCaps(cap_bytes=25.0 * _MIB, first_bytes=(1.0 * _MIB,)),
-    "40 MB buckets": SizeCaps(cap_bytes=40e6),
-}
+def caps_of(mebibytes: float) -> SizeCaps:
+    """Buckets of that size as torch's DistributedDataParallel has them: the first one of 1 MiB."""
+    return SizeCaps(cap_bytes=mebibytes * _MIB, first_bytes=(min(mebibytes, 1.0) * _MIB,))
+
+
+FIXED_CAPS: Mapping[str, SizeCaps] = {FIXED: caps_of(25.0), "40 MB buckets": SizeCaps(cap_bytes=40e6)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class WhatIf:
     @cached_property
     def optimum(self) -> Optimum:
         profile = self.profile
+        if self.conditions.eager:
+            return best_eager_groups(profile, profile.order, self.network.costs, num_ranks=self.num_ranks, max_bytes=float("inf"))
         return optimal_groups(
             profile.params,
             profile.order,
@@ -62,6 +66,8 @@ class WhatIf:
     @property
     def limit_us(self) -> float:
         """The shortest step of any grouping, on equal ranks without contention."""
+        if self.conditions.eager:
+            return self.optimum.limit_us
         return self.profile.update_us + max(self.profile.timing.backward_end_us, self.optimum.limit_us)
 
     @property
@@ -78,7 +84,7 @@ class WhatIf:
     def outcomes(self) -> tuple[Outcome, ...]:
         """Of every method."""
         plans = {
-            "per parameter": self._plan([[param] for param in self.profile.order]),
+            PER_PARAMETER: self._plan([[param] for param in self.profile.order]),
             **{name: self.plan_of_size(caps) for name, caps in FIXED_CAPS.items()},
             OPTIMAL: self.optimal_plan,
         }

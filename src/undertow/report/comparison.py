@@ -11,7 +11,7 @@ from rich.table import Table
 from undertow.report.shown import cell
 from undertow.trace import Trace, overlap_of
 
-__all__ = ["Outcome", "print_outcomes", "print_sweep"]
+__all__ = ["Outcome", "Sweep", "print_outcomes", "print_sweep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,15 @@ class Outcome:
         return self.compute_us / self.step_us if self.step_us > 0 else 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Outcomes by value of what is varied; every value has the same methods in the same order."""
+
+    axis: str  # what is varied
+    unit: str
+    points: Mapping[str, Sequence[Outcome]]  # by value, written out
+
+
 def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
     """A line per method."""
     table = Table()
@@ -65,18 +74,18 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
     console.print(table)
 
 
-def print_sweep(by_ranks: Mapping[int, Sequence[Outcome]], console: Console) -> None:
-    """A block per number of ranks, in it a line per method; fits into 80 columns."""
-    table = Table(title="By data-parallel size", title_justify="left")
-    table.add_column("ranks", justify="right")
+def print_sweep(sweep: Sweep, console: Console) -> None:
+    """A block per value, in it a line per method; fits into 80 columns."""
+    table = Table(title=f"By {sweep.axis}", title_justify="left")
+    table.add_column(sweep.unit, justify="right")
     table.add_column("gradients sent")
     for name in ("step, ms", "exposed, ms", "hidden", "efficiency"):
         table.add_column(name, justify="right")
-    for num_ranks, outcomes in by_ranks.items():
+    for value, outcomes in sweep.points.items():
         table.add_section()
         for place, outcome in enumerate(outcomes):
             table.add_row(
-                str(num_ranks) if place == 0 else "",
+                value if place == 0 else "",
                 cell(outcome.method),
                 _ms(outcome.step_us),
                 _ms(outcome.exposed_us),

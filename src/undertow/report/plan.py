@@ -13,31 +13,36 @@ from undertow.schedule import OpKind, Schedule, Strategy
 __all__ = ["print_plan"]
 
 
-def print_plan(plan: Plan, strategy: Strategy, schedule: Schedule, console: Console | None = None) -> None:
-    """Prints sums, then a line per bucket, then a line per op of `schedule`."""
+def print_plan(
+    plan: Plan, strategy: Strategy, schedule: Schedule, console: Console | None = None, *, num_nodes: int | None = None
+) -> None:
+    """Prints sums, then a line per bucket, then a line per op of `schedule`.
+
+    `num_nodes`: of a strategy over two axes, whose shards are of one node; without it nothing is said of them.
+    """
     console = Console() if console is None else console
     megabytes = sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
     sizes = f"parameters: {len(plan.params)}, MB: {megabytes:.2f}, buckets: {len(plan.buckets)}"
     console.print(f"{strategy.name}, ranks: {plan.num_ranks}, {sizes}", highlight=False)
-    console.print(_bucket_table(plan, strategy))
+    console.print(_bucket_table(plan, strategy, num_nodes=num_nodes))
     console.print()
     # As it is, so that what is copied from here parses.
     console.print(schedule.to_text(), end="", markup=False, highlight=False, soft_wrap=True)
 
 
-def _bucket_table(plan: Plan, strategy: Strategy) -> Table:
+def _bucket_table(plan: Plan, strategy: Strategy, *, num_nodes: int | None) -> Table:
     table = Table()
     table.add_column("bucket", justify="right")
     table.add_column("parameters", overflow="fold")
     table.add_column("count", justify="right")
     table.add_column("dtype")
     table.add_column("MB", justify="right")
-    # Over two axes the size of a shard depends on the nodes.
-    is_sharded = strategy.reduction is OpKind.REDUCE_SCATTER and strategy.crossing is None
+    num_replicas = 1 if strategy.crossing is None else num_nodes
+    is_sharded = strategy.reduction is OpKind.REDUCE_SCATTER and num_replicas is not None
     if is_sharded:
         table.add_column("MB per shard", justify="right")
     for bucket in plan.buckets:
-        shard = [f"{bucket.shard_numel * bucket.itemsize / 1e6:.2f}"] if is_sharded else []
+        shard = [f"{bucket.shard_numel * (num_replicas or 1) * bucket.itemsize / 1e6:.2f}"] if is_sharded else []
         table.add_row(*_cells(bucket, plan), *shard)
     return table
 

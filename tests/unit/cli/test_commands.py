@@ -16,7 +16,7 @@ from support.cli import EXAMPLE, MEASURED, SMALL, TABLE, Undertow, rows_of, what
 from support.project import ROOT
 from undertow import demo
 from undertow.cli import main
-from undertow.cli.simulate import swept_ranks
+from undertow.cli.sweep import SWEEPS, swept_ranks
 from undertow.cli.what_if import OPTIMAL
 from undertow.demo import DemoSettings
 from undertow.plan import plan_from_groups
@@ -138,7 +138,9 @@ def test_a_plan_is_shown_as_buckets_and_a_schedule(undertow: Undertow) -> None:
     [
         ("", "data_parallel_3_buckets"),
         ("--no-overlap", "data_parallel_3_buckets_no_overlap"),
+        ("--accumulation", "accumulation_3_buckets"),
         ("--strategy zero1", "zero1_3_buckets"),
+        ("--strategy zero2 --accumulation", "zero2_accumulation_3_buckets"),
     ],
 )
 def test_options_choose_the_schedule(options: str, golden: str, undertow: Undertow) -> None:
@@ -160,9 +162,14 @@ def test_without_a_file_the_demos_model_is_planned(undertow: Undertow) -> None:
 # What a command shows, and what it does not.
 SHOWN = {
     "plan table.json": ("", "shard"),  # only if there are some
-    # A profile has a strategy.
+    # Only strategies with shards cut parameters.
+    "plan table.json --bucket-cap-mb 0.5 --strategy ddp": ("buckets: 3\n", "shard"),
+    "plan table.json --bucket-cap-mb 0.5 --strategy zero1": ("buckets: 4\n", "no shards"),
+    # A profile has a strategy; a size overrides its optimal plan.
     "plan sharded.json --link 10gbit": ("zero1, ranks: 4, ", "no shards"),
     "plan sharded.json --link 10gbit --strategy ddp": ("ddp, ranks: 4, ", "shard"),
+    "plan small.json --link 10gbit --bucket-cap-mb 17": ("buckets: 4\n", "shard"),
+    "plan small.json --link 10gbit --accumulation": ("ddp", "step, ms"),  # takes no step
     # Without a profile nothing is said of the shards of a node.
     "plan --strategy hybrid --ranks 4": ("comm.across", "MB per shard"),
     "simulate small.json --link 8gbit,10us --skew 0.05": ("of it a late rank", "Error"),
@@ -185,9 +192,13 @@ def test_a_command_shows(line: str, undertow: Undertow) -> None:
     assert (code, shown in printed, hidden in printed) == (0, True, False)
 
 
-def test_a_plan_for_nodes_shows_what_crosses(undertow: Undertow) -> None:
-    _, printed, _ = undertow("plan small.json --link 1gbit --per-node 2 --strategy hybrid")
+def test_a_plan_for_nodes_shows_what_crosses_and_the_shards_of_a_node(undertow: Undertow) -> None:
+    _, printed, _ = undertow("plan small.json --link 1gbit --per-node 2 --bucket-cap-mb 40 --strategy hybrid")
     assert "comm.across" in printed
+    of_buckets = [row for row in rows_of(printed.split("\n\n")[0]) if row[0].isdigit()]
+    assert len(of_buckets) > 1
+    for row in of_buckets:  # of the two ranks of a node
+        assert float(row[-1]) == pytest.approx(float(row[-2]) / 2, abs=0.011)
     assert "Network: 1gbit between nodes of 2 ranks, 2400gbit,3us inside; 4 ranks" in printed
 
 
@@ -211,11 +222,16 @@ def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, und
     assert [(op.kind, op.bucket) for op in schedule.collectives if op.kind is not strategy.crossing] == gathers_last
 
 
+RATE = '--sweep bandwidth varies the rate of --link.\n  undertow simulate\n  Give a rate, such as --link "100gbit,5us".\n'
 NODES = '  Give the network with its nodes, such as --ranks 64 --per-node 8 --link "100gbit,5us".\n'
 ELSEWHERE = "  undertow simulate\n  Give another directory for the pictures: --out DIR.\n"
 REFUSALS = {
     "plan table.json --strategy zero3": (
         "there is no strategy 'zero3'.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.\n"
+    ),
+    "plan table.json --accumulation --no-overlap": (
+        "--accumulation and --no-overlap cannot go together.\n  undertow plan\n"
+        "  Leave one of them out: a backward that only accumulates has one schedule.\n"
     ),
     "plan table.json --ranks 0": (
         "a plan is for one rank or more, got --ranks 0.\n  undertow plan\n  Give one or more, or leave it out.\n"
@@ -234,8 +250,9 @@ REFUSALS = {
         "a step has one rank or more, got --ranks 0.\n  undertow simulate\n  Give one or more, or leave it out.\n"
     ),
     "simulate small.json --link 1gbit --sweep size": (
-        "there is no --sweep 'size'.\n  undertow simulate\n  Give --sweep ranks, or leave it out.\n"
+        "there is no --sweep 'size'.\n  undertow simulate\n  Choose one of: 'ranks', 'bandwidth', 'bucket'.\n"
     ),
+    "simulate small.json --link none --sweep bandwidth": RATE,
     "simulate small.json --per-node 2": "--per-node says nothing without --link.\n  the network\n  Give --link too.\n",
     "simulate small.json --node-link 1gbit": "--node-link says nothing without --link.\n  the network\n  Give --link too.\n",
     "simulate small.json --link 1gbit --node-link 1gbit": (
@@ -260,10 +277,15 @@ REFUSALS = {
     "simulate small.json --link 1gbit --per-node 3": "4 ranks cannot be on nodes of 3 ranks each.\n",
     "simulate small.json --link 1gbit --strategy zero3": "there is no strategy 'zero3'.\n",
     "simulate small.json --link 1gbit --contention 1": "contention must be 0 or more and below 1, got 1.0.\n",
+    "simulate small.json --link 8gbit --eager": "there are no eager steps with strategy 'ddp'.\n",
     # Places where no picture can be.
     "simulate small.json --link 1gbit --out file": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out file/below": f"nothing can be written to 'file/below': Not a directory.\n{ELSEWHERE}",
+    "simulate small.json --link 1gbit --out file --sweep ranks": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out full": f"nothing can be written to 'full/simulate.png': Is a directory.\n{ELSEWHERE}",
+    "simulate small.json --link 1gbit --out full --sweep ranks": (
+        f"nothing can be written to 'full/simulate-ranks.png': Is a directory.\n{ELSEWHERE}"
+    ),
 }
 
 
@@ -315,10 +337,25 @@ def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     assert Path("out/simulate.png").read_bytes().startswith(PNG_HEAD)
 
 
+@pytest.mark.parametrize("sweep", ["ranks", "bandwidth", "bucket"])
+def test_a_sweep_is_printed_and_drawn(sweep: str, undertow: Undertow) -> None:
+    _, printed, _ = undertow(f"simulate small.json --link 10gbit --sweep {sweep} --out .")
+    assert printed.endswith(f"Picture: simulate-{sweep}.png\n")
+    assert Path(f"simulate-{sweep}.png").read_bytes().startswith(PNG_HEAD)
+
+
 def test_a_sweep_says_of_every_method_what_is_exposed_and_hidden_in_80_columns(undertow: Undertow) -> None:
     _, printed, _ = undertow("simulate small.json --ranks 2 --link 8gbit,10us --sweep ranks", columns=80)
-    table = printed[printed.index("By ") :]
+    table = printed[printed.index("By ") : printed.index("Picture")]
     assert "".join(f"{line.rstrip()}\n" for line in table.splitlines()) == SWEEP_TABLE
+
+
+def test_eager_steps_are_simulated_and_end_sooner(undertow: Undertow) -> None:
+    line = "simulate small.json --link 8gbit,10us --strategy zero1"
+    printed = [undertow(f"{line} {option}").out for option in ("", "--eager")]
+    barrier_ms, eager_ms = (float(row[2]) for each in printed for row in rows_of(each) if row[0] == OPTIMAL)
+    # 28.3 ms to reduce all, 28.3 to gather it, and the first gradient comes 10 ms after the forward that has to wait for it.
+    assert 10 + 2 * 28.3 <= eager_ms < barrier_ms
 
 
 def test_a_step_on_nodes_takes_what_its_schedule_has_on_each_axis(undertow: Undertow) -> None:
@@ -365,6 +402,21 @@ def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
 )
 def test_ranks_are_swept_over_full_nodes(num_ranks: int, per_node: int | None, expected: list[int]) -> None:
     assert swept_ranks(num_ranks, per_node) == expected
+
+
+def test_rates_are_swept_around_that_of_the_link() -> None:
+    sweep = SWEEPS["bandwidth"](what_if(link="2.5gbit,20us"))
+    assert [*sweep.points] == ["0.3125", "0.625", "1.25", "2.5", "5", "10", "20"]
+    assert sweep.points["2.5"] == what_if(link="2.5gbit,20us").outcomes()
+
+
+def test_sizes_are_swept_until_one_holds_all_gradients() -> None:
+    points = SWEEPS["bucket"](what_if()).points
+    assert [*points][-3:] == ["16", "25", "50"]  # of 36 MiB
+    assert {tuple(outcome.method for outcome in point) for point in points.values()} == {
+        ("per parameter", "fixed size", "optimal buckets")
+    }
+    assert [point[1].num_buckets for point in points.values()][-2:] == [3, 2]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

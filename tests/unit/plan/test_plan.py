@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -385,6 +385,10 @@ MIB = 1024 * 1024
 EQUAL = specs_of_sizes(MIB, MIB, MIB)
 
 
+def source_plan(source: Plan | Sequence[ParamSpec], *, num_ranks: int | None = None, bucket_cap_mb: float | None = None) -> Plan:
+    return plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, splits=False)
+
+
 def test_a_table_is_parameters_whose_size_comes_from_their_dtype(tmp_path: Path) -> None:
     rows = [{"name": "a", "shape": [2, 3], "dtype": "bfloat16"}, {"name": "b", "shape": [], "dtype": "complex128"}]
     (tmp_path / "table.json").write_text(json.dumps({"params": rows}))
@@ -398,16 +402,17 @@ def test_a_saved_plan_is_read_as_it_was(tmp_path: Path) -> None:
     saved = plan_from_groups([spec("a", 5), spec("b", 7), spec("c", 9)], [(1,), (2, 0)], num_ranks=4)
     (tmp_path / "plan.json").write_text(saved.to_json() + "\n")
     source = source_from_file(tmp_path / "plan.json")
-    assert source == plan_from_source(source, num_ranks=None, splits=False) == saved
+    assert source == source_plan(source) == saved
 
 
 @pytest.mark.parametrize(
     ("plan", "groups", "num_ranks"),
     [
-        (plan_from_source(EQUAL, num_ranks=None, splits=False), ((2,), (1,), (0,)), 2),
-        (plan_from_source(plan_from_groups(EQUAL, [(1,), (2, 0)], num_ranks=4), num_ranks=3, splits=False), ((1,), (2, 0)), 3),
+        (source_plan(EQUAL, bucket_cap_mb=1), ((2,), (1,), (0,)), 2),
+        (source_plan(plan_from_groups(EQUAL, [(1,), (2, 0)], num_ranks=4), num_ranks=3), ((1,), (2, 0)), 3),
+        (source_plan(plan_from_groups(EQUAL, [(1, 2), (0,)], num_ranks=4), bucket_cap_mb=1), ((1,), (2,), (0,)), 4),
     ],
-    ids=["parameters in reverse for two ranks", "laid out for other ranks"],
+    ids=["parameters in reverse for two ranks", "laid out for other ranks", "cut anew in its own order"],
 )
 def test_a_plan_of_a_source(plan: Plan, groups: tuple[tuple[int, ...], ...], num_ranks: int) -> None:
     assert (plan.groups, plan.num_ranks) == (groups, num_ranks)
@@ -437,6 +442,12 @@ DTYPES = "float16, bfloat16, float32, float64, complex64, complex128"
             table(name="a", shape=[1], dtype="int8"),
             NEITHER,
             f"params[0].dtype must be one of {DTYPES}, got 'int8'.\n  Known: {DTYPES}.",
+        ),
+        (b'{"params": [], "params": []}', NEITHER, "params is given twice.\n  Leave one of the two out."),
+        (
+            b'{"format": 1, "format": 1, "buckets": []}',
+            NEITHER,
+            "this is no saved plan: 'format' is given twice.\n  Use a file that save_plan() has written.",
         ),
         (
             json.dumps({"format": 1, "num_ranks": 2, "params": [spec("a", 5).to_dict()], "buckets": [[0, 0]]}).encode(),
