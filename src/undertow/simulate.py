@@ -14,7 +14,7 @@ from undertow.cost import Costs
 from undertow.errors import ConfigError
 from undertow.plan import GathersBehind, LaneTimes, Plan, eager_order
 from undertow.profile import Profile
-from undertow.schedule import Op, OpKind, Schedule, Strategy, Tracker, lower_data_parallel, lower_eager, verify
+from undertow.schedule import Op, OpKind, Strategy, Tracker, lower_data_parallel, lower_eager, verify
 from undertow.trace import BucketRecord, StepRecord
 from undertow.trace.record import Interval
 
@@ -22,7 +22,6 @@ __all__ = ["Conditions", "simulate"]
 
 _Times = NDArray[np.float64]  # by rank; one entry where all ranks are equal
 
-_WITH_SHARDS = 'Take "zero1", "zero2" or "hybrid".'
 _MAX_SKEW = 0.2  # the fastest of a million ranks lies 4.9 deviations below the mean: it must still take some time
 
 
@@ -85,10 +84,10 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         )
     if conditions.rank >= plan.num_ranks:
         raise _impossible(f"there is no rank {conditions.rank}.", remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.")
-    if conditions.eager:
-        if strategy.gather is None:
-            raise _impossible(f"there are no eager steps with strategy {strategy.name!r}.", remedy=_WITH_SHARDS)
-        return _EagerStep(profile, plan, strategy, costs, conditions).run()
+    if conditions.eager and strategy.gather is None:
+        raise _impossible(
+            f"there are no eager steps with strategy {strategy.name!r}.", remedy='Take "zero1", "zero2" or "hybrid".'
+        )
     return _Step(profile, plan, strategy, costs, conditions).run()
 
 
@@ -146,7 +145,7 @@ class _Clocks:
     def wait(self, until_us: float) -> None:
         self.now_us = np.maximum(self.now_us, until_us)
 
-    def send(self, us: float, *, not_before_us: float = 0.0) -> float:
+    def send(self, us: float, *, not_before_us: float) -> float:
         """All ranks launch a collective that takes so long. Returns when it is through."""
         start_us = max(self._free_us, float(self.now_us.max()), not_before_us)
         self._free_us = start_us + us
@@ -181,57 +180,64 @@ class _Sent:
 
 
 class _Step:
-    """Issues the ops of a step, from where the last bucket of the step before was through, at 0, to where its own is."""
+    """Issues the ops of a step, from where the last bucket of the step before was through to where its own is.
+
+    An eager step comes after the backward of another one like it, whose gathers it waits for.
+    """
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
         self._profile = profile
         self._plan = plan
         self._conditions = conditions
         self._uses = _uses(profile, plan)
-        self._schedule = self._lowered(strategy)
         self._num_bytes = _num_bytes(plan, strategy)
-        self._crossing = strategy.crossing
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
+        if conditions.eager:
+            times = lane_times(profile, plan, costs)
+            behind = eager_order(times) if conditions.gathers_behind is None else conditions.gathers_behind
+            schedule = lower_eager(len(plan.buckets), strategy, behind)
+            self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
+            self._step_us = times.step_us
+        else:
+            order = [bucket for bucket, _ in self._uses]
+            schedule = lower_data_parallel(len(plan.buckets), strategy, overlap=conditions.overlap, gather_order=order)
+        self._schedule = verify(schedule, strategy, num_buckets=len(plan.buckets))
         self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
-        self._ready_us: dict[int, float] = {}
+        self._ready_us: dict[int, float] = {}  # by bucket: packed, or stepped
         self._reductions: dict[int, _Sent] = {}
         self._gathers: dict[int, _Sent] = {}
 
     def run(self) -> StepRecord:
         """The step as the recorder of one rank would have seen it."""
         tracker = Tracker(self._schedule, [bucket.params for bucket in self._plan.buckets], num_params=len(self._plan.params))
-        begin_us = self._update()
+        if self._conditions.eager:
+            self._backward(tracker)
+            self._issue(tracker.join())
+            tracker.reset()
+        start_us, starts_us = self._now_us, self._clocks.now_us
+        begin_us = start_us if self._conditions.eager else self._update()
         self._forward()
-        forward_stop_us = self._now_us
+        forward_stop_us, gathers = self._now_us, tuple(self._gathers.values())
         self._backward(tracker)
-        left_us, busy_us = self._now_us, np.broadcast_to(self._clocks.now_us, self._plan.num_ranks)
+        left_us, busy_us = self._now_us, np.broadcast_to(self._clocks.now_us - starts_us, self._plan.num_ranks)
         self._issue(tracker.join())
         return StepRecord(
             step=0,
             rank=self._conditions.rank,
             # Ranks begin their forwards at different times, but all of them are through with the last bucket at once.
-            step_us=self._now_us,
+            step_us=self._now_us - start_us,
             forwards=((0.0, forward_stop_us - begin_us),),
             backwards=((forward_stop_us - begin_us, left_us - begin_us),),
             buckets=tuple(sent.record(begin_us=begin_us) for sent in self._reductions.values()),
             busy_ms=tuple((busy_us / 1e3).tolist()),
-            gathers=tuple(sent.record(begin_us=begin_us) for sent in self._gathers.values()),
+            gathers=tuple(sent.record(begin_us=begin_us) for sent in gathers),
         )
-
-    def _lowered(self, strategy: Strategy) -> Schedule:
-        num_buckets, order = len(self._plan.buckets), [bucket for bucket, _ in self._uses]
-        schedule = lower_data_parallel(num_buckets, strategy, overlap=self._conditions.overlap, gather_order=order)
-        return verify(schedule, strategy, num_buckets=num_buckets)
 
     @property
     def _now_us(self) -> float:
         """Of the recorded rank."""
-        return float(self._clocks.now_us[self._place])
-
-    @property
-    def _place(self) -> int:
-        """Of the recorded rank among the times of all."""
-        return min(self._conditions.rank, len(self._clocks.now_us) - 1)
+        times_us = self._clocks.now_us
+        return float(times_us[min(self._conditions.rank, len(times_us) - 1)])
 
     def _update(self) -> float:
         """The optimizer steps and what it has updated leaves. Returns when the forward begins."""
@@ -276,92 +282,32 @@ class _Step:
                 self._ready_us[bucket] = self._now_us
             elif op.kind is OpKind.BIND:
                 self._wait(self._reductions[bucket])
-            elif op.kind is self._crossing:  # the other half of the reduction before it, whose cost it is in
+            elif op.kind is OpKind.STEP:  # one bucket after another
+                begin_us = max(self._reductions[bucket].done_us, self._ready_us.get(bucket - 1, 0.0))
+                self._ready_us[bucket] = begin_us + self._step_us[bucket]
+            elif op.kind not in self._num_bytes:  # the crossing half of the reduction before it, whose cost it is in
                 self._clocks.compute(self._conditions.launch_us)
-            else:
+            elif op.kind is not OpKind.ALL_GATHER:
                 self._reductions[bucket] = self._send(op)
+            elif self._num_bytes[op.kind][bucket]:
+                self._gathers[bucket] = self._send(op)
 
-    def _send(self, op: Op, *, not_before_us: float = 0.0) -> _Sent:
+    def _send(self, op: Op) -> _Sent:
         bucket, launched_us = op.bucket or 0, self._now_us
+        ready_us = self._ready_us[bucket]
         self._clocks.compute(self._conditions.launch_us)
         return _Sent(
             op=op,
             num_bytes=self._num_bytes[op.kind][bucket],
-            ready_us=self._ready_us[bucket],
+            ready_us=ready_us,
             launched_us=launched_us,
-            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket]), not_before_us=not_before_us),
+            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket]), not_before_us=ready_us),
         )
 
     def _wait(self, sent: _Sent) -> None:
         start_us = self._now_us
-        self._clocks.wait(sent.done_us)
+        self._clocks.wait(max(sent.done_us, self._ready_us[sent.op.bucket or 0]))  # a reduced bucket may be stepped too
         sent.waited = (start_us, self._now_us)
-
-
-class _EagerStep(_Step):
-    """A step whose buckets are stepped and gathered in backward, behind another one like it, whose gathers it waits for."""
-
-    def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
-        self._lane_times = times = lane_times(profile, plan, costs)
-        super().__init__(profile, plan, strategy, costs, conditions)
-        self._step_us = times.step_us
-        self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
-        self._stepped_us: dict[int, float] = {}
-        self._updated_us = 0.0  # the last update is through
-
-    def run(self) -> StepRecord:
-        """The step as the recorder of one rank would have seen it."""
-        params_of_bucket = [bucket.params for bucket in self._plan.buckets]
-        tracker = Tracker(self._schedule, params_of_bucket, num_params=len(self._plan.params))
-        self._round(tracker)
-        tracker.reset()
-        begin_us = self._now_us
-        busy_from_us, before = self._clocks.now_us, self._gathers
-        self._forward()
-        forward_stop_us = self._now_us
-        self._gathers, self._reductions = {}, {}
-        left_us = self._round(tracker)
-        num_ranks = self._plan.num_ranks
-        return StepRecord(
-            step=0,
-            rank=self._conditions.rank,
-            step_us=self._now_us - begin_us,
-            forwards=((0.0, forward_stop_us - begin_us),),
-            backwards=((forward_stop_us - begin_us, float(left_us[self._place]) - begin_us),),
-            buckets=tuple(sent.record(begin_us=begin_us) for sent in self._reductions.values()),
-            busy_ms=tuple((np.broadcast_to(left_us - busy_from_us, num_ranks) / 1e3).tolist()),
-            gathers=tuple(sent.record(begin_us=begin_us) for sent in before.values()),
-        )
-
-    def _lowered(self, strategy: Strategy) -> Schedule:
-        behind = self._conditions.gathers_behind
-        behind = eager_order(self._lane_times) if behind is None else behind
-        num_buckets = len(self._plan.buckets)
-        return verify(lower_eager(num_buckets, strategy, behind), strategy, num_buckets=num_buckets)
-
-    def _round(self, tracker: Tracker) -> _Times:
-        """Backward until every bucket is stepped. Returns when the ranks were through with computing."""
-        self._backward(tracker)
-        left_us = self._clocks.now_us
-        self._issue(tracker.join())
-        return left_us
-
-    def _issue(self, ops: Sequence[Op]) -> None:
-        for op in ops:
-            bucket = op.bucket or 0
-            if op.kind is OpKind.STEP:
-                begin_us = max(self._reductions[bucket].done_us, self._updated_us)
-                self._stepped_us[bucket] = self._updated_us = begin_us + self._step_us[bucket]
-            elif op.kind is OpKind.ALL_GATHER:
-                self._ready_us[bucket] = self._stepped_us[bucket]
-                if self._num_bytes[op.kind][bucket]:
-                    self._gathers[bucket] = self._send(op, not_before_us=self._stepped_us[bucket])
-            elif op.kind is OpKind.BIND:
-                start_us = self._now_us
-                self._clocks.wait(self._stepped_us[bucket])
-                self._reductions[bucket].waited = (start_us, self._now_us)
-            else:
-                super()._issue((op,))
 
 
 def _slowness(num_ranks: int, skew: float) -> _Times:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from support.project import ROOT
 from support.strategies import spec
 from undertow.cli.network import NetworkOptions
-from undertow.cli.what_if import Question
+from undertow.cli.what_if import WhatIf
 from undertow.cost import CostCurve
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES
@@ -42,10 +42,10 @@ class Ended(NamedTuple):
 Undertow = Callable[..., Ended]  # the fixture of that name
 
 
-def question(profile: Profile = SMALL, strategy: str = "ddp", **options: Any) -> Question:
+def what_if(profile: Profile = SMALL, strategy: str = "ddp", *, num_ranks: int = 4, **options: Any) -> WhatIf:
     nodes = {"per_node": 2, "node_link": "100gbit,1us"} if strategy == "hybrid" else {}
     network = NetworkOptions(**{"link": "10gbit,20us", **nodes, **options})
-    return Question(profile=profile, strategy=STRATEGIES[strategy], options=network, conditions=Conditions())
+    return WhatIf(profile=profile, strategy=STRATEGIES[strategy], num_ranks=num_ranks, options=network, conditions=Conditions())
 
 
 def rows_of(printed: str) -> list[list[str]]:

@@ -19,8 +19,8 @@ from undertow.cost import CostCurve
 from undertow.errors import ConfigError, UndertowError
 from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_lines
 from undertow.plan import ParamSpec, Plan, plan_from_groups
-from undertow.plan.table import source_from_file
 from undertow.profile import Profile, profile_from_file, profile_from_json
+from undertow.profile.reader import source_from_file
 from undertow.report.explain import print_explanation
 from undertow.report.terminal import print_report
 from undertow.report.timeline import save_timeline

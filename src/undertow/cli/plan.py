@@ -9,20 +9,21 @@ from pathlib import Path
 from rich.console import Console
 
 from undertow.cli.network import NetworkOptions
-from undertow.cli.what_if import Question
+from undertow.cli.what_if import WhatIf
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError
-from undertow.plan import ParamSpec, Plan, plan_in_order
-from undertow.plan.table import plan_from_source, source_from_file
-from undertow.profile import Profile, profile_from_file
-from undertow.profile.profile import FORMAT_FIELD
+from undertow.plan import ParamSpec, Plan, first_plan, plan_from_groups, plan_in_order
+from undertow.profile import Profile
+from undertow.profile.reader import source_from_file
 from undertow.report.comparison import print_outcomes
 from undertow.report.plan import print_plan
 from undertow.report.shown import print_line
 from undertow.schedule import Schedule, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
 from undertow.simulate import Conditions
 
-__all__ = ["PlanRequest", "show_plan"]
+__all__ = ["PlanRequest", "plan_from_source", "show_plan"]
+
+_NUM_RANKS = 2  # of a plan for which nobody has said how many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +55,9 @@ class PlanRequest:
 
 def show_plan(request: PlanRequest) -> None:
     """Prints the buckets and the schedule that are asked for, and of a profile what a step takes."""
-    if request.file is not None and _is_profile(request.file):
-        profile = profile_from_file(request.file)
-        named = profile.strategy if request.strategy is None else request.strategy
-        _show_plan_of_profile(request, profile, strategy_named(named))
+    source = _demo_parameters() if request.file is None else source_from_file(request.file)
+    if isinstance(source, Profile):
+        _show_plan_of_profile(request, source)
         return
     strategy = strategy_named(request.strategy)
     if request.network.link is not None:
@@ -66,46 +66,54 @@ def show_plan(request: PlanRequest) -> None:
             where=f"{request.file or 'the model of undertow demo'} has no times",
             remedy="Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.",
         )
-    source = _demo_parameters() if request.file is None else source_from_file(request.file)
     plan = plan_from_source(
-        source,
-        num_ranks=request.num_ranks,
-        bucket_cap_mb=request.bucket_cap_mb,
-        splits=strategy.gather is not None,
+        source, num_ranks=request.num_ranks, bucket_cap_mb=request.bucket_cap_mb, splits=strategy.gather is not None
     )
     print_plan(plan, strategy, _schedule(plan, strategy, request))
 
 
-def _is_profile(path: Path) -> bool:
-    """Also of a broken file: who reads profiles then says what is wrong."""
-    try:
-        return f'"{FORMAT_FIELD}"' in path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
+def plan_from_source(
+    source: Plan | Sequence[ParamSpec], *, num_ranks: int | None, bucket_cap_mb: float | None, splits: bool
+) -> Plan:
+    """The plan of parameters without a profile, or the saved one.
+
+    A saved plan keeps its buckets, or with `bucket_cap_mb` the order of its parameters only. Without `num_ranks` it is for
+    as many ranks as it was; parameters are planned for two. Only with `splits`, as for gradients in shards, may a large
+    parameter lie in several buckets.
+    """
+    config = SyncConfig(order="reverse", bucket_cap_mb=bucket_cap_mb)
+    if not isinstance(source, Plan):
+        return first_plan(source, config, num_ranks=_NUM_RANKS if num_ranks is None else num_ranks, splits=splits)
+    num_ranks = source.num_ranks if num_ranks is None else num_ranks
+    if bucket_cap_mb is None and (splits or not source.split_params):
+        return plan_from_groups(source.params, source.groups, num_ranks=num_ranks)
+    order = tuple(dict.fromkeys(param for bucket in source.buckets for param in bucket.params))
+    return plan_in_order(source.params, order, config, num_ranks=num_ranks, splits=splits)
 
 
-def _show_plan_of_profile(request: PlanRequest, profile: Profile, strategy: Strategy) -> None:
-    num_ranks = profile.num_ranks if request.num_ranks is None else request.num_ranks
-    question = Question(
+def _show_plan_of_profile(request: PlanRequest, profile: Profile) -> None:
+    what_if = WhatIf(
         profile=profile,
-        strategy=strategy,
+        strategy=strategy_named(profile.strategy if request.strategy is None else request.strategy),
+        num_ranks=profile.num_ranks if request.num_ranks is None else request.num_ranks,
         options=request.network,
         conditions=Conditions(overlap=request.has_overlap),
     )
-    what_if = question.at(num_ranks)
+    num_ranks, strategy, per_node = what_if.num_ranks, what_if.strategy, request.network.per_node
+    network = what_if.network
     if request.bucket_cap_mb is None:
         plan = what_if.optimal_plan
     else:
         config = SyncConfig(bucket_cap_mb=request.bucket_cap_mb)
         plan = plan_in_order(profile.params, profile.order, config, num_ranks=num_ranks, splits=strategy.gather is not None)
-    per_node = request.network.per_node
     num_nodes = None if per_node is None else num_ranks // min(per_node, num_ranks)
     print_plan(plan, strategy, _schedule(plan, strategy, request), num_nodes=num_nodes)
-    if not request.is_accumulation:
-        console = Console()
-        console.print()
-        print_outcomes([what_if.outcome("as above", plan)], console)
-        print_line(console, f"Network: {what_if.network.source}")
+    if request.is_accumulation:
+        return
+    console = Console()
+    console.print()
+    print_outcomes([what_if.outcome("as above", plan)], console)
+    print_line(console, f"Network: {network.source}")
 
 
 def _schedule(plan: Plan, strategy: Strategy, request: PlanRequest) -> Schedule:

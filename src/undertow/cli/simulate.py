@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from undertow.cli.network import NetworkOptions
-from undertow.cli.sweep import sweep_named
-from undertow.cli.what_if import FIXED, OPTIMAL, Question, WhatIf
+from undertow.cli.sweep import SWEEPS
+from undertow.cli.what_if import FIXED, OPTIMAL, WhatIf
 from undertow.errors import ConfigError
 from undertow.profile import profile_from_file
-from undertow.report.comparison import Sweep, print_outcomes, print_sweep
+from undertow.report.comparison import print_outcomes, print_sweep
 from undertow.report.curves import save_curves
 from undertow.report.directory import checked_writing, make_directory
 from undertow.report.shown import print_line
@@ -44,47 +44,38 @@ class SimulateRequest:
                 where=_WHERE,
                 remedy="Give one or more, or leave it out.",
             )
-        if self.sweep is not None:
-            sweep_named(self.sweep)
+        if self.sweep is not None and self.sweep not in SWEEPS:
+            names = ", ".join(map(repr, SWEEPS))
+            raise ConfigError(f"there is no --sweep {self.sweep!r}.", where=_WHERE, remedy=f"Choose one of: {names}.")
 
 
 def show_simulation(request: SimulateRequest) -> None:
     """Prints what is asked for as a table and draws it."""
     require_matplotlib()
     profile = profile_from_file(request.file)
-    num_ranks = profile.num_ranks if request.num_ranks is None else request.num_ranks
-    question = Question(
+    what_if = WhatIf(
         profile=profile,
         strategy=strategy_named(profile.strategy if request.strategy is None else request.strategy),
+        num_ranks=profile.num_ranks if request.num_ranks is None else request.num_ranks,
         options=request.network,
         conditions=request.conditions,
     )
-    console = Console()
-    what_if = question.at(num_ranks)
+    console, network = Console(), what_if.network
     make_directory(request.out, where=_WHERE)
     print_line(
         console,
-        f"{profile.name or request.file.name}, {question.strategy.name}: {len(profile.params)} parameters, "
+        f"{profile.name or request.file.name}, {what_if.strategy.name}: {len(profile.params)} parameters, "
         f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
     )
-    print_line(console, f"Network: {what_if.network.source}")
+    print_line(console, f"Network: {network.source}")
     if request.sweep is None:
-        path = request.out / "simulate.png"
-        _show_step(what_if, path, console)
+        outcomes, path = what_if.outcomes(), request.out / "simulate.png"
+        print_outcomes(outcomes, console)
+        with checked_writing(path, where=_WHERE):
+            save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
     else:
-        path = request.out / f"simulate-{request.sweep}.png"
-        _show_sweep(sweep_named(request.sweep)(question, num_ranks), path, console)
+        sweep, path = SWEEPS[request.sweep](what_if), request.out / f"simulate-{request.sweep}.png"
+        print_sweep(sweep, console)
+        with checked_writing(path, where=_WHERE):
+            save_curves(sweep, path)
     print_line(console, f"Picture: {path}")
-
-
-def _show_step(what_if: WhatIf, path: Path, console: Console) -> None:
-    outcomes = what_if.outcomes()
-    print_outcomes(outcomes, console)
-    with checked_writing(path, where=_WHERE):
-        save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
-
-
-def _show_sweep(sweep: Sweep, path: Path, console: Console) -> None:
-    print_sweep(sweep, console)
-    with checked_writing(path, where=_WHERE):
-        save_curves(sweep, path)

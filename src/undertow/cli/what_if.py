@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from undertow.cli.network import Network, NetworkOptions
@@ -16,7 +16,7 @@ from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
 from undertow.tune.eager import best_eager_groups
 
-__all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "PER_PARAMETER", "Question", "WhatIf", "caps_of"]
+__all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "PER_PARAMETER", "WhatIf", "caps_of"]
 
 _MIB = 1024 * 1024
 PER_PARAMETER, FIXED, OPTIMAL = "per parameter", "25 MiB buckets", "optimal buckets"
@@ -30,27 +30,6 @@ def caps_of(mebibytes: float) -> SizeCaps:
 FIXED_CAPS: Mapping[str, SizeCaps] = {FIXED: caps_of(25.0), "40 MB buckets": SizeCaps(cap_bytes=40e6)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What stays the same while ranks or their network vary."""
-
-    profile: Profile
-    strategy: Strategy
-    options: NetworkOptions
-    conditions: Conditions
-
-    def at(self, num_ranks: int, *, link: str | None = None) -> WhatIf:
-        """On so many ranks, with another link where one is given."""
-        options = self.options if link is None else replace(self.options, link=link)
-        return WhatIf(
-            profile=self.profile,
-            strategy=self.strategy,
-            num_ranks=num_ranks,
-            network=options.network(self.profile, self.strategy, num_ranks=num_ranks),
-            conditions=self.conditions,
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
     """A profile under a strategy, on a number of ranks and their network."""
@@ -58,8 +37,12 @@ class WhatIf:
     profile: Profile
     strategy: Strategy
     num_ranks: int
-    network: Network
+    options: NetworkOptions
     conditions: Conditions
+
+    @cached_property
+    def network(self) -> Network:
+        return self.options.network(self.profile, self.strategy, num_ranks=self.num_ranks)
 
     @cached_property
     def optimum(self) -> Optimum:

@@ -116,27 +116,16 @@ class Plan:
         """The plan that `to_json` wrote; ConfigError for anything else."""
         try:
             data = parsed_json(text)
-        except (ValueError, TypeError) as error:
-            raise _no_plan(error) from error
-        return plan_from_data(data)
-
-
-def plan_from_data(data: Any) -> Plan:
-    """The plan in the value of a JSON text that `Plan.to_json` wrote; ConfigError for anything else."""
-    try:
-        if _whole(data["format"]) != _FORMAT:
-            raise ValueError(f"format {brief(data['format'])}, expected {_FORMAT}")
-        params = tuple(ParamSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data["params"])
-        groups = [tuple(_member_from_json(member) for member in group) for group in data["buckets"]]
-        return plan_from_groups(params, groups, num_ranks=_whole(data["num_ranks"]))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        if isinstance(error, ConfigError):
+            if _whole(data["format"]) != _FORMAT:
+                raise ValueError(f"format {brief(data['format'])}, expected {_FORMAT}")
+            params = tuple(ParamSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data["params"])
+            groups = [tuple(member_from_json(member) for member in group) for group in data["buckets"]]
+            return plan_from_groups(params, groups, num_ranks=_whole(data["num_ranks"]))
+        except ConfigError:
             raise
-        raise _no_plan(f"it has no {error}" if isinstance(error, KeyError) else error) from error
-
-
-def _no_plan(reason: object) -> ConfigError:
-    return ConfigError(f"this is no saved plan: {reason}.", remedy="Use a file that save_plan() has written.")
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(f"this is no saved plan: {reason}.", remedy="Use a file that save_plan() has written.") from error
 
 
 def _whole(value: Any) -> int:
@@ -149,7 +138,8 @@ def _member_to_json(member: Member) -> int | list[int]:
     return [member.param, member.first, member.stop] if isinstance(member, Piece) else member
 
 
-def _member_from_json(value: Any) -> Member:
+def member_from_json(value: Any) -> Member:
+    """Inverse of what `Plan.to_json` writes; ValueError for anything else."""
     if not isinstance(value, list):
         return _whole(value)
     param, first, stop = map(_whole, value)

@@ -11,6 +11,8 @@ from undertow.errors import ConfigError
 
 MOST = 2**63 - 1  # of what is counted: what an integer of 64 bits holds
 Kind = tuple[str, str, bool, str | None]
+# Bytes per element of the dtypes that have gradients, by torch's names.
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

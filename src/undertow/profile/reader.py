@@ -13,9 +13,9 @@ from typing import Any
 from undertow.cost import COLLECTIVES, CostCurve
 from undertow.errors import ConfigError
 from undertow.foreign import parsed_json
-from undertow.plan import Member, ParamSpec, Piece
-from undertow.plan.spec import MOST
-from undertow.plan.table import ITEMSIZES
+from undertow.plan import Member, ParamSpec, Piece, Plan
+from undertow.plan.plan import member_from_json
+from undertow.plan.spec import ITEMSIZES, MOST
 from undertow.profile.checks import checked_integer, checked_ready_us, checked_us, too_large
 from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile
 
@@ -23,36 +23,65 @@ _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
 _TEXTS = ("name", "strategy")
 _TIMES = ("forward_us", "backward_us", "update_us", "step_us")
 FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "buckets")
-_PARAM_REQUIRED = ("name", "ready_us")
-PARAM_FIELDS = (*_PARAM_REQUIRED, "shape", "bytes", "dtype", "device", "sparse")
+_TABLE_FIELDS = ("name", "shape", "bytes", "dtype", "device", "sparse")
+PARAM_FIELDS = ("name", "ready_us", *_TABLE_FIELDS[1:])
 _REMEDY = "docs/profiles.md has the format and an example."
 _GIVEN_TWICE = object()  # in place of the value of a field that an object has more than once
 
 
 def profile_from_file(path: str | Path) -> Profile:
     """The profile in the JSON file at `path`; ConfigError, naming the file and the field or line, if there is none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read.", where=error.strerror or str(error), remedy=_REMEDY) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no JSON.", where=str(error), remedy=_REMEDY) from error
-    return profile_from_json(text, str(path))
+    return profile_from_json(_text_of(path), str(path))
 
 
 def profile_from_json(text: str, where: str) -> Profile:
     """The profile that `text` holds; ConfigError, naming `where` it comes from and the field or line, if it holds none."""
+    data = _parsed(text, where)
     try:
-        data: Any = parsed_json(text, object_of=_object)
+        return _profile(data)
+    except ConfigError as error:
+        raise ConfigError(f"{where} is no profile.", where=str(error)) from error
+
+
+def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]:
+    """The profile in the JSON file at `path`, the saved plan, or the parameters of a table; ConfigError for anything else."""
+    text = _text_of(path)
+    data = _parsed(text, str(path))
+    try:
+        if isinstance(data, dict) and "buckets" in data and FORMAT_FIELD not in data:
+            return Plan.from_json(text)
+        if isinstance(data, dict) and data.keys() == {"params"}:
+            rows = enumerate(_checked_list(_checked_object(data, "", ("params",))["params"], "params"))
+            return tuple(_spec(row, f"params[{index}]", _TABLE_FIELDS, ("name",)) for index, row in rows)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is neither a saved plan nor a table of parameters.", where=str(error)) from error
+    return profile_from_json(text, str(path))
+
+
+def _text_of(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read.", where=error.strerror or str(error), remedy=_REMEDY) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no JSON.", where=str(error), remedy=_REMEDY) from error
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return parsed_json(text, object_of=_object)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise ConfigError(f"{where} is no JSON.", where=place, remedy=_REMEDY) from error
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON.", where=str(error), remedy=_REMEDY) from error
-    try:
-        return _profile(data)
-    except ConfigError as error:
-        raise ConfigError(f"{where} is no profile.", where=str(error)) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        fields[name] = _GIVEN_TWICE if name in fields else value
+    return fields
 
 
 def _profile(data: Any) -> Profile:
@@ -69,26 +98,23 @@ def _profile(data: Any) -> Profile:
         given["curves"] = {kind: _curve(points, f"costs.{kind}") for kind, points in costs.items()}
     if "buckets" in fields:
         given["groups"] = _groups(fields["buckets"], len(rows))
-    params = [_param(row, f"params[{index}]", given["backward_us"]) for index, row in enumerate(rows)]
-    return Profile(params=tuple(spec for spec, _ in params), ready_us=tuple(ready for _, ready in params), **given)
+    params = tuple(_spec(row, f"params[{index}]", PARAM_FIELDS, ("name", "ready_us")) for index, row in enumerate(rows))
+    ready_us = tuple(
+        checked_ready_us(row["ready_us"], f"params[{index}].ready_us", backward_us=given["backward_us"])
+        for index, row in enumerate(rows)
+    )
+    return Profile(params=params, ready_us=ready_us, **given)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        fields[name] = _GIVEN_TWICE if name in fields else value
-    return fields
-
-
-def _param(row: Any, path: str, backward_us: float) -> tuple[ParamSpec, float]:
-    fields = _checked_object(row, path, PARAM_FIELDS, _PARAM_REQUIRED)
+def _spec(row: Any, path: str, known: Collection[str], required: Collection[str]) -> ParamSpec:
+    fields = _checked_object(row, path, known, required)
     dtype = fields.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
         raise _wrong(f"{path}.dtype", f"one of {', '.join(ITEMSIZES)}", dtype, remedy=_suggestion(dtype, ITEMSIZES))
     is_sparse = fields.get("sparse", False)
     if not isinstance(is_sparse, bool):
         raise _wrong(f"{path}.sparse", "true or false", is_sparse)
-    spec = ParamSpec(
+    return ParamSpec(
         name=_checked_text(fields["name"], f"{path}.name"),
         shape=_shape(fields, path, ITEMSIZES[dtype]),
         dtype=dtype,
@@ -96,7 +122,6 @@ def _param(row: Any, path: str, backward_us: float) -> tuple[ParamSpec, float]:
         device=_checked_text(fields.get("device", "cpu"), f"{path}.device"),
         is_sparse=is_sparse,
     )
-    return spec, checked_ready_us(fields["ready_us"], f"{path}.ready_us", backward_us=backward_us)
 
 
 def _shape(fields: dict[str, Any], path: str, itemsize: int) -> tuple[int, ...]:
@@ -135,31 +160,26 @@ def _curve(points: Any, path: str) -> CostCurve:
 
 
 def _groups(buckets: Any, num_params: int) -> tuple[tuple[Member, ...], ...]:
+    rows = [_checked_list(members, f"buckets[{index}]") for index, members in enumerate(_checked_list(buckets, "buckets"))]
     groups: list[tuple[Member, ...]] = []
     path_of: dict[int, str] = {}  # of parameters that are in a bucket as a whole
-    for index, members in enumerate(_checked_list(buckets, "buckets")):
-        paths = [f"buckets[{index}][{position}]" for position, _ in enumerate(_checked_list(members, f"buckets[{index}]"))]
-        group = [_member(member, path, num_params) for member, path in zip(members, paths, strict=True)]
-        for member, path in zip(group, paths, strict=True):
+    for index, members in enumerate(rows):
+        paths = [f"buckets[{index}][{position}]" for position, _ in enumerate(members)]
+        groups.append(tuple(_member(member, path, num_params) for member, path in zip(members, paths, strict=True)))
+        for member, path in zip(groups[-1], paths, strict=True):
             if isinstance(member, int) and path_of.setdefault(member, path) != path:
                 raise _wrong(path, f"of a parameter that {path_of[member]} does not hold", member)
-        groups.append(tuple(group))
     return tuple(groups)
 
 
-def _member(member: Any, path: str, num_params: int) -> Member:
-    numbers: list[Any] = member if isinstance(member, list) and len(member) == 3 else [member]
-    if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-        raise _wrong(path, "a parameter's index or [index, first element, end]", member)
-    if numbers[0] not in range(num_params):
-        raise _wrong(path, f"of one of the {num_params} parameters, counted from zero", member)
-    param: int = numbers[0]
-    if len(numbers) == 1:
-        return param
-    first, stop = numbers[1:]
-    if not 0 <= first <= stop:
-        raise _wrong(path, "a piece that begins at zero or later and does not end before it begins", member)
-    return Piece(param=param, first=first, stop=stop)
+def _member(value: Any, path: str, num_params: int) -> Member:
+    try:
+        member = member_from_json(value)
+    except ValueError as error:
+        raise _wrong(path, "a parameter's index or [index, first element, end]", value) from error
+    if (member.param if isinstance(member, Piece) else member) not in range(num_params):
+        raise _wrong(path, f"of one of the {num_params} parameters, counted from zero", value)
+    return member
 
 
 def _checked_object(data: Any, path: str, known: Collection[str], required: Collection[str] = ()) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.table import Table
 from undertow.report.shown import cell
 from undertow.trace import Trace, overlap_of
 
-__all__ = ["Outcome", "Point", "Sweep", "print_outcomes", "print_sweep"]
+__all__ = ["Outcome", "Sweep", "print_outcomes", "print_sweep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +42,12 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """Outcomes of all methods at one value of what is varied."""
-
-    value: float
-    label: str
-    outcomes: tuple[Outcome, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What is varied, and what comes out; every point has the same methods in the same order."""
+    """Outcomes by value of what is varied; every value has the same methods in the same order."""
 
     axis: str  # what is varied
     unit: str
-    points: tuple[Point, ...]
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return tuple(outcome.method for outcome in self.points[0].outcomes)
+    points: Mapping[str, Sequence[Outcome]]  # by value, written out
 
 
 def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
@@ -88,17 +75,17 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
-    """A block per point, in it a line per method; fits into 80 columns."""
+    """A block per value, in it a line per method; fits into 80 columns."""
     table = Table(title=f"By {sweep.axis}", title_justify="left")
     table.add_column(sweep.unit, justify="right")
     table.add_column("gradients sent")
     for name in ("step, ms", "exposed, ms", "hidden", "efficiency"):
         table.add_column(name, justify="right")
-    for point in sweep.points:
+    for value, outcomes in sweep.points.items():
         table.add_section()
-        for place, outcome in enumerate(point.outcomes):
+        for place, outcome in enumerate(outcomes):
             table.add_row(
-                point.label if place == 0 else "",
+                value if place == 0 else "",
                 cell(outcome.method),
                 _ms(outcome.step_us),
                 _ms(outcome.exposed_us),

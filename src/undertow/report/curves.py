@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["save_curves"]
 
 # By the place of a method; the last is the one of interest, and stands out.
-_COLOURS = ("#a5a5a5", "#2f75b5", "#7fb069")
+_STYLES = (("#a5a5a5", "s"), ("#2f75b5", "o"), ("#7fb069", "^"))
 _LAST_COLOUR = "#e4572e"
-_MARKERS = ("s", "o", "^")
 _INK, _FAINT_INK = "#333333", "#777777"
 _LOG_RATIO = 5  # from which a scale of times is logarithmic
 
@@ -53,22 +52,24 @@ def save_curves(sweep: Sweep, path: str | Path) -> None:
 
 
 def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> None:
-    values = [point.value for point in sweep.points]
-    for place, method in enumerate(sweep.methods):
-        is_last = place == len(sweep.methods) - 1
-        axes.plot(
-            values,
-            [value_of(point.outcomes[place]) for point in sweep.points],
-            label=drawn(method),
-            color=_LAST_COLOUR if is_last else _COLOURS[place % len(_COLOURS)],
-            marker="D" if is_last else _MARKERS[place % len(_MARKERS)],
-            linewidth=2.2 if is_last else 1.5,
-            markersize=4.5,
-            # What lies upon another line shows both.
-            linestyle="--" if is_last else "-",
-        )
+    values = [float(value) for value in sweep.points]
+    *others, last = zip(*sweep.points.values(), strict=True)
+    for outcomes, (colour, marker) in zip(others, _STYLES, strict=False):
+        heights = [*map(value_of, outcomes)]
+        axes.plot(values, heights, label=drawn(outcomes[0].method), color=colour, marker=marker, linewidth=1.5, markersize=4.5)
+    # What lies upon another line shows both.
+    axes.plot(
+        values,
+        [*map(value_of, last)],
+        label=drawn(last[0].method),
+        markersize=4.5,
+        linewidth=2.2,
+        color=_LAST_COLOUR,
+        marker="D",
+        linestyle="--",
+    )
     axes.set_xscale("log", base=2)
-    axes.set_xticks(values, [point.label for point in sweep.points])
+    axes.set_xticks(values, list(sweep.points))
     axes.minorticks_off()
     axes.set_xlabel(drawn(f"{sweep.axis}, {sweep.unit}"), fontsize=9.5, color=_INK)
     axes.tick_params(labelsize=9, colors=_INK)
@@ -82,10 +83,10 @@ def _dress_times(axes: Axes, sweep: Sweep) -> None:
     """Beside the curves, the step that does not communicate; a scale on which all curves can be read."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    compute_ms = sweep.points[0].outcomes[0].compute_us / 1e3
+    outcomes = [outcome for point in sweep.points.values() for outcome in point]
+    compute_ms = outcomes[0].compute_us / 1e3
     axes.axhline(compute_ms, color=_FAINT_INK, linewidth=1, linestyle=":", label="computing only")
-    largest_ms = max(outcome.step_us for point in sweep.points for outcome in point.outcomes) / 1e3
-    if largest_ms > _LOG_RATIO * compute_ms:
+    if max(outcome.step_us for outcome in outcomes) / 1e3 > _LOG_RATIO * compute_ms:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -95,11 +96,9 @@ def _dress_times(axes: Axes, sweep: Sweep) -> None:
 
 def _takeaway(sweep: Sweep) -> str:
     """How the last method does at both ends, and where it gains most."""
-    first, last = sweep.points[0].outcomes[-1], sweep.points[-1].outcomes[-1]
-    gain, other, label = max(
-        (outcome.step_us / point.outcomes[-1].step_us, outcome.method, point.label)
-        for point in sweep.points
-        for outcome in point.outcomes
+    lasts = [point[-1] for point in sweep.points.values()]
+    gain, other, value = max(
+        (outcome.step_us / point[-1].step_us, outcome.method, value) for value, point in sweep.points.items() for outcome in point
     )
-    ends = dict.fromkeys(f"{outcome.efficiency:.0%}" for outcome in (first, last))
-    return f"{last.method}: {' to '.join(ends)} efficiency, up to {gain:.2f}x the speed of {other} (at {label} {sweep.unit})"
+    ends = dict.fromkeys(f"{outcome.efficiency:.0%}" for outcome in (lasts[0], lasts[-1]))
+    return f"{lasts[0].method}: {' to '.join(ends)} efficiency, up to {gain:.2f}x the speed of {other} (at {value} {sweep.unit})"

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 import undertow as library
-from support.cli import EXAMPLE, MEASURED, SMALL, TABLE, Undertow, question, rows_of
+from support.cli import EXAMPLE, MEASURED, SMALL, TABLE, Undertow, rows_of, what_if
 from support.project import ROOT
 from undertow import demo
 from undertow.cli import main
-from undertow.cli.sweep import sweep_named
+from undertow.cli.sweep import SWEEPS, swept_ranks
 from undertow.cli.what_if import OPTIMAL
 from undertow.demo import DemoSettings
-from undertow.plan import Plan, plan_from_groups
-from undertow.plan.table import source_from_file
+from undertow.plan import plan_from_groups
 from undertow.profile import profile_from_file, profile_from_json
+from undertow.profile.reader import source_from_file
 from undertow.schedule import STRATEGIES, Strategy, schedule_from_text
 
 
@@ -145,7 +145,7 @@ def test_a_plan_is_shown_as_buckets_and_a_schedule(undertow: Undertow) -> None:
 )
 def test_options_choose_the_schedule(options: str, golden: str, undertow: Undertow) -> None:
     params = source_from_file(Path("table.json"))
-    assert not isinstance(params, Plan)
+    assert isinstance(params, tuple)
     # Each parameter in a bucket of its own, whatever the strategy.
     Path("plan.json").write_text(plan_from_groups(params, [[2], [1], [0]], num_ranks=2).to_json())
     code, printed, _ = undertow(f"plan plan.json {options}")
@@ -204,9 +204,9 @@ def test_a_plan_for_nodes_shows_what_crosses_and_the_shards_of_a_node(undertow: 
 
 def test_the_plan_of_a_profile_is_the_optimal_one(undertow: Undertow) -> None:
     _, printed, _ = undertow("plan small.json --link 10gbit,20us")
-    what_if = question().at(4)
-    assert printed.splitlines()[0] == f"ddp, ranks: 4, parameters: 4, MB: 37.75, buckets: {len(what_if.optimal_plan.buckets)}"
-    step_us = what_if.outcome("", what_if.optimal_plan).step_us
+    small = what_if()
+    assert printed.splitlines()[0] == f"ddp, ranks: 4, parameters: 4, MB: 37.75, buckets: {len(small.optimal_plan.buckets)}"
+    step_us = small.outcome("", small.optimal_plan).step_us
     assert f"│ {step_us / 1e3:.1f} │".replace(" ", "") in printed.replace(" ", "")
     assert printed.endswith("Network: 10gbit,20us, 4 ranks\n")
 
@@ -216,8 +216,8 @@ def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, und
     nodes = "" if strategy.crossing is None else "--per-node 2 --node-link 100gbit,1us"
     _, printed, _ = undertow(f"plan small.json --link 10gbit,20us --strategy {strategy.name} {nodes}")
     schedule = schedule_from_text(printed.split("\n\n")[1])
-    what_if = question(strategy=strategy.name).at(4)
-    simulated = [(event.kind, event.bucket) for event in what_if.outcome("", what_if.optimal_plan).trace.communication]
+    small = what_if(strategy=strategy.name)
+    simulated = [(event.kind, event.bucket) for event in small.outcome("", small.optimal_plan).trace.communication]
     gathers_last = sorted(simulated, key=lambda sent: sent[0] == "all_gather")
     assert [(op.kind, op.bucket) for op in schedule.collectives if op.kind is not strategy.crossing] == gathers_last
 
@@ -240,7 +240,7 @@ REFUSALS = {
         "--link says what a step takes, which needs a profile.\n  the model of undertow demo has no times\n"
         "  Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.\n"
     ),
-    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  Give a file",
+    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  docs/profiles.md has",
     "plan broken.json": "broken.json is no JSON.\n  line 1, column",  # told from a plan
     "simulate small.json": (
         "nothing says what communication over 4 ranks costs.\n  the profile 'small' has no costs\n"
@@ -385,8 +385,8 @@ def test_the_example_is_what_its_arithmetic_says() -> None:
 
 
 def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
-    costs = question(link="1gbit", per_node=8, node_link="80gbit,1us").at(4).network.costs
-    on_one_node = question(link="80gbit,1us").at(4).network.costs
+    costs = what_if(link="1gbit", per_node=8, node_link="80gbit,1us").network.costs
+    on_one_node = what_if(link="80gbit,1us").network.costs
     assert costs.collective_us("all_reduce", 1e6) == pytest.approx(on_one_node.collective_us("all_reduce", 1e6))
 
 
@@ -401,26 +401,28 @@ def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
     ],
 )
 def test_ranks_are_swept_over_full_nodes(num_ranks: int, per_node: int | None, expected: list[int]) -> None:
-    assert [point.value for point in sweep_named("ranks")(question(per_node=per_node), num_ranks).points] == expected
+    assert swept_ranks(num_ranks, per_node) == expected
 
 
 def test_rates_are_swept_around_that_of_the_link() -> None:
-    sweep = sweep_named("bandwidth")(question(link="2.5gbit,20us"), 4)
-    assert [point.label for point in sweep.points] == ["0.3125", "0.625", "1.25", "2.5", "5", "10", "20"]
-    assert sweep.points[3].outcomes == question(link="2.5gbit,20us").at(4).outcomes()
+    sweep = SWEEPS["bandwidth"](what_if(link="2.5gbit,20us"))
+    assert [*sweep.points] == ["0.3125", "0.625", "1.25", "2.5", "5", "10", "20"]
+    assert sweep.points["2.5"] == what_if(link="2.5gbit,20us").outcomes()
 
 
 def test_sizes_are_swept_until_one_holds_all_gradients() -> None:
-    sweep = sweep_named("bucket")(question(), 4)
-    assert [point.value for point in sweep.points][-3:] == [16, 25, 50]  # of 36 MiB
-    assert sweep.methods == ("per parameter", "fixed size", "optimal buckets")
-    assert [point.outcomes[1].num_buckets for point in sweep.points][-2:] == [3, 2]
+    points = SWEEPS["bucket"](what_if()).points
+    assert [*points][-3:] == ["16", "25", "50"]  # of 36 MiB
+    assert {tuple(outcome.method for outcome in point) for point in points.values()} == {
+        ("per parameter", "fixed size", "optimal buckets")
+    }
+    assert [point[1].num_buckets for point in points.values()][-2:] == [3, 2]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("link", ["1gbit", "10gbit,20us", "400gbit,2us"])
 def test_no_way_beats_the_optimal_buckets_or_the_limit(strategy: str, link: str) -> None:
-    *others, optimal = question(profile_from_file(EXAMPLE), strategy, link=link).at(8).outcomes()
+    *others, optimal = what_if(profile_from_file(EXAMPLE), strategy, num_ranks=8, link=link).outcomes()
     assert optimal.method == OPTIMAL
     assert optimal.step_us >= optimal.limit_us
     # The plan is one of few buckets, at most 0.2 % from the best; padding and trailers are less than a millionth of a bucket.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from support.errors import Call, refusal, text_of
 from support.strategies import plans, spec, specs_of_sizes
+from undertow.cli.plan import plan_from_source
 from undertow.errors import ConfigError
 from undertow.plan import (
     Bucket,
@@ -31,7 +32,7 @@ from undertow.plan import (
     signature_bits,
 )
 from undertow.plan.layout import padded_numel
-from undertow.plan.table import plan_from_source, source_from_file
+from undertow.profile.reader import source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
 SPARSE = (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))
@@ -375,10 +376,10 @@ def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int, int]], a
 
 MIB = 1024 * 1024
 EQUAL = specs_of_sizes(MIB, MIB, MIB)
-REMEDY = (
-    "Give a file that save_plan() has written, or write a table of parameters: "
-    '{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}'
-)
+
+
+def source_plan(source: Plan | Sequence[ParamSpec], *, num_ranks: int | None = None, bucket_cap_mb: float | None = None) -> Plan:
+    return plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, splits=False)
 
 
 def test_a_table_is_parameters_whose_size_comes_from_their_dtype(tmp_path: Path) -> None:
@@ -394,15 +395,15 @@ def test_a_saved_plan_is_read_as_it_was(tmp_path: Path) -> None:
     saved = plan_from_groups([spec("a", 5), spec("b", 7), spec("c", 9)], [(1,), (2, 0)], num_ranks=4)
     (tmp_path / "plan.json").write_text(saved.to_json() + "\n")
     source = source_from_file(tmp_path / "plan.json")
-    assert source == plan_from_source(source) == saved
+    assert source == source_plan(source) == saved
 
 
 @pytest.mark.parametrize(
     ("plan", "groups", "num_ranks"),
     [
-        (plan_from_source(EQUAL, bucket_cap_mb=1), ((2,), (1,), (0,)), 2),
-        (plan_from_source(plan_from_groups(EQUAL, [(1,), (2, 0)], num_ranks=4), num_ranks=3), ((1,), (2, 0)), 3),
-        (plan_from_source(plan_from_groups(EQUAL, [(1, 2), (0,)], num_ranks=4), bucket_cap_mb=1), ((1,), (2,), (0,)), 4),
+        (source_plan(EQUAL, bucket_cap_mb=1), ((2,), (1,), (0,)), 2),
+        (source_plan(plan_from_groups(EQUAL, [(1,), (2, 0)], num_ranks=4), num_ranks=3), ((1,), (2, 0)), 3),
+        (source_plan(plan_from_groups(EQUAL, [(1, 2), (0,)], num_ranks=4), bucket_cap_mb=1), ((1,), (2,), (0,)), 4),
     ],
     ids=["parameters in reverse for two ranks", "laid out for other ranks", "cut anew in its own order"],
 )
@@ -415,35 +416,37 @@ def table(**row: Any) -> bytes:
 
 
 NEITHER = "is neither a saved plan nor a table of parameters"
+FORMAT = "docs/profiles.md has the format and an example."
+DTYPES = "float16, bfloat16, float32, float64, complex64, complex128"
 
 
 @pytest.mark.parametrize(
     ("content", "what", "reason"),
     [
-        (None, "cannot be read", "No such file or directory"),
-        (b"import torch", "is no JSON", "Expecting value: line 1 column 1 (char 0)"),
-        (b"\xff", "is no JSON", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
-        (b"[]", NEITHER, "expected an object, got list."),
-        (b'{"params": 5}', NEITHER, '"params" must be a list, got int.'),
-        (b'{"params": [7]}', NEITHER, "parameter 0 must have name, shape, dtype, got 7."),
-        (table(name="a", size=[1]), NEITHER, "parameter 0 must have name, shape, dtype, got name, size."),
-        (table(name=1, shape=[1], dtype="float32"), NEITHER, "the name of parameter 0 must be a text, got 1."),
-        (table(name="a", shape=1, dtype="float32"), NEITHER, "the shape of parameter 'a' must be a list of sizes, got 1."),
+        (None, "cannot be read", f"No such file or directory\n  {FORMAT}"),
+        (b"import torch", "is no JSON", f"line 1, column 1: Expecting value\n  {FORMAT}"),
+        (b"\xff", "is no JSON", f"'utf-8' codec can't decode byte 0xff in position 0: invalid start byte\n  {FORMAT}"),
+        (b"[]", "is no profile", f"a profile must be an object, got [].\n  {FORMAT}"),
+        (b'{"params": 5}', NEITHER, f"params must be a list, got 5.\n  {FORMAT}"),
+        (b'{"params": [7]}', NEITHER, f"params[0] must be an object, got 7.\n  {FORMAT}"),
+        (table(name="a", size=[1]), NEITHER, "params[0].size is unknown.\n  Known: name, shape, bytes, dtype, device, sparse."),
+        (table(name=1, shape=[1], dtype="float32"), NEITHER, f"params[0].name must be a text, got 1.\n  {FORMAT}"),
         (
             table(name="a", shape=[1], dtype="int8"),
             NEITHER,
-            "the dtype of parameter 'a' must be one of float16, bfloat16, float32, float64, complex64, complex128, got 'int8'.",
+            f"params[0].dtype must be one of {DTYPES}, got 'int8'.\n  Known: {DTYPES}.",
         ),
+        (b'{"params": [], "params": []}', NEITHER, "params is given twice.\n  Leave one of the two out."),
         (
-            table(name="a", shape=[-1], dtype="float32"),
+            b'{"format": 1, "format": 1, "buckets": []}',
             NEITHER,
-            "parameter 'a' has an impossible size: shape (-1,), 4 bytes per element.",
+            "this is no saved plan: 'format' is given twice.\n  Use a file that save_plan() has written.",
         ),
-        (b'{"parameters": []}', NEITHER, "this is no saved plan: it has no 'format'."),
         (
             json.dumps({"format": 1, "num_ranks": 2, "params": [spec("a", 5).to_dict()], "buckets": [[0, 0]]}).encode(),
             NEITHER,
-            "a plan must hold each of its 1 parameters exactly once. first difference: parameter 0 ('a') is in 2 slots",
+            "a plan must hold each of its 1 parameters exactly once.\n  first difference: parameter 0 ('a') is in 2 slots\n"
+            "  Make the plan from the parameters of this model.",
         ),
     ],
 )
@@ -451,4 +454,4 @@ def test_a_file_that_is_neither_is_refused_with_the_reason(tmp_path: Path, conte
     path = tmp_path / "wrong.json"
     if content is not None:
         path.write_bytes(content)
-    assert refusal(lambda: source_from_file(path)) == f"{path} {what}.\n  {reason}\n  {REMEDY}"
+    assert refusal(lambda: source_from_file(path)) == f"{path} {what}.\n  {reason}"

@@ -358,8 +358,7 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         ),
         (
             small(buckets=[[0, [1, 4, 2]]]),
-            "buckets[0][1] must be a piece that begins at zero or later and does not end before it begins, got [1, 4, 2].\n"
-            f"  {FORMAT}",
+            f"buckets[0][1] must be a parameter's index or [index, first element, end], got [1, 4, 2].\n  {FORMAT}",
         ),
         (
             small(buckets=[[1], [0, 1]]),
