@@ -29,9 +29,8 @@ BUDGETS = {
 }
 # What is over its budget may not grow; what is within it leaves this table, which ends empty.
 NOT_YET = {
-    "statements": 15_950,
-    "statements of runtime": 8_600,
-    "files of a folder": 15,
+    "statements": 15_850,
+    "statements of runtime": 7_730,
     "attributes of a class": 22,
 }
 # With one bucket, so that all runs enter the same.

@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from fidelity.solve import solve
 from undertow.plan import ParamSpec, plan_from_groups
-from undertow.plan.finish import StepTiming
 from undertow.plan.optimal import optimal_groups
+from undertow.plan.timing import StepTiming
 from undertow.profile import Profile
 from undertow.schedule import DDP
 from undertow.simulate import Conditions, simulate

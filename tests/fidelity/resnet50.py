@@ -11,8 +11,8 @@ from pathlib import Path
 
 from undertow.cost import Costs, Link, RingCosts
 from undertow.plan import Member, ParamSpec, plan_from_groups
-from undertow.plan.finish import StepTiming
 from undertow.plan.optimal import optimal_groups
+from undertow.plan.timing import StepTiming
 from undertow.profile import Profile
 from undertow.schedule import DDP
 from undertow.simulate import simulate

@@ -15,7 +15,7 @@ from support.errors import refusal
 from support.steps import FREE, lines, profile_of, random_profile
 from undertow.cost import Costs, NodeCosts
 from undertow.plan import Piece, Plan, eager_order, lane_period_us, plan_from_groups
-from undertow.plan.finish import StepTiming, finish_us
+from undertow.plan.timing import StepTiming, finish_us
 from undertow.profile import Profile
 from undertow.schedule import (
     DDP,

@@ -16,7 +16,7 @@ from undertow.cli.plan import PlanRequest, show_plan
 from undertow.cli.simulate import SimulateRequest, show_simulation
 from undertow.cost import NODE_LINK
 from undertow.errors import UndertowError
-from undertow.plan.spec import ITEMSIZES
+from undertow.plan.layout import ITEMSIZES
 from undertow.simulate import Conditions
 
 __all__ = ["app", "run"]

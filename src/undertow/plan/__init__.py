@@ -1,15 +1,20 @@
 """Buckets, decided before a gradient exists."""
 
-from undertow.plan.certificate import eager_limit_us
 from undertow.plan.choose import first_plan, plan_in_order
-from undertow.plan.finish import StepTiming, finish_us
-from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces
-from undertow.plan.lane import GathersBehind, LaneTimes, eager_order, lane_period_us
-from undertow.plan.layout import Groups, Member, Piece, Slot, Trailer, ranks_differ, signature_bits
+from undertow.plan.gather_order import GathersBehind, LaneTimes, eager_order, lane_period_us
+from undertow.plan.grouping import (
+    SizeCaps,
+    default_caps,
+    group_by_size,
+    group_in_pieces,
+    largest_first,
+    observed,
+    reverse_registration,
+)
+from undertow.plan.layout import Groups, Member, ParamSpec, Piece, Slot, Trailer, ranks_differ, signature_bits
 from undertow.plan.optimal import Optimum, optimal_groups
-from undertow.plan.order import largest_first, observed, reverse_registration
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
-from undertow.plan.spec import ParamSpec
+from undertow.plan.timing import StepTiming, eager_limit_us, finish_us
 
 __all__ = [
     "Bucket",

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.errors import ConfigError
-from undertow.plan.finish import StepTiming
-from undertow.plan.layout import Member, Piece, piece_of, unit_numel
-from undertow.plan.spec import Kind, ParamSpec
+from undertow.plan.layout import Kind, Member, ParamSpec, Piece, piece_of, unit_numel
+from undertow.plan.timing import StepTiming
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from undertow.config import SyncConfig, bytes_from_mib
 from undertow.errors import ConfigError
-from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces
-from undertow.plan.order import largest_first, reverse_registration
+from undertow.plan.grouping import SizeCaps, default_caps, group_by_size, group_in_pieces, largest_first, reverse_registration
+from undertow.plan.layout import ParamSpec
 from undertow.plan.plan import Plan, plan_from_groups
-from undertow.plan.spec import ParamSpec
 
 
 def first_plan(params: Sequence[ParamSpec], config: SyncConfig, *, num_ranks: int, splits: bool = False) -> Plan:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from undertow.errors import ConfigError
-from undertow.plan.layout import Member, Piece, member_of, piece_of, unit_numel
-from undertow.plan.spec import Kind, ParamSpec
+from undertow.plan.layout import Kind, Member, ParamSpec, Piece, member_of, piece_of, unit_numel
 
 _MIB = 1024 * 1024
 _SMALLEST, _LARGEST = float(_MIB), 25.0 * _MIB
@@ -170,3 +169,19 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
             waiting.extendleft(rest)
     groups = [*closed, *open_groups.values()]
     return sorted((tuple(group) for group in groups), key=lambda group: (position[group[-1].param], group[-1].first))
+
+
+def reverse_registration(num_params: int) -> tuple[int, ...]:
+    """The order without a profile: backward runs through the layers from the last to the first."""
+    return tuple(range(num_params - 1, -1, -1))
+
+
+def observed(num_params: int, arrivals: Sequence[int]) -> tuple[int, ...]:
+    """The order in which gradients arrived; what never arrived follows in reverse order of registration."""
+    first_seen = dict.fromkeys(arrivals)
+    return (*first_seen, *(i for i in reverse_registration(num_params) if i not in first_seen))
+
+
+def largest_first(params: Sequence[ParamSpec]) -> tuple[int, ...]:
+    """By size in bytes, largest first; equal sizes in order of registration."""
+    return tuple(sorted(range(len(params)), key=lambda i: -params[i].num_bytes))

@@ -23,11 +23,9 @@ import numpy as np
 from undertow.cost.costs import Costs
 from undertow.errors import ConfigError
 from undertow.plan.atoms import Atoms, Floats, atoms_of, groups_of, small_pieces, whole_pieces
-from undertow.plan.certificate import limit_us
-from undertow.plan.finish import StepTiming, check_timing, finish_us
-from undertow.plan.layout import Member
+from undertow.plan.layout import Member, ParamSpec
 from undertow.plan.optimal_shards import best_with_shards
-from undertow.plan.spec import ParamSpec
+from undertow.plan.timing import StepTiming, check_timing, finish_us, limit_us
 from undertow.plan.windows import Windows, gather_windows, reduction_windows
 
 SLACK = 1.002  # how much later than the optimum a plan of fewer buckets may be through

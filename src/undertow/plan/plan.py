@@ -14,8 +14,20 @@ from typing import Any
 
 from undertow.errors import ConfigError
 from undertow.foreign import parsed_json
-from undertow.plan.layout import Groups, Member, Piece, Slot, Trailer, member_of, padded_numel, piece_of, slots_of
-from undertow.plan.spec import MOST, Kind, ParamSpec
+from undertow.plan.layout import (
+    MOST,
+    Groups,
+    Kind,
+    Member,
+    ParamSpec,
+    Piece,
+    Slot,
+    Trailer,
+    member_of,
+    padded_numel,
+    piece_of,
+    slots_of,
+)
 
 _MOST_RANKS = 1 << 20  # a simulation has times of each
 _FORMAT = 1

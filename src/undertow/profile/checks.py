@@ -7,7 +7,7 @@ from reprlib import repr as brief
 from typing import Any
 
 from undertow.errors import ConfigError
-from undertow.plan.spec import MOST
+from undertow.plan.layout import MOST
 
 _ROUNDING_US = 1.0  # by so much two times of one step may disagree, each rounded by itself
 

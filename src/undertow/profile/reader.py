@@ -14,8 +14,8 @@ from undertow.cost import COLLECTIVES, CostCurve
 from undertow.errors import ConfigError
 from undertow.foreign import parsed_json
 from undertow.plan import Member, ParamSpec, Piece, Plan
+from undertow.plan.layout import ITEMSIZES, MOST
 from undertow.plan.plan import member_from_json
-from undertow.plan.spec import ITEMSIZES, MOST
 from undertow.profile.checks import checked_integer, checked_ready_us, checked_us, too_large
 from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile
 

@@ -34,9 +34,9 @@ from undertow.plan import (
     plan_from_groups,
 )
 from undertow.plan.atoms import atoms_of, small_pieces, whole_pieces
-from undertow.plan.certificate import limit_us
 from undertow.plan.layout import unit_numel
 from undertow.plan.optimal import SLACK
+from undertow.plan.timing import limit_us
 from undertow.schedule import ZERO1, gathers_after_reductions, lower_eager, verify
 from undertow.simulate import lane_times
 
