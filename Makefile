@@ -11,7 +11,7 @@ READY_FOR_DOCS := $(VENV)/.ready-for-docs
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-# What `make test` runs: every behaviour once. tests/README.md says what each marker means.
+# What `make test` runs: every behavior once. tests/README.md says what each marker means.
 QUICK := not (slow or waits or alone or root or bench or gpu) or smoke
 PYTEST := $(BIN)/python -m pytest
 
@@ -23,7 +23,7 @@ help: ## Show this list
 demo: $(READY) ## Train with and without overlap on this machine and compare; make demo ARGS="--nproc 3"
 	$(BIN)/undertow demo $(ARGS)
 
-test: $(READY) ## Run every behaviour once (5 minutes); make test ARGS="tests/unit -k plan"
+test: $(READY) ## Run every behavior once (5 minutes); make test ARGS="tests/unit -k plan"
 	$(PYTEST) -n 3 --dist worksteal -m "$(QUICK)" $(ARGS)
 
 test-all: $(READY) ## Run everything, torch's own tests of its class too (25 minutes)

@@ -1,4 +1,4 @@
-"""How near the overlapped synchronisation comes to the limit on an emulated 1 Gb/s link.
+"""How near the overlapped synchronization comes to the limit on an emulated 1 Gb/s link.
 
 Every step runs the same timed layers four times in turn, in the same processes and over the same link: the bare model,
 a blocking loop over the parameters, torch DDP, and Undertow. A step is zero_grad, forward, backward, and whatever is needed

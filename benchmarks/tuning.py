@@ -24,7 +24,7 @@ from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel, SyncConfig
 from undertow.cost import link_from_text
 from undertow.emulation.link import BACKEND, emulated_backend
-from undertow.runtime.replan.current_plan import Formation
+from undertow.runtime.replan.current_plan import CurrentPlan
 
 LINK = "1gbit"
 NUM_RANKS = (2, 4)
@@ -95,16 +95,16 @@ def _timed(times: list[float]) -> Iterator[None]:
     """What formations do at the begin and at the end of rounds, while inside."""
 
     def timed(act: Callable[..., None]) -> Callable[..., None]:
-        def act_and_note(formation: Formation, *given: object) -> None:
+        def act_and_note(current_plan: CurrentPlan, *given: object) -> None:
             began_s = time.perf_counter()
-            act(formation, *given)
+            act(current_plan, *given)
             times.append(time.perf_counter() - began_s)
 
         return act_and_note
 
     with (
-        mock.patch.object(Formation, "adopt_plan", timed(Formation.adopt_plan)),
-        mock.patch.object(Formation, "round_ended", timed(Formation.round_ended)),
+        mock.patch.object(CurrentPlan, "adopt_plan", timed(CurrentPlan.adopt_plan)),
+        mock.patch.object(CurrentPlan, "round_ended", timed(CurrentPlan.round_ended)),
     ):
         yield
 

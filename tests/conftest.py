@@ -60,7 +60,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skips.summarise(terminalreporter)
+    skips.summarize(terminalreporter)
 
 
 @pytest.fixture(scope="session")

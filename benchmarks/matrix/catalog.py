@@ -21,7 +21,7 @@ NUM_SETTLING = 40  # four looks of the tuner; they are not timed
 _MEGATRON_NOTE = (
     "Its constructors are patched to succeed without CUDA; all its collectives are asynchronous on a processor. "
     "Its default buckets have 40 million elements: smaller models are one bucket. "
-    "The best of several medians is chosen after the fact: noise is in its favour."
+    "The best of several medians is chosen after the fact: noise is in its favor."
 )
 
 
@@ -77,7 +77,7 @@ SYSTEMS = {
             module=f"{_MODULES}.ours",
             variants={f"@{size}MB": {"bucket_cap_mb": size} for size in FIXED_MB},
             is_study=True,
-            note="The best of several medians is chosen after the fact: noise is in its favour.",
+            note="The best of several medians is chosen after the fact: noise is in its favor.",
         ),
         SystemSpec(
             name="ours-ordered",
@@ -112,7 +112,7 @@ SYSTEMS = {
             title="torch DDP, best bucket size of a sweep",
             module=f"{_MODULES}.torch_ddp",
             variants={f"@{size}MB": {"bucket_cap_mb": size} for size in SWEEP_MB},
-            note="The best of several medians is chosen after the fact: noise is in its favour.",
+            note="The best of several medians is chosen after the fact: noise is in its favor.",
         ),
         SystemSpec(
             name="torch-zero",

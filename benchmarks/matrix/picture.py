@@ -54,9 +54,9 @@ def _draw(panel: Axes, cell: Mapping[str, Any]) -> None:
     medians = [time["median"] for time in times]
     spreads = [[time["median"] - time["min"] for time in times], [time["max"] - time["median"] for time in times]]
     names = [row["variant"] or row["system"] for row in rows]
-    colours = [_OURS if row["system"] in OWN else _OTHERS for row in rows]
+    colors = [_OURS if row["system"] in OWN else _OTHERS for row in rows]
     hatches = ["///" if row["is_sharded"] else "" for row in rows]
-    bars = {"color": colours, "hatch": hatches, "edgecolor": "#ffffff", "linewidth": 0}
+    bars = {"color": colors, "hatch": hatches, "edgecolor": "#ffffff", "linewidth": 0}
     panel.barh(names, medians, xerr=spreads, error_kw={"elinewidth": 0.8, "ecolor": "#555555"}, **bars)
     panel.invert_yaxis()
     panel.plot(

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from undertow.by_hand.manager import GradientBucketManager
     from undertow.checkpoint.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.ddp.attach import BucketedDDPHooks, attach
-    from undertow.ddp.comm_hooks import chain
+    from undertow.ddp.comm_hooks import chain_comm_hooks
     from undertow.ddp.wrapper import DistributedDataParallel
     from undertow.optim.clipping import clip_grad_norm_
     from undertow.optim.sharded_optimizer import ShardedOptimizer
     from undertow.runtime.gradients.storage import GradientBucket
-    from undertow.sync import Sync
+    from undertow.sync import GradientSync
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
@@ -43,10 +43,10 @@ _LAZY = {
     "GradientBucket": "undertow.runtime.gradients.storage",
     "GradientBucketManager": "undertow.by_hand.manager",
     "ShardedOptimizer": "undertow.optim.sharded_optimizer",
-    "Sync": "undertow.sync",
+    "GradientSync": "undertow.sync",
     "attach": "undertow.ddp.attach",
     "average_gradients": "undertow.by_hand.average",
-    "chain": "undertow.ddp.comm_hooks",
+    "chain_comm_hooks": "undertow.ddp.comm_hooks",
     "clip_grad_norm_": "undertow.optim.clipping",
     "has_checkpoint": "undertow.checkpoint.checkpoint",
     "load_checkpoint": "undertow.checkpoint.checkpoint",
@@ -62,6 +62,7 @@ __all__ = [
     "ExpertGroup",
     "GradientBucket",
     "GradientBucketManager",
+    "GradientSync",
     "NonFiniteGradient",
     "PeerFailed",
     "PhaseError",
@@ -71,13 +72,12 @@ __all__ = [
     "ShardedGradientError",
     "ShardedOptimizer",
     "StallTimeout",
-    "Sync",
     "SyncConfig",
     "UndertowError",
     "WrongType",
     "attach",
     "average_gradients",
-    "chain",
+    "chain_comm_hooks",
     "clip_grad_norm_",
     "has_checkpoint",
     "load_checkpoint",

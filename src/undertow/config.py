@@ -81,7 +81,7 @@ class ExpertGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """How gradients are synchronised. The same on every rank; compared before the first step.
+    """How gradients are synchronized. The same on every rank; compared before the first step.
 
     strategy: what each rank has of gradients and optimizer state: all of both ("ddp"), or a shard with a ShardedOptimizer;
         "zero1" keeps whole gradients between micro-batches, "zero2" shards of them too. "hybrid" is "zero1" within each row of
@@ -101,7 +101,7 @@ class SyncConfig:
     overlap: False sends buckets after backward; the same bits for the same plan.
     reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
         (in rank order, in fp32 where gradients are narrower: the same bits under every plan). With "ordered" the strategies agree
-        too if each step synchronises once, parameters have 32 bits or more and `wire_dtype` is None. Two add up in another order:
+        too if each step synchronizes once, parameters have 32 bits or more and `wire_dtype` is None. Two add up in another order:
         "zero2" averages each micro-batch over ranks and adds up the means, and "hybrid" adds up row by row.
     op: what becomes of the ranks' gradients: "mean", "sum", or "weighted": their sum over the sum of all weights, of which every
         rank gives one by `loss_weight(n)` before each backward. Not with experts.
@@ -119,7 +119,7 @@ class SyncConfig:
         wait for the last one), a line on rank 0 ("warn"), the step is skipped on every rank and changes nothing ("skip"; not in
         eager form, with experts, or where a plain optimizer is given a closure), or NonFiniteGradient on every rank ("raise").
         What a GradScaler deals with stays its own.
-    check_replicas_every: after how many synchronisations a fingerprint of every parameter is compared over all ranks;
+    check_replicas_every: after how many synchronizations a fingerprint of every parameter is compared over all ranks;
         where one differs every rank raises ReplicaMismatch. None: never.
     stall_warning_s: after how many seconds of waiting a rank has all ranks report who is late, for what, and what it is doing.
     stall_timeout_s: after how many the step fails, with StallTimeout on every rank. Infinity switches either off; over gloo the
@@ -250,7 +250,7 @@ def _require_seconds(value: object, *, name: str) -> None:
 def _require_count(value: object, *, name: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError(
-            f"{name} must be a whole number of synchronisations from 1 on, got {value!r}.",
+            f"{name} must be a whole number of synchronizations from 1 on, got {value!r}.",
             where="SyncConfig",
             remedy="Give a number, such as 100, or leave it out for no comparison.",
         )

@@ -1,4 +1,4 @@
-"""Gradient synchronisation of a module that keeps its class and its keys."""
+"""Gradient synchronization of a module that keeps its class and its keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from undertow.runtime.comm.recorder import Recorder, clock_for
 from undertow.runtime.execute.hooks import is_outermost_forward, warn_of_late_backward
 from undertow.runtime.gradients.weights import require_weighted
 from undertow.runtime.model.ignore import names_to_ignore
-from undertow.runtime.model.module_params import AnyOf, Members
+from undertow.runtime.model.module_params import AnyOf, ModuleParams
 from undertow.runtime.replan.planning import explanation_of, measured_profile
 from undertow.runtime.step.dropped import let_go_when_dropped
 from undertow.runtime.step.engine import Engine
@@ -42,7 +42,7 @@ from undertow.runtime.step.sharded_steps import (
     require_plain_strategy,
     watch_steps,
 )
-from undertow.runtime.step.siblings import Companions
+from undertow.runtime.step.siblings import SiblingEngines
 from undertow.runtime.step.sweep import sweep
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.compile import cut_bytes, cut_graphs
@@ -51,14 +51,14 @@ from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 
 
-class Sync:
-    """Synchronises the gradients of one module; made by `attach` and by `DistributedDataParallel`.
+class GradientSync:
+    """Synchronizes the gradients of one module; made by `attach` and by `DistributedDataParallel`.
 
     Making one is a collective call, in which every rank takes over rank 0's tensors of the kinds in `shared`. Raises
     ConfigError, and PlanMismatch on every rank if ranks hold different parameters or settings.
     """
 
-    experts: Sequence[Sync] = ()  # what synchronises each group of experts, in the order of the settings
+    experts: Sequence[GradientSync] = ()  # what synchronizes each group of experts, in the order of the settings
 
     def __init__(  # noqa: PLR0913  the choices of its users, and what is not its affair
         self,
@@ -72,12 +72,12 @@ class Sync:
         elsewhere: Container[str] = frozenset(),
         within: OwnGroup | None = None,
     ) -> None:
-        # What somebody else synchronises is `elsewhere`, maybe not the same on all ranks; what fails `within` it, fails here.
+        # What somebody else synchronizes is `elsewhere`, maybe not the same on all ranks; what fails `within` it, fails here.
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
         self._module, self._within = module, within
-        self._members = Members(module, AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype)
+        self._members = ModuleParams(module, AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = self._is_compiled = False
         self._hook: CommHook | None = None
@@ -143,7 +143,7 @@ class Sync:
         return self._hook is not None
 
     @property
-    def is_synchronising(self) -> bool:
+    def is_synchronizing(self) -> bool:
         """Whether a round is under way: a backward runs, or has not ended well."""
         return self._engine.is_busy
 
@@ -174,11 +174,11 @@ class Sync:
         """All parameters of the module that are not left alone, trained or not."""
         return self._members.named_params()
 
-    def take_part_with(self, others: Iterable[Sync]) -> None:
-        """From now on a backward that reaches a parameter of one of us is a synchronisation of all."""
+    def take_part_with(self, others: Iterable[GradientSync]) -> None:
+        """From now on a backward that reaches a parameter of one of us is a synchronization of all."""
         engines = [self._engine, *(other._engine for other in others)]
         for engine in engines:
-            engine.companions = Companions(engines)
+            engine.siblings = SiblingEngines(engines)
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ class Sync:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backwards inside only accumulate; the next one outside synchronises the sum."""
+        """Backwards inside only accumulate; the next one outside synchronizes the sum."""
         if self._is_closed:  # asked here: this is called for every micro-batch
             self.require_open("accumulate()")
         before, self.is_accumulating = self.is_accumulating, True
@@ -212,9 +212,9 @@ class Sync:
         """Says, before each backward, that its loss is the sum over `n` tokens or samples of this rank; 0 where it has none.
 
         For `SyncConfig(op="weighted")`: every `.grad` becomes the sum over ranks divided by the sum of all weights, those of all
-        ranks and micro-batches, also where several backwards of a step synchronise. One more small all-reduce, of fp64, leaves
+        ranks and micro-batches, also where several backwards of a step synchronize. One more small all-reduce, of fp64, leaves
         when the backward begins; a backward without a call adds no weight. PhaseError on every rank at the end of a
-        synchronisation to which some rank gave no weight, or whose weights add up to 0, and at a step before the backward; a rank
+        synchronization to which some rank gave no weight, or whose weights add up to 0, and at a step before the backward; a rank
         that joins by `finish()` needs none. ConfigError for another op, and unless `n` is a number >= 0.
         """
         if self._is_closed:
@@ -227,13 +227,13 @@ class Sync:
         """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all.
 
         Runs a round if none has run since this rank's last training forward or step, else does nothing. Where no
-        forward ran, buffers are synchronised as well, as the other ranks' forwards have done. After a training
+        forward ran, buffers are synchronized as well, as the other ranks' forwards have done. After a training
         forward it is called by itself before an optimizer steps that holds one of the parameters.
         """
         self.require_open("finish()")
         is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
         if is_empty and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
-            self.synchronise_buffers(source=buffers_follow)
+            self.synchronize_buffers(source=buffers_follow)
         self._engine.finish()
 
     @private.untraced
@@ -243,8 +243,8 @@ class Sync:
         `op` is "mean" or "sum", of what each rank's `.grad` holds; None is that of the settings. Another one than that multiplies
         or divides the result by the number of ranks (of experts by their divisor), and goes neither with weights nor with a hook.
 
-        PhaseError inside a backward, and on every rank where some rank has accumulated nothing since the last synchronisation or
-        has not waited for an earlier reduction: here, in `wait`, or in the next synchronisation of a rank that does not reduce.
+        PhaseError inside a backward, and on every rank where some rank has accumulated nothing since the last synchronization or
+        has not waited for an earlier reduction: here, in `wait`, or in the next synchronization of a rank that does not reduce.
         Desync where ranks give different ops.
         """
         self.require_open("reduce_gradients_async()")
@@ -300,7 +300,7 @@ class Sync:
 
         `bucket` has the methods of torch.distributed.GradBucket, so that torch's own hooks run unchanged. What the
         hook sees is not divided: the mean is the hook's affair. On the host it runs in a thread, one bucket after another. Once,
-        and not within a backward: else PhaseError; `undertow.chain` makes one hook of several. The next synchronisation
+        and not within a backward: else PhaseError; `undertow.chain` makes one hook of several. The next synchronization
         compares the names of the ranks' hooks: PlanMismatch on every rank where they differ.
         """
         self.require_open("register_comm_hook()")
@@ -340,7 +340,7 @@ class Sync:
         if "buffers" in kinds:
             broadcast_in_place(self._members.common_buffers.tensors, self._group, source=source)
 
-    def synchronise_buffers(self, *, source: int = 0) -> None:
+    def synchronize_buffers(self, *, source: int = 0) -> None:
         """Buffers follow that rank's, or become the mean over ranks, as the settings say; a collective call."""
         if self._group.num_ranks == 1:
             return
@@ -349,21 +349,21 @@ class Sync:
         follow(self._members.common_buffers, self._group, source=source)
 
     def shadow(self) -> None:
-        """Keeps the other ranks company in one synchronisation, without gradients of our own."""
+        """Keeps the other ranks company in one synchronization, without gradients of our own."""
         self._engine.shadow()
         self._engine.checks.require_alike()  # nothing else of this rank's asks
 
     @property
-    def synchronises(self) -> bool:
+    def synchronizes(self) -> bool:
         """Whether a backward that runs now communicates."""
-        return self._engine.synchronises
+        return self._engine.synchronizes
 
     def join_ends(self) -> None:
         """All ranks are in the same place again, and all of them count."""
         self._engine.join_ends()
 
     def wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Has the end of the next synchronising backward, or the next forward, wait for these too."""
+        """Has the end of the next synchronizing backward, or the next forward, wait for these too."""
         self._engine.also_awaited += futures
 
     def watch_forwards(self) -> None:
@@ -384,7 +384,7 @@ class Sync:
         """Called before each forward of the module: a step begins, and buffers follow a rank, if not None."""
         self._is_compiled |= is_compiled
         if self._engine.is_closed:
-            if self.is_training_forward and self._engine.formation.has_unwatched():
+            if self.is_training_forward and self._engine.current_plan.has_unwatched():
                 self.require_open("a training forward")
                 self._engine.require_successor()
             return
@@ -395,7 +395,7 @@ class Sync:
         if not is_outermost_forward():
             return
         if buffers_follow is not None and self.is_training_forward and not self._engine.is_accumulating:
-            self.synchronise_buffers(source=buffers_follow)
+            self.synchronize_buffers(source=buffers_follow)
 
     @private.untraced
     def forward_ends(self) -> None:
@@ -427,8 +427,8 @@ class Sync:
 
         Prints it unless `show` is false. Never communicates: a single rank may ask. Which decisions there are every rank knows.
         """
-        formation = self._engine.formation
-        explanation = explanation_of(formation.watch, formation.assembly, self._config)
+        current_plan = self._engine.current_plan
+        explanation = explanation_of(current_plan.watch, current_plan.compiled, self._config)
         if show:
             print_explanation(explanation)
         return explanation
@@ -438,8 +438,8 @@ class Sync:
 
         Never communicates. PhaseError before the first steps are measured, which takes about ten.
         """
-        formation = self._engine.formation
-        return measured_profile(formation.watch, formation.assembly, self._config)
+        current_plan = self._engine.current_plan
+        return measured_profile(current_plan.watch, current_plan.compiled, self._config)
 
     def measure_network(self) -> None:
         """Sends messages of many sizes, for plans and profiles that know what those take; a collective call between steps.

@@ -14,7 +14,7 @@ from support.project import ROOT, SOURCES, name_of
 
 TESTS = ROOT / "tests"
 ALLOWED = (TESTS / "unit", TESTS / "support" / "inside.py", TESTS / "arch" / "test_inside.py")
-INNER = {"formation", "assembly"}  # public names on the way to private objects
+INNER = {"current_plan", "compiled"}  # public names on the way to private objects
 OTHERS = {"torch", "dist", "nn"}  # whose private names are not ours
 
 
@@ -82,7 +82,7 @@ def test_a_file_does_not_reach_inside(path: Path) -> None:
         ("import undertow.runtime", ["1: undertow.runtime"]),
         ("from undertow.sync import _private", ["1: _private"]),
         ("ddp.sync._engine.plan", ["1: _engine"]),
-        ("ddp.sync.formation", ["1: formation"]),
+        ("ddp.sync.current_plan", ["1: current_plan"]),
         ("patch('undertow.runtime.comm.group.x')", ["1: undertow.runtime.comm.group.x"]),
         ("setattr(exchanges, '_send', late)", ["1: _send"]),
         ("class Mine:\n    def f(self):\n        self._engine = 1\n        return self._engine", []),

@@ -22,7 +22,7 @@ from support import markers, skips
 pytest_addoption, pytest_sessionfinish = skips.add_option, skips.fail_if_unexpected
 
 def pytest_terminal_summary(terminalreporter):
-    skips.summarise(terminalreporter)
+    skips.summarize(terminalreporter)
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):

@@ -409,7 +409,7 @@ def test_names_are_the_modules_however_it_is_wrapped_and_extra_states_are_the_fi
 # Ranks 0 and 1 have one model, ranks 2 and 3 another one of the same names.
 @in_ranks(4, is_fresh=True)
 @pytest.mark.parametrize("wrap", [attach, DistributedDataParallel])
-def test_a_bare_model_is_saved_by_the_ranks_that_synchronise_it(path: Path, wrap: Any) -> None:
+def test_a_bare_model_is_saved_by_the_ranks_that_synchronize_it(path: Path, wrap: Any) -> None:
     groups = [dist.new_group(half) for half in ([0, 1], [2, 3])]
     mine = dist.get_rank() // 2
     model, half = nn.Linear(2, 2), path.with_name(f"half {mine}")

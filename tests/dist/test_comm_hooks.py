@@ -57,7 +57,7 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "allreduce of a group": lambda: (dist.group.WORLD, default.allreduce_hook),
     "fp16": lambda: (None, default.fp16_compress_hook),
     "fp16, wrapped": lambda: (None, default.fp16_compress_wrapper(default.allreduce_hook)),
-    "a chain": lambda: (None, undertow.chain((2.0, scale), (None, default.fp16_compress_hook), (0.25, scale))),
+    "a chain": lambda: (None, undertow.chain_comm_hooks((2.0, scale), (None, default.fp16_compress_hook), (0.25, scale))),
 }
 BRAIN_HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "bf16": lambda: (None, default.bf16_compress_hook),
@@ -140,7 +140,9 @@ def test_bfloat16_hooks_reduce_on_the_cpu_where_torch_refuses_them(name: str) ->
 POWER_HOOKS: dict[str, Hook] = {
     "PowerSGD": powerSGD_hook,
     "PowerSGD in fp16": default.fp16_compress_wrapper(powerSGD_hook),
-    "PowerSGD in a chain": lambda state, bucket: undertow.chain((0.5, scale), (state, powerSGD_hook), (2.0, scale))(None, bucket),
+    "PowerSGD in a chain": lambda state, bucket: undertow.chain_comm_hooks((0.5, scale), (state, powerSGD_hook), (2.0, scale))(
+        None, bucket
+    ),
 }
 
 

@@ -91,7 +91,7 @@ def test_gradients_with_a_graph_are_averaged(bucket_cap_mb: float | None) -> Non
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
 def test_gradients_made_in_no_sync_keep_their_graph() -> None:
-    """The first backward only makes slopes; the second one, through them, is synchronised."""
+    """The first backward only makes slopes; the second one, through them, is synchronized."""
 
     def loss(model: nn.Module, step: int) -> Tensor:
         with ddp.no_sync():

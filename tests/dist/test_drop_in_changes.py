@@ -161,7 +161,7 @@ def test_a_rank_may_ask_a_teacher_alone() -> None:
     with wrapped_and_bare(mlp(), bucket_cap_mb=1e-6) as (ddp, bare):
         for step in range(4):
             if dist.get_rank() == step % 2:
-                # Not in training mode, in which the other ranks would wait for a synchronisation of buffers and gradients.
+                # Not in training mode, in which the other ranks would wait for a synchronization of buffers and gradients.
                 functional_call(ddp.eval(), others(ddp), (noise(2, 6, step=step),)).sum().backward()
                 ddp.train()
             backward_alike(ddp, bare, MLP.loss, steps=[step])
@@ -193,9 +193,9 @@ def test_a_parameter_that_was_added_and_frozen_between_rounds_is_told() -> None:
             MLP.loss(ddp, 1).backward()
         ddp.module[0].weight.requires_grad_(False)
         assert text_of(PhaseError, lambda: MLP.loss(ddp, 2).backward()) == (
-            "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.\n"
-            f"  parameter '0.weight', synchronisation 1, rank {dist.get_rank()}\n"
-            "  Synchronise once before it is frozen, and drop its gradient now."
+            "a parameter was added and frozen again between two synchronizations: its gradient is not averaged.\n"
+            f"  parameter '0.weight', synchronization 1, rank {dist.get_rank()}\n"
+            "  Synchronize once before it is frozen, and drop its gradient now."
         )
         ddp.zero_grad()
         MLP.loss(ddp, 3).backward()
@@ -363,8 +363,8 @@ def test_a_parameter_thawed_within_a_backward_is_an_error_that_names_it() -> Non
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_a_gradient_that_was_frozen_out_of_its_synchronisation_is_not_stepped_in_silence(strategy: str) -> None:
-    """Accumulated, then frozen for the backward that synchronises, and thawed before the step: nobody averages that gradient."""
+def test_a_gradient_that_was_frozen_out_of_its_synchronization_is_not_stepped_in_silence(strategy: str) -> None:
+    """Accumulated, then frozen for the backward that synchronizes, and thawed before the step: nobody averages that gradient."""
     with wrapped(mlp(), strategy=strategy) as ddp:
         optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
 
@@ -381,7 +381,7 @@ def test_a_gradient_that_was_frozen_out_of_its_synchronisation_is_not_stepped_in
         with ddp.no_sync():
             MLP.loss(ddp, 2).backward()
         ddp.module[2].requires_grad_(False)
-        texts = ("the optimizer steps on a gradient that is not synchronised", "the parameters have changed while")
+        texts = ("the optimizer steps on a gradient that is not synchronized", "the parameters have changed while")
         assert text_of(PhaseError, train).startswith(texts)
 
 

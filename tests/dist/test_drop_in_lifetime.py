@@ -331,7 +331,7 @@ def test_a_copy_that_is_loaded_in_the_wrong_place_says_so() -> None:
     )
     dist.destroy_process_group()
     assert text_of(ConfigError, lambda: pickle.loads(written[rank])) == (
-        "torch.distributed is not initialised.\n"
+        "torch.distributed is not initialized.\n"
         "  a copy of a model that was wrapped over 1 ranks\n"
         "  Call torch.distributed.init_process_group() before loading it, or save model.module instead."
     )

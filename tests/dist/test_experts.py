@@ -135,7 +135,7 @@ def test_an_expert_that_one_rank_uses_has_its_gradient_on_all_that_hold_it_when_
 
 
 @in_ranks(4)
-def test_a_backward_that_reaches_one_part_only_is_a_synchronisation_of_all() -> None:
+def test_a_backward_that_reaches_one_part_only_is_a_synchronization_of_all() -> None:
     """Rank 0 reaches experts alone, rank 1 dense parameters alone, rank 2 nothing at all."""
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         rank, rows = dist.get_rank(), torch.ones(2, WIDTH)
@@ -170,7 +170,7 @@ def test_micro_batches_are_summed_and_reduced_once(way: str) -> None:
 
 @in_ranks(4)
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_several_synchronised_backwards_of_a_step_add_up(op: str) -> None:
+def test_several_synchronized_backwards_of_a_step_add_up(op: str) -> None:
     """A sum over two ranks over four is no mean over them: what is there already must not be counted for each again."""
     divisors = {"divisor": 1, "dense_divisor": 1} if op == "sum" else {"divisor": 4, "dense_divisor": 4}
     with wrapped_mixture(mixture(), op=op, divisor=None if op == "sum" else 4) as (ddp, bare, group):
@@ -408,12 +408,12 @@ def test_clipping_goes_without_experts_as_well() -> None:
 
 
 @in_ranks(4)
-def test_clipping_what_is_not_synchronised_is_an_error() -> None:
+def test_clipping_what_is_not_synchronized_is_an_error() -> None:
     with wrapped_mixture(mixture()) as (ddp, _, _):
         with ddp.no_sync():
             loss(ddp, 0).backward()
         assert text_of(PhaseError, lambda: clip_grad_norm_(ddp, 1.0)) == (
-            "gradients were accumulated and are not synchronised: each rank would find another norm.\n"
+            "gradients were accumulated and are not synchronized: each rank would find another norm.\n"
             f"  clip_grad_norm_, rank {dist.get_rank()}\n"
             "  Run the last backward of a step outside of accumulate() and no_sync()."
         )

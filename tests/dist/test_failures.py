@@ -49,7 +49,7 @@ def failing(hook: RemovableHandle) -> Iterator[None]:
 SMALL = {"bucket_cap_mb": 1e-6}
 THEIRS = (
     "backward failed on rank {ranks}.\n"
-    "  synchronisation {step}, rank {rank}\n"
+    "  synchronization {step}, rank {rank}\n"
     "  The gradients of this step are incomplete on every rank: drop them, and see the log of that rank."
 )
 
@@ -75,7 +75,7 @@ def test_after_a_failure_on_all_ranks_the_next_step_is_right(events: str, before
 
 
 @in_ranks(2, 3)
-def test_what_was_accumulated_before_a_failure_is_still_synchronised() -> None:
+def test_what_was_accumulated_before_a_failure_is_still_synchronized() -> None:
     """Layer 2 has a gradient from a micro-batch; the failed backward had not reached it, and no later one does."""
     with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
         with ddp.no_sync():
@@ -157,12 +157,12 @@ def test_a_rank_in_another_step_is_an_error_on_all() -> None:
         step_is_right(ddp, bare, 0)
         if rank == 1:
             skip_a_round(ddp)
-        places = "".join(f"  rank {other}: synchronisation {1 + (other == 1)}\n" for other in range(num_ranks))
+        places = "".join(f"  rank {other}: synchronization {1 + (other == 1)}\n" for other in range(num_ranks))
         assert text_of(Desync, loss(ddp).backward) == (
             "ranks are not in the same step.\n"
-            f"  synchronisation {1 + (rank == 1)}, rank {rank}\n"
+            f"  synchronization {1 + (rank == 1)}, rank {rank}\n"
             f"{places}"
-            "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
+            "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish()."
         )
 
 
@@ -177,7 +177,7 @@ def test_an_optimizer_that_steps_in_backward_is_an_error() -> None:
             # The synchronization that the first error has ended counts, and the right one after it.
             assert text_of(PhaseError, loss(ddp, step).backward) == (
                 "an optimizer steps within a backward, on gradients that are not averaged yet.\n"
-                f"  synchronisation {2 * step}, rank {dist.get_rank()}\n"
+                f"  synchronization {2 * step}, rank {dist.get_rank()}\n"
                 "  Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward."
             )
             handle.remove()
@@ -198,7 +198,7 @@ def test_a_step_after_the_group_is_gone_is_an_error(in_forward: bool) -> None:
         dist.destroy_process_group(own_group_of(sync).process_group)
         assert text_of(PhaseError, lambda: (loss(model) if result is None else result).backward()) == (
             "the process group of this model has been destroyed.\n"
-            "  gradient synchronisation\n"
+            "  gradient synchronization\n"
             "  Call torch.distributed.destroy_process_group() after the last backward."
         )
 
@@ -210,7 +210,7 @@ def test_a_rank_that_closes_its_model_after_a_failure_is_not_waited_for(where: s
     with pytest.raises(Stop if dist.get_rank() == 1 else PeerFailed) as caught:
         train_until_rank_1_fails(where, tmp_path / "checkpoint")
     if dist.get_rank() == 0:
-        told = f"rank 1 has failed: {Stop.__module__}.Stop\n  synchronisation 2, rank 0\n"
+        told = f"rank 1 has failed: {Stop.__module__}.Stop\n  synchronization 2, rank 0\n"
         assert str(caught.value).startswith(told)
 
 

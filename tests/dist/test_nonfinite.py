@@ -67,7 +67,7 @@ def train(ddp: nn.Module, optimizer: Any, step: int, *, factor: float | None = N
 
 
 def found(rank: int, *, step: int = BAD_STEP) -> str:
-    return f"{WHAT.format('first.weight', f'rank {rank}')}\n  synchronisation {step}, bucket 0"
+    return f"{WHAT.format('first.weight', f'rank {rank}')}\n  synchronization {step}, bucket 0"
 
 
 def has_skipped(ddp: Any) -> int:
@@ -357,13 +357,13 @@ def test_what_is_not_finite_is_found_wherever_it_is(name: str) -> None:
         if "used by one" in name:
             assert [param.grad is None for param in ddp.parameters()] == [False] * 4 + [True] * 2
         if what:
-            assert text_of(NonFiniteGradient, optimizer.step) == f"{what}\n  synchronisation 0, bucket {buckets}\n{REMEDY}"
+            assert text_of(NonFiniteGradient, optimizer.step) == f"{what}\n  synchronization 0, bucket {buckets}\n{REMEDY}"
         if name == "all":
             optimizer.zero_grad()
             ddp.module.factor = torch.nan
             ddp(noise(5, 4)).square().mean().backward()
             both = WHAT.format("first.weight", "rank 0, 1")
-            assert text_of(NonFiniteGradient, optimizer.step) == f"{both}\n  synchronisation 1, bucket 3\n{REMEDY}"
+            assert text_of(NonFiniteGradient, optimizer.step) == f"{both}\n  synchronization 1, bucket 3\n{REMEDY}"
         elif not what:
             optimizer.step()
 
@@ -402,7 +402,7 @@ def test_a_rank_alone_looks_when_it_steps(policy: str, strategy: str) -> None:
         else:
             step(0, None)
             before = parameters(ddp)
-            text = found(0).replace("synchronisation 2, bucket 0", "one rank, when its optimizer steps")
+            text = found(0).replace("synchronization 2, bucket 0", "one rank, when its optimizer steps")
             assert text_of(NonFiniteGradient, lambda: step(1, torch.nan)) == f"{text}\n{REMEDY}"
             require_equal(parameters(ddp), before)
     dist.destroy_process_group(mine)
@@ -417,7 +417,7 @@ def test_optimizers_in_backward_are_skipped() -> None:
 
 
 EXPERTS_RAISE = """the gradient of 'experts.0.bias' is infinite or no number on rank 3.
-  synchronisation {step}
+  synchronization {step}
   Ranks with other experts take the step: start from a checkpoint, and look for what has overflowed there."""
 
 

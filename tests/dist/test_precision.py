@@ -221,7 +221,7 @@ def test_torchs_mixed_precision_computes_in_its_dtype(options: dict[str, torch.d
 
 
 def mean_on_the_wire(grad: Tensor, wire: torch.dtype, *, is_native: bool, is_sharded: bool) -> Tensor:
-    """Over two ranks, of what has travelled; whole gradients are sent back as narrow as they came."""
+    """Over two ranks, of what has traveled; whole gradients are sent back as narrow as they came."""
     if not is_native or is_sharded:
         mean = mean_of_all(grad.to(wire).float())
         return mean if is_sharded else mean.to(wire).float()

@@ -125,7 +125,7 @@ def test_weights_that_are_not_sound_are_an_error_on_every_rank_and_update_nothin
         before = parameters(ddp)
         found = text_of(PhaseError, lambda: backward(unsound))
         others = ", ".join(map(str, range(1, dist.get_world_size())))
-        assert found == text.format(where=f"synchronisation {num_sound}, rank {rank}", others=others)
+        assert found == text.format(where=f"synchronization {num_sound}, rank {rank}", others=others)
         require_equal(before, parameters(ddp))
         backward(ALL)
         if not is_eager:  # the mean over ranks of rank + 1
@@ -187,9 +187,9 @@ def test_weights_are_not_handed_on_to_another_group_or_wrapper(is_accumulated: b
                 loss_of(ddp).backward()
         for hand_on in (lambda: ddp._update_process_group(group), lambda: DistributedDataParallel(ddp.module)):
             assert text_of(ConfigError, hand_on) == (
-                "weights were given for gradients that are not synchronised yet.\n"
+                "weights were given for gradients that are not synchronized yet.\n"
                 f"  another process group, or another wrapper; rank {dist.get_rank()}\n"
-                "  Synchronise what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async()."
+                "  Synchronize what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async()."
             )
         loss_of(ddp).backward()  # with all of the weight
         ddp._update_process_group(group)
@@ -282,8 +282,8 @@ def accumulate(ddp: nn.Module, step: int = 0) -> None:
 
 def nothing_to_reduce(number: int, ranks: str = "0, 1") -> str:
     return (
-        f"there is nothing to reduce on rank {ranks}: no accumulation has run there since the last synchronisation.\n"
-        f"  reduce_gradients_async(), synchronisation {number}\n"
+        f"there is nothing to reduce on rank {ranks}: no accumulation has run there since the last synchronization.\n"
+        f"  reduce_gradients_async(), synchronization {number}\n"
         "  Run backward inside accumulate() or no_sync() on every rank, then reduce once."
     )
 
@@ -291,7 +291,7 @@ def nothing_to_reduce(number: int, ranks: str = "0, 1") -> str:
 def reduced_twice(number: int, ranks: str = "0, 1") -> str:
     return (
         f"an earlier reduction was not waited for on rank {ranks}.\n"
-        f"  reduce_gradients_async(), synchronisation {number}\n"
+        f"  reduce_gradients_async(), synchronization {number}\n"
         "  Call wait() on what reduce_gradients_async() has returned before the next call."
     )
 
@@ -311,7 +311,7 @@ def test_a_reduction_at_the_wrong_time_is_an_error() -> None:
         ddp.module.layers[0].weight.register_hook(lambda _: ddp.reduce_gradients_async())
         assert text_of(PhaseError, ddp(noise(2, 4), (0, 1)).sum().backward) == (
             "reduce_gradients_async() was called inside a backward.\n"
-            "  Sync.reduce_gradients_async\n"
+            "  GradientSync.reduce_gradients_async\n"
             "  Call it after the last backward of the step."
         )
 
@@ -323,8 +323,8 @@ def test_a_backward_during_a_reduction_is_an_error() -> None:
         loss = MLP.loss(ddp, 1)
         reduction = ddp.reduce_gradients_async()
         assert text_of(PhaseError, loss.backward) == (
-            "a backward began while gradients are being synchronised.\n"
-            "  synchronisation 0\n"
+            "a backward began while gradients are being synchronized.\n"
+            "  synchronization 0\n"
             "  Wait for reduce_gradients_async() before the next backward."
         )
         reduction.wait()
@@ -374,9 +374,9 @@ def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
             'op must be "mean" or "sum", got \'avg\'.\n  reduce_gradients_async(op)\n  Leave it out for the op of the settings.'
         )
         assert text_of(Desync, lambda: ddp.reduce_gradients_async(("sum", "mean")[rank]).wait()) == (
-            f'ranks are not in the same step.\n  synchronisation 0, rank {rank}\n  rank 0: synchronisation 0, op="sum"\n'
-            "  rank 1: synchronisation 0\n"
-            "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
+            f'ranks are not in the same step.\n  synchronization 0, rank {rank}\n  rank 0: synchronization 0, op="sum"\n'
+            "  rank 1: synchronization 0\n"
+            "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish()."
         )
     with wrapped(MLP.model(), op="weighted") as ddp:
         ddp.loss_weight(2.0)
@@ -398,7 +398,7 @@ def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
     with stepped(2) as (ddp, _opt):
         accumulate(ddp)
         assert text_of(PhaseError, lambda: ddp.reduce_gradients_async("sum").wait()) == (
-            "rank 0, 1 holds shards of what an earlier synchronisation has brought, which another op would count again.\n"
-            "  reduce_gradients_async(), synchronisation 2\n"
+            "rank 0, 1 holds shards of what an earlier synchronization has brought, which another op would count again.\n"
+            "  reduce_gradients_async(), synchronization 2\n"
             "  Call zero_grad() before the accumulation, or set op in SyncConfig."
         )

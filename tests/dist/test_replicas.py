@@ -52,7 +52,7 @@ def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, other: int | None, *
 
 def require_found(ddp: nn.Module, optimizer: Any, other: int, *, ranks: str, step: int) -> None:
     assert text_of(ReplicaMismatch, lambda: train(ddp, optimizer, other)) == (
-        f"parameter '2.weight' has other values on {ranks}.\n  synchronisation {step}; 2 of 4 parameters differ\n{REMEDY}"
+        f"parameter '2.weight' has other values on {ranks}.\n  synchronization {step}; 2 of 4 parameters differ\n{REMEDY}"
     )
     assert ddp.steps_begun == step
 
@@ -152,7 +152,7 @@ def test_two_models_in_one_backward_are_both_compared() -> None:
             if step < 2:
                 optimizer.step()
         with pytest.raises(
-            ReplicaMismatch, match=r"'0\.bias' .* rank 1 than on rank 0\.\n  synchronisation 2; 1 of 4 parameters"
+            ReplicaMismatch, match=r"'0\.bias' .* rank 1 than on rank 0\.\n  synchronization 2; 1 of 4 parameters"
         ):
             optimizer.step()
 

@@ -124,7 +124,7 @@ def test_hooks_of_others_read_parameters_that_have_come() -> None:
 @in_ranks(2)
 def test_after_close_and_with_strangers() -> None:
     with stepped(2) as (ddp, opt):
-        with pytest.raises(ConfigError, match=r"of shape \(3,\), is none that is synchronised"):
+        with pytest.raises(ConfigError, match=r"of shape \(3,\), is none that is synchronized"):
             opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         assert len(opt.param_groups) == 1
         for wrong in (0, -1, float("-inf")):
@@ -209,7 +209,7 @@ def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing() -> None:
 # Only rank 1 has a part of the gradient, and every rank says so of it.
 @in_ranks(2)
 @pytest.mark.parametrize(("eager", "clips"), [(False, False), (False, True), (True, False)], ids=["step", "clip", "eager step"])
-def test_a_gradient_that_is_not_synchronised_is_an_error_on_every_rank(eager: bool, clips: bool) -> None:
+def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(eager: bool, clips: bool) -> None:
     with stepped(2, eager=eager, **SMALL) as (ddp, opt):
         opt.zero_grad()
         MLP.loss(ddp, 2).backward()
@@ -218,7 +218,7 @@ def test_a_gradient_that_is_not_synchronised_is_an_error_on_every_rank(eager: bo
         with ddp.no_sync():
             (2 * list(opt.owned_parts())[index]).sum().backward()
         assert text_of(PhaseError, lambda: opt.clip_grad_norm_(1.0) if clips else opt.step()) == (
-            "the optimizer steps on gradients that were accumulated and not synchronised.\n"
+            "the optimizer steps on gradients that were accumulated and not synchronized.\n"
             f"  parameter {ddp.plan.params[index].name!r}, rank {dist.get_rank()}\n"
             "  Run the last backward of a step outside of accumulate() and no_sync()."
         )
@@ -263,7 +263,7 @@ NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
     "Adafactor": (ConfigError, "Adafactor cannot be sharded: it keeps one", lambda it: (torch.optim.Adafactor, it)),
     "Muon": (
         ConfigError,
-        "Muon cannot be sharded: it orthogonalises",
+        "Muon cannot be sharded: it orthogonalizes",
         lambda it: (getattr(torch.optim, "Muon", type("Muon", (SGD,), {})), it, [it.module[0].weight]),
     ),
     "a norm": (ConfigError, "Coupled cannot be sharded: it updates parts", lambda it: (Coupled, it)),
@@ -271,7 +271,7 @@ NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
     "a name": (WrongType, "cls must be a class of optimizers", lambda it: ("SGD", it)),
     "a stranger": (
         ConfigError,
-        "parameter 0 of the optimizer, of shape (1, 1), is none that is synchronised",
+        "parameter 0 of the optimizer, of shape (1, 1), is none that is synchronized",
         lambda it: (SGD, it, nn.Linear(1, 1).parameters()),
     ),
 }
@@ -312,7 +312,7 @@ def test_mistakes_are_told() -> None:
         for step in range(1, 4):
             with contextlib.nullcontext() if step == 2 else ddp.no_sync():
                 MLP.loss(ddp, step).backward()
-        with pytest.raises(PhaseError, match="accumulated and not synchronised"):
+        with pytest.raises(PhaseError, match="accumulated and not synchronized"):
             newer.step()
 
 

@@ -396,7 +396,7 @@ def test_parameters_and_buffers_of_all_rows_follow_rank_0() -> None:
         require_same_everywhere(parameters(ddp))
         for step in range(3):
             step_of(ddp, opt, case, step)
-        ddp.sync.synchronise_buffers()
+        ddp.sync.synchronize_buffers()
         require_same_everywhere({name: value.clone() for name, value in ddp.named_buffers()})
         require_same_everywhere(parameters(ddp))
 

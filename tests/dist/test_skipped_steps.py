@@ -111,7 +111,7 @@ def test_experts_without_gradients_do_not_stop_a_scaler() -> None:
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 def test_rounds_of_different_steps_do_not_pair_off() -> None:
-    """Rank 0 synchronises twice in a step, rank 1's second backward reaches nothing, and it cannot know of the round.
+    """Rank 0 synchronizes twice in a step, rank 1's second backward reaches nothing, and it cannot know of the round.
 
     Before an optimizer has stepped for the first time nobody can: a rank may leave that to others.
     """
@@ -129,8 +129,8 @@ def test_rounds_of_different_steps_do_not_pair_off() -> None:
 
         assert text_of(Desync, train) == (
             "ranks are not in the same step.\n"
-            f"  synchronisation 3, rank {dist.get_rank()}\n"
-            "  rank 0: synchronisation 3, without an optimizer step since the one before\n"
-            "  rank 1: synchronisation 3, after an optimizer step\n"
-            "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish()."
+            f"  synchronization 3, rank {dist.get_rank()}\n"
+            "  rank 0: synchronization 3, without an optimizer step since the one before\n"
+            "  rank 1: synchronization 3, after an optimizer step\n"
+            "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish()."
         )

@@ -35,7 +35,7 @@ class Loop:
 
     num_steps: tuple[int, ...]
     optimizer: str = "AdamW"
-    num_micro: int = 1  # backwards of a step, of which the last synchronises
+    num_micro: int = 1  # backwards of a step, of which the last synchronizes
     is_weighted: bool = False
     schedules: bool = False
     zeroes_late: bool = False  # between forward and backward

@@ -239,7 +239,7 @@ def test_a_part_of_what_is_wrapped_is_not_wrapped_again_nor_over_other_ranks() -
         if is_inside and dist.get_world_size() > 2:
             calls.append(lambda: attach(model, process_group=group))
         assert {text_of(ConfigError, call).replace("'weight'", "'0.weight'") for call in calls} == {
-            "a part of this module is synchronised already.\n"
+            "a part of this module is synchronized already.\n"
             "  parameter '0.weight' belongs to an earlier attach() or DistributedDataParallel\n"
             "  Call close() on the earlier one first."
         }
@@ -338,7 +338,7 @@ def test_what_is_thawed_after_steps_of_nothing_is_averaged() -> None:
 
 def test_without_a_process_group_the_error_says_what_to_call() -> None:
     assert text_of(ConfigError, lambda: attach(mlp())) == (
-        "torch.distributed is not initialised.\n"
+        "torch.distributed is not initialized.\n"
         "  no default process group exists in this process\n"
         '  Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start the ranks with '
         "torchrun --nproc-per-node=2 script.py."
@@ -440,7 +440,7 @@ def test_the_reducer_answers_frameworks_and_for_any_other_method_says_what_to_us
 ONCE = (
     "register_comm_hook can only be called once, and not within a backward.\n"
     "  {}\n"
-    "  Compose hooks with undertow.chain((state, hook), ...), and register that before training."
+    "  Compose hooks with undertow.chain_comm_hooks((state, hook), ...), and register that before training."
 )
 
 
@@ -461,7 +461,7 @@ def test_what_hooks_and_switches_refuse() -> None:
             "  Leave it out: every step is recorded, and report() shows them."
         )
         in_backward = next(ddp.parameters()).register_hook(lambda _: ddp.register_comm_hook(None, allreduce_hook))
-        assert text_of(PhaseError, MLP.loss(ddp, 0).backward) == ONCE.format("gradients are being synchronised")
+        assert text_of(PhaseError, MLP.loss(ddp, 0).backward) == ONCE.format("gradients are being synchronized")
         in_backward.remove()
         assert text_of(PhaseError, ddp._check_reducer_finalized) == (
             "Expect to have finished reduction in the prior iteration before starting a new one.\n"
@@ -493,7 +493,7 @@ class Counting(nn.Module):
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("location", [None, *_BufferCommHookLocation], ids=str)
-def test_a_hook_of_the_users_may_synchronise_buffers(location: _BufferCommHookLocation | None) -> None:
+def test_a_hook_of_the_users_may_synchronize_buffers(location: _BufferCommHookLocation | None) -> None:
     model, seen, after = Counting(), [], []
 
     def hook(state: object, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]] | None:

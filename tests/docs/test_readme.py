@@ -235,7 +235,7 @@ SHOWN_BY = {
     "Buffers that change": ["test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on"],
     "communication hook raises on one rank": ["test_a_hook_that_raises_on_one_rank_ends_the_others_by_the_timeout"],
     "looks at its loss alone": ["test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own"],
-    "With sums or weights `.grad`": ["test_with_weights_a_gradient_is_new_until_the_next_synchronisation"],
+    "With sums or weights `.grad`": ["test_with_weights_a_gradient_is_new_until_the_next_synchronization"],
     "is no `torch.optim.Optimizer`": ["test_steps_that_torch_does_not_know_are_not_skipped"],
     "Call `wait()` before C++ code": ["test_after_wait_code_in_cpp_reads_what_was_stepped"],
     "shares a parameter's memory": ["test_a_read_between_steps_sees_what_was_stepped"],
@@ -351,7 +351,7 @@ def test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own() -> No
 
 
 @in_ranks(2)
-def test_with_weights_a_gradient_is_new_until_the_next_synchronisation() -> None:
+def test_with_weights_a_gradient_is_new_until_the_next_synchronization() -> None:
     with contextlib.closing(DistributedDataParallel(nn.Linear(1, 1, bias=False), config=SyncConfig(op="weighted"))) as ddp:
 
         def backward(num_tokens: int) -> float:

@@ -13,7 +13,7 @@ GONE = """rank {faulty} is gone: its process has ended without a word, or was ki
 FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label
   {where}
   The step is incomplete on every rank. The traceback is in the log of rank {faulty}."""
-FINISHED = """rank {faulty} has left: it has finished after 3 synchronisations, and others wait for it.
+FINISHED = """rank {faulty} has left: it has finished after 3 synchronizations, and others wait for it.
   {where}
   Give every rank as many batches, train inside join() of the wrapper, or have a rank without data call finish()."""
 
@@ -34,7 +34,7 @@ class Place:
     def told(self, fault: Fault, kind: str, text: str) -> list[Ended]:
         """How the other ranks have ended: all with that error, in time."""
         found = outcomes(fault)
-        where = "the making of a process group" if self.step is None else f"synchronisation {self.step}"
+        where = "the making of a process group" if self.step is None else f"synchronization {self.step}"
         for rank in fault.others:
             expected = text.format(faulty=fault.rank, where=f"{where}, rank {rank}")
             assert (found[rank].kind, found[rank].text) == (kind, expected), found[rank].log

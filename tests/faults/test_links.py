@@ -79,7 +79,7 @@ def test_a_cut_link_ends_the_step_on_both_of_its_sides(job: Job, record: Record)
         assert rank.kind == "StallTimeout", rank.log
         named = ", ".join(map(str, late))
         assert re.fullmatch(rf"rank \d has waited \d+ s for .*: rank {named} has not come\.", first), rank.text
-        assert re.fullmatch(rf"  synchronisation \d+, rank {number}", where)
+        assert re.fullmatch(rf"  synchronization \d+, rank {number}", where)
         silent = [
             f"  rank {other}: no answer; it is stopped, out of reach, or in a call that keeps Python from running"
             for other in late

@@ -41,7 +41,7 @@ def test_a_rank_that_served_the_store_is_named_too(place: str, record: Record) -
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["in backward", "in checkpoint"])
 def test_a_rank_far_away_from_the_killed_one_learns_of_it(place: str, record: Record) -> None:
-    record("killed, not a neighbour", PLACES[place].told(PLACES[place].fault("killed", 4, rank=1), "RankLost", GONE))
+    record("killed, not a neighbor", PLACES[place].told(PLACES[place].fault("killed", 4, rank=1), "RankLost", GONE))
 
 
 @pytest.mark.parametrize("place", ["in hybrid backward", "in expert backward"])
@@ -217,10 +217,10 @@ def test_a_rank_that_has_finished_early_is_named_with_its_steps(num_ranks: int, 
 
 
 NONFINITE = """the gradient of 'norm.bias' is infinite or no number on rank {faulty}.
-  synchronisation 3, bucket 4
+  synchronization 3, bucket 4
   No rank has taken the step. Look for what has overflowed there, or set nonfinite="skip"."""
 DIFFERS = """parameter 'last.weight' has other values on rank {faulty} than on rank {others}.
-  synchronisation 3; 1 of 8 parameters differ
+  synchronization 3; 1 of 8 parameters differ
   Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again."""
 
 
@@ -264,7 +264,7 @@ HERE = "model = wrapped()\ntrain(model)"
 # A thread of the script's own trains, and the main thread of the failing process goes on.
 IN_A_THREAD = "if rank.number == 1:\n    threading.Thread(target={target}, daemon=True).start()\n    time.sleep(60)\n" + HERE
 RAISES = 'raise ValueError("row 7 has no label")'
-LEFT = "RankLost: rank 1 has left: it has finished after 2 synchronisations, and others wait for it."
+LEFT = "RankLost: rank 1 has left: it has finished after 2 synchronizations, and others wait for it."
 SILENT = "RankLost: rank 1 is gone: its process has ended without a word, or was killed."
 TOLD = "PeerFailed: rank 1 has failed: ValueError: row 7 has no label"
 

@@ -41,7 +41,7 @@ def test_everything_is_drawn_sooner_or_later() -> None:
 
 
 FAULT = Ended({"fault": 10.0, "step": 2}, -9)
-GONE = "rank 1 is gone: its process has ended without a word, or was killed.\n  synchronisation 2, rank 0\n  Look."
+GONE = "rank 1 is gone: its process has ended without a word, or was killed.\n  synchronization 2, rank 0\n  Look."
 TOLD = Ended({"kind": "RankLost", "text": GONE, "at": 10.5}, 1)
 
 
@@ -55,7 +55,7 @@ TOLD = Ended({"kind": "RankLost", "text": GONE, "at": 10.5}, 1)
         (Ended({**TOLD.words, "text": GONE.replace("rank 1", "rank 0")}, 1), "not RankLost"),
         (
             Ended({**TOLD.words, "text": GONE.replace("2,", "4,")}, 1),
-            "does not say that it was about synchronisation 2, on rank 0",
+            "does not say that it was about synchronization 2, on rank 0",
         ),
         (Ended({**TOLD.words, "at": 21.0}, 1), "only 11.0 s after the fault"),
         (Ended(TOLD.words, -6), "ended with -6, after its error"),

@@ -40,14 +40,14 @@ NEVER_CAME = (
 )
 WARNS: dict[str, Any] = {"stall_warning_s": 0.2, "stall_timeout_s": math.inf, "buffers": "off"}
 STOPS: dict[str, Any] = {**WARNS, "stall_timeout_s": 1.0}
-OUTSIDE = "in code outside of the model, no training forward since synchronisation 3"
+OUTSIDE = "in code outside of the model, no training forward since synchronization 3"
 # What the others wait for, and what the late rank does.
 LATE: dict[str, tuple[Place, str, str]] = {
     "in data": (PLACES["in data"], FIRST, OUTSIDE),
     "in evaluation": (
         Place("forward", "an evaluation"),
         FIRST,
-        "in the forward of 'norm', no training forward since synchronisation 3",
+        "in the forward of 'norm', no training forward since synchronization 3",
     ),
     "in forward": (PLACES["in forward"], FIRST, "in the forward of 'norm'"),
     "in backward": (PLACES["in backward"], FIFTH, "in backward"),
@@ -64,8 +64,8 @@ def plain(text: str) -> str:
 
 
 def report(fault: Fault, doing: str = OUTSIDE, bucket: str = FIRST) -> list[str]:
-    waiting = [f"  rank {rank}: synchronisation 3, waits for {bucket}" for rank in fault.others]
-    late = f"  rank {fault.rank}: synchronisation 3, {doing}"
+    waiting = [f"  rank {rank}: synchronization 3, waits for {bucket}" for rank in fault.others]
+    late = f"  rank {fault.rank}: synchronization 3, {doing}"
     return [HEAD.format(faulty=fault.rank, bucket=bucket), *waiting, late, "    tests/support/processes.py, in waits_for"]
 
 
@@ -92,7 +92,7 @@ def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, re
     found = outcomes(fault)
     for number, rank in enumerate(found):
         first, *rest = report(fault)
-        text = "\n".join([first, f"  synchronisation 3, rank {number}", *rest, REMEDY])
+        text = "\n".join([first, f"  synchronization 3, rank {number}", *rest, REMEDY])
         assert (rank.kind, plain(rank.text)) == ("StallTimeout", text)
         assert rank.seconds < WITHIN_S
     record(f"late, beyond stall_timeout_s={STOPS['stall_timeout_s']}", [found[other] for other in fault.others])
@@ -114,13 +114,13 @@ def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(way: 
         assert (rank.kind, rank.exit_code) == ("StallTimeout", 1), rank.text
         first, where, *others = plain(rank.text).split("\n")
         assert re.fullmatch(r"rank \d has waited for as long as the process group's timeout lets it\.", first)
-        assert (where, others) == (f"  synchronisation 3, rank {number}", [*told, remedy])
+        assert (where, others) == (f"  synchronization 3, rank {number}", [*told, remedy])
 
 
 def test_a_rank_that_has_not_wrapped_its_model_is_reported() -> None:
     found = outcomes(PLACES["before construction"].fault("late until reported", 2, settings={"stall_warning_s": 0.2}))
     assert [rank.kind for rank in found] == ["", ""]
-    assert "rank R has waited N s for rank 1 to synchronise a model." in map(plain, found[0].words["logged"])
+    assert "rank R has waited N s for rank 1 to synchronize a model." in map(plain, found[0].words["logged"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -128,7 +128,7 @@ def test_a_rank_that_never_makes_a_second_model_is_not_waited_for_for_ever(num_r
     fault = Place("second model", "a second model").fault("late for good", num_ranks)
     found = outcomes(fault)
     for rank in fault.others:
-        text = NEVER_CAME.format(faulty=fault.rank, where="synchronisation 0", rank=rank)
+        text = NEVER_CAME.format(faulty=fault.rank, where="synchronization 0", rank=rank)
         assert (found[rank].kind, plain(found[rank].text)) == ("StallTimeout", text)
         assert "within 1 s" in found[rank].text
 
@@ -184,7 +184,7 @@ def waits_for_the_first_wrapper(rank: Rank) -> str:
         text = error_of(lambda: attach(nn.Linear(4, 3), config=LIMITS))
     logged = set(map(plain, rank.logged))
     attach(nn.Linear(4, 3), config=LIMITS).close()  # from here on both are in the same place again
-    assert logged <= {"rank R has waited N s for rank 1 to synchronise a model."}
+    assert logged <= {"rank R has waited N s for rank 1 to synchronize a model."}
     return text
 
 
@@ -196,7 +196,7 @@ def test_the_first_wrapper_of_all_ends_with_the_rank_that_has_made_none() -> Non
 
 NO_SUCH_WRAPPER = (
     "rank R has waited N s for all ranks, to make a process group: rank 1 has made no such wrapper.",
-    "  rank 0: synchronisation 0, waits for all ranks, to make a process group",
+    "  rank 0: synchronization 0, waits for all ranks, to make a process group",
     "  rank 1: has made no such wrapper, in code outside of the model",
 )
 
@@ -218,7 +218,7 @@ def waits_for_another_wrapper(rank: Rank) -> str:
 def test_another_wrapper_ends_with_the_rank_that_has_made_none() -> None:
     for number, rank in enumerate(run_ranks(waits_for_another_wrapper, 2)):
         head, *rest = NO_SUCH_WRAPPER
-        expected = [head, f"  synchronisation 0, rank {number}", *rest, REMEDY]
+        expected = [head, f"  synchronization 0, rank {number}", *rest, REMEDY]
         assert rank.words.get("value", "").split("\n") == expected, rank.log
 
 
@@ -237,7 +237,7 @@ def waits_alone(rank: Rank) -> dict[str, str]:
     rank.meet()
     found = {}
     for name, call in CALLS.items():
-        group = dist.new_group([0, 1])  # over which only this model is synchronised: a fault breaks it
+        group = dist.new_group([0, 1])  # over which only this model is synchronized: a fault breaks it
         with contextlib.closing(DistributedDataParallel(nn.Linear(4, 3), process_group=group, config=LIMITS)) as model:
             model(torch.ones(2, 4)).sum().backward()
             path = rank.directory / "checkpoint"
@@ -251,8 +251,8 @@ def test_every_call_of_all_ranks_ends_with_the_rank_that_does_not_make_it() -> N
     for waits_for in CALLS:
         assert first.words.get("value", {}).get(waits_for, "").split("\n") == [
             f"rank R has waited N s for {waits_for}: rank 1 has not come.",
-            "  synchronisation 1, rank 0",
-            f"  rank 0: synchronisation 1, waits for {waits_for}",
-            "  rank 1: synchronisation 1, in code outside of the model, no training forward since synchronisation 1",
+            "  synchronization 1, rank 0",
+            f"  rank 0: synchronization 1, waits for {waits_for}",
+            "  rank 1: synchronization 1, in code outside of the model, no training forward since synchronization 1",
             REMEDY,
         ], first.log

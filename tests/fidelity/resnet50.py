@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from undertow.cost import Costs, Link, RingCosts
-from undertow.plan import Member, ParamSpec, plan_from_groups
+from undertow.plan import GroupEntry, ParamSpec, plan_from_groups
 from undertow.plan.optimal import optimal_groups
 from undertow.plan.timing import StepTiming
 from undertow.profile import Profile
@@ -85,7 +85,7 @@ def compare(profile: Profile, link: Link) -> Comparison:
     )
 
 
-def exposed_ms(profile: Profile, groups: Sequence[Sequence[Member]], costs: Costs) -> float:
+def exposed_ms(profile: Profile, groups: Sequence[Sequence[GroupEntry]], costs: Costs) -> float:
     plan = plan_from_groups(profile.params, groups, num_ranks=NUM_RANKS)
     return overlap_of(simulate(profile, plan, DDP, costs).trace()).exposed_us / 1e3
 

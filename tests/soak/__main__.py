@@ -28,11 +28,11 @@ def main() -> int:
             print(f"     FAILED {problem}", flush=True)
         if verdict.problems:
             print(f"     again: {one.command}", flush=True)
-    _summarise(verdicts, time.monotonic() - began_s)
+    _summarize(verdicts, time.monotonic() - began_s)
     return int(any(verdict.problems for _, verdict in verdicts))
 
 
-def _summarise(verdicts: list[tuple[Injection, Verdict]], took_s: float) -> None:
+def _summarize(verdicts: list[tuple[Injection, Verdict]], took_s: float) -> None:
     of_kind: dict[str, list[Verdict]] = defaultdict(list)
     for one, verdict in verdicts:
         of_kind[one.kind].append(verdict)

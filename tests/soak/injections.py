@@ -23,7 +23,7 @@ _OF_WAY = {
 }
 _IN_THREADS = ("post", "complete")  # of exchanges that are made of sends and receives
 _ONCE = ("construction", "buffers")
-_ACCUMULATES = ("ddp", "zero1", "hybrid")  # what has not travelled yet; the others add up what has, in another order
+_ACCUMULATES = ("ddp", "zero1", "hybrid")  # what has not traveled yet; the others add up what has, in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +178,10 @@ def _problem(injection: Injection, rank: int, one: Ended, fault: dict[str, Any])
         return _other_bits(one) or ("" if one.exit_code == 0 else f"ended with {one.exit_code}, after training")
     if one.kind != kind.others or not re.search(kind.says.format(rank=injection.rank), one.text, re.DOTALL):
         return f"not {kind.others or 'as if nothing had been'}"
-    where = re.search(r"synchronisation (\d+), (?:rank (\d+)|bucket \d+)$", one.text, re.MULTILINE)
+    where = re.search(r"synchronization (\d+), (?:rank (\d+)|bucket \d+)$", one.text, re.MULTILINE)
     is_of_step = kind.others == "PlanMismatch" or (where is not None and abs(int(where[1]) - fault["step"]) <= 1)
     if not is_of_step or (where is not None and where[2] and int(where[2]) != rank):
-        return f"does not say that it was about synchronisation {fault['step']}, on rank {rank}"
+        return f"does not say that it was about synchronization {fault['step']}, on rank {rank}"
     if words["at"] - fault["fault"] > WITHIN_S + (STALL_TIMEOUT_S if kind.others == "StallTimeout" else 0.0):
         return f"only {words['at'] - fault['fault']:.1f} s after the fault"
     return "" if one.exit_code == 1 else f"ended with {one.exit_code}, after its error"

@@ -22,7 +22,7 @@ from torch import nn
 
 import undertow.demo.run
 import undertow.sync
-from undertow import Sync, SyncConfig
+from undertow import GradientSync, SyncConfig
 from undertow.checkpoint.metadata import Entry, stored_entries
 from undertow.emulation.link import BACKEND as BACKEND
 from undertow.emulation.link import EmulatedLink as EmulatedLink
@@ -31,17 +31,17 @@ from undertow.plan import ParamSpec
 from undertow.runtime.comm import agreement
 from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.p2p import Exchange, PostedExchanges
-from undertow.runtime.execute.compiled_plan import Assembly
+from undertow.runtime.comm.p2p import Exchange, P2PCollectives
+from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.execute.executor import Executor
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.trailer import TrailerCodec
-from undertow.runtime.gradients.weights import Weighing
+from undertow.runtime.gradients.weights import RoundWeights
 from undertow.runtime.model import module_params
 from undertow.runtime.peers import patience
-from undertow.runtime.peers.model_monitor import Member
+from undertow.runtime.peers.model_monitor import ModelMonitor
 from undertow.runtime.peers.monitor import Ring
-from undertow.runtime.peers.ring import Neighbour
+from undertow.runtime.peers.ring import Neighbor
 from undertow.runtime.peers.waiting import Waiting
 from undertow.runtime.replan.tuning import NUM_STEPS_MEASURED
 from undertow.runtime.sharded.gathers import Gathers
@@ -56,12 +56,12 @@ from undertow.runtime.torch_private.private import timeout_of as timeout_of
 from undertow.schedule import Op, OpKind
 
 NUM_STEPS_OF_A_LOOK = NUM_STEPS_MEASURED + 4  # from a plan's first step until the plan that was decided on is taken
-Model = nn.Module | Sync
+Model = nn.Module | GradientSync
 OpCall = Callable[[Op], object]
 
 
-def sync_of(model: Model) -> Sync:
-    return model if isinstance(model, Sync) else model.sync
+def sync_of(model: Model) -> GradientSync:
+    return model if isinstance(model, GradientSync) else model.sync
 
 
 def engine_of(model: Model) -> Engine:
@@ -72,8 +72,8 @@ def generation_of(model: Model) -> int:
     return engine_of(model).generation
 
 
-def assembly_of(model: Model) -> Assembly:
-    return engine_of(model).formation.assembly
+def assembly_of(model: Model) -> CompiledPlan:
+    return engine_of(model).current_plan.compiled
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:
@@ -98,7 +98,7 @@ def own_group_of(model: Model) -> OwnGroup:
     return sync_of(model).own_group
 
 
-def member_of(model: Model) -> Member:
+def member_of(model: Model) -> ModelMonitor:
     member = own_group_of(model).member
     assert member is not None, "one rank alone watches nobody"
     return member
@@ -119,7 +119,7 @@ def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
 
 def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[object]:
     """`with` it Ctrl-C comes where the end of a backward would have the rest of its ops issued."""
-    return mock.patch.object(assembly_of(model)._synchronising, "end_backward", side_effect=KeyboardInterrupt)
+    return mock.patch.object(assembly_of(model)._synchronizing, "end_backward", side_effect=KeyboardInterrupt)
 
 
 @contextlib.contextmanager
@@ -145,7 +145,7 @@ INNER_CALLS: dict[str, tuple[Any, str]] = {
     "connection": (private, "new_group"),
     "construction": (undertow.sync, "broadcast_in_place"),
     "buffers": (undertow.sync, "broadcast_buffers"),
-    "weights": (Weighing, "send"),
+    "weights": (RoundWeights, "send"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (private_checkpoint, "save_checkpoint"),
     "post": (Exchange, "begin"),  # in threads, of exchanges that are made of sends and receives
@@ -196,10 +196,10 @@ def cloned_group() -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def posted_exchanges() -> Iterator[PostedExchanges]:
+def posted_exchanges() -> Iterator[P2PCollectives]:
     """Exchanges made of sends and receives, over a clone of the default group."""
     group = opened_group()
-    exchanges = PostedExchanges(group)
+    exchanges = P2PCollectives(group)
     yield exchanges
     exchanges.close()
     group.close()
@@ -214,7 +214,7 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
         dist.irecv(part, group=group.process_group, group_src=0, tag=tag)
         stops()
     with group.waiting("the other part"):
-        PostedExchanges(group).all_gather(torch.zeros(2 * num_bytes, dtype=torch.uint8), number=1, then=int).wait()
+        P2PCollectives(group).all_gather(torch.zeros(2 * num_bytes, dtype=torch.uint8), number=1, then=int).wait()
 
 
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
@@ -297,8 +297,8 @@ def readings_of_trailers() -> Iterator[list[object]]:
 
 
 def hearing_rank() -> Callable[[bytes], None]:
-    """A rank that has heard nothing: what is called receives these bytes of its neighbour, and answers what they ask."""
-    source = Neighbour.__new__(Neighbour)
+    """A rank that has heard nothing: what is called receives these bytes of its neighbor, and answers what they ask."""
+    source = Neighbor.__new__(Neighbor)
     source.rank = 0
     ring = Ring([], rank=1, num_ranks=2, world=dist.group.WORLD)
     member = ring.join(SyncConfig(stall_warning_s=0.001))
@@ -355,7 +355,7 @@ def gathers_behind(model: Model) -> Any:
 
 def interleave(model: Model, behind: Any) -> None:
     assembly_of(model).interleave(behind)
-    engine_of(model).formation.watch.tuning._order = (sync_of(model).plan.groups, behind)
+    engine_of(model).current_plan.watch.tuning._order = (sync_of(model).plan.groups, behind)
 
 
 def records_of(model: Model) -> Any:
@@ -407,7 +407,7 @@ def num_state_elements(optimizer: Any) -> int:
 def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None:
     world = GroupRef.of(dist.group.WORLD)
     group = GroupRef(world.ranks, world.backend, world.timeout, rows=rows)
-    with contextlib.closing(Sync(module, process_group=group, config=SyncConfig(strategy="hybrid"))) as sync:
+    with contextlib.closing(GradientSync(module, process_group=group, config=SyncConfig(strategy="hybrid"))) as sync:
         sync._engine.open()
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from unittest import mock
 
-from undertow.plan import Member, Piece, Plan
+from undertow.plan import GroupEntry, Piece, Plan
 from undertow.plan.layout import unit_numel
 from undertow.tune import Decision, Outcome, Tuner
 
-Groups = tuple[tuple[Member, ...], ...]
+Groups = tuple[tuple[GroupEntry, ...], ...]
 
 
 def all_in_one(plan: Plan) -> Groups:

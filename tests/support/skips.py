@@ -64,7 +64,7 @@ def fail_if_unexpected(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def summarise(terminalreporter: pytest.TerminalReporter) -> None:
+def summarize(terminalreporter: pytest.TerminalReporter) -> None:
     found, wrong = reasons(terminalreporter.config), unexpected(terminalreporter.config)
     if found:
         terminalreporter.section("skipped")

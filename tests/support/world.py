@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from support.strategies import spec
 from undertow.plan import ParamSpec, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
-from undertow.plan.layout import Member, piece_of
+from undertow.plan.layout import GroupEntry, piece_of
 from undertow.trace import Transfer, cost_samples
 from undertow.tune import Decision, Measurement, Tuner
 
-Groups = tuple[tuple[Member, ...], ...]
+Groups = tuple[tuple[GroupEntry, ...], ...]
 Cost = Callable[[float], float]
 
 NUM_STEPS = 5
@@ -54,7 +54,7 @@ class World:
         self._random = np.random.default_rng(self.seed)
         self.num_looks = 0
 
-    def plan(self, groups: Sequence[Sequence[Member]]) -> Plan:
+    def plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
         return plan_from_groups(self.params, groups, num_ranks=self.num_ranks)
 
     def plan_of_size(self, cap_bytes: float) -> Plan:
@@ -64,7 +64,7 @@ class World:
         return self.plan(group_by_size(self.params, order, caps))
 
     def finish_us(self, plan: Plan) -> float:
-        return replace(self, noise=0.0).measure(plan).synchronised_us
+        return replace(self, noise=0.0).measure(plan).synchronized_us
 
     def best_us(self) -> float:
         """Under the best plan of buckets of one size."""
@@ -86,7 +86,7 @@ class World:
             forward_us=FORWARD_US,
             backward_us=self.backward_us,
             rest_us=1_000.0,
-            synchronised_us=float(middle),
+            synchronized_us=float(middle),
             spread_us=float(high - low),
             samples=samples,
         )

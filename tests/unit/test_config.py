@@ -125,7 +125,7 @@ REFUSED: list[tuple[str, Any, str]] = [
         (
             "check_replicas_every",
             value,
-            f"check_replicas_every must be a whole number of synchronisations from 1 on, got {value!r}.\n  {REPLICAS}",
+            f"check_replicas_every must be a whole number of synchronizations from 1 on, got {value!r}.\n  {REPLICAS}",
         )
         for value in (0, -1, 1.5, True, "100")
     ),

@@ -259,7 +259,7 @@ def test_reductions_end_as_the_planner_reckons(step: tuple[Profile, Plan], cost:
 
 
 @given(steps(), TIMES, TIMES, some_strategy)
-def test_a_step_takes_what_the_planner_has_minimised(
+def test_a_step_takes_what_the_planner_has_minimized(
     step: tuple[Profile, Plan], reduction_us: float, gather_us: float, strategy: Strategy
 ) -> None:
     # Costs of any size are the same: the planner leaves out padding and trailers. Buckets in ready order, as it makes them.

@@ -34,7 +34,7 @@ def build(setting: Setting) -> System:
 
 
 def _groups(blocks: nn.Sequential) -> Iterator[list[nn.Module]]:
-    """Blocks one by one, small neighbours together."""
+    """Blocks one by one, small neighbors together."""
     group: list[nn.Module] = []
     for block in blocks:
         group.append(block)

@@ -42,8 +42,8 @@ def save_checkpoint(
 ) -> None:
     """Saves both in the folder `path`, each rank its part; a collective call, to a place that all ranks see.
 
-    All ranks are those over which the model is synchronised, a bare one's under `attach` too; each group of ranks that has a
-    model of its own saves it to a path of its own. They are those of the default group where nothing synchronises the model,
+    All ranks are those over which the model is synchronized, a bare one's under `attach` too; each group of ranks that has a
+    model of its own saves it to a path of its own. They are those of the default group where nothing synchronizes the model,
     only a group of one rank does, or different groups do. What is there is replaced when the new one is whole, and not before.
     `extra` is saved as JSON: counters, a scheduler's state. The optimizer may be a ShardedOptimizer or a plain one.
     CheckpointError, on every rank, where it fails on one.
@@ -97,7 +97,7 @@ class _Ranks:
 
     group: dist.ProcessGroup | None
     device: torch.device
-    engines: Sequence[Any] = ()  # that synchronise the model
+    engines: Sequence[Any] = ()  # that synchronize the model
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Ranks:
@@ -105,7 +105,7 @@ class _Ranks:
         if not dist.is_available() or not dist.is_initialized():
             return cls(None, torch.device("cpu"))
         group = _group_of(model, optimizer) or dist.group.WORLD
-        assert group is not None  # torch.distributed is initialised
+        assert group is not None  # torch.distributed is initialized
         param, engines = next(model.parameters(), None), tuple(earlier_watchers(model.named_parameters()).values())
         if param is None or GroupRef.of(group).backend_for(param.device) != "nccl":
             return cls(group, torch.device("cpu"), engines)
@@ -121,7 +121,7 @@ class _Ranks:
         A backward that has failed here ends before: other ranks are in theirs, and come when this one has.
         """
         for engine in self.engines:
-            engine.companions.wait_for_parameters()
+            engine.siblings.wait_for_parameters()
         self._from_all("", waits_for=f"all ranks, to {doing}")
 
     def agree(self, work: Callable[[], _Result]) -> _Result:
@@ -169,13 +169,13 @@ class _Ranks:
 
 
 def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist.ProcessGroup | None:
-    """Of the ranks that have this model; None, for the default one, where nobody synchronises it, or parts over several."""
+    """Of the ranks that have this model; None, for the default one, where nobody synchronizes it, or parts over several."""
     given = optimizer if isinstance(optimizer, ShardedOptimizer) else model
     if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel):
         return given.process_group
     # A bare model does not tell: two groups that each have one of the same names would write one checkpoint of both.
     engines = earlier_watchers(model.named_parameters()).values()
-    watching: list[OwnGroup] = [engine.formation.group for engine in engines if engine.formation.group.num_ranks > 1]
+    watching: list[OwnGroup] = [engine.current_plan.group for engine in engines if engine.current_plan.group.num_ranks > 1]
     if len({own.user.ranks for own in watching}) != 1:
         return None
     return watching[0].user.group or watching[0].process_group

@@ -193,7 +193,7 @@ def _places(table: Any) -> dict[tuple[str, Sizes | None], Piece]:
 def _require_whole(name: str, shape: Sizes, extents: Sequence[tuple[Sizes, Sizes]]) -> None:
     """ValueError where the pieces are not `shape` exactly: the rest would be whatever was in memory.
 
-    Ranks write ranges of a tensor as it lies in memory: rows, and parts of rows. Neighbours that are alike in all other
+    Ranks write ranges of a tensor as it lies in memory: rows, and parts of rows. Neighbors that are alike in all other
     dimensions become one, innermost first, until one is left.
     """
     if math.prod(shape) > _MOST or any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in extents):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from undertow.cli.network import Network, NetworkOptions
-from undertow.plan import Member, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
+from undertow.plan import GroupEntry, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.profile import Profile
 from undertow.report.comparison import Outcome
@@ -107,5 +107,5 @@ class WhatIf:
     def _has_shards(self) -> bool:
         return self.strategy.gather is not None
 
-    def _plan(self, groups: Sequence[Sequence[Member]]) -> Plan:
+    def _plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
         return plan_from_groups(self.profile.params, groups, num_ranks=self.num_ranks)

@@ -107,7 +107,7 @@ class CostCurve:
 def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
     """The curve of measured pairs (bytes, microseconds), in any order, of which less than half of each size are outliers.
 
-    Samples of one size, up to 2 %, are one point at their median. Where medians decrease, samples of neighbouring sizes are
+    Samples of one size, up to 2 %, are one point at their median. Where medians decrease, samples of neighboring sizes are
     pooled until they do not: isotonic regression of medians, so that an outlier alone at its size is outvoted by larger sizes.
     """
     ordered = sorted(_checked_point(sample, index, of="samples") for index, sample in enumerate(samples))

@@ -22,7 +22,7 @@ Devices = Sequence[int | str | torch.device]
 
 
 def check_module(module: object, *, caller: str = "DistributedDataParallel") -> None:
-    """ConfigError for what is no bare module; `caller` was asked to synchronise it."""
+    """ConfigError for what is no bare module; `caller` was asked to synchronize it."""
     if not isinstance(module, nn.Module):
         raise WrongType(
             f"module must be a torch.nn.Module, got {type(module).__name__}.",
@@ -38,7 +38,7 @@ def check_module(module: object, *, caller: str = "DistributedDataParallel") -> 
 
 
 def check_parameters(module: nn.Module, ignored: Collection[str], *, caller: str = "DistributedDataParallel") -> None:
-    """ConfigError for parameters, but for those of the names `ignored`, and layers that cannot be synchronised."""
+    """ConfigError for parameters, but for those of the names `ignored`, and layers that cannot be synchronized."""
     where = f"{caller}(...)"
     params = {name: param for name, param in module.named_parameters() if name not in ignored}
     for name, param in params.items():
@@ -158,7 +158,7 @@ def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] 
 
 
 def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """Whether buffers are synchronised before forwards; warns, as torch does, of the older name."""
+    """Whether buffers are synchronized before forwards; warns, as torch does, of the older name."""
     if broadcast_buffers is not None:
         is_ignored = forward_sync_buffers is not None
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Synchronises a module from outside, without a wrapper."""
+"""Synchronizes a module from outside, without a wrapper."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig, require_settings
 from undertow.ddp.arguments import check_module, check_parameters, ignored_by, warn_of_nothing_to_train
-from undertow.ddp.experts import synchronised
-from undertow.sync import Sync
+from undertow.ddp.experts import synchronized
+from undertow.sync import GradientSync
 
 
 def attach(
@@ -21,20 +21,20 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     config: SyncConfig | None = None,
     ignore: Iterable[str | nn.Module | Tensor] = (),
-) -> Sync:
-    """Synchronises `module`'s gradients from now on: after a backward every `.grad` is the mean over ranks.
+) -> GradientSync:
+    """Synchronizes `module`'s gradients from now on: after a backward every `.grad` is the mean over ranks.
 
     The module keeps its class and its `state_dict` keys. All ranks take over rank 0's parameters and buffers. The
     ranks are those of `process_group`, of `mesh`, or of the default group; a mesh has one dimension, or two with
     `strategy="hybrid"`, of which the first replicates and the second shards. What `ignore` names (parameters, buffers,
-    submodules, by name or the thing itself) is left alone. Raises ConfigError for what cannot be synchronised.
+    submodules, by name or the thing itself) is left alone. Raises ConfigError for what cannot be synchronized.
     """
     check_module(module, caller="attach")
     require_settings(config)
     ignored = ignored_by(module, ignore, config)
     check_parameters(module, ignored, caller="attach")
     warn_of_nothing_to_train(module, ignored, caller="attach")
-    sync = synchronised(module, mesh=mesh, process_group=process_group, config=config, ignore=ignored)
+    sync = synchronized(module, mesh=mesh, process_group=process_group, config=config, ignore=ignored)
     sync.watch_forwards()
     return sync
 

@@ -11,16 +11,16 @@ from torch import Tensor
 from undertow.errors import ConfigError, WrongType
 from undertow.runtime.comm.comm_hook import name_of, require_future
 
-__all__ = ["chain"]
+__all__ = ["chain_comm_hooks"]
 
 Hook = Callable[[Any, Any], Any]
 Stage = tuple[object, Hook]
 
 
-def chain(*stages: Stage) -> Hook:
+def chain_comm_hooks(*stages: Stage) -> Hook:
     """A communication hook that runs the hooks of `stages`, pairs of a state and a hook, one behind the other.
 
-        model.register_comm_hook(None, chain((1e3, clip_values), (power_state, powerSGD_hook), (log, note_norms)))
+        model.register_comm_hook(None, chain_comm_hooks((1e3, clip_values), (power_state, powerSGD_hook), (log, note_norms)))
 
     Each hook is given the bucket with what the one before has made of it, and returns a future as ever; what the last one's
     holds becomes the gradients. One of them communicates, and divides where a mean is wanted; those before it see this rank's
@@ -31,19 +31,21 @@ def chain(*stages: Stage) -> Hook:
     different ranks: it must not communicate itself. ConfigError for no stages, WrongType for what is no such pair.
     """
     if not stages:
-        raise ConfigError("there is no hook to run.", where="chain()", remedy="Give pairs: chain((state, hook), ...).")
+        raise ConfigError(
+            "there is no hook to run.", where="chain_comm_hooks()", remedy="Give pairs: chain_comm_hooks((state, hook), ...)."
+        )
     for place, stage in enumerate(stages):
         if not isinstance(stage, tuple) or len(stage) != 2 or not callable(stage[1]):
             raise WrongType(
                 f"stage {place} must be a pair of a state and a hook, got {type(stage).__name__}.",
-                where="chain()",
-                remedy="Write chain((state, hook), ...); the state may be None.",
+                where="chain_comm_hooks()",
+                remedy="Write chain_comm_hooks((state, hook), ...); the state may be None.",
             )
 
     def chained(_state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its own classes
         return _run(stages, bucket, bucket.buffer())
 
-    chained.__qualname__ = f"chain({', '.join(name_of(hook) for _, hook in stages)})"
+    chained.__qualname__ = f"chain_comm_hooks({', '.join(name_of(hook) for _, hook in stages)})"
     return chained
 
 
@@ -75,7 +77,7 @@ def _put(result: Any, buffer: Tensor) -> None:
     if not isinstance(result, Tensor) or (not result.is_sparse and result.numel() != buffer.numel()):
         raise WrongType(
             f"expected the future of a hook to hold a tensor of {buffer.numel()} elements, got {_described(result)}.",
-            where="a stage of chain()",
+            where="a stage of chain_comm_hooks()",
             remedy="Set it to the bucket's buffer, or to a tensor as large.",
         )
     if result.is_sparse:

@@ -32,23 +32,23 @@ from undertow.runtime.peers.faults import Fault
 from undertow.runtime.step.siblings import all_of
 from undertow.runtime.torch_private import amp as private_scaling
 from undertow.runtime.torch_private import private
-from undertow.sync import Sync
+from undertow.sync import GradientSync
 from undertow.trace import StepReport
 from undertow.tune import Explanation
 
 
-def synchronised(module: nn.Module, *, config: SyncConfig | None = None, **how: Any) -> Sync:
-    """What synchronises the module, `how` being the other arguments of `Sync`; a collective call."""
+def synchronized(module: nn.Module, *, config: SyncConfig | None = None, **how: Any) -> GradientSync:
+    """What synchronizes the module, `how` being the other arguments of `GradientSync`; a collective call."""
     warn_of_lone_rank(how.get("process_group"), type(module).__name__)
     if config is None or not config.experts:
-        return Sync(module, config=config, **how)
+        return GradientSync(module, config=config, **how)
     return SyncWithExperts(module, config=config, **how)
 
 
-class SyncWithExperts(Sync):
-    """A `Sync` of everything that no group of experts matches, and in `experts` one for each group.
+class SyncWithExperts(GradientSync):
+    """A `GradientSync` of everything that no group of experts matches, and in `experts` one for each group.
 
-    What it does is done by all of them: a backward that reaches a parameter of one is a synchronisation of all, for none of
+    What it does is done by all of them: a backward that reaches a parameter of one is a synchronization of all, for none of
     this rank's tokens may reach its experts. What it shows (plan, traces, profile) is of the dense parameters.
     """
 
@@ -75,7 +75,7 @@ class SyncWithExperts(Sync):
                 own = dataclasses.replace(dense, experts=(group,), plan=None)
                 others = _AllBut(group.match)
                 where = {"process_group": given.process_group, "within": self.own_group}
-                sync = Sync(module, **where, config=own, shared=shared, elsewhere=others)
+                sync = GradientSync(module, **where, config=own, shared=shared, elsewhere=others)
                 self.experts = (*self.experts, sync)
         except BaseException:
             self.close()
@@ -97,9 +97,9 @@ class SyncWithExperts(Sync):
         )
 
     @property
-    def is_synchronising(self) -> bool:
+    def is_synchronizing(self) -> bool:
         """Whether a round is under way."""
-        return super().is_synchronising or any(expert.is_synchronising for expert in self.experts)
+        return super().is_synchronizing or any(expert.is_synchronizing for expert in self.experts)
 
     @property
     def is_accumulating(self) -> bool:
@@ -195,7 +195,7 @@ class SyncWithExperts(Sync):
         """Takes everything off the module and destroys our process groups, once."""
         all_of(super().close, *(expert.close for expert in self.experts))
 
-    def _show_each_group(self, show: Callable[[Sync], object]) -> None:
+    def _show_each_group(self, show: Callable[[GradientSync], object]) -> None:
         for group, expert in zip(self._groups, self.experts, strict=True):
             print(f"\nExperts {group.match!r}, ranks {', '.join(map(str, group.process_group.ranks))}:")
             show(expert)

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from undertow.errors import PhaseError
 from undertow.runtime.peers.waiting import over_users
 from undertow.runtime.step.sharded_steps import no_join_with_shards
-from undertow.sync import Sync
+from undertow.sync import GradientSync
 
 
 class UnevenInputs(Join):
@@ -53,7 +53,7 @@ class ShadowHook(JoinHook):
     PhaseError for a model with experts, or with an optimizer in shards.
     """
 
-    def __init__(self, sync: Sync, *, divide_by_initial_world_size: bool, is_enabled: bool) -> None:
+    def __init__(self, sync: GradientSync, *, divide_by_initial_world_size: bool, is_enabled: bool) -> None:
         self.divides_by_initial_world_size = divide_by_initial_world_size
         self.sync = sync
         if is_enabled:
@@ -65,8 +65,8 @@ class ShadowHook(JoinHook):
         sync = self.sync
         said = _exchange(sync)
         if said.source is not None:
-            sync.synchronise_buffers(source=said.source)
-        if said.synchronises:
+            sync.synchronize_buffers(source=said.source)
+        if said.synchronizes:
             sync.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -86,7 +86,7 @@ class ShadowHook(JoinHook):
         self.sync.rescale = 1.0 if self.divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
 
 
-def _require_join(sync: Sync) -> None:
+def _require_join(sync: GradientSync) -> None:
     """PhaseError where a rank without data could not take part in what is done with the others."""
     if sync.experts:
         raise PhaseError(
@@ -98,17 +98,17 @@ def _require_join(sync: Sync) -> None:
         raise no_join_with_shards()
 
 
-def announce_forward(sync: Sync, joinable: Joinable, hook: ShadowHook, *, with_buffers: bool) -> int | None:
+def announce_forward(sync: GradientSync, joinable: Joinable, hook: ShadowHook, *, with_buffers: bool) -> int | None:
     """Tells the ranks that have joined what this one is about to do.
 
     Returns the rank that buffers follow, None where they do not: rank 0 may have run out of data long ago.
     """
     hook.rescale(_num_active(sync, joinable))
     source = sync.rank if with_buffers else None
-    return _exchange(sync, source=source, synchronises=sync.synchronises).source
+    return _exchange(sync, source=source, synchronizes=sync.synchronizes).source
 
 
-def _num_active(sync: Sync, joinable: Joinable) -> int:
+def _num_active(sync: GradientSync, joinable: Joinable) -> int:
     """Tells ranks that have joined that this one has not; of how many that is true, as far as this participant may ask."""
     with _over_users(sync, "all ranks, to tell them that there is data"):
         work = Join.notify_join_context(joinable)
@@ -119,7 +119,7 @@ def _num_active(sync: Sync, joinable: Joinable) -> int:
 
 
 @contextlib.contextmanager
-def _over_users(sync: Sync, what: str) -> Iterator[None]:
+def _over_users(sync: GradientSync, what: str) -> Iterator[None]:
     """What torch's Join has ranks wait for; it goes over the user's group."""
     with sync.waiting(what), over_users(sync.process_group):
         yield
@@ -128,16 +128,16 @@ def _over_users(sync: Sync, what: str) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _Said:
     source: int | None  # the highest rank that offers its tensors
-    synchronises: bool  # whether any rank's backward will synchronise
+    synchronizes: bool  # whether any rank's backward will synchronize
 
 
-def _exchange(sync: Sync, *, source: int | None = None, synchronises: bool = False) -> _Said:
+def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bool = False) -> _Said:
     """What active ranks are about to do."""
-    said = torch.tensor([0 if source is None else source + 1, int(synchronises)], device=sync.device)
+    said = torch.tensor([0 if source is None else source + 1, int(synchronizes)], device=sync.device)
     with sync.waiting("all ranks, to tell what they do"):
         sync.own_group.all_reduce(said, dist.ReduceOp.MAX)
-    highest, any_synchronises = said.tolist()
-    return _Said(highest - 1 if highest else None, bool(any_synchronises))
+    highest, any_synchronizes = said.tolist()
+    return _Said(highest - 1 if highest else None, bool(any_synchronizes))
 
 
 def _flat(value: Any) -> torch.Tensor:

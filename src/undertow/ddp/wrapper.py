@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig, require_settings
 from undertow.ddp import arguments
-from undertow.ddp.experts import synchronised
+from undertow.ddp.experts import synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs, announce_forward
 from undertow.ddp.mixed_precision import MixedPrecision, mixed_precision_of
 from undertow.ddp.reducer import Reducer
@@ -36,7 +36,7 @@ from undertow.tune import Explanation
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Data-parallel training of `module`: change one import.
 
-    The constructor is torch's. It is torch's class in name only, so that trainers and checkpointing recognise it; its
+    The constructor is torch's. It is torch's class in name only, so that trainers and checkpointing recognize it; its
     C++ reducer is never made: `reducer` is an object that only answers them. What we always do is accepted:
     `find_unused_parameters` and `skip_all_reduce_unused_params` (who used what travels inside the buckets),
     `gradient_as_bucket_view`, `batched_grad_copy`, `static_graph`, and the delayed parameters, which are sent in their
@@ -105,7 +105,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.mixed_precision = mixed_precision  # type: ignore[assignment]  # anything with its dtypes
         self._precision = mixed_precision_of(mixed_precision, module, ignored)
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
-        self.sync = synchronised(
+        self.sync = synchronized(
             module,
             process_group=process_group,
             mesh=device_mesh,
@@ -135,7 +135,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """The buffers that are synchronised, as they are now."""
+        """The buffers that are synchronized, as they are now."""
         ignored = self.parameters_to_ignore
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
 
@@ -186,7 +186,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return self.sync.full_gradient(param)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backwards inside only accumulate; the next one outside synchronises the sum."""
+        """Backwards inside only accumulate; the next one outside synchronizes the sum."""
         return self.sync.accumulate()
 
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -195,7 +195,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @private.untraced
     def loss_weight(self, n: float | Tensor) -> None:
-        """Says, before a backward, that its loss is the sum over `n` tokens or samples of this rank. See Sync.loss_weight."""
+        """Says, before a backward, that its loss is the sum over `n` tokens or samples. See GradientSync.loss_weight."""
         self.sync.loss_weight(n)
 
     @private.untraced
@@ -256,7 +256,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a backward synchronises; decided when it runs."""
+        """Whether a backward synchronizes; decided when it runs."""
         return not self.sync.is_accumulating
 
     @require_backward_grad_sync.setter
@@ -264,7 +264,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync.is_accumulating = not is_required
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next training forward synchronises buffers."""
+        """Whether the next training forward synchronizes buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
 
     def join(
@@ -296,7 +296,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return self.process_group
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduces every bucket by `hook(state, bucket)`; torch's own hooks run unchanged. See Sync.register_comm_hook."""
+        """Reduces every bucket by `hook(state, bucket)`; torch's own hooks run unchanged. See GradientSync.register_comm_hook."""
         self.sync.register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -309,7 +309,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
     def _register_buffer_comm_hook(self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
-        """Has `hook(state, buffers by name)` synchronise buffers, in place of rank 0's values.
+        """Has `hook(state, buffers by name)` synchronize buffers, in place of rank 0's values.
 
         It runs after every training forward, or before it; futures that it returns are waited for at the end of backward.
         """
@@ -338,14 +338,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._sync_module_buffers(0)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self.sync.synchronise_buffers(source=authoritative_rank)
+        self.sync.synchronize_buffers(source=authoritative_rank)
 
     def _remove_autograd_hooks(self) -> None:
         self.sync.close()
 
     def _check_reducer_finalized(self) -> None:
-        """PhaseError where a backward has begun whose gradients are not synchronised yet."""
-        if self.sync.is_synchronising:
+        """PhaseError where a backward has begun whose gradients are not synchronized yet."""
+        if self.sync.is_synchronizing:
             raise PhaseError(
                 "Expect to have finished reduction in the prior iteration before starting a new one.",
                 where=f"rank {self.sync.rank}",
@@ -425,7 +425,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         Joinable.__init__(self)
         config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
         self._precision = mixed_precision_of(self.mixed_precision, self.module, config.ignore)
-        self.sync = synchronised(self.module, process_group=group, config=config)
+        self.sync = synchronized(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:
         # What the wrapper does not have, the module may: ddp.generate(...), ddp.config.
@@ -443,7 +443,7 @@ def _called(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class _BufferHook:
-    """A user's way of synchronising buffers."""
+    """A user's way of synchronizing buffers."""
 
     def __init__(self, state: object, hook: Callable[..., Any], location: str) -> None:
         self.location = location

@@ -21,12 +21,12 @@ class StepTimes:
     forward_began_s: float
     forward_s: float
     last_gradient_s: float  # the last gradient of this rank had arrived: from here on only the network is waited for
-    synchronised_s: float
+    synchronized_s: float
     update: tuple[float, float]  # the optimizer began and ended: behind all that, or before it with the last step's gradients
 
     @property
     def step_ms(self) -> float:
-        return (max(self.synchronised_s, self.update[1]) - min(self.forward_began_s, self.update[0])) * 1e3
+        return (max(self.synchronized_s, self.update[1]) - min(self.forward_began_s, self.update[0])) * 1e3
 
 
 class LastGradient:
@@ -55,7 +55,7 @@ def _phases(times: StepTimes) -> tuple[Event, ...]:
     spans = {
         "forward": (times.forward_began_s, times.forward_s),
         "backward": (times.forward_s, times.last_gradient_s),
-        "wait": (times.last_gradient_s, times.synchronised_s),
+        "wait": (times.last_gradient_s, times.synchronized_s),
         "optimizer": times.update,
     }
     return tuple(
@@ -65,7 +65,7 @@ def _phases(times: StepTimes) -> tuple[Event, ...]:
 
 
 def _collectives(times: StepTimes, transfers: Sequence[Transfer]) -> tuple[Event, ...]:
-    of_gradients = [sent for sent in transfers if times.forward_s <= sent.launched_s < times.synchronised_s]
+    of_gradients = [sent for sent in transfers if times.forward_s <= sent.launched_s < times.synchronized_s]
     return tuple(
         Event(
             lane="comm.dp",

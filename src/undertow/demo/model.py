@@ -28,7 +28,7 @@ class GptShape:
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each on the normalised input and added to it."""
+    """Attention, then two linear layers, each on the normalized input and added to it."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()

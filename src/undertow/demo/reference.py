@@ -32,7 +32,7 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
 
 
 def reference_of_first_step(model: nn.Module, batch: Tensor) -> Reference:
-    """The mean over ranks of the gradients that `model`, synchronised by nobody, has for this rank's `batch`."""
+    """The mean over ranks of the gradients that `model`, synchronized by nobody, has for this rank's `batch`."""
     num_ranks = dist.get_world_size()
     model(batch).backward()
     gradients = gradients_of(model)

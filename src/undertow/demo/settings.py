@@ -1,4 +1,4 @@
-"""What the demo is asked to do, and the ways of synchronising that it compares."""
+"""What the demo is asked to do, and the ways of synchronizing that it compares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from undertow.cost import Link, link_from_text
 from undertow.errors import ConfigError
 from undertow.schedule import strategy_named
 
-__all__ = ["BUILDERS", "NUM_WARM_UP_STEPS", "OURS", "REFERENCE", "DemoSettings", "Synchronised", "Way"]
+__all__ = ["BUILDERS", "NUM_WARM_UP_STEPS", "OURS", "REFERENCE", "DemoSettings", "Synchronized", "Way"]
 
 NUM_WARM_UP_STEPS = 2  # buckets are made in the first step and may be ordered anew after it
 _MAX_RANKS = 16
@@ -102,7 +102,7 @@ _FIXED_BUCKET_MB = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Synchronised:
+class Synchronized:
     """A model whose gradients are the mean over ranks once `after_backward` has returned.
 
     Where `sharded` is not None, it is what a ShardedOptimizer steps: each rank has its shards of the mean only.
@@ -119,7 +119,7 @@ def _nothing() -> None:
     pass
 
 
-def _per_parameter(model: nn.Module) -> Synchronised:
+def _per_parameter(model: nn.Module) -> Synchronized:
     """What one writes first: a blocking loop over the parameters. The reference for all others."""
     num_ranks = dist.get_world_size()
 
@@ -129,39 +129,39 @@ def _per_parameter(model: nn.Module) -> Synchronised:
                 dist.all_reduce(param.grad)
                 param.grad /= num_ranks
 
-    return Synchronised(module=model, after_backward=reduce_each, close=_nothing)
+    return Synchronized(module=model, after_backward=reduce_each, close=_nothing)
 
 
-def _attached(model: nn.Module, config: undertow.SyncConfig) -> Synchronised:
+def _attached(model: nn.Module, config: undertow.SyncConfig) -> Synchronized:
     sync = undertow.attach(model, config=config)
-    return Synchronised(module=model, after_backward=_nothing, close=sync.close)
+    return Synchronized(module=model, after_backward=_nothing, close=sync.close)
 
 
-def _bucketed(model: nn.Module) -> Synchronised:
+def _bucketed(model: nn.Module) -> Synchronized:
     return _attached(model, undertow.SyncConfig(overlap=False, bucket_cap_mb=_FIXED_BUCKET_MB, order="reverse"))
 
 
-def _overlapped(model: nn.Module) -> Synchronised:
+def _overlapped(model: nn.Module) -> Synchronized:
     return _attached(model, undertow.SyncConfig(bucket_cap_mb=_FIXED_BUCKET_MB, order="reverse"))
 
 
-def _torch_ddp(model: nn.Module) -> Synchronised:
-    return Synchronised(module=nn.parallel.DistributedDataParallel(model), after_backward=_nothing, close=_nothing)
+def _torch_ddp(model: nn.Module) -> Synchronized:
+    return Synchronized(module=nn.parallel.DistributedDataParallel(model), after_backward=_nothing, close=_nothing)
 
 
-def _undertow(model: nn.Module) -> Synchronised:
+def _undertow(model: nn.Module) -> Synchronized:
     wrapped = undertow.DistributedDataParallel(model)
-    return Synchronised(module=wrapped, after_backward=_nothing, close=wrapped.close, measured=wrapped)
+    return Synchronized(module=wrapped, after_backward=_nothing, close=wrapped.close, measured=wrapped)
 
 
-def _sharded(model: nn.Module, *, strategy: str) -> Synchronised:
+def _sharded(model: nn.Module, *, strategy: str) -> Synchronized:
     # Every step: the times of the others are not thinned out either.
     config = undertow.SyncConfig(strategy=strategy, record="full")
     wrapped = undertow.DistributedDataParallel(model, config=config)
-    return Synchronised(module=wrapped, after_backward=_nothing, close=wrapped.close, sharded=wrapped, measured=wrapped)
+    return Synchronized(module=wrapped, after_backward=_nothing, close=wrapped.close, sharded=wrapped, measured=wrapped)
 
 
-BUILDERS: Mapping[Way, Callable[[nn.Module], Synchronised]] = {
+BUILDERS: Mapping[Way, Callable[[nn.Module], Synchronized]] = {
     Way.PER_PARAMETER: _per_parameter,
     Way.BUCKETED: _bucketed,
     Way.OVERLAPPED: _overlapped,

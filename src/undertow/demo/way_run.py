@@ -45,8 +45,8 @@ class WayRun:
         self.parameters_agree = True
         self._model = model
         self._last_gradient = LastGradient(model)
-        self._synchronised = BUILDERS[way](model)
-        self._sharded = sharded = self._synchronised.sharded
+        self._synchronized = BUILDERS[way](model)
+        self._sharded = sharded = self._synchronized.sharded
         self._optimizer: torch.optim.Optimizer
         if sharded is None:
             self._optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
@@ -70,16 +70,16 @@ class WayRun:
         update = None if self._sharded is None else self._update(is_due=bool(self.steps))
         self._optimizer.zero_grad()
         forward_began_s = time.perf_counter()
-        loss = self._synchronised.module(batch)
+        loss = self._synchronized.module(batch)
         forward_s = time.perf_counter()
         loss.backward()
-        self._synchronised.after_backward()
-        synchronised_s = time.perf_counter()
+        self._synchronized.after_backward()
+        synchronized_s = time.perf_counter()
         times = StepTimes(
             forward_began_s=forward_began_s,
             forward_s=forward_s,
             last_gradient_s=self._last_gradient.arrived_s,
-            synchronised_s=synchronised_s,
+            synchronized_s=synchronized_s,
             update=self._update(is_due=True) if update is None else update,
         )
         self.steps.append(StepRun(times=times, loss=loss.item()))
@@ -110,7 +110,7 @@ class WayRun:
     def profile(self) -> Profile | None:
         """What the library has measured; None of other ways, and of too few steps."""
         try:
-            measured = None if self._synchronised.measured is None else self._synchronised.measured.profile()
+            measured = None if self._synchronized.measured is None else self._synchronized.measured.profile()
         except PhaseError:
             return None
         # Between two steps lie the turns of all other ways, and what belongs to a step is known here only.
@@ -119,7 +119,7 @@ class WayRun:
         return None if measured is None else replace(measured, update_us=update_us, step_us=step_us)
 
     def close(self) -> None:
-        self._synchronised.close()
+        self._synchronized.close()
 
     def _update(self, *, is_due: bool) -> tuple[float, float]:
         """When the optimizer began and ended."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from undertow.errors import ConfigError
-from undertow.sync import Sync
+from undertow.sync import GradientSync
 
 ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -22,7 +22,7 @@ def require_kind_of_state_dict(kind: object) -> None:
         )
 
 
-def require_one_group_of_ranks(sync: Sync, params: ParamGroups | None) -> None:
+def require_one_group_of_ranks(sync: GradientSync, params: ParamGroups | None) -> None:
     if sync.experts and params is None:
         raise ConfigError(
             "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense ones.",

@@ -12,25 +12,25 @@ from torch import Tensor, nn
 from undertow.errors import ConfigError, NonFiniteGradient, WrongType
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.step.sharded_steps import finish_before_look, require_synchronised
+from undertow.runtime.step.sharded_steps import finish_before_look, require_synchronized
 from undertow.runtime.torch_private import private
-from undertow.sync import Sync
+from undertow.sync import GradientSync
 
 
 @private.untraced
 @torch.no_grad()
 def clip_grad_norm_(
-    target: Sync | nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    target: GradientSync | nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scales all gradients of `target` so that their norm, as one vector, is at most `max_norm`; returns the norm before, fp32.
 
     `target` is what `attach` or `DistributedDataParallel` returned. Each parameter counts once: one that all ranks have, each
     expert wherever it is, and shards of a ShardedOptimizer. A collective call, after backward; every rank gets the same value,
     for powers are summed in fp64 and rounded once. NonFiniteGradient, if asked for, where the norm is not finite; PhaseError
-    where gradients were accumulated and are not synchronised yet.
+    where gradients were accumulated and are not synchronized yet.
     """
     sync = getattr(target, "sync", target)
-    if not isinstance(sync, Sync):
+    if not isinstance(sync, GradientSync):
         raise WrongType(
             f"target must be what attach() or DistributedDataParallel returned, got {type(target).__name__}.",
             where="clip_grad_norm_",
@@ -39,7 +39,7 @@ def clip_grad_norm_(
     norm_type = checked_norm_type(norm_type)
     for each in (sync, *sync.experts):
         finish_before_look(each, [param for _, param in each.named_parameters()])
-        require_synchronised(each)
+        require_synchronized(each)
     parts = [_Gradients(each) for each in (sync, *sync.experts)]
     sharding = parts[0].sharding
     # Without experts the ranks with shards of one another: on a mesh each row has all of them.
@@ -57,7 +57,7 @@ def clip_grad_norm_(
 class _Gradients:
     """What this rank has of the gradients of one group of ranks; those that it is to count are `counted`."""
 
-    def __init__(self, sync: Sync) -> None:
+    def __init__(self, sync: GradientSync) -> None:
         self.sharding: Sharding | None = None if sync.steps is None else sync.steps.begin_clipping()
         self._whole: list[Tensor] = []
         if self.sharding is not None:

@@ -16,7 +16,7 @@ from undertow.runtime.torch_private import private
 _NOT_ELEMENTWISE = {
     "Adafactor": "it keeps one statistic for each row and column of a matrix",
     "LBFGS": "it takes scalar products of whole gradients, and evaluates the model several times in a step",
-    "Muon": "it orthogonalises whole matrices",
+    "Muon": "it orthogonalizes whole matrices",
     "SparseAdam": "it updates the rows of sparse gradients",
     "Shampoo": "it keeps a statistic for each pair of rows",
     "SOAP": "it rotates whole matrices",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.runtime.comm.p2p import wide_dtype
+from undertow.runtime.comm.p2p import accumulation_dtype
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.torch_private import private
@@ -57,8 +57,8 @@ class InnerOptimizer:
 def owned_part(sharding: Sharding, part: ShardPart) -> Owned:
     """This rank's part, and the fp32 copy of it where it is of 16 bits."""
     values = sharding.values(part)
-    is_narrow = wide_dtype(values.dtype) != values.dtype
-    return Owned(part, values, values.to(wide_dtype(values.dtype)) if is_narrow else values)
+    is_narrow = accumulation_dtype(values.dtype) != values.dtype
+    return Owned(part, values, values.to(accumulation_dtype(values.dtype)) if is_narrow else values)
 
 
 def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:

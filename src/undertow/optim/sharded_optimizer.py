@@ -35,12 +35,12 @@ from undertow.optim.state import (
     states_without_elements,
     with_scalars_in_place,
 )
-from undertow.runtime.comm.p2p import wide_dtype
+from undertow.runtime.comm.p2p import accumulation_dtype
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
-from undertow.sync import Sync
+from undertow.sync import GradientSync
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -67,7 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         cls: type[torch.optim.Optimizer],
-        target: Sync | nn.Module,
+        target: GradientSync | nn.Module,
         params: ParamGroups | None = None,
         *,
         eager: bool = False,
@@ -115,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._confirm()
         else:
             sharding, settings = self._begin(), self._settings()
-            sharding.require_synchronised(self._params())
+            sharding.require_synchronized(self._params())
             with self._steps.update():
                 for inner in self._inners.values():
                     inner.step(settings, sharding.gradient)
@@ -166,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm_type = checked_norm_type(norm_type)
         finish_before_look(self._sync, self._params())
         sharding = self._begin()
-        sharding.require_synchronised(self._params())
+        sharding.require_synchronized(self._params())
         grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
         total = total_norm(grads, norm_type, device=sharding.group.device, group=sharding.group)
         if error_if_nonfinite:
@@ -263,10 +263,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a collective call once there is state. New parameters are synchronised from the next forward on."""
+        """As torch's; a collective call once there is state. New parameters are synchronized from the next forward on."""
         super().add_param_group(param_group)
         try:
-            self._require_synchronised()
+            self._require_synchronized()
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -339,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 remedy="Change them between step() and the next backward, as schedulers do, or leave eager=True out.",
             )
         if self._sharding is not None:
-            self._sharding.require_synchronised(self._params())
+            self._sharding.require_synchronized(self._params())
         if self._steps.confirm():
             self._begin()
 
@@ -434,7 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _state_of_nothing(self, param: Tensor) -> dict[str, Any]:
         group = next(group for group in self.param_groups if any(it is param for it in group["params"]))
-        like = torch.zeros(1, dtype=wide_dtype(param.dtype), device=param.device)
+        like = torch.zeros(1, dtype=accumulation_dtype(param.dtype), device=param.device)
         state = state_of_one_element(self._make, hyper_parameters(group), like=like)
         return state if like.dtype == param.dtype else {**state, MASTER: like}
 
@@ -458,20 +458,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _require_synchronised(self) -> None:
+    def _require_synchronized(self) -> None:
         known = {id(param) for _, param in self._sync.named_parameters()}
         strangers = [index for index, param in enumerate(self._params()) if id(param) not in known]
         if strangers:
             raise ConfigError(
                 f"parameter {strangers[0]} of the optimizer, of shape {tuple(self._params()[strangers[0]].shape)}, is none "
-                "that is synchronised.",
+                "that is synchronized.",
                 where="ShardedOptimizer",
                 remedy="Give it parameters of the wrapped module, and none that `ignore` names.",
             )
 
 
-def _checked(cls: object, sync: object) -> Sync:
-    if not isinstance(sync, Sync):
+def _checked(cls: object, sync: object) -> GradientSync:
+    if not isinstance(sync, GradientSync):
         raise WrongType(
             f"target must be what attach() or DistributedDataParallel returned, got {type(sync).__name__}.",
             where="ShardedOptimizer",

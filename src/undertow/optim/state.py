@@ -13,7 +13,7 @@ from torch import Tensor
 from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError, PhaseError
 from undertow.runtime.comm.agreement import gather_json
-from undertow.runtime.comm.p2p import wide_dtype
+from undertow.runtime.comm.p2p import accumulation_dtype
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
@@ -164,7 +164,7 @@ def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> 
     return {
         key: _part_of(key, value, part, param)
         for key, value in state.items()
-        if key != MASTER or value.dtype == wide_dtype(param.dtype)
+        if key != MASTER or value.dtype == accumulation_dtype(param.dtype)
     }
 
 
@@ -226,7 +226,7 @@ def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
         return value.clone()
     # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.
     is_narrow = mine.is_floating_point() and param.is_floating_point()
-    return mine.to(param.device, wide_dtype(param.dtype) if is_narrow else mine.dtype, copy=True)
+    return mine.to(param.device, accumulation_dtype(param.dtype) if is_narrow else mine.dtype, copy=True)
 
 
 def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> dict[int, dict[str, list[Any]]]:

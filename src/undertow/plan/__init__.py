@@ -11,7 +11,7 @@ from undertow.plan.grouping import (
     observed,
     reverse_registration,
 )
-from undertow.plan.layout import Groups, Member, ParamSpec, Piece, Slot, Trailer, ranks_differ, signature_bits
+from undertow.plan.layout import GroupEntry, Groups, ParamSpec, Piece, Slot, Trailer, ranks_differ, signature_bits
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
 from undertow.plan.timing import StepTiming, eager_limit_us, finish_us
@@ -19,9 +19,9 @@ from undertow.plan.timing import StepTiming, eager_limit_us, finish_us
 __all__ = [
     "Bucket",
     "GathersBehind",
+    "GroupEntry",
     "Groups",
     "LaneTimes",
-    "Member",
     "Optimum",
     "ParamSpec",
     "Piece",

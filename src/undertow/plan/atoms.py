@@ -1,4 +1,4 @@
-"""What a plan may not part: runs of neighbouring gradients that come at almost the same time, and pieces of large ones."""
+"""What a plan may not part: runs of neighboring gradients that come at almost the same time, and pieces of large ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.errors import ConfigError
-from undertow.plan.layout import Kind, Member, ParamSpec, Piece, piece_of, unit_numel
+from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, piece_of, unit_numel
 from undertow.plan.timing import StepTiming
 
 Floats = NDArray[np.float64]
@@ -111,9 +111,9 @@ def small_pieces(params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks
     return pieces
 
 
-def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) -> tuple[tuple[Member, ...], ...]:
+def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) -> tuple[tuple[GroupEntry, ...], ...]:
     """The buckets of the windows between `chosen` cuts, in the order in which they leave."""
-    groups: list[tuple[Member, ...]] = []
+    groups: list[tuple[GroupEntry, ...]] = []
     for begin, end in pairwise(chosen):
         inside = atoms.pieces[atoms.cuts[begin] : atoms.cuts[end]]
         kinds = atoms.kinds[atoms.cuts[begin] : atoms.cuts[end]]
@@ -134,7 +134,7 @@ def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float
     return [Piece(param=piece.param, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)]
 
 
-def _members(pieces: Sequence[Piece], params: Sequence[ParamSpec]) -> Iterator[Member]:
+def _members(pieces: Sequence[Piece], params: Sequence[ParamSpec]) -> Iterator[GroupEntry]:
     """Pieces of one parameter that follow each other become one."""
     at = 0
     while at < len(pieces):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from undertow.errors import ConfigError
-from undertow.plan.layout import Kind, Member, ParamSpec, Piece, member_of, piece_of, unit_numel
+from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, piece_of, unit_numel
 
 _MIB = 1024 * 1024
 _SMALLEST, _LARGEST = float(_MIB), 25.0 * _MIB
@@ -74,7 +74,7 @@ def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeC
 
 def group_in_pieces(
     params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps, *, num_ranks: int
-) -> tuple[tuple[Member, ...], ...]:
+) -> tuple[tuple[GroupEntry, ...], ...]:
     """Like `group_by_size`, with a parameter above the cap cut into even pieces that keep to it.
 
     Its first piece is on the wire while the later ones are packed, and at the end of `order` the pieces shrink with the

@@ -49,8 +49,8 @@ class Piece:
         return self.stop - self.first
 
 
-Member = int | Piece  # of a group: the index of a parameter that is in it as a whole, or a piece of one
-Groups = tuple[tuple[Member, ...], ...]  # what each bucket of a plan holds
+GroupEntry = int | Piece  # of a group: the index of a parameter that is in it as a whole, or a piece of one
+Groups = tuple[tuple[GroupEntry, ...], ...]  # what each bucket of a plan holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Trailer:
 
     @cached_property
     def used(self) -> range:
-        """One flag per slot: a gradient came since the last synchronisation. NaN: and it is not finite."""
+        """One flag per slot: a gradient came since the last synchronization. NaN: and it is not finite."""
         return range(self.start, self.start + self.num_slots)
 
     @cached_property
@@ -162,14 +162,14 @@ def ranks_differ(signature: Sequence[bool]) -> bool:
     return any(bit and complement for bit, complement in zip(signature[:half], signature[half:], strict=True))
 
 
-def piece_of(member: Member, params: Sequence[ParamSpec]) -> Piece:
+def piece_of(member: GroupEntry, params: Sequence[ParamSpec]) -> Piece:
     """What `member` of a group holds."""
     if isinstance(member, Piece):
         return member
     return Piece(param=member, first=0, stop=params[member].slot_numel)
 
 
-def member_of(piece: Piece, params: Sequence[ParamSpec]) -> Member:
+def member_of(piece: Piece, params: Sequence[ParamSpec]) -> GroupEntry:
     """The member of a group that holds `piece`: the parameter's index where that is all of it."""
     return piece.param if piece == piece_of(piece.param, params) else piece
 

@@ -23,7 +23,7 @@ import numpy as np
 from undertow.cost.costs import Costs
 from undertow.errors import ConfigError
 from undertow.plan.atoms import Atoms, Floats, atoms_of, groups_of, small_pieces, whole_pieces
-from undertow.plan.layout import Member, ParamSpec
+from undertow.plan.layout import GroupEntry, ParamSpec
 from undertow.plan.optimal_shards import best_with_shards
 from undertow.plan.timing import StepTiming, check_timing, finish_us, limit_us
 from undertow.plan.windows import Windows, gather_windows, reduction_windows
@@ -37,7 +37,7 @@ _MAX_ATOMS_WITH_SHARDS = 128  # docs/planning.md says what twice as many would g
 class Optimum:
     """The plan of fewest buckets within the slack of the best one; microseconds, as `finish_us` counts."""
 
-    groups: tuple[tuple[Member, ...], ...]  # what `plan_from_groups` makes a plan of
+    groups: tuple[tuple[GroupEntry, ...], ...]  # what `plan_from_groups` makes a plan of
     finish_us: float  # under these groups
     best_us: float  # under the best ones, however many
     limit_us: float  # no grouping, order or splitting is through earlier

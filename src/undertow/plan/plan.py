@@ -16,9 +16,9 @@ from undertow.errors import ConfigError
 from undertow.foreign import parsed_json
 from undertow.plan.layout import (
     MOST,
+    GroupEntry,
     Groups,
     Kind,
-    Member,
     ParamSpec,
     Piece,
     Slot,
@@ -146,11 +146,11 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _member_to_json(member: Member) -> int | list[int]:
+def _member_to_json(member: GroupEntry) -> int | list[int]:
     return [member.param, member.first, member.stop] if isinstance(member, Piece) else member
 
 
-def member_from_json(value: Any) -> Member:
+def member_from_json(value: Any) -> GroupEntry:
     """Inverse of what `Plan.to_json` writes; ValueError for anything else."""
     if not isinstance(value, list):
         return _whole(value)
@@ -158,7 +158,7 @@ def member_from_json(value: Any) -> Member:
     return Piece(param=param, first=first, stop=stop)
 
 
-def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[Member]], *, num_ranks: int) -> Plan:
+def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[GroupEntry]], *, num_ranks: int) -> Plan:
     """Lays out `groups` of parameter indices and pieces; each becomes a bucket, an empty one is skipped.
 
     Without parameters the plan still has one bucket, of a trailer only, so that the ranks have a place to meet.

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.cost.costs import Costs
 from undertow.errors import ConfigError
-from undertow.plan.layout import Member, ParamSpec, Piece
+from undertow.plan.layout import GroupEntry, ParamSpec, Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def check_timing(params: Sequence[ParamSpec], timing: StepTiming, *, has_shards:
 
 def finish_us(
     params: Sequence[ParamSpec],
-    groups: Sequence[Sequence[Member]],
+    groups: Sequence[Sequence[GroupEntry]],
     timing: StepTiming,
     costs: Costs,
     *,
@@ -78,11 +78,11 @@ def finish_us(
     return max(0.0, _through_us(needed, costs.collective_us("all_gather", sizes).tolist())) + reduced
 
 
-def _param(member: Member) -> int:
+def _param(member: GroupEntry) -> int:
     return member.param if isinstance(member, Piece) else member
 
 
-def _num_bytes(member: Member, params: Sequence[ParamSpec]) -> int:
+def _num_bytes(member: GroupEntry, params: Sequence[ParamSpec]) -> int:
     return member.numel * params[member.param].itemsize if isinstance(member, Piece) else params[member].num_bytes
 
 

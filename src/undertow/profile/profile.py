@@ -10,7 +10,7 @@ from typing import Any
 
 from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts
 from undertow.errors import ConfigError
-from undertow.plan import Member, ParamSpec, Piece, StepTiming, plan_from_groups
+from undertow.plan import GroupEntry, ParamSpec, Piece, StepTiming, plan_from_groups
 from undertow.profile.checks import checked_integer, checked_ready_us, checked_us
 from undertow.schedule import strategy_named
 
@@ -34,7 +34,7 @@ class Profile:
     num_ranks: int = 1  # of the run in which it was measured
     curves: Mapping[str, CostCurve] = field(default_factory=dict)  # by kind of collective
     strategy: str = "ddp"
-    groups: tuple[tuple[Member, ...], ...] | None = None  # the buckets under which it was measured
+    groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # the buckets under which it was measured
     step_us: float | None = None  # what the step took there
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Profile:
                     remedy="Name each parameter once; a tied one has one name and one gradient.",
                 )
 
-    def _check_groups(self, groups: tuple[tuple[Member, ...], ...]) -> None:
+    def _check_groups(self, groups: tuple[tuple[GroupEntry, ...], ...]) -> None:
         try:
             plan_from_groups(self.params, groups, num_ranks=self.num_ranks)
         except (ConfigError, IndexError) as error:
@@ -148,7 +148,7 @@ def _row(spec: ParamSpec, ready_us: float) -> dict[str, Any]:
     return row | ({"device": spec.device} if spec.device != "cpu" else {}) | ({"sparse": True} if spec.is_sparse else {})
 
 
-def _member(member: Member) -> Any:
+def _member(member: GroupEntry) -> Any:
     return [member.param, member.first, member.stop] if isinstance(member, Piece) else member
 
 

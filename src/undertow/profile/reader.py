@@ -13,7 +13,7 @@ from typing import Any
 from undertow.cost import COLLECTIVES, CostCurve
 from undertow.errors import ConfigError
 from undertow.foreign import parsed_json
-from undertow.plan import Member, ParamSpec, Piece, Plan
+from undertow.plan import GroupEntry, ParamSpec, Piece, Plan
 from undertow.plan.layout import ITEMSIZES, MOST
 from undertow.plan.plan import member_from_json
 from undertow.profile.checks import checked_integer, checked_ready_us, checked_us, too_large
@@ -159,9 +159,9 @@ def _curve(points: Any, path: str) -> CostCurve:
         raise ConfigError(f"{path} is no cost curve.", where=str(error)) from error
 
 
-def _groups(buckets: Any, num_params: int) -> tuple[tuple[Member, ...], ...]:
+def _groups(buckets: Any, num_params: int) -> tuple[tuple[GroupEntry, ...], ...]:
     rows = [_checked_list(members, f"buckets[{index}]") for index, members in enumerate(_checked_list(buckets, "buckets"))]
-    groups: list[tuple[Member, ...]] = []
+    groups: list[tuple[GroupEntry, ...]] = []
     path_of: dict[int, str] = {}  # of parameters that are in a bucket as a whole
     for index, members in enumerate(rows):
         paths = [f"buckets[{index}][{position}]" for position, _ in enumerate(members)]
@@ -172,7 +172,7 @@ def _groups(buckets: Any, num_params: int) -> tuple[tuple[Member, ...], ...]:
     return tuple(groups)
 
 
-def _member(value: Any, path: str, num_params: int) -> Member:
+def _member(value: Any, path: str, num_params: int) -> GroupEntry:
     try:
         member = member_from_json(value)
     except ValueError as error:

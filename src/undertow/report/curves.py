@@ -17,7 +17,7 @@ __all__ = ["save_curves"]
 
 # By the place of a method; the last is the one of interest, and stands out.
 _STYLES = (("#a5a5a5", "s"), ("#2f75b5", "o"), ("#7fb069", "^"))
-_LAST_COLOUR = "#e4572e"
+_LAST_COLOR = "#e4572e"
 _INK, _FAINT_INK = "#333333", "#777777"
 _LOG_RATIO = 5  # from which a scale of times is logarithmic
 
@@ -54,9 +54,9 @@ def save_curves(sweep: Sweep, path: str | Path) -> None:
 def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> None:
     values = [float(value) for value in sweep.points]
     *others, last = zip(*sweep.points.values(), strict=True)
-    for outcomes, (colour, marker) in zip(others, _STYLES, strict=False):
+    for outcomes, (color, marker) in zip(others, _STYLES, strict=False):
         heights = [*map(value_of, outcomes)]
-        axes.plot(values, heights, label=drawn(outcomes[0].method), color=colour, marker=marker, linewidth=1.5, markersize=4.5)
+        axes.plot(values, heights, label=drawn(outcomes[0].method), color=color, marker=marker, linewidth=1.5, markersize=4.5)
     # What lies upon another line shows both.
     axes.plot(
         values,
@@ -64,7 +64,7 @@ def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> Non
         label=drawn(last[0].method),
         markersize=4.5,
         linewidth=2.2,
-        color=_LAST_COLOUR,
+        color=_LAST_COLOR,
         marker="D",
         linestyle="--",
     )

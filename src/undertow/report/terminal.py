@@ -52,7 +52,7 @@ def _step_rows(report: StepReport) -> list[tuple[str, float, str]]:
     if report.overlap is None:
         return rows
     slowest = "" if report.slowest_rank is None else f"slowest is rank {report.slowest_rank}"
-    achieved = f"achieved / limit {report.synchronised_ms / report.limit_ms:.3f}" if report.limit_ms > 0 else ""
+    achieved = f"achieved / limit {report.synchronized_ms / report.limit_ms:.3f}" if report.limit_ms > 0 else ""
     return [
         *rows,
         *_gather_rows(report),
@@ -60,7 +60,7 @@ def _step_rows(report: StepReport) -> list[tuple[str, float, str]]:
         ("  exposed", report.exposed_ms, ""),
         ("    the network", report.wire_ms, ""),
         ("    a late rank", report.late_rank_ms, slowest),
-        ("synchronised after", report.synchronised_ms, achieved),
+        ("synchronized after", report.synchronized_ms, achieved),
         ("  limit", report.limit_ms, "for these buckets and ready times"),
         *_step_limit_rows(report),
     ]

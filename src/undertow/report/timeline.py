@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["require_matplotlib", "save_timeline"]
 
 # Calm for work, loud for waiting. Light enough that the bucket numbers can be read on them.
-_COLOURS = {
+_COLORS = {
     "forward": "#9dc3e6",
     "backward": "#2f75b5",
     "wait": "#e4572e",
@@ -82,20 +82,20 @@ def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
     for event in trace.on_lane("compute"):
         if event.duration_us < axis_ms * 1e3 * _VISIBLE:
             continue
-        _draw_bar(axes, event, top=row - _COMPUTE_HEIGHT, height=_COMPUTE_HEIGHT, colour=_COLOURS[event.kind])
+        _draw_bar(axes, event, top=row - _COMPUTE_HEIGHT, height=_COMPUTE_HEIGHT, color=_COLORS[event.kind])
     for event in trace.communication:
-        _draw_bar(axes, event, top=row + 0.03, height=_NETWORK_HEIGHT, colour=_COLOURS[_name(event)])
+        _draw_bar(axes, event, top=row + 0.03, height=_NETWORK_HEIGHT, color=_COLORS[_name(event)])
     left = _end_ms(trace) + axis_ms * 0.008
     axes.text(left, row - 0.2, f"{_step_ms(trace):.0f} ms", va="center", fontsize=10.5, fontweight="bold", color=_INK)
     if (hidden := overlap_of(trace).fraction) is not None:
         axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, color=_FAINT_INK)
 
 
-def _draw_bar(axes: Axes, event: Event, *, top: float, height: float, colour: str) -> None:
+def _draw_bar(axes: Axes, event: Event, *, top: float, height: float, color: str) -> None:
     axes.broken_barh(
         [(event.start_us / 1e3, event.duration_us / 1e3)],
         (top, height),
-        facecolors=colour,
+        facecolors=color,
         edgecolors="white",
         linewidth=0.6,
     )
@@ -120,7 +120,7 @@ def _title_and_legend(figure: Figure, axes: Axes, traces: Mapping[str, Trace]) -
 
     figure.suptitle(drawn(_takeaway(traces)), x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
     shown = {_name(event) for trace in traces.values() for event in trace.events if event.duration_us > 0}
-    handles = [Patch(facecolor=_COLOURS[kind], label=_LEGEND[kind]) for kind in _COLOURS if kind in shown]
+    handles = [Patch(facecolor=_COLORS[kind], label=_LEGEND[kind]) for kind in _COLORS if kind in shown]
     axes.legend(
         handles=handles,
         loc="lower left",
@@ -151,7 +151,7 @@ def _takeaway(traces: Mapping[str, Trace]) -> str:
 
 
 def _name(event: Event) -> str:
-    """Of its colour."""
+    """Of its color."""
     if event.lane == "compute":
         return event.kind
     return "gather" if event.kind == "all_gather" else "reduce"

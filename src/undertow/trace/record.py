@@ -52,9 +52,9 @@ class StepRecord:
         events += [_compute("backward", interval) for interval in self.backwards]
         sent = (*self.gathers, *self.buckets)
         events += [_compute("wait", bucket.waited, bucket.bucket) for bucket in sent]
-        synchronised_us = max((event.stop_us for event in events), default=0.0)
-        if self.step_us > synchronised_us:
-            events.append(_compute("optimizer", (synchronised_us, self.step_us)))
+        synchronized_us = max((event.stop_us for event in events), default=0.0)
+        if self.step_us > synchronized_us:
+            events.append(_compute("optimizer", (synchronized_us, self.step_us)))
         events += [
             Event(
                 lane="comm.dp",

@@ -73,7 +73,7 @@ class StepReport:
     overlap: float | None
     gather_ms: float
     gather_exposed_ms: float
-    synchronised_ms: float  # from the start of the step until the last bucket of gradients was through
+    synchronized_ms: float  # from the start of the step until the last bucket of gradients was through
     limit_ms: float
     step_limit_ms: float
     slowest_rank: int | None
@@ -150,7 +150,7 @@ class _Split:
     late_rank_ms: float
     gather_ms: float
     gather_exposed_ms: float
-    synchronised_ms: float
+    synchronized_ms: float
     limit_ms: float
     step_limit_ms: float
 
@@ -169,7 +169,7 @@ def _split(record: StepRecord) -> _Split:
         late_rank_ms=late_ms,
         gather_ms=union_us(record.gather_intervals()) * _MS,
         gather_exposed_ms=sum(_length_us(gather.waited) for gather in record.gathers) * _MS,
-        synchronised_ms=max((bucket.done_us for bucket in record.buckets), default=0.0) * _MS,
+        synchronized_ms=max((bucket.done_us for bucket in record.buckets), default=0.0) * _MS,
         limit_ms=limit_us([bucket.ready_us for bucket in record.buckets], wires) * _MS,
         step_limit_ms=step_limit_us(record) * _MS,
     )

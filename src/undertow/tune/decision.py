@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.errors import ConfigError
-from undertow.plan import GathersBehind, Member, ParamSpec, Piece
+from undertow.plan import GathersBehind, GroupEntry, ParamSpec, Piece
 from undertow.plan.layout import member_of, piece_of
 
 _NUM_SINGLE = 7
@@ -40,7 +40,7 @@ class Decision:
     present_us: float = 0.0  # under the plan so far
     predicted_us: float = 0.0  # under the best plan
     limit_us: float = 0.0  # under no plan is it less
-    groups: tuple[tuple[Member, ...], ...] | None = None  # None: the plan stays
+    groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # None: the plan stays
     gathers_behind: GathersBehind | None = None  # where buckets are stepped in backward, of that plan; None: not known
 
     def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
@@ -83,7 +83,7 @@ def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, .
     """Inverse of `Decision.to_array`."""
     outcome, next_look, present_us, predicted_us, limit_us, num_rows, num_gathers = numbers[:_NUM_SINGLE].tolist()
     rows = numbers[_NUM_SINGLE : _NUM_SINGLE + 4 * int(num_rows)].astype(np.int64).reshape(-1, 4).tolist()
-    groups: dict[int, list[Member]] = {}
+    groups: dict[int, list[GroupEntry]] = {}
     for param, first, stop, bucket in rows:
         groups.setdefault(bucket, []).append(member_of(Piece(param=param, first=first, stop=stop), params))
     return Decision(

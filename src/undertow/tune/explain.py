@@ -52,7 +52,7 @@ def explanation(  # the plan, what is known of it, and how it is run
         strategy=f"{strategy} eager" if is_eager else strategy,
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
-        achieved_ms=None if measurement is None else measurement.synchronised_us * _MS,
+        achieved_ms=None if measurement is None else measurement.synchronized_us * _MS,
         decisions=tuple(_decision_text(decided) for decided in history),
     )
     has_shards = strategy != "ddp"

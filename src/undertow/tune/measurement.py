@@ -3,7 +3,7 @@
 Ranks send each other rows of numbers, one row for each step, and take the largest of all ranks. The row has times in
 microseconds since the end of the round before, which all ranks leave together:
 
-    begin | backward begins | backward ends | rest | synchronised | ready ... | -reductions ... | -gathers ...
+    begin | backward begins | backward ends | rest | synchronized | ready ... | -reductions ... | -gathers ...
                                                                     by param    by bucket         by bucket
 
 What a forward has waited for parameters is taken out of the times before and in backward, on each rank its own.
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from undertow.plan import Plan
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
-_BEGIN, _BACKWARD_BEGINS, _BACKWARD_ENDS, _REST, _SYNCHRONISED = range(5)
+_BEGIN, _BACKWARD_BEGINS, _BACKWARD_ENDS, _REST, _SYNCHRONIZED = range(5)
 _NUM_SINGLE = 5
 _UNKNOWN = -np.inf
 
@@ -38,7 +38,7 @@ class Measurement:
     forward_us: float  # until backward begins, without waits for parameters
     backward_us: float
     rest_us: float  # from the last wait to the next forward
-    synchronised_us: float  # from the begin of the step until all gradients were through
+    synchronized_us: float  # from the begin of the step until all gradients were through
     spread_us: float  # between the quartiles of that
     samples: Mapping[str, tuple[tuple[float, float], ...]]  # by kind of collective: bytes, microseconds
 
@@ -55,7 +55,7 @@ def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: in
         row[_BEGIN] = begin
         row[_BACKWARD_BEGINS : _BACKWARD_ENDS + 1] = [computing + at for at in record.backwards[-1]]
         last_wait = max(bucket.waited[1] for bucket in record.buckets)
-        row[_REST], row[_SYNCHRONISED] = record.step_us - last_wait, begin + last_wait
+        row[_REST], row[_SYNCHRONIZED] = record.step_us - last_wait, begin + last_wait
         for param, arrived_us in record.arrivals.items():
             ready[param] = computing + arrived_us
         for at, sent in chain(_places(record.buckets, first=0), _places(record.gathers, first=num_buckets)):
@@ -71,19 +71,19 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     if not _is_complete(records, len(latest)) or not np.isfinite(latest[:, :_NUM_SINGLE]).all():
         return None
     num_params, num_buckets = len(plan.params), len(plan.buckets)
-    begins, backward_begins, backward_ends, rest, synchronised = latest[:, :_NUM_SINGLE].T
+    begins, backward_begins, backward_ends, rest, synchronized = latest[:, :_NUM_SINGLE].T
     ready = latest[:, _NUM_SINGLE : _NUM_SINGLE + num_params]
     # In most steps: a parameter that came once only is one that does not come.
     ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
     backward_us = float(np.median(backward_ends - backward_begins))
-    low_us, median_us, high_us = np.quantile(synchronised - begins, [0.25, 0.5, 0.75])
+    low_us, median_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
     durations = -latest[:, _NUM_SINGLE + num_params :]
     return Measurement(
         ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).tolist()),
         forward_us=max(0.0, float(np.median(backward_begins - begins))),
         backward_us=backward_us,
         rest_us=max(0.0, float(np.median(rest))),
-        synchronised_us=float(median_us),
+        synchronized_us=float(median_us),
         spread_us=float(high_us - low_us),
         # As large as the planner thinks of them, whatever is made narrower for the wire.
         samples=_samples(records, durations[:, :num_buckets], lambda record: _as_planned(record, plan))
@@ -108,7 +108,7 @@ def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measur
         forward_us=float(np.median(forwards)),
         backward_us=backward_us,
         rest_us=max(0.0, float(np.median([record.step_us for record in records] - ends))),
-        synchronised_us=float(median_us),
+        synchronized_us=float(median_us),
         spread_us=float(high_us - low_us),
         samples={},
     )

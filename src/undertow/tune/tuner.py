@@ -42,11 +42,11 @@ class _Known:
         self._looks: deque[tuple[float, float]] = deque(maxlen=_NUM_WINDOWS)
 
     def add(self, measurement: Measurement) -> None:
-        self._looks.append((measurement.synchronised_us, measurement.spread_us))
+        self._looks.append((measurement.synchronized_us, measurement.spread_us))
 
     @property
-    def synchronised_us(self) -> float:
-        return median(synchronised_us for synchronised_us, _ in self._looks)
+    def synchronized_us(self) -> float:
+        return median(synchronized_us for synchronized_us, _ in self._looks)
 
     @property
     def spread_us(self) -> float:
@@ -54,8 +54,8 @@ class _Known:
 
     def is_better_than(self, other: _Known) -> bool:
         """By more than steps differ from one another."""
-        margin_us = _WORTHWHILE * self.synchronised_us + max(self.spread_us, other.spread_us)
-        return self.synchronised_us + margin_us < other.synchronised_us
+        margin_us = _WORTHWHILE * self.synchronized_us + max(self.spread_us, other.spread_us)
+        return self.synchronized_us + margin_us < other.synchronized_us
 
 
 class Tuner:
@@ -117,7 +117,7 @@ class Tuner:
             curves=self.curves,
             strategy=strategy,
             groups=plan.groups,
-            step_us=_rounded(now.synchronised_us + now.rest_us),
+            step_us=_rounded(now.synchronized_us + now.rest_us),
         )
 
     def decide(self, plan: Plan, *, has_shards: bool, is_eager: bool = False) -> Decision:
@@ -181,14 +181,14 @@ class Tuner:
         """What was measured goes before what is predicted."""
         known = self._known.setdefault(present, _Known())
         known.add(now)
-        fastest = min(self._known, key=lambda groups: self._known[groups].synchronised_us)
-        loss_us = known.synchronised_us - self._known[fastest].synchronised_us
+        fastest = min(self._known, key=lambda groups: self._known[groups].synchronized_us)
+        loss_us = known.synchronized_us - self._known[fastest].synchronized_us
         if self._known[fastest].is_better_than(known) and loss_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._overrated_us = max(self._overrated_us, self._promised_us + loss_us)
             self._promised_us = 0.0
             return Outcome.BACK, fastest
         # Every move asks for more gain than the one before: what differs from look to look by chance ends soon.
-        least_us = max(_WORTHWHILE * 2**self._num_moves * now.synchronised_us, self._overrated_us)
+        least_us = max(_WORTHWHILE * 2**self._num_moves * now.synchronized_us, self._overrated_us)
         if best not in self._known and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best

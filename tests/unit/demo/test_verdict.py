@@ -147,7 +147,7 @@ def test_what_is_no_text_is_named(make: Callable[[Path], object], text: str, tmp
     assert refusal(lambda: load_corpus(tmp_path / "it")) == f"'{tmp_path / 'it'}' {text}"
 
 
-SHARDED = StepTimes(forward_began_s=10.0, forward_s=10.1, last_gradient_s=10.3, synchronised_s=10.35, update=(9.98, 9.99))
+SHARDED = StepTimes(forward_began_s=10.0, forward_s=10.1, last_gradient_s=10.3, synchronized_s=10.35, update=(9.98, 9.99))
 GATHER = ("comm.dp", "all_gather", 1, -12_000, 9_000)
 
 
@@ -169,7 +169,7 @@ def rounded(trace: Trace, lane: str) -> list[tuple[str, int, int]]:
 
 
 def test_a_step_becomes_phases_and_the_collectives_of_its_gradients() -> None:
-    times = StepTimes(forward_began_s=10.0, forward_s=10.1, last_gradient_s=10.3, synchronised_s=10.35, update=(10.35, 10.36))
+    times = StepTimes(forward_began_s=10.0, forward_s=10.1, last_gradient_s=10.3, synchronized_s=10.35, update=(10.35, 10.36))
     transfers = [
         sent("broadcast", 10.05, 10.05, 10.06, num_bytes=4),  # before backward
         sent("all_reduce", 10.2, 10.25, 10.34),

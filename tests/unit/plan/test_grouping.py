@@ -15,7 +15,7 @@ from support.errors import Call, refusal
 from support.strategies import ITEMSIZE, param_lists, size_caps, spec, specs_of_sizes
 from undertow.config import SyncConfig
 from undertow.plan import (
-    Member,
+    GroupEntry,
     ParamSpec,
     Piece,
     Plan,
@@ -40,11 +40,11 @@ def groupings(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], SizeCaps]:
     return params, draw(st.permutations(range(len(params)))), draw(size_caps)
 
 
-def pieces_of(group: Iterable[Member], params: Sequence[ParamSpec]) -> list[Piece]:
+def pieces_of(group: Iterable[GroupEntry], params: Sequence[ParamSpec]) -> list[Piece]:
     return [piece_of(member, params) for member in group]
 
 
-def written(groups: Iterable[Iterable[Member]]) -> list[str]:
+def written(groups: Iterable[Iterable[GroupEntry]]) -> list[str]:
     return [
         " ".join(f"{it.param}[{it.first}:{it.stop}]" if isinstance(it, Piece) else str(it) for it in group) for group in groups
     ]
@@ -128,7 +128,7 @@ def all_caps(caps: SizeCaps) -> tuple[float, ...]:
     return caps.cap_bytes, *caps.first_bytes, *caps.last_bytes
 
 
-def fits(params: list[ParamSpec], group: Sequence[Member], cap_bytes: float, smallest: float = math.inf) -> bool:
+def fits(params: list[ParamSpec], group: Sequence[GroupEntry], cap_bytes: float, smallest: float = math.inf) -> bool:
     """Whether a group keeps to a cap, as far as it can: one parameter, or the smallest piece of one, may be above it."""
     pieces = pieces_of(group, params)
     num_bytes = sum(piece.numel * params[piece.param].itemsize for piece in pieces)
@@ -257,7 +257,7 @@ BUCKETS = {
 
 
 @pytest.mark.parametrize(("plan", "buckets"), BUCKETS.values(), ids=BUCKETS)
-def test_the_buckets_of_a_plan(plan: Plan, buckets: list[tuple[Member, ...]]) -> None:
+def test_the_buckets_of_a_plan(plan: Plan, buckets: list[tuple[GroupEntry, ...]]) -> None:
     assert plan.groups == tuple(buckets)
 
 

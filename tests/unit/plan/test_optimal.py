@@ -192,7 +192,7 @@ FINISHES = {
         line(1, 1),
         5 + 17 + 17,
     ),
-    # Groups of a concave cost are the best of neighbours, not of all: no run of neighbours is through before 6.606.
+    # Groups of a concave cost are the best of neighbors, not of all: no run of neighbors is through before 6.606.
     "9 + 9 bytes together and 4 before them": (
         specs_of_sizes(9, 4, 9),
         [(1,), (0, 2)],
@@ -208,7 +208,7 @@ def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, 
     assert finish_us(params, groups, when, curve, has_shards=bool(when.used_us)) == pytest.approx(finished_us, **ROUNDING)
 
 
-def test_the_best_of_a_plan_is_of_runs_of_neighbours_however_many() -> None:
+def test_the_best_of_a_plan_is_of_runs_of_neighbors_however_many() -> None:
     assert plan(specs_of_sizes(9, 4, 9), timing(0, 0, 2), ROOT).best_us == pytest.approx(math.sqrt(13) + 3, **ROUNDING)  # 6.606
     assert plan(specs_of_sizes(1, 1000), timing(0, 1000), line(1, 1)).best_us == 2001.0
 

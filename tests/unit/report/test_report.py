@@ -126,7 +126,7 @@ def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest
     assert [text.get_text() for text in axes.texts] == ["133 ms", "86% hidden", "136 ms", "82% hidden"]
 
 
-def test_gathers_have_a_colour_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathers_have_a_color_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     legends = [drawn({"way": trace}, monkeypatch).axes[0].get_legend() for trace in (OVERLAPPED, SHARDED)]
     of_plain, of_sharded = ([text.get_text() for text in legend.get_texts()] for legend in legends if legend is not None)
     assert of_plain == ["forward", "backward", "waiting for the network", "optimizer", "gradients sent"]

@@ -32,7 +32,7 @@ REPORTS: dict[str, tuple[StepReport, dict[str, Any]]] = {
             "exposed_ms": 20.0,
             "hidden_ms": 20.0,
             "overlap": 0.5,
-            "synchronised_ms": 80.0,
+            "synchronized_ms": 80.0,
             "limit_ms": 80.0,
         },
     ),

@@ -89,7 +89,7 @@ LEARNED: dict[str, tuple[tuple[list[StepRecord], ...], dict[str, Any]]] = {
             "forward_us": 200.0,
             "backward_us": 300.0,
             "rest_us": 40.0,
-            "synchronised_us": 560.0,
+            "synchronized_us": 560.0,
             "spread_us": 0.0,
             "samples": REDUCED,
         },
@@ -105,7 +105,7 @@ LEARNED: dict[str, tuple[tuple[list[StepRecord], ...], dict[str, Any]]] = {
     ),
     "steps count by their medians and differ by their quartiles": (
         ([step(ends=(400.0, end)) for end in (560.0, 570.0, 580.0, 600.0, 900.0)],),
-        {"synchronised_us": 580.0, "spread_us": 30.0},
+        {"synchronized_us": 580.0, "spread_us": 30.0},
     ),
     "a gradient that came on one rank only is as late as there": (
         ([step(arrivals={1: 310.0})], [STEP]),
@@ -179,7 +179,7 @@ def test_one_rank_learns_when_its_gradients_come(records: list[StepRecord], read
     assert (it and it.ready_us) == ready_us
     if records == [STEP] * 3:
         assert it is not None
-        assert (it.forward_us, it.backward_us, it.rest_us, it.synchronised_us, it.samples) == (200.0, 290.0, 110.0, 490.0, {})
+        assert (it.forward_us, it.backward_us, it.rest_us, it.synchronized_us, it.samples) == (200.0, 290.0, 110.0, 490.0, {})
 
 
 microseconds = st.floats(0, 1e12)
@@ -248,7 +248,7 @@ def plan_of(*groups: Sequence[int], params: Sequence[ParamSpec] = PARAMS) -> Pla
 
 def explained(plan: Plan, measured: Profile | None, *, achieved_us: float | None = None, **changes: Any) -> Explanation:
     known: dict[str, Any] = {"why": WHY, "strategy": "ddp", "history": (), **changes}
-    measurement = None if achieved_us is None else SimpleNamespace(synchronised_us=achieved_us)
+    measurement = None if achieved_us is None else SimpleNamespace(synchronized_us=achieved_us)
     tuner = Tuner()
     vars(tuner).update(profile=lambda _plan, strategy: measured, measurement=measurement)  # as if it had learned this
     return explanation(plan, None if measured is None else tuner, **known)

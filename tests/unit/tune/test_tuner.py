@@ -161,10 +161,10 @@ def test_fewer_buckets_that_are_slower_say_nothing_of_the_promise_of_a_move_befo
     # Of which a later move would be asked for the whole gain once more.
     moved = walk(tuner := Tuner(), SLOW, SLOW.plan_of_size(FEW), num_looks=1).last
     us = SLOW.finish_us(moved)
-    look = replace(SLOW.measure(moved), synchronised_us=us, spread_us=0.0)
+    look = replace(SLOW.measure(moved), synchronized_us=us, spread_us=0.0)
     best = moved.groups[: len(moved.groups) // 2]
     assert tuner._choose(moved.groups, best, look, gain_us=0.0, move_us=0.0)[0] is Outcome.FEWER
-    assert tuner._choose(best, best, replace(look, synchronised_us=1.1 * us), gain_us=0.0, move_us=0.0)[0] is Outcome.BACK
+    assert tuner._choose(best, best, replace(look, synchronized_us=1.1 * us), gain_us=0.0, move_us=0.0)[0] is Outcome.BACK
     assert tuner._overrated_us == pytest.approx(0.1 * us)
 
 
@@ -253,7 +253,7 @@ def test_it_goes_back_where_steps_differ_less_from_one_another_than_from_those_b
 ) -> None:
     tuner, first = Tuner(), SLOW.plan_of_size(FEW)
     moved, us = walk(tuner, SLOW, first, num_looks=1).last, SLOW.finish_us(first)
-    tuner.learn(replace(SLOW.measure(moved), synchronised_us=1.05 * us, spread_us=spread_share * us))
+    tuner.learn(replace(SLOW.measure(moved), synchronized_us=1.05 * us, spread_us=spread_share * us))
     assert tuner.decide(moved, has_shards=False).outcome is outcome
 
 

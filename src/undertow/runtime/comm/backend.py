@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import ConfigError
-from undertow.runtime.comm.cast import narrowed, travels_narrower
+from undertow.runtime.comm.cast import cast_for_wire, travels_narrower
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle, started
-from undertow.runtime.comm.p2p import Exchanges, PostedExchanges, sum_in_order, wide_dtype
+from undertow.runtime.comm.p2p import Collectives, P2PCollectives, accumulation_dtype, sum_in_order
 from undertow.runtime.torch_private import private
 
 
 def exchanges_over(
     group: OwnGroup, *, in_order: bool, divisor: float | None = None, wire: torch.dtype | None = None
-) -> Exchanges:
+) -> Collectives:
     """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order.
 
     `divisor` is that of means, if not the number of ranks. What is reduced travels in `wire`, if that is narrower.
@@ -29,13 +29,13 @@ def exchanges_over(
             raise ConfigError(
                 f"{group.backend} sends and receives from the host's memory only, and parameters are on {group.device}.",
                 where='ShardedOptimizer, or reduction="ordered"',
-                remedy='Initialise torch.distributed with "nccl" to train on GPUs.',
+                remedy='Initialize torch.distributed with "nccl" to train on GPUs.',
             )
-        return PostedExchanges(group, in_order=in_order, divisor=divisor, wire=wire)
-    return NativeExchanges(group, in_order=in_order, divisor=divisor, wire=wire)
+        return P2PCollectives(group, in_order=in_order, divisor=divisor, wire=wire)
+    return BackendCollectives(group, in_order=in_order, divisor=divisor, wire=wire)
 
 
-class NativeExchanges:
+class BackendCollectives:
     """Exchanges by collectives. In order, ranks exchange their parts and each adds them up itself."""
 
     may_differ_in_order = False
@@ -56,7 +56,7 @@ class NativeExchanges:
         values = storage[: num_ranks * shard.numel()]
         # Which the backend adds up in 16 bits, for which the sum may be too large.
         is_divided = self.divides_first and travels_narrower(storage.dtype, self._wire)
-        parts = narrowed(values.div(self._divisor) if is_divided else values, self._wire)
+        parts = cast_for_wire(values.div(self._divisor) if is_divided else values, self._wire)
         own_trailer = storage[trailer.start : trailer.stop]
         if self._in_order:
             work, add_up = self._exchanged(parts, into=shard)
@@ -78,10 +78,10 @@ class NativeExchanges:
 
     def all_reduce(self, tensor: Tensor) -> _NativeExchange:
         num_ranks, pg = self.group.num_ranks, self.group.process_group
-        narrow = narrowed(tensor, self._wire)
+        narrow = cast_for_wire(tensor, self._wire)
         padded = narrow.new_zeros(-(-narrow.numel() // num_ranks) * num_ranks)
         padded[: narrow.numel()].copy_(narrow)
-        total = torch.empty(padded.numel() // num_ranks, dtype=wide_dtype(narrow.dtype), device=narrow.device)
+        total = torch.empty(padded.numel() // num_ranks, dtype=accumulation_dtype(narrow.dtype), device=narrow.device)
         work, add_up = self._exchanged(padded, into=total)
         # In one piece, unlike the others: the second half starts on the stream, behind the first.
         work.wait()
@@ -103,7 +103,7 @@ class NativeExchanges:
             if self._in_order:
                 mean = self.all_reduce(tensor)
                 return _NativeExchange([trailers, *mean.works], mean.wait)
-            sent = narrowed(tensor.div(self._divisor).to(trailer.dtype), self._wire)
+            sent = cast_for_wire(tensor.div(self._divisor).to(trailer.dtype), self._wire)
             work = started(dist.all_reduce(sent, group=pg, async_op=True))
         return _NativeExchange([work, trailers], lambda: tensor.copy_(_used_here(sent)))
 

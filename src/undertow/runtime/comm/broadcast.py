@@ -64,7 +64,7 @@ class CommonBuffers:
     """
 
     def __init__(self, owners: Sequence[BufferOwner], tables: Sequence[dict[str, Tensor | None]] = ()) -> None:
-        """`owners` are all places of buffers to synchronise, `tables` those of all modules, which may get more."""
+        """`owners` are all places of buffers to synchronize, `tables` those of all modules, which may get more."""
         places: dict[Tensor, list[BufferOwner]] = defaultdict(list)  # tensors are keys by identity
         for owner in owners:
             tensor = owner.get()

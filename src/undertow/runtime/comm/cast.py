@@ -20,12 +20,12 @@ def travels_narrower(dtype: torch.dtype, wire: torch.dtype | None) -> bool:
     return wire is not None and dtype.is_floating_point and dtype.itemsize > wire.itemsize
 
 
-def narrowed(tensor: Tensor, wire: torch.dtype | None) -> Tensor:
+def cast_for_wire(tensor: Tensor, wire: torch.dtype | None) -> Tensor:
     """`tensor` as it travels: itself, or a copy in `wire`."""
     return tensor.to(wire) if travels_narrower(tensor.dtype, wire) and not tensor.is_sparse else tensor
 
 
-class Widened:
+class CastBack:
     """A reduction of a narrower copy, which `wait` brings back into what it is a copy of."""
 
     def __init__(self, handle: Handle, narrow: Tensor, *, into: Tensor) -> None:

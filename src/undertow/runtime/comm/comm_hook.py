@@ -72,7 +72,7 @@ class CommHook:
         """Calls of an earlier round that have failed count no more."""
         self._calls = _Calls()
 
-    def start(self, bucket: HookedBucket, group: OwnGroup) -> HookHandle | QueuedHook:
+    def start(self, bucket: HookedBucket, group: OwnGroup) -> HookHandle | ThreadHandle:
         """Calls the hook; what its future holds at the end is written into the bucket's buffer.
 
         `group` is that of the model: where one of its ranks is gone nobody waits for the hook.
@@ -85,7 +85,7 @@ class CommHook:
             return self.call(bucket)
         self._thread = _thread_beside_this_one()
         self._thread.groups.add(group)
-        queued = QueuedHook(group, self._calls)
+        queued = ThreadHandle(group, self._calls)
         self._thread.worker.submit(queued.run, partial(self.call, bucket))
         return queued
 
@@ -159,7 +159,7 @@ class _Calls:
     failure: BaseException | None = None
 
 
-class QueuedHook(FutureHandle):
+class ThreadHandle(FutureHandle):
     """A call of a hook that waits for its turn in another thread."""
 
     def __init__(self, group: OwnGroup, calls: _Calls) -> None:
@@ -204,7 +204,7 @@ def no_second_hook(earlier: CommHook | None) -> PhaseError:
     """The error where a hook is registered in a backward, or `earlier` was before."""
     return PhaseError(
         "register_comm_hook can only be called once, and not within a backward.",
-        where="gradients are being synchronised" if earlier is None else f"{earlier.name} is registered",
+        where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
         remedy="Compose hooks with undertow.chain((state, hook), ...), and register that before training.",
     )
 

@@ -20,7 +20,7 @@ from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime.comm.handles import ReductionHandle, all_reduce_async
 from undertow.runtime.peers import patience
 from undertow.runtime.peers.leaked_groups import FREEING
-from undertow.runtime.peers.model_monitor import Member
+from undertow.runtime.peers.model_monitor import ModelMonitor
 from undertow.runtime.peers.waiting import Launching, Waiting, join_ring, require_no_fault
 from undertow.runtime.peers.worker import Worker
 from undertow.runtime.torch_private import private
@@ -67,7 +67,7 @@ class GroupRef:
         """This process's place in the group. ConfigError where a copy was loaded in a process that has none."""
         if not dist.is_initialized():
             raise ConfigError(
-                "torch.distributed is not initialised.",
+                "torch.distributed is not initialized.",
                 where=f"a copy of a model that was wrapped over {len(self.ranks)} ranks",
                 remedy="Call torch.distributed.init_process_group() before loading it, or save model.module instead.",
             )
@@ -134,7 +134,7 @@ class OwnGroup:
         self.num_ranks = len(user.ranks)
         self.backend = user.backend_for(device)
         self.device = device  # where small tensors of exchanges live
-        self.member: Member | None = None  # by which we know whether the other ranks are there
+        self.member: ModelMonitor | None = None  # by which we know whether the other ranks are there
         self.num_steps: Callable[[], int] = int
         self.is_idle: Callable[[], bool] = bool
         self.module: weakref.ref[torch.nn.Module] | None = None
@@ -175,7 +175,7 @@ class OwnGroup:
         thread.shutdown()
         return self.result(made)
 
-    def _joins(self) -> Member | None:
+    def _joins(self) -> ModelMonitor | None:
         member = join_ring(self.user.ranks, self.rank, self._limits)
         if member is not None:
             member.num_steps, member.is_idle, member.module = self.num_steps, self.is_idle, self.module
@@ -253,7 +253,7 @@ class OwnGroup:
         if group is None or not dist.is_initialized():
             raise PhaseError(
                 "the process group of this model has been destroyed.",
-                where="gradient synchronisation",
+                where="gradient synchronization",
                 remedy="Call torch.distributed.destroy_process_group() after the last backward.",
             )
         return group
@@ -359,7 +359,7 @@ def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return process_group
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            "torch.distributed is not initialised.",
+            "torch.distributed is not initialized.",
             where="no default process group exists in this process",
             remedy='Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start the ranks with '
             "torchrun --nproc-per-node=2 script.py.",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.runtime.comm.cast import narrowed
+from undertow.runtime.comm.cast import cast_for_wire
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import FutureHandle, Handle, started
 from undertow.runtime.peers.worker import Worker
@@ -26,7 +26,7 @@ _GATHER_TAG = 1 << 24  # gathers may start in another order on another rank: the
 _NUM_TAGS = 1 << 20
 
 
-class Exchanges(Protocol):
+class Collectives(Protocol):
     """What takes tensors from one placement to another over a group."""
 
     group: OwnGroup
@@ -70,16 +70,16 @@ class Exchanges(Protocol):
     def close(self) -> None: ...
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which values of `dtype` are added up."""
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
-class PostedExchanges:
+class P2PCollectives:
     """Exchanges by sends and receives; threads post and complete them in the order in which they were started.
 
     `divisor` is that of means, if not the number of ranks. `in_order` sends all that was added up as wide as it is; the order of
-    adds is the same in any case. What is reduced travels in `wire`, if that is narrower, and is added up as in `wide_dtype`.
+    adds is the same in any case. What is reduced travels in `wire`, if that is narrower, and is added up in `accumulation_dtype`.
     `close` ends its threads.
     """
 
@@ -151,7 +151,7 @@ class PostedExchanges:
 
     def _post_reduce_scatter(self, storage: Tensor, shard: Tensor, trailer: range, tag: int) -> _Posted:
         num_ranks = self.group.num_ranks
-        parts = list(narrowed(storage[: num_ranks * shard.numel()], self._wire).view(num_ranks, -1))
+        parts = list(cast_for_wire(storage[: num_ranks * shard.numel()], self._wire).view(num_ranks, -1))
         own_trailer = storage[trailer.start : trailer.stop]
         # Of one message, of which there are then half as many, they would have to be one piece of memory.
         received, trailers = self._received_beside(parts), self._received_beside([own_trailer] * num_ranks)
@@ -171,9 +171,9 @@ class PostedExchanges:
         self, values: Tensor, target: Tensor, exchange: Exchange, tag: int, *, is_divided: bool = False
     ) -> _Posted:
         num_ranks, rank = self.group.num_ranks, self.group.rank
-        tensor, divisor = narrowed(values, self._wire), 1 if is_divided else self._divisor
+        tensor, divisor = cast_for_wire(values, self._wire), 1 if is_divided else self._divisor
         parts = list(tensor.tensor_split(num_ranks))
-        own, total = parts[rank], self._scratch.take(parts[rank].numel(), wide_dtype(tensor.dtype), tensor.device)
+        own, total = parts[rank], self._scratch.take(parts[rank].numel(), accumulation_dtype(tensor.dtype), tensor.device)
         received = self._received_beside([own] * num_ranks)
         works = self._post(sent=parts, received=received, tag=tag)
         # Into what was sent: a peer has had all of our part of it before it sends what becomes of it.

@@ -100,7 +100,7 @@ class _StepMarks:
     reductions_before: dict[int, _BucketMarks] = field(default_factory=dict)
     gathers_after: dict[int, _BucketMarks] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()
-    is_synchronised: bool = False
+    is_synchronized: bool = False
     stop: Mark = None
 
     def last_mark(self) -> Mark:
@@ -122,7 +122,7 @@ class Observer(Protocol):
 
 
 class Recorder:
-    """The marks of the last steps. A step begins with the first forward after a synchronisation.
+    """The marks of the last steps. A step begins with the first forward after a synchronization.
 
     The `observer` stays when a plan is replaced: executors belong to a plan, and all of them ask the model's recorder for it.
     """
@@ -143,7 +143,7 @@ class Recorder:
         if not self._is_on:
             return
         mark = self._clock.mark()
-        if self._now.is_synchronised:
+        if self._now.is_synchronized:
             self._step_begins(mark)
         self._now.forwards.append([mark, None])
 
@@ -155,7 +155,7 @@ class Recorder:
         """With the first gradient; a backward is counted from the end of the forward before it, where there is one."""
         if not self._is_on:
             return
-        if self._now.is_synchronised:  # a second backward without a forward is a step of its own
+        if self._now.is_synchronized:  # a second backward without a forward is a step of its own
             self._step_begins(self._clock.mark())
         now = self._now
         now.generation = generation
@@ -234,7 +234,7 @@ class Recorder:
         self._round_stop_s = time.perf_counter()
         if self._is_on and (self._now.forwards or self._now.backwards):
             self._now.busy_ms = busy_ms
-            self._now.is_synchronised = True
+            self._now.is_synchronized = True
             self._steps.append(self._now)
             self._round_stop = self._clock.mark()
 

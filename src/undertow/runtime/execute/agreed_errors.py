@@ -19,7 +19,7 @@ class Misuse(IntEnum):
 
 _MISUSES = {
     Misuse.NOTHING: (
-        "there is nothing to reduce on rank {}: no accumulation has run there since the last synchronisation.",
+        "there is nothing to reduce on rank {}: no accumulation has run there since the last synchronization.",
         "Run backward inside accumulate() or no_sync() on every rank, then reduce once.",
     ),
     Misuse.TWICE: (
@@ -27,7 +27,7 @@ _MISUSES = {
         "Call wait() on what reduce_gradients_async() has returned before the next call.",
     ),
     Misuse.SHARDS: (
-        "rank {} holds shards of what an earlier synchronisation has brought, which another op would count again.",
+        "rank {} holds shards of what an earlier synchronization has brought, which another op would count again.",
         "Call zero_grad() before the accumulation, or set op in SyncConfig.",
     ),
 }
@@ -36,14 +36,14 @@ _MISUSES = {
 def misused(misuse: int, ranks: Iterable[int], *, number: int) -> PhaseError:
     """The error, the same on every rank, of a reduction by hand that is wrong on these."""
     what, remedy = _MISUSES[Misuse(misuse)]
-    where = f"reduce_gradients_async(), synchronisation {number}"
+    where = f"reduce_gradients_async(), synchronization {number}"
     return PhaseError(what.format(", ".join(map(str, sorted(ranks)))), where=where, remedy=remedy)
 
 
 def _place(this_round: Round) -> str:
     op = "" if this_round.op is None else f', op="{this_round.op}"'
     stepped = {None: "", 0: ", after an optimizer step", 1: ", without an optimizer step since the one before"}
-    return f"synchronisation {this_round.number}{stepped[this_round.mode]}{op}"
+    return f"synchronization {this_round.number}{stepped[this_round.mode]}{op}"
 
 
 def late_buckets(this_round: Round) -> list[int]:
@@ -53,7 +53,7 @@ def late_buckets(this_round: Round) -> list[int]:
 
 def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}) -> None:
     """Raises, on every rank, what some rank has reported; `places` asks where all ranks stand, with the place of this one."""
-    where = f"synchronisation {this_round.number}, rank {rank}"
+    where = f"synchronization {this_round.number}, rank {rank}"
     wrong = {of_rank: misuse for reading in this_round.readings for of_rank, misuse in reading.misuses}
     if wrong:
         first = min(wrong.values())
@@ -64,7 +64,7 @@ def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mappi
         raise Desync(
             "ranks are not in the same step.",
             where="\n  ".join((where, *(f"rank {it}: {place}" for it, place in sorted(places(_place(this_round)).items())))),
-            remedy="Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
+            remedy="Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish().",
         )
     if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
         raise Desync(
@@ -90,8 +90,8 @@ def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mappi
 def not_waited_for(this_round: Round) -> PhaseError:
     """The error where a backward begins while this round, which was launched by hand, is under way."""
     return PhaseError(
-        "a backward began while gradients are being synchronised.",
-        where=f"synchronisation {this_round.number}",
+        "a backward began while gradients are being synchronized.",
+        where=f"synchronization {this_round.number}",
         remedy="Wait for reduce_gradients_async() before the next backward.",
     )
 
@@ -113,7 +113,7 @@ def changed_unlike(this_round: Round, *, rank: int, num_ranks: int, change: str 
     unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in reported)
     return PlanMismatch(
         f"the parameters, or the communication hook, have changed on rank {changed} and not on rank {unchanged}.",
-        where=f"synchronisation {this_round.number}, rank {rank}{change and f': {change}'}",
+        where=f"synchronization {this_round.number}, rank {rank}{change and f': {change}'}",
         remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
     )
 
@@ -131,11 +131,11 @@ def _reported(flags: Iterable[Sequence[int]]) -> list[int]:
     return sorted({rank for ranks in flags for rank in ranks})
 
 
-def synchronised_already(number: int) -> PhaseError:
+def synchronized_already(number: int) -> PhaseError:
     """The error of a second reduction beside one that is under way."""
     return PhaseError(
-        "gradients are being synchronised already.",
-        where=f"synchronisation {number}",
+        "gradients are being synchronized already.",
+        where=f"synchronization {number}",
         remedy="Call this outside of backward, and wait for the earlier reduction first.",
     )
 
@@ -150,9 +150,9 @@ def unfrozen_in_backward(name: str, *, rank: int) -> PhaseError:
 
 def frozen_again(name: str, number: int, *, rank: int) -> PhaseError:
     return PhaseError(
-        "a parameter was added and frozen again between two synchronisations: its gradient is not averaged.",
-        where=f"parameter {name!r}, synchronisation {number}, rank {rank}",
-        remedy="Synchronise once before it is frozen, and drop its gradient now.",
+        "a parameter was added and frozen again between two synchronizations: its gradient is not averaged.",
+        where=f"parameter {name!r}, synchronization {number}, rank {rank}",
+        remedy="Synchronize once before it is frozen, and drop its gradient now.",
     )
 
 

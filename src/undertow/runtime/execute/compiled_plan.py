@@ -26,7 +26,7 @@ class Present:
     is_eager: bool = False  # its buckets are stepped in backward
 
 
-class Assembly:
+class CompiledPlan:
     """A plan over `params`, ready to run; `generation` counts the plans of an engine."""
 
     def __init__(
@@ -70,8 +70,8 @@ class Assembly:
         """The ops of a round of its kind, none of which has happened."""
         # A micro-batch that is reduced to shards, and nothing more.
         is_added_up = self.strategy.reduces_micro_batches and not this_round.is_last
-        is_accumulating = is_added_up or not this_round.is_synchronised
-        releases = self._accumulating if is_accumulating else self._synchronising
+        is_accumulating = is_added_up or not this_round.is_synchronized
+        releases = self._accumulating if is_accumulating else self._synchronizing
         releases.reset()
         return releases
 
@@ -89,7 +89,7 @@ class Assembly:
             self._follow(lower_eager(len(self.plan.buckets), self.strategy, gathers_behind))
 
     def _follow(self, schedule: Schedule) -> None:
-        self._synchronising = Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))
+        self._synchronizing = Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     def round_ended(self, this_round: Round) -> None:

@@ -1,4 +1,4 @@
-"""What earlier synchronisations of a step have brought, kept apart while a later one is under way.
+"""What earlier synchronizations of a step have brought, kept apart while a later one is under way.
 
 The mean of a mean and of something new is the mean of their sum; a sum over ranks would count what is there once for
 every rank. So before the first gradient of a backward is added to `.grad`, what that holds is taken out:
@@ -23,14 +23,14 @@ _THROWN_AWAY = 0, 0
 
 
 class Apart:
-    """Owns what was in `.grad` between the begin and the end of a synchronisation.
+    """Owns what was in `.grad` between the begin and the end of a synchronization.
 
-    A backward that only accumulates takes it out too, and it stays out until the next one that synchronises: between the
+    A backward that only accumulates takes it out too, and it stays out until the next one that synchronizes: between the
     two `.grad` is what is new. Placeholders keep the two apart themselves.
     """
 
     def __init__(self) -> None:
-        # Parameters, by id, whose `.grad` is what a synchronisation has brought: that one's id, and how often it was written.
+        # Parameters, by id, whose `.grad` is what a synchronization has brought: that one's id, and how often it was written.
         self._reduced: dict[int, tuple[int, int]] = {}
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a parameter and what was in its `.grad`
         self._task: int | None = None  # the backward for which it was taken out
@@ -77,7 +77,7 @@ class Apart:
 
     def round_ends(self, params: Sequence[Tensor], this_round: Round) -> None:
         """What was there before comes back to what is new, if that has been reduced, or where nothing new has come."""
-        if not this_round.is_synchronised:
+        if not this_round.is_synchronized:
             self._accumulated()
             return
         this_round.keeps_earlier |= bool(self._earlier)

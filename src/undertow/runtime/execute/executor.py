@@ -20,7 +20,7 @@ from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import GradientBucket
 from undertow.runtime.gradients.trailer import Reading, Snapshot, TrailerCodec, Verdict, to_device
-from undertow.runtime.gradients.weights import Weighing
+from undertow.runtime.gradients.weights import RoundWeights
 from undertow.runtime.peers.waiting import label_of
 from undertow.runtime.sharded.binding import ShardedBinding
 from undertow.runtime.sharded.layout import Sharding
@@ -37,9 +37,9 @@ _gradient_of = attrgetter("grad")
 class Round:
     """One backward, or several that accumulate: what the executor is told, and what it finds out."""
 
-    number: int  # of the synchronisation
+    number: int  # of the synchronization
     generation: int  # of the plan
-    is_synchronised: bool
+    is_synchronized: bool
     not_arrived: Callable[[int], Sequence[int]]  # bucket -> positions without a new gradient on this rank
     has_repeats: Callable[[], bool]  # whether some parameter arrived more often than expected
     rebinds: Callable[[int], Collection[int]] | None = None  # bucket -> positions that take over others' values; None: all
@@ -47,7 +47,7 @@ class Round:
     mode: int | None = 0  # must be the same on every rank; None on one that goes by the others
     is_shadow: bool = False  # of a rank that has run out of data, and does not step
     rescale: float = 1.0  # of the mean over all ranks, where some of them have run out of data
-    weighing: Weighing | None = None  # what the mean is divided by, where losses are sums
+    weighing: RoundWeights | None = None  # what the mean is divided by, where losses are sums
     steps: bool = False  # buckets are stepped in it as soon as they are reduced
     is_eager: bool = False  # after a failure or a change a bucket tells so by its signature, and is not stepped
     has_failed: bool = False
@@ -114,13 +114,13 @@ class Executor:
             self._sharding.gathers.round_begins()
             eager = self._sharding.eager
             this_round.is_eager = eager is not None
-            if eager is not None and this_round.is_synchronised and not this_round.has_changed:
+            if eager is not None and this_round.is_synchronized and not this_round.has_changed:
                 this_round.steps = eager.begin_round(self._sharding) and this_round.is_last
             if this_round.steps:
                 self._sharding.gathers.steps_begin()
         if self._reducer.hook is not None:
             self._reducer.hook.begin_round()
-        self._num_rounds += this_round.is_synchronised
+        self._num_rounds += this_round.is_synchronized
         if self._finite is not None:
             self._finite.begin()
         self._signatures.clear()
@@ -196,7 +196,7 @@ class Executor:
 
     def _pack(self, index: int) -> None:
         binding, this_round = self._bindings[index], self._the_round
-        if not this_round.is_synchronised:
+        if not this_round.is_synchronized:
             if not binding.has_graph():
                 self._packed.add(index)
                 binding.stow()

@@ -110,7 +110,7 @@ class OutermostEnd:
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._watched: set[int] = set()
-        self._watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
+        self._watches: weakref.WeakSet[_BackwardEnd] = weakref.WeakSet()
 
     @property
     def is_coming(self) -> bool:
@@ -121,7 +121,7 @@ class OutermostEnd:
         """Called from a hook that runs in backward `task`; once per task is enough."""
         if task not in self._watched:
             self._watched.add(task)
-            watch = _Watch(self._task_is_over)
+            watch = _BackwardEnd(self._task_is_over)
             self._watches.add(watch)
             private.call_after_backward(watch)
 
@@ -131,26 +131,26 @@ class OutermostEnd:
         self._watches.clear()
 
     @private.untraced  # where a whole step is compiled, what runs in its backward is looked at too
-    def _task_is_over(self, watch: _Watch) -> None:
+    def _task_is_over(self, watch: _BackwardEnd) -> None:
         node = private.enclosing_node()
         if node is None:
             self._on_end()
             return
 
         # The task ran inside a node of an outer one: when that node is done, wait for the end of the outer task.
-        def climb(*_gradients: Any, _watch: _Watch = watch) -> None:
+        def climb(*_gradients: Any, _watch: _BackwardEnd = watch) -> None:
             handle.remove()
             self.watch(private.graph_task_id())
 
         handle = node.register_hook(climb)
 
 
-class _Watch:
+class _BackwardEnd:
     """What a backward calls at its end. Held by nothing but that backward: it is gone as soon as that one is."""
 
     __slots__ = ("__weakref__", "_on_over")
 
-    def __init__(self, on_over: Callable[[_Watch], None]) -> None:
+    def __init__(self, on_over: Callable[[_BackwardEnd], None]) -> None:
         self._on_over = on_over
 
     @private.left_alone

@@ -12,11 +12,11 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.plan import Bucket
 from undertow.runtime.comm.backend import exchanges_over
-from undertow.runtime.comm.cast import Widened, narrowed, travels_narrower, wire_dtype_named
+from undertow.runtime.comm.cast import CastBack, cast_for_wire, travels_narrower, wire_dtype_named
 from undertow.runtime.comm.comm_hook import CommHook, no_hook_with_wire_dtype
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
-from undertow.runtime.comm.p2p import Exchanges
+from undertow.runtime.comm.p2p import Collectives
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Reducer:
     average_in_collective: bool
     divisor: float  # of the sum over ranks: how many they are, for the mean; another one for experts
     hook: CommHook | None = None
-    in_order: Exchanges | None = None  # adds up in rank order, where that is wanted
-    shard_exchanges: Exchanges | None = None  # where each rank needs its shards only
+    in_order: Collectives | None = None  # adds up in rank order, where that is wanted
+    shard_exchanges: Collectives | None = None  # where each rank needs its shards only
     wire: torch.dtype | None = None  # in which what is wider travels
     nonfinite: str = "ignore"  # what to do about gradients that are infinite or no number
     overlap: bool = True  # whether buckets leave while backward runs
@@ -82,16 +82,16 @@ class Reducer:
             return self.group.all_reduce_async(tensor, dist.ReduceOp.AVG)
         if self.divisor != 1:
             (tensor if tensor.is_sparse else tensor[:numel]).div_(self.divisor)
-        narrow = narrowed(tensor, self.wire)
+        narrow = cast_for_wire(tensor, self.wire)
         handle = self.group.all_reduce_async(narrow)
-        return handle if narrow is tensor else Widened(handle, narrow, into=tensor)
+        return handle if narrow is tensor else CastBack(handle, narrow, into=tensor)
 
     def as_sent(self, values: Tensor) -> Tensor:
         """A copy of `values` as they travel in a reduction; in their own dtype they are what they are."""
         if not travels_narrower(values.dtype, self.wire):
             return values
         exchanges = self.shard_exchanges or self.in_order
-        return narrowed(values / self.divisor if exchanges is None or exchanges.divides_first else values, self.wire)
+        return cast_for_wire(values / self.divisor if exchanges is None or exchanges.divides_first else values, self.wire)
 
     def wire_bytes(self, bucket: Bucket) -> int:
         """The bytes of a bucket that collectives are handed; 0 if a communication hook sends it."""

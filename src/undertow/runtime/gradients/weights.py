@@ -26,12 +26,12 @@ class Sums:
     """What the weights of a round make of its gradients."""
 
     divisor: float  # of the mean over ranks
-    keep: float  # factor for what earlier synchronisations of the step have brought
+    keep: float  # factor for what earlier synchronizations of the step have brought
     total: float  # the weight of both together; sums over nothing at all are left as they are, for what comes
 
 
-class Weighing:
-    """The weights of one round; earlier synchronisations of the step have brought gradients of the weight `before`.
+class RoundWeights:
+    """The weights of one round; earlier synchronizations of the step have brought gradients of the weight `before`.
 
     The `is_last` round of a step must have some.
     """
@@ -102,7 +102,7 @@ class Weights:
         self._is_weighted = is_weighted
         self._next: float | None = None  # of the backwards that come
         self._accumulated: float | None = None  # of those that have only accumulated
-        self._brought = 0.0  # by synchronisations, as far as it is there still
+        self._brought = 0.0  # by synchronizations, as far as it is there still
 
     def give(self, weight: object) -> None:
         """The loss of the next backward is a sum over so many; the last call before it counts.
@@ -128,30 +128,30 @@ class Weights:
             )
 
     def require_none(self) -> None:
-        """ConfigError where weights were given that no synchronisation has used yet: who comes after us does not know them."""
+        """ConfigError where weights were given that no synchronization has used yet: who comes after us does not know them."""
         if self._next is not None or self._accumulated is not None:
             raise ConfigError(
-                "weights were given for gradients that are not synchronised yet.",
+                "weights were given for gradients that are not synchronized yet.",
                 where=f"another process group, or another wrapper; rank {self._group.rank}",
-                remedy="Synchronise what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async().",
+                remedy="Synchronize what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async().",
             )
 
     def forget_accumulated(self) -> None:
         """What backwards have accumulated is left out."""
         self._next = self._accumulated = None
 
-    def begins(self, *, is_synchronised: bool, is_without_data: bool, is_last: bool) -> Weighing | None:
+    def begins(self, *, is_synchronized: bool, is_without_data: bool, is_last: bool) -> RoundWeights | None:
         """A backward begins, or a round outside of one, on a rank `is_without_data` perhaps; the weights of a round are sent."""
         if self._next is not None:
             self._accumulated, self._next = (self._accumulated or 0.0) + self._next, None
-        if not is_synchronised or not self._is_weighted:
+        if not is_synchronized or not self._is_weighted:
             return None
         weight, self._accumulated = self._accumulated, None
-        made = Weighing(self._group, weight, before=self._brought, is_without_data=is_without_data, is_last=is_last)
+        made = RoundWeights(self._group, weight, before=self._brought, is_without_data=is_without_data, is_last=is_last)
         made.send()
         return made
 
-    def ends(self, weighing: Weighing) -> None:
+    def ends(self, weighing: RoundWeights) -> None:
         """A round has ended on every rank, well or not."""
         self._brought = weighing.sums().total
 

@@ -37,14 +37,14 @@ class AnyOf:
         return any(name in names for names in self._names)
 
 
-class Members:
-    """The tensors of `module` that are synchronised: all but the names in `ignored`.
+class ModuleParams:
+    """The tensors of `module` that are synchronized: all but the names in `ignored`.
 
     Narrower parameters accumulate their gradients in `reduce_dtype`, if that is not None, until `close`: of these members, or of
     those that have taken over, which give back what the earlier ones have widened.
     """
 
-    # Of the moment when the module was last looked at: all of its parameters, and what those are that are synchronised.
+    # Of the moment when the module was last looked at: all of its parameters, and what those are that are synchronized.
     _seen: _Census
     _kinds: list[tuple[object, ...]]
 
@@ -60,7 +60,7 @@ class Members:
         self.common_frozen: list[tuple[str, Tensor]] = []  # when the ranks last compared what they have
 
     def trained(self, *, also: Collection[int] = ()) -> list[tuple[str, Tensor]]:
-        """Parameters to synchronise, by name, as they are now; `has_changed` compares with this moment.
+        """Parameters to synchronize, by name, as they are now; `has_changed` compares with this moment.
 
         So are those whose ids are in `also`, if they are the module's, trained or not.
         """
@@ -178,7 +178,7 @@ class Members:
         self._kinds = self._kinds_of(module)
 
     def _kinds_of(self, module: nn.Module) -> list[tuple[object, ...]]:
-        """All that may change of the parameters to synchronise, trained or not."""
+        """All that may change of the parameters to synchronize, trained or not."""
         return [
             (name, id(it), it.requires_grad, it.dtype, it.shape, it.stride(), it.device)
             for name, it in self._named_params(module)
@@ -266,7 +266,7 @@ def _ids(owned: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def _buffer_owners(module: nn.Module, ignored: Container[str]) -> list[BufferOwner]:
-    """Every place where a buffer to synchronise is registered."""
+    """Every place where a buffer to synchronize is registered."""
     return [
         BufferOwner(part._buffers, name)
         for prefix, part in module.named_modules()

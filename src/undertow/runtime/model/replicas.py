@@ -26,7 +26,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as a
 class _Sent:
     """A comparison under way."""
 
-    number: int  # of the synchronisation
+    number: int  # of the synchronization
     names: Sequence[str]
     ranks: Sequence[int]  # what they are called
     received: Sequence[Tensor]  # of each rank whether it counts, and its fingerprints
@@ -40,14 +40,14 @@ class _Sent:
             raise mismatch(
                 self.names[differing[0]],
                 {rank: values[differing[0]] for rank, values in of_ranks.items()},
-                where=f"synchronisation {self.number}; {len(differing)} of {len(self.names)} parameters differ",
+                where=f"synchronization {self.number}; {len(differing)} of {len(self.names)} parameters differ",
             )
 
 
 class Replicas:
-    """Compares the parameters of all ranks of `group` after every `every` synchronisations, if not None.
+    """Compares the parameters of all ranks of `group` after every `every` synchronizations, if not None.
 
-    What is compared is sent when a synchronisation ends and looked at when the next step begins: with several models in one
+    What is compared is sent when a synchronization ends and looked at when the next step begins: with several models in one
     backward, another rank may be in another one's turn.
     """
 
@@ -58,12 +58,12 @@ class Replicas:
         self._sent: list[_Sent] = []
 
     def is_due(self, number: int) -> bool:
-        """Whether parameters are compared at the end of synchronisation `number`."""
+        """Whether parameters are compared at the end of synchronization `number`."""
         return self._every is not None and (number + 1) % self._every == 0
 
     @torch.no_grad()
     def send(self, named_params: Sequence[tuple[str, Tensor]], *, number: int, counts: bool) -> None:
-        """Starts the comparison; every rank does in the same synchronisation, with parameters in the same order.
+        """Starts the comparison; every rank does in the same synchronization, with parameters in the same order.
 
         Not `counts`: this rank has others, and may.
         """

@@ -17,7 +17,7 @@ from undertow.foreign import printable_lines
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
 _MAX_TEXT = 2000  # characters of an error's or a stack's text that travel
-_UNKNOWN, _NO_MODEL = -1, -2  # in place of a number of synchronisations
+_UNKNOWN, _NO_MODEL = -1, -2  # in place of a number of synchronizations
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class State(TypedDict):
     """What a rank is doing, in its own words."""
 
     rank: int
-    step: int  # synchronisations it has completed; below 0 where that is not known
+    step: int  # synchronizations it has completed; below 0 where that is not known
     doing: str
     waits_for: str  # of the group that is asked about; empty where it does not wait
     waited_s: float
@@ -64,7 +64,7 @@ def finished(rank: int, num_steps: int) -> Fault:
     """A rank has closed its model, or ended, as if all were well."""
     return Fault(
         RankLost,
-        f"rank {rank} has left: it has finished after {num_steps} synchronisations, and others wait for it.",
+        f"rank {rank} has left: it has finished after {num_steps} synchronizations, and others wait for it.",
         "Give every rank as many batches, train inside join() of the wrapper, or have a rank without data call finish().",
     )
 
@@ -112,7 +112,7 @@ def gathers_alone(rank: int, *, missed_by: int) -> Fault:
 
 
 def stopped(rank: int) -> State:
-    """What a neighbour says of a rank that cannot speak."""
+    """What a neighbor says of a rank that cannot speak."""
     return State(rank=rank, step=_UNKNOWN, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])
 
 
@@ -159,9 +159,9 @@ def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, st
         elif state is None:
             lines.append(f"rank {rank}: no answer; it is stopped, out of reach, or in a call that keeps Python from running")
         elif state["waits_for"]:
-            lines.append(f"rank {rank}: synchronisation {state['step']}, waits for {state['waits_for']}")
+            lines.append(f"rank {rank}: synchronization {state['step']}, waits for {state['waits_for']}")
         else:
-            step = f"synchronisation {state['step']}, " if state["step"] >= 0 else ""
+            step = f"synchronization {state['step']}, " if state["step"] >= 0 else ""
             lines.append(f"rank {rank}: {step}{state['doing']}")
             lines += [f"  {line}" for line in state["stack"]]
     return "\n  ".join(lines)
@@ -191,7 +191,7 @@ def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
 
 def idle_since(num_steps: int) -> str:
     """Of a rank that has left its loop, or is between two steps of it."""
-    return f", no training forward since synchronisation {num_steps}" if num_steps else ", no training forward yet"
+    return f", no training forward since synchronization {num_steps}" if num_steps else ", no training forward yet"
 
 
 def frames_of(thread: int) -> list[FrameType]:

@@ -20,7 +20,7 @@ from undertow.runtime.torch_private import private
 __all__ = ["FREEING"]
 
 
-class Freeing:
+class LeakedGroups:
     """Threads that hold what gloo has of broken groups, each until torch has let go of its group."""
 
     def __init__(self) -> None:
@@ -66,5 +66,5 @@ class _Thread(threading.Thread):
         self._backend = None  # the last one: here it is waited for
 
 
-FREEING = Freeing()  # of the process
+FREEING = LeakedGroups()  # of the process
 atexit.register(FREEING.finish)  # behind a destroy_process_group() that the script has registered

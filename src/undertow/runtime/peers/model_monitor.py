@@ -37,7 +37,7 @@ class Speaker(Protocol):
     def say(self, kind: str, **content: Any) -> None: ...
 
 
-class Member:
+class ModelMonitor:
     """Groups of ours of one model, whose ranks are all of the ring or some: what this rank is doing there.
 
     Written where things happen, read when somebody asks.
@@ -49,7 +49,7 @@ class Member:
         self.waits_for = ""  # empty where this rank does not wait
         self.since_s = 0.0
         self.limits = limits
-        self.num_steps: Callable[[], int] = int  # synchronisations that this rank has completed
+        self.num_steps: Callable[[], int] = int  # synchronizations that this rank has completed
         self.is_idle: Callable[[], bool] = bool  # whether no step has begun since the last one
         self.module: Callable[[], Any] | None = None  # a weak reference
         self.thread = threading.get_ident()  # which trains, as far as is known: this one until another one does
@@ -65,7 +65,7 @@ class Member:
         self._num_meetings = 0
         self._places: dict[int, tuple[float, str]] = {}  # since when ranks stand there
         self._num_state_gathers = 0  # of an optimizer's state, that this rank has begun
-        self._state_gathers: dict[int, tuple[int, int]] = {}  # by rank, its last one between two steps: number, synchronisation
+        self._state_gathers: dict[int, tuple[int, int]] = {}  # by rank, its last one between two steps: number, synchronization
 
     @property
     def known_fault(self) -> Fault | None:

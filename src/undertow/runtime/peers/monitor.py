@@ -1,6 +1,6 @@
 """Who is still there: what ranks tell each other beside the collectives, so that nobody waits for one that will not come.
 
-    Guard     one for a process: a thread that sleeps until a neighbour says something, is gone, or a wait is long
+    Guard     one for a process: a thread that sleeps until a neighbor says something, is gone, or a wait is long
     Ring      the ranks of a process group: messages go round both ways, each rank passes on what is new
     Member    the process groups of one model: what this rank waits for, and why it cannot go on
 
@@ -31,13 +31,13 @@ from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.exit import raised, tell_before_end
 from undertow.runtime.peers.faults import Fault, State
 from undertow.runtime.peers.leaked_groups import FREEING
-from undertow.runtime.peers.model_monitor import Member
-from undertow.runtime.peers.ring import Neighbour, close_all
+from undertow.runtime.peers.model_monitor import ModelMonitor
+from undertow.runtime.peers.ring import Neighbor, close_all
 
 __all__ = ["GUARD", "Ring"]
 
 Message = dict[str, Any]
-_Heard = tuple["Ring", Neighbour, list[Message], bool]
+_Heard = tuple["Ring", Neighbor, list[Message], bool]
 
 _log = logging.getLogger("undertow")
 _MAX_SEEN = 4096
@@ -46,15 +46,15 @@ _MAX_SEEN = 4096
 class Ring:
     """The ranks of a group, as this rank knows them."""
 
-    def __init__(self, neighbours: Sequence[Neighbour], *, rank: int, num_ranks: int, world: object) -> None:
+    def __init__(self, neighbors: Sequence[Neighbor], *, rank: int, num_ranks: int, world: object) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self.neighbours = list(neighbours)
+        self.neighbors = list(neighbors)
         # torch.distributed's. Where a stuck thread has held it to the very end, nothing is left to be done.
         self.world: Callable[[], object] = weakref.ref(world, lambda _: None if GUARD is None else GUARD.ends(self))
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every group
-        self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+        self.members: weakref.WeakValueDictionary[int, ModelMonitor] = weakref.WeakValueDictionary()
         self.opened: dict[tuple[int, int], set[int]] = {}  # ranks that have come to a meeting, by model and number
         self.ended: dict[int, Fault] = {}  # ranks whose process has ended well
         self._failed_s = math.inf  # since when one has ended with an error that all ranks may be about to raise
@@ -64,10 +64,10 @@ class Ring:
         self._seen: dict[str, None] = {}
         self._has_left = False
 
-    def join(self, limits: SyncConfig) -> Member:
+    def join(self, limits: SyncConfig) -> ModelMonitor:
         """A new model of these ranks; a call for each of them, in the same order."""
         with self.condition:
-            member = Member(self, self._num_members, limits)
+            member = ModelMonitor(self, self._num_members, limits)
             self._num_members += 1
             self.members[member.number] = member
             for message in self._early.pop(member.number, ()):
@@ -80,11 +80,11 @@ class Ring:
         message = {"kind": kind, "from": self.rank, "id": f"{self.rank}/{next(self._said)}", **content}
         with self.condition:
             self._seen[message["id"]] = None
-        for neighbour in tuple(self.neighbours):
-            neighbour.send(message)
+        for neighbor in tuple(self.neighbors):
+            neighbor.send(message)
         self.hear(message)
 
-    def receive(self, message: Message, source: Neighbour) -> None:
+    def receive(self, message: Message, source: Neighbor) -> None:
         """Passes on what is new before anything is done about it: we may not live long."""
         number = str(message.get("id"))
         with self.condition:
@@ -93,24 +93,24 @@ class Ring:
             self._seen[number] = None
             if len(self._seen) > _MAX_SEEN:
                 del self._seen[next(iter(self._seen))]
-        for neighbour in self.neighbours:
-            if neighbour is not source:
-                neighbour.send(message)
+        for neighbor in self.neighbors:
+            if neighbor is not source:
+                neighbor.send(message)
         try:
             self.hear(message)
         except Exception as error:  # whatever a message that means something else leads to
             reason = f"{type(error).__name__}: {brief(str(error))}"
             _log.warning("a message of another rank made no sense and is dropped (%s): %s", reason, brief(message))
 
-    def is_cut_off(self, neighbour: Neighbour) -> None:
-        """The connection to a neighbour is gone."""
+    def is_cut_off(self, neighbor: Neighbor) -> None:
+        """The connection to a neighbor is gone."""
         with self.condition:
-            if neighbour not in self.neighbours:  # we have left
+            if neighbor not in self.neighbors:  # we have left
                 return
-            self.neighbours.remove(neighbour)
-        neighbour.close()
-        if neighbour.rank not in self.ended and self.fault is None:
-            self.say("lost", rank=neighbour.rank)
+            self.neighbors.remove(neighbor)
+        neighbor.close()
+        if neighbor.rank not in self.ended and self.fault is None:
+            self.say("lost", rank=neighbor.rank)
 
     def hear(self, message: Message) -> None:
         """What this rank makes of a message."""
@@ -134,7 +134,7 @@ class Ring:
             case _ if member is not None:
                 self._hears_of_model(message, source, member)
 
-    def _hears_of_model(self, message: Message, source: int, member: Member) -> None:
+    def _hears_of_model(self, message: Message, source: int, member: ModelMonitor) -> None:
         match message["kind"]:
             case "left":
                 self._leaves_us(source, str(message["text"]), int(message["steps"]), member)
@@ -164,7 +164,7 @@ class Ring:
         else:
             self._early.setdefault(number, []).append(message)
 
-    def _leaves_us(self, rank: int, text: str, num_steps: int, member: Member | None) -> None:
+    def _leaves_us(self, rank: int, text: str, num_steps: int, member: ModelMonitor | None) -> None:
         fault = faults.failed(rank, text) if text else faults.finished(rank, num_steps)
         with self.condition:
             (self.ended if member is None else member.left)[rank] = fault
@@ -173,20 +173,20 @@ class Ring:
         for other in [it for it in list(self.members.values()) if text and it.borrowed is not None]:
             self._latch(fault, other)  # whose connections last as long as that process
 
-    def counts_failures(self, member: Member) -> None:
+    def counts_failures(self, member: ModelMonitor) -> None:
         """Who has left a model with an error is waited for from now on, if any has."""
         for fault in self._failures(member):
             self._latch(fault, member)
 
-    def _failures(self, member: Member) -> list[Fault]:
+    def _failures(self, member: ModelMonitor) -> list[Fault]:
         return [fault for fault in self._gone(member).values() if fault.kind is PeerFailed]
 
-    def _answer(self, member: Member, *, has_asked: bool) -> None:
+    def _answer(self, member: ModelMonitor, *, has_asked: bool) -> None:
         if not has_asked:
             self.say("does", number=member.number, **member.state())
-        for neighbour in self.neighbours:
-            if neighbour.is_stopped():  # and cannot answer
-                self.say("does", number=member.number, **faults.stopped(neighbour.rank))
+        for neighbor in self.neighbors:
+            if neighbor.is_stopped():  # and cannot answer
+                self.say("does", number=member.number, **faults.stopped(neighbor.rank))
 
     def look(self) -> None:
         """From time to time: whether this rank has waited for long."""
@@ -194,7 +194,7 @@ class Ring:
             if member.known_fault is None:
                 self._look_at(member)
 
-    def _look_at(self, member: Member) -> None:
+    def _look_at(self, member: ModelMonitor) -> None:
         now_s, waited_s = time.monotonic(), member.waited_s()
         # An error of its own, and its process may be long in ending.
         if min(waited_s, now_s - self._failed_s) > patience.ENDS_S:
@@ -220,16 +220,16 @@ class Ring:
             elif is_over:
                 member.fails(faults.stalled(self.report(member, member.asking)))
 
-    def report(self, member: Member, asking: State) -> str:
+    def report(self, member: ModelMonitor, asking: State) -> str:
         """What all ranks have answered to the one that has asked."""
         gone = {rank: fault.what for rank, fault in self._gone(member).items()}
         return faults.stall_text(asking, member.states, gone, ranks=range(self.num_ranks))
 
-    def _gone(self, member: Member) -> dict[int, Fault]:
+    def _gone(self, member: ModelMonitor) -> dict[int, Fault]:
         """Ranks that have left: a model's last word says how far they have come, a process's only that it has ended."""
         return self.ended | member.left
 
-    def _latch(self, fault: Fault, member: Member | None = None) -> None:
+    def _latch(self, fault: Fault, member: ModelMonitor | None = None) -> None:
         """The first fault counts, and everything that waits wakes up."""
         with self.condition:
             if self.fault is not None or (member is not None and member.fault is not None):
@@ -256,7 +256,7 @@ class Ring:
             self.say("ended", steps=steps, text="" if error is None else faults.text_of(error))
 
 
-class Guard:
+class PeerMonitor:
     """All rings of this process, and the one thread that listens."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class Guard:
         self._heard: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()  # None wakes the thread
         self._is_over = False
         self._thread: threading.Thread | None = None
-        self._breaking: list[tuple[Member, float]] = []  # groups to interrupt, and when
+        self._breaking: list[tuple[ModelMonitor, float]] = []  # groups to interrupt, and when
 
     def ring_of(self, ranks: tuple[int, ...], world: object) -> Ring | None:
         """The ring of these ranks; none where torch.distributed has begun anew since it was made."""
@@ -279,8 +279,8 @@ class Guard:
         self._rings[ranks] = ring
         if before is not None:
             self.ends(before)
-        for neighbour in ring.neighbours:
-            neighbour.listen(lambda *heard: self._heard.put((ring, *heard)))
+        for neighbor in ring.neighbors:
+            neighbor.listen(lambda *heard: self._heard.put((ring, *heard)))
         self.wake()
 
     def ends(self, ring: Ring) -> None:
@@ -288,16 +288,16 @@ class Guard:
         ring.leaves(raised())
         ring.world = type(None)  # or it would call this when the interpreter ends, with no module left
         with ring.condition:
-            neighbours, ring.neighbours = ring.neighbours, []
-        for neighbour in neighbours:
-            neighbour.flush(patience.FLUSH_S)
-        close_all(neighbours)
+            neighbors, ring.neighbors = ring.neighbors, []
+        for neighbor in neighbors:
+            neighbor.flush(patience.FLUSH_S)
+        close_all(neighbors)
         FREEING.finish()
 
     def wake(self) -> None:
         self._heard.put(None)
 
-    def interrupts(self, members: Iterable[Member]) -> None:
+    def interrupts(self, members: Iterable[ModelMonitor]) -> None:
         """Has whoever waits there wake up, soon."""
         due_s = time.monotonic() + patience.GRACE_S
         self._breaking += [(member, due_s) for member in members]
@@ -340,9 +340,9 @@ class Guard:
     def _forget(self) -> None:
         """In a child process."""
         for ring in self._rings.values():
-            for neighbour in ring.neighbours:
-                neighbour.forget()
-            ring.neighbours, ring.world = [], type(None)
+            for neighbor in ring.neighbors:
+                neighbor.forget()
+            ring.neighbors, ring.world = [], type(None)
         self.__init__()  # type: ignore[misc]  # it has not begun there
 
     def _listen(self) -> None:
@@ -366,11 +366,11 @@ class Guard:
         for ring in list(self._rings.values()):
             ring.look()
 
-    def _hear(self, ring: Ring, neighbour: Neighbour, messages: list[Message], is_there: bool) -> None:
+    def _hear(self, ring: Ring, neighbor: Neighbor, messages: list[Message], is_there: bool) -> None:
         for message in messages:
-            ring.receive(message, neighbour)
+            ring.receive(message, neighbor)
         if not is_there:
-            ring.is_cut_off(neighbour)
+            ring.is_cut_off(neighbor)
 
     def _tick_s(self) -> float | None:
         """How long to sleep: for ever where nothing is trained."""
@@ -385,4 +385,4 @@ class Guard:
         return min(patience.TICK_S, 0.25 * stalls_s)
 
 
-GUARD = Guard()  # of the process, as sys.excepthook and the exit of the process are
+GUARD = PeerMonitor()  # of the process, as sys.excepthook and the exit of the process are

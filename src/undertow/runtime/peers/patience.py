@@ -21,8 +21,8 @@ GRACE_S = 0.2  # for what a rank has sent before it ended: the step may be compl
 # Connections that are made and ended.
 CONNECT_S = 30.0  # when all ranks are there
 GLOO_WAITS_S = 1800.0  # in a group that has no timeout of its own
-FLUSH_S = 1.0  # that neighbours have to take our last words
-HEARS_S = 2.0  # that a thread has to end that listens to a neighbour
+FLUSH_S = 1.0  # that neighbors have to take our last words
+HEARS_S = 2.0  # that a thread has to end that listens to a neighbor
 EXIT_S = 1.0  # that a thread has to end when another rank is lost and the process ends
 FREES_S = 0.5  # that gloo has to free broken groups when the process ends
 LINK_S = 5.0  # that an emulated group which closes waits for what is in flight

@@ -1,4 +1,4 @@
-"""Connections of every rank to its two neighbours, by which ranks learn at once that another one is gone.
+"""Connections of every rank to its two neighbors, by which ranks learn at once that another one is gone.
 
     rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        one process group of two ranks for each line, of gloo's
 
@@ -32,7 +32,7 @@ from undertow.foreign import parsed_json, printable
 from undertow.runtime.peers import patience
 from undertow.runtime.torch_private import private
 
-__all__ = ["Neighbour", "Store", "close_all", "make_ring"]
+__all__ = ["Neighbor", "Store", "close_all", "make_ring"]
 
 Message = dict[str, Any]
 Socket = tuple[int, int]  # descriptor and inode: numbers are used again
@@ -42,7 +42,7 @@ _log = logging.getLogger("undertow")
 _MAX_LINE = 1 << 16
 _HEADER = struct.Struct("<QH")  # frames taken of those that came the other way, bytes used
 _FRAME = 4096  # bytes, of which all travel
-_NUM_POSTED = 16  # frames that a neighbour takes while its Python does not run
+_NUM_POSTED = 16  # frames that a neighbor takes while its Python does not run
 _NUM_UNTOLD = 32  # frames after which it says that it has them, at the latest
 _MAX_SENT = 256  # frames of which it has not said so
 _TAG = 1
@@ -61,7 +61,7 @@ class Store(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
 
 
-class Neighbour:
+class Neighbor:
     """The connection to the next rank, or the one before. Messages are lines of JSON: nothing is unpickled.
 
     Lines travel in frames of one size. A send ends when the other side has a receive for it, so some are posted ahead, and
@@ -113,7 +113,7 @@ class Neighbour:
             self._drop("it is too long")
         return [message for line in lines if (message := self._message(line)) is not None], True
 
-    def listen(self, hear: Callable[[Neighbour, list[Message], bool], object]) -> None:
+    def listen(self, hear: Callable[[Neighbor, list[Message], bool], object]) -> None:
         """Reads in a thread of its own, until the connection is gone."""
 
         def reads() -> None:
@@ -207,8 +207,8 @@ def make_ring(
     num_ranks: int,
     is_gone: Callable[[int], bool],
     each: Callable[[Sequence[int]], object],
-) -> list[Neighbour] | int | None:
-    """The two neighbours of `rank`, the next one first; a call for every rank of the ring.
+) -> list[Neighbor] | int | None:
+    """The two neighbors of `rank`, the next one first; a call for every rank of the ring.
 
     None where gloo cannot connect some two of them: then no rank has a ring. The number of a rank that `is_gone`, where one
     is. `each` is called now and then with the ranks that have not come, and may raise.
@@ -222,15 +222,15 @@ def make_ring(
     found = _meet(store, f"{key}/here", num_ranks, is_gone=is_gone, missing=partial(missing, "at"), each=each)
     if found is not None:
         return found
-    neighbours = _connect(store, key, rank=rank, num_ranks=num_ranks)
-    if neighbours is None:
+    neighbors = _connect(store, key, rank=rank, num_ranks=num_ranks)
+    if neighbors is None:
         store.add(f"{key}/apart", 1)
     store.set(f"{key}/through/{rank}", "")
     store.add(f"{key}/done", 1)
     found = _meet(store, f"{key}/done", num_ranks, is_gone=is_gone, missing=partial(missing, "through"), each=each)
-    if found is None and neighbours is not None and store.add(f"{key}/apart", 0) == 0:
-        return neighbours
-    close_all(neighbours or ())
+    if found is None and neighbors is not None and store.add(f"{key}/apart", 0) == 0:
+        return neighbors
+    close_all(neighbors or ())
     return found
 
 
@@ -246,9 +246,9 @@ def open_sockets() -> frozenset[Socket]:
     return frozenset(found)
 
 
-def close_all(neighbours: Sequence[Neighbour]) -> None:
-    for neighbour in neighbours:
-        neighbour.close()
+def close_all(neighbors: Sequence[Neighbor]) -> None:
+    for neighbor in neighbors:
+        neighbor.close()
 
 
 def _meet(
@@ -275,7 +275,7 @@ def _meet(
     return None
 
 
-def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neighbour] | None:
+def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neighbor] | None:
     before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
     process = _process_of(store.get(f"{key}/at/{after}"))
     groups, sockets, within = {}, {}, timedelta(seconds=patience.CONNECT_S)
@@ -291,8 +291,8 @@ def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neigh
             private.disconnect(group)
         return None
     return [
-        Neighbour(groups[rank], 0, after, process, sockets[rank]),
-        Neighbour(groups[before], 1, before, None, sockets[before]),
+        Neighbor(groups[rank], 0, after, process, sockets[rank]),
+        Neighbor(groups[before], 1, before, None, sockets[before]),
     ]
 
 

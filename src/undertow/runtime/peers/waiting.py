@@ -17,7 +17,7 @@ from undertow.errors import RankLost, UndertowError
 from undertow.plan import Bucket, Plan
 from undertow.runtime.peers import faults
 from undertow.runtime.peers.faults import Fault
-from undertow.runtime.peers.model_monitor import Member
+from undertow.runtime.peers.model_monitor import ModelMonitor
 from undertow.runtime.peers.monitor import GUARD, Ring
 from undertow.runtime.peers.ring import make_ring
 from undertow.runtime.peers.worker import in_worker
@@ -39,7 +39,7 @@ class Waiting:
 
     __slots__ = ("_before", "_member", "_what")
 
-    def __init__(self, member: Member | None, what: str) -> None:
+    def __init__(self, member: ModelMonitor | None, what: str) -> None:
         self._member = member
         self._what = what
 
@@ -72,7 +72,7 @@ class Launching(Waiting):
 
     __slots__ = ()
 
-    def __init__(self, member: Member | None) -> None:
+    def __init__(self, member: ModelMonitor | None) -> None:
         super().__init__(member, "")
 
     def __enter__(self) -> None:
@@ -93,15 +93,15 @@ def label_of(bucket: Bucket, plan: Plan) -> str:
     return f"bucket {bucket.index} ({shown or 'flags only'})"
 
 
-def where_of(member: Member) -> str:
-    return f"synchronisation {member.num_steps()}, rank {member.ring.rank}"
+def where_of(member: ModelMonitor) -> str:
+    return f"synchronization {member.num_steps()}, rank {member.ring.rank}"
 
 
 @contextlib.contextmanager
 def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None]:
     """Inside it this rank waits for other ranks over a group of the user's: it ends with the reason where one is gone.
 
-    Known is that where a model is synchronised over the same ranks. Without a name for `what` is waited for it may take as long
+    Known is that where a model is synchronized over the same ranks. Without a name for `what` is waited for it may take as long
     as it will: nobody is late.
     """
     ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
@@ -120,7 +120,7 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
         member.borrowed = before
 
 
-def require_no_fault(member: Member | None) -> None:
+def require_no_fault(member: ModelMonitor | None) -> None:
     """Raises where a rank is gone, or has failed; costs two attributes where none has."""
     if member is not None and (member.fault or member.ring.fault):
         fault = member.known_fault
@@ -128,13 +128,13 @@ def require_no_fault(member: Member | None) -> None:
         raise _last_error(member, fault)
 
 
-def _last_error(member: Member, fault: Fault) -> UndertowError:
+def _last_error(member: ModelMonitor, fault: Fault) -> UndertowError:
     """From here on the script may do anything: whatever still waits over these groups, in threads of ours, ends before."""
     member.interrupt()
     return fault.error(where_of(member))
 
 
-def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Member | None:
+def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> ModelMonitor | None:
     """For the groups of a new model of these ranks of the world, of which this is number `rank`; a collective call.
 
     None where no ring can be made. RankLost where a rank has died before, StallTimeout where one does not come within the
@@ -172,14 +172,14 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, world: obje
             give_up(late)
         if time.monotonic() - told_s > limits.stall_warning_s:
             told_s = time.monotonic()
-            faults.tell(f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronise a model.")
+            faults.tell(f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronize a model.")
 
     try:
         number = int(store.add(f"undertow/ring/{members}/tries/{rank}", 1))
         key = f"undertow/ring/{members}/{number}"
         over = f"{key}/over"  # for ranks that come when others have given up
         each(())
-        neighbours = make_ring(
+        neighbors = make_ring(
             store,
             key,
             rank=rank,
@@ -195,9 +195,9 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, world: obje
             where=where,
             remedy="Look for what has ended that process, often rank 0's, and start again.",
         ) from error
-    if isinstance(neighbours, int):
-        raise faults.lost(neighbours).error(where)
-    if neighbours is None:
+    if isinstance(neighbors, int):
+        raise faults.lost(neighbors).error(where)
+    if neighbors is None:
         _log.warning("rank %d reaches no ring of connections: lost ranks are found by the backend and its timeout alone.", rank)
         return None
-    return Ring(neighbours, rank=rank, num_ranks=len(ranks), world=world)
+    return Ring(neighbors, rank=rank, num_ranks=len(ranks), world=world)

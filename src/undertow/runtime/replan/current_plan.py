@@ -26,17 +26,17 @@ from undertow.runtime.execute.agreed_errors import (
     require_sound,
     unfrozen_in_backward,
 )
-from undertow.runtime.execute.compiled_plan import Assembly
+from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.execute.executor import Round
 from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers, is_watched
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.model.module_params import Members, first_change
+from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.replan.order import ObservedOrder
-from undertow.runtime.replan.param_hooks import Listeners, Watch, params_of_bucket
+from undertow.runtime.replan.param_hooks import Listeners, ParamHooks, params_of_bucket
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.replan.uses import Uses
-from undertow.runtime.sharded.groups import Axes
+from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import EagerSteps
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.placeholder import make_gradients_whole
@@ -47,14 +47,14 @@ from undertow.schedule import Strategy, strategy_named
 class _InForce:
     """What a formation works with at one moment."""
 
-    assembly: Assembly
-    watch: Watch
-    retiring: Assembly | None
+    compiled: CompiledPlan
+    watch: ParamHooks
+    retiring: CompiledPlan | None
     groups: Groups | None
 
 
-class Formation:
-    """What an engine works with: `assembly` (the plan and its buckets) and `watch` (its parameters).
+class CurrentPlan:
+    """What an engine works with: `compiled` (the plan and its buckets) and `watch` (its parameters).
 
     A change that a forward finds counts when the next round begins: it may be gone by then, where
     torch.func.functional_call has put other parameters into the module for the time of a call. Until then the hooks are
@@ -66,14 +66,14 @@ class Formation:
 
     def __init__(
         self,
-        members: Members,
+        members: ModuleParams,
         group: OwnGroup,
         config: SyncConfig,
         recorder: Recorder,
         listeners: Listeners,
     ) -> None:
-        self.retiring: Assembly | None = None
-        self._retiring_watch: Watch | None = None  # of what is retiring, until a round has begun
+        self.retiring: CompiledPlan | None = None
+        self._retiring_watch: ParamHooks | None = None  # of what is retiring, until a round has begun
         self._before: _InForce | None = None  # a change that does not count yet
         self._members, self._config, self._recorder = members, config, recorder
         self._listeners, self._has_looked = listeners, True
@@ -81,7 +81,7 @@ class Formation:
         self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params = members.trained()
-        self.assembly = self._assemble(named_params, Reducer.of(group, config), generation=0)
+        self.compiled = self._assemble(named_params, Reducer.of(group, config), generation=0)
         self.watch = self._watch_over(named_params)
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
         this = weakref.ref(self)  # torch keeps such hooks for the life of the process
@@ -94,16 +94,16 @@ class Formation:
 
     @property
     def plan(self) -> Plan:
-        return self.assembly.plan
+        return self.compiled.plan
 
     @property
     def group(self) -> OwnGroup:
-        return self.assembly.reducer.group
+        return self.compiled.reducer.group
 
     @property
     def is_active(self) -> bool:
         """Whether there is anything to do: one rank alone has its mean already, if nothing weighs it."""
-        return self.assembly.reducer.is_active or self._call_before is not None
+        return self.compiled.reducer.is_active or self._call_before is not None
 
     @property
     def trains(self) -> bool:
@@ -114,12 +114,12 @@ class Formation:
     @property
     def has_result(self) -> bool:
         """Whether anything is left of what the last round brought: else the user has thrown it away, step or no step."""
-        return not self.is_active or (self._before or self).assembly.executor.has_result()
+        return not self.is_active or (self._before or self).compiled.executor.has_result()
 
     @property
     def holds_shards(self) -> bool:
         """Whether some gradient is in shards, of what an earlier round has brought."""
-        sharding = self.assembly.sharding
+        sharding = self.compiled.sharding
         return sharding is not None and any(map(sharding.holds_gradient, range(len(sharding.params))))
 
     def open(self) -> None:
@@ -186,7 +186,7 @@ class Formation:
             raise
         if self.is_active and self._before is not announced:
             self.watch.arrived_before |= self.watch.came_uncounted(self._before.watch)
-        before, old = self._before.watch, self._before.assembly
+        before, old = self._before.watch, self._before.compiled
         self._before = None
         before.close()
         accumulated = before.accumulated_ids()
@@ -198,7 +198,7 @@ class Formation:
     def close(self) -> None:
         """Takes all hooks off."""
         self._end_registrations()
-        self.assembly.reducer.close()
+        self.compiled.reducer.close()
         self.watch.close()
         if self._before is not None:
             self._before.watch.close()
@@ -208,22 +208,22 @@ class Formation:
         self.settle()
         self.group.hooks_use_users = True
         if self.group.is_open and self.group.num_ranks > 1 and self.retiring is None:
-            self.retiring, self._retiring_watch = self.assembly, self.watch
-        self._renew(dataclasses.replace(self.assembly.reducer, hook=hook))
+            self.retiring, self._retiring_watch = self.compiled, self.watch
+        self._renew(dataclasses.replace(self.compiled.reducer, hook=hook))
 
     def call_before(self, call: Callable[[], object]) -> None:
         """Has `call` called before each gradient is added to what `.grad` holds, also with one rank."""
         self.settle()
         self._call_before = call
         if self.group.num_ranks == 1:
-            self._renew(self.assembly.reducer)
+            self._renew(self.compiled.reducer)
         else:
             self.watch.call_before(call)
 
     def _renew(self, reducer: Reducer) -> None:
-        before, named_params, arrived = self.assembly, self.watch.named_params, self.watch.arrived_before
+        before, named_params, arrived = self.compiled, self.watch.named_params, self.watch.arrived_before
         self.watch.close()
-        self.assembly = self._assemble(named_params, reducer, generation=before.generation, sharding=before.sharding)
+        self.compiled = self._assemble(named_params, reducer, generation=before.generation, sharding=before.sharding)
         self.watch = self._watch_over(named_params)
         self.watch.arrived_before |= arrived
 
@@ -237,28 +237,28 @@ class Formation:
             if watch is not None:  # the other ranks, if their parameters have not changed, move on now
                 self.retiring = self._moved(self.retiring, planned(self.retiring, watch, self._config))
             return
-        now = self.assembly
+        now = self.compiled
         plan = planned(now, self.watch, self._config)
         if now.sharding is not None:
             self._groups = self._groups if plan is None else plan.groups
             return
-        self.assembly = self._moved(now, plan)
-        if self.assembly is not now:
+        self.compiled = self._moved(now, plan)
+        if self.compiled is not now:
             self.watch.arrived_before |= now.executor.written(range(len(now.params)))  # which the new one cannot tell
             self.watch.arrivals.regroup(params_of_bucket(self.plan))
 
-    def _moved(self, now: Assembly, plan: Plan | None) -> Assembly:
+    def _moved(self, now: CompiledPlan, plan: Plan | None) -> CompiledPlan:
         if plan is None or plan.fingerprint == now.plan.fingerprint or now.sharding is not None:
             return now
         # The old buckets' storage goes when the last `.grad` has moved into the new ones.
-        moved = Assembly(plan, now.params, now.reducer, self._recorder, generation=now.generation + 1)
+        moved = CompiledPlan(plan, now.params, now.reducer, self._recorder, generation=now.generation + 1)
         moved.executor.take_over_readings(now.executor)
         return moved
 
     def round_ended(self, this_round: Round) -> None:
         """All ranks have found the round sound."""
-        self.assembly.round_ended(this_round)
-        self.watch.round_ends(self.assembly.present)
+        self.compiled.round_ended(this_round)
+        self.watch.round_ends(self.compiled.present)
 
     @property
     def must_read_at_once(self) -> bool:
@@ -270,13 +270,13 @@ class Formation:
         """Whether the optimizer's next step moves to another plan."""
         return self._groups is not None
 
-    def shard(self, strategy: Strategy, axes: Axes, eager: EagerSteps | None = None) -> Sharding:
+    def shard(self, strategy: Strategy, axes: ShardGroups, eager: EagerSteps | None = None) -> Sharding:
         """Lays out parameters and gradients as `strategy` has them, in rank 0's order if that has come, from now on.
 
         Where the parameters change, later rounds reduce whole gradients until it is called again. What it returns is the
         same object for as long as the layout is.
         """
-        now = self.assembly
+        now = self.compiled
         if now.sharding is not None and self._groups is None:
             return now.sharding
         if self.retiring is not None:
@@ -287,18 +287,18 @@ class Formation:
             )
         held = {} if now.sharding is None else now.sharding.held_gradients()
         groups, self._groups = self._groups, None
-        plan = sharded_plan(self.assembly.plan, self.watch, groups, self._config)
+        plan = sharded_plan(self.compiled.plan, self.watch, groups, self._config)
         if self.watch.order is not None:
             self.watch.order.close()
             self.watch.order = None
         self._recorder.forgets_gathers()
         sharding = Sharding(plan, now.params, strategy, axes, self._recorder, eager)
         reducer = dataclasses.replace(now.reducer, shard_exchanges=sharding.exchanges)
-        self.assembly = self._assemble(
+        self.compiled = self._assemble(
             self.watch.named_params, reducer, generation=now.generation + 1, plan=plan, sharding=sharding
         )
         if self.is_active:
-            _ = self.assembly.executor
+            _ = self.compiled.executor
         sharding.take_over(held)
         if eager is not None:
             self.watch.arrivals.learn_repeats()  # a second part of a gradient will come too late there
@@ -308,7 +308,7 @@ class Formation:
     @property
     def is_counted_apart(self) -> bool:
         """Whether the last round under the old plan has a number of its own: not where only a hook is new."""
-        return self.retiring is not None and self.retiring.reducer.hook is self.assembly.reducer.hook
+        return self.retiring is not None and self.retiring.reducer.hook is self.compiled.reducer.hook
 
     def retire(self, following: Round) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
@@ -332,7 +332,7 @@ class Formation:
             generation=old.generation,
             mode=following.mode,
             weighing=following.weighing,
-            is_synchronised=True,
+            is_synchronized=True,
             not_arrived=partial(places, without=accumulated),
             rebinds=partial(places, without=staying),
             has_repeats=bool,
@@ -365,9 +365,9 @@ class Formation:
 
     def wait_for_parameters(self) -> None:
         """Returns when every parameter is what a sharded optimizer has made of it."""
-        for assembly in (self.assembly, self.retiring, None if self._before is None else self._before.assembly):
-            if assembly is not None and assembly.sharding is not None:
-                assembly.sharding.gathers.wait_for_all()
+        for compiled in (self.compiled, self.retiring, None if self._before is None else self._before.compiled):
+            if compiled is not None and compiled.sharding is not None:
+                compiled.sharding.gathers.wait_for_all()
 
     @property
     def has_other_buffers(self) -> bool:
@@ -395,31 +395,31 @@ class Formation:
 
     def _follow_more(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """The same, but what is only frozen, maybe for its turn, stays in the plan until a forward finds it so."""
-        before, has_all = self._before, self._has_all(named_params, of=self.assembly)
-        if before is not None and (self._is_in_force(named_params, of=before.assembly) or not has_all):
+        before, has_all = self._before, self._has_all(named_params, of=self.compiled)
+        if before is not None and (self._is_in_force(named_params, of=before.compiled) or not has_all):
             self._go_back(before)
-        if not self._has_all(named_params, of=self.assembly):
+        if not self._has_all(named_params, of=self.compiled):
             self._follow(self._members.trained(also=self.watch.ids))
-        if not self._is_in_force(named_params, of=self.assembly):
+        if not self._is_in_force(named_params, of=self.compiled):
             self._members.unsee()  # that forward is to look
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
         if self._before is not None:
             self._go_back(self._before)
-        if self._is_in_force(named_params, of=self.assembly):
+        if self._is_in_force(named_params, of=self.compiled):
             return
-        before = _InForce(self.assembly, self.watch, self.retiring, self._groups)
+        before = _InForce(self.compiled, self.watch, self.retiring, self._groups)
         self._groups = None
         if self.retiring is None and self.is_active:
-            self.retiring, self._retiring_watch = self.assembly, self.watch
-        generation = (self.retiring or self.assembly).generation + 1
+            self.retiring, self._retiring_watch = self.compiled, self.watch
+        generation = (self.retiring or self.compiled).generation + 1
         try:
-            reducer = dataclasses.replace(self.assembly.reducer, shard_exchanges=None)  # until an optimizer steps again
-            self.assembly = self._assemble(named_params, reducer, generation=generation)
+            reducer = dataclasses.replace(self.compiled.reducer, shard_exchanges=None)  # until an optimizer steps again
+            self.compiled = self._assemble(named_params, reducer, generation=generation)
             self.watch = self._watch_over(named_params, before=before.watch)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
-            self.assembly, self.retiring, self._groups = before.assembly, before.retiring, before.groups
+            self.compiled, self.retiring, self._groups = before.compiled, before.retiring, before.groups
             self._has_looked = False
             self._members.unsee()
             raise
@@ -427,13 +427,13 @@ class Formation:
 
     def _go_back(self, before: _InForce) -> None:
         self.watch.close()
-        self.assembly, self.watch, self.retiring = before.assembly, before.watch, before.retiring
+        self.compiled, self.watch, self.retiring = before.compiled, before.watch, before.retiring
         self._groups, self._retiring_watch, self._before = before.groups, None, None
 
-    def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]], *, of: Assembly) -> bool:
+    def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
         return len(named_params) == len(of.params) and self._has_all(named_params, of=of)
 
-    def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: Assembly) -> bool:
+    def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
         """Whether that plan has these parameters as they are now, and perhaps others; in the same order."""
         specs = self._members.specs(named_params)
         wanted = [(id(param), spec, param.stride()) for (_, param), spec in zip(named_params, specs, strict=True)]
@@ -442,8 +442,8 @@ class Formation:
 
     def _compare(self) -> Agreement:
         """Compares the parameters and settings of all ranks; a collective call."""
-        settings = {**surroundings(self.group, self.assembly.reducer.hook), **self._config.to_dict()}
-        return self._members.compare(self.group, self.plan.params, self.assembly.params, settings)
+        settings = {**surroundings(self.group, self.compiled.reducer.hook), **self._config.to_dict()}
+        return self._members.compare(self.group, self.plan.params, self.compiled.params, settings)
 
     def _assemble(
         self,
@@ -453,7 +453,7 @@ class Formation:
         generation: int,
         plan: Plan | None = None,
         sharding: Sharding | None = None,
-    ) -> Assembly:
+    ) -> CompiledPlan:
         if plan is None:
             # One that is pinned for shards, and may have parameters in pieces, counts from the first step on.
             config = self._config
@@ -461,20 +461,20 @@ class Formation:
                 config = dataclasses.replace(config, plan=None)
             plan = first_plan(self._members.specs(named_params), config, num_ranks=reducer.group.num_ranks)
         params = [param for _, param in named_params]
-        return Assembly(plan, params, reducer, self._recorder, generation=generation, sharding=sharding)
+        return CompiledPlan(plan, params, reducer, self._recorder, generation=generation, sharding=sharding)
 
-    def _watch_over(self, named_params: Sequence[tuple[str, Tensor]], *, before: Watch | None = None) -> Watch:
-        watch = Watch(named_params, self.plan, self._listeners, frozen=self._members.frozen())
+    def _watch_over(self, named_params: Sequence[tuple[str, Tensor]], *, before: ParamHooks | None = None) -> ParamHooks:
+        watch = ParamHooks(named_params, self.plan, self._listeners, frozen=self._members.frozen())
         if self.is_active:
-            _ = self.assembly.executor  # what does not fit into memory fails here and not in the first backward
+            _ = self.compiled.executor  # what does not fit into memory fails here and not in the first backward
             watch.start()
             if self._call_before is not None:
                 watch.call_before(self._call_before)
-            if follows_observed_order(self.assembly, self._config):
+            if follows_observed_order(self.compiled, self._config):
                 watch.order = ObservedOrder(watch.params, self.group)
         else:
             watch.uses = Uses(watch.params, None if before is None else before.uses)
-        measure(watch, self.assembly, self._config, self._recorder)
+        measure(watch, self.compiled, self._config, self._recorder)
         return watch
 
     def _take_over(self) -> None:
@@ -488,10 +488,10 @@ class Formation:
         for name, engine in earlier.items():
             if not engine.may_pass_on(self.watch.ids, self.group.user):
                 raise ConfigError(
-                    "a part of this module is synchronised already.",
+                    "a part of this module is synchronized already.",
                     where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
                     remedy="Call close() on the earlier one first.",
                 )
         for engine in earlier.values():
             self.watch.arrived_before |= self.watch.indices(engine.pass_on())
-            self._members.gives_back |= engine.formation._members.gives_back
+            self._members.gives_back |= engine.current_plan._members.gives_back

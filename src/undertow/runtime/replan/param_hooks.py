@@ -15,7 +15,7 @@ from undertow.plan import Plan
 from undertow.runtime.execute.compiled_plan import Present
 from undertow.runtime.execute.hooks import is_watched, watch_frozen, watch_parameters
 from undertow.runtime.replan.order import ObservedOrder
-from undertow.runtime.replan.single_rank import Alone
+from undertow.runtime.replan.single_rank import SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.runtime.replan.uses import Uses
 from undertow.runtime.torch_private import private
@@ -31,11 +31,13 @@ class Listeners:
     """What hooks on parameters call."""
 
     on_full: Callable[[int], object]  # a bucket, when its last gradient is there
-    on_backward: Callable[[Watch, int, int], object]  # a watch, a backward and the parameter that is the first to arrive in it
+    on_backward: Callable[
+        [ParamHooks, int, int], object
+    ]  # a watch, a backward and the parameter that is the first to arrive in it
     on_thawed: Callable[[Tensor], object]  # a parameter that gets a gradient although it was frozen when it was last looked at
 
 
-class Watch:
+class ParamHooks:
     """Hooks on `named_params` until `close`, and on the `frozen` parameters beside them."""
 
     def __init__(
@@ -57,10 +59,10 @@ class Watch:
             traversal=private.graph_task_id,
             on_traversal=partial(listeners.on_backward, self),
         )
-        self.arrived_before: set[int] = set()  # in micro-batches since the last synchronisation
+        self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # where there are rounds
-        self.alone: Alone | None = None  # where there are none
+        self.alone: SingleRankProbe | None = None  # where there are none
         self.uses: Uses | None = None  # the same
         self.distributed: DistributedBackwards | None = None
         self._hooks: list[RemovableHandle] = []
@@ -129,16 +131,16 @@ class Watch:
                 other.close()
 
     def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
-        """Positions in `bucket` of those of the `missing` that have no gradient since the last synchronisation."""
+        """Positions in `bucket` of those of the `missing` that have no gradient since the last synchronization."""
         absent = set(missing) - self.arrived_before if missing else ()
         return [position for position, param in enumerate(bucket) if param in absent] if absent else []
 
-    def came_uncounted(self, before: Watch) -> set[int]:
+    def came_uncounted(self, before: ParamHooks) -> set[int]:
         """Parameters that `before` did not watch and that have a gradient: it came in this backward, ahead of our hooks."""
         return {index for index, param in enumerate(self.params) if id(param) not in before.ids and param.grad is not None}
 
     def accumulated_ids(self) -> set[int]:
-        """The parameters, by id, that have accumulated a gradient since the last synchronisation."""
+        """The parameters, by id, that have accumulated a gradient since the last synchronization."""
         return {id(self.named_params[index][1]) for index in self.arrived_before}
 
     def indices(self, tensors: set[int]) -> set[int]:

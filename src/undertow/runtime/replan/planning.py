@@ -9,34 +9,34 @@ from undertow.errors import PhaseError
 from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.profile import Profile
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.compiled_plan import Assembly
+from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.replan.param_hooks import Watch
-from undertow.runtime.replan.single_rank import Alone
+from undertow.runtime.replan.param_hooks import ParamHooks
+from undertow.runtime.replan.single_rank import SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.tune import Explanation, Outcome, Tuner, explanation
 
 
-def measure(watch: Watch, assembly: Assembly, config: SyncConfig, recorder: Recorder) -> None:
+def measure(watch: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recorder: Recorder) -> None:
     """Has the parameters measured, and the plan looked after where it is not fixed."""
-    group = assembly.reducer.group
+    group = compiled.reducer.group
     if not watch.named_params or not recorder.is_on:
         return
     if group.num_ranks == 1:
-        watch.alone = Alone(watch.params, assembly.plan, recorder)
+        watch.alone = SingleRankProbe(watch.params, compiled.plan, recorder)
         return
-    order = None if config.order == "observed" else [param for bucket in assembly.plan.buckets for param in bucket.params]
+    order = None if config.order == "observed" else [param for bucket in compiled.plan.buckets for param in bucket.params]
     watch.tuning = Tuning(
         watch.arrivals,
         recorder,
         group,
         Tuner(order),
-        may_move=not why_fixed(config, assembly.reducer),
+        may_move=not why_fixed(config, compiled.reducer),
         is_frozen=torch.are_deterministic_algorithms_enabled,
     )
 
 
-def sharded_plan(now: Plan, watch: Watch, groups: Groups | None, config: SyncConfig) -> Plan:
+def sharded_plan(now: Plan, watch: ParamHooks, groups: Groups | None, config: SyncConfig) -> Plan:
     """The same with large parameters in pieces, the pinned one, or that of the groups to which a sharded optimizer moves."""
     order = None if watch.order is None else watch.order.take()
     if groups is not None:
@@ -49,7 +49,7 @@ def sharded_plan(now: Plan, watch: Watch, groups: Groups | None, config: SyncCon
     return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
 
 
-def planned(now: Assembly, watch: Watch, config: SyncConfig) -> Plan | None:
+def planned(now: CompiledPlan, watch: ParamHooks, config: SyncConfig) -> Plan | None:
     """The plan that was sent to all ranks for the round that begins: in rank 0's order, or what it has decided on."""
     if now.eager is not None:
         now.eager.require_confirmed("a second backward runs")
@@ -62,13 +62,13 @@ def planned(now: Assembly, watch: Watch, config: SyncConfig) -> Plan | None:
     return None if order is None else plan_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
 
 
-def follows_observed_order(assembly: Assembly, config: SyncConfig) -> bool:
+def follows_observed_order(compiled: CompiledPlan, config: SyncConfig) -> bool:
     """Whether the plan takes over rank 0's order of arrival."""
     # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every
     # time. A hook may keep state for every bucket.
-    reducer = assembly.reducer
+    reducer = compiled.reducer
     is_free = config.plan is None and reducer.hook is None and not torch.are_deterministic_algorithms_enabled()
-    return config.order == "observed" and is_free and reducer.group.num_ranks > 1 and bool(assembly.params)
+    return config.order == "observed" and is_free and reducer.group.num_ranks > 1 and bool(compiled.params)
 
 
 def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
@@ -85,9 +85,9 @@ def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
     return next((reason for applies, reason in reasons if applies), "")
 
 
-def measured_profile(watch: Watch, assembly: Assembly, config: SyncConfig) -> Profile:
+def measured_profile(watch: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Profile:
     """What was measured of these parameters; PhaseError before anything was."""
-    profile = None if watch.tuner is None else watch.tuner.profile(assembly.plan, strategy=assembly.strategy.name)
+    profile = None if watch.tuner is None else watch.tuner.profile(compiled.plan, strategy=compiled.strategy.name)
     if profile is None:
         raise no_profile(config)
     return profile
@@ -99,10 +99,10 @@ def no_profile(config: SyncConfig) -> PhaseError:
     return PhaseError("nothing has been measured of this model yet.", where="profile()", remedy=remedy)
 
 
-def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Explanation:
+def explanation_of(watch: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
     """Why the plan in force is this one; communicates nothing."""
     history = () if watch.tuning is None else watch.tuning.history
-    why = why_fixed(config, assembly.reducer)
+    why = why_fixed(config, compiled.reducer)
     if not why and torch.are_deterministic_algorithms_enabled():
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
     elif not why:
@@ -111,5 +111,5 @@ def explanation_of(watch: Watch, assembly: Assembly, config: SyncConfig) -> Expl
         why = (
             "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
         )
-    is_eager = assembly.eager is not None
-    return explanation(assembly.plan, watch.tuner, why=why, strategy=assembly.strategy.name, history=history, is_eager=is_eager)
+    is_eager = compiled.eager is not None
+    return explanation(compiled.plan, watch.tuner, why=why, strategy=compiled.strategy.name, history=history, is_eager=is_eager)

@@ -16,7 +16,7 @@ from undertow.tune import Tuner, measurement_of_one_rank
 _FIRST, _NUM_STEPS = 2, 5  # the first step makes what later ones find
 
 
-class Alone:
+class SingleRankProbe:
     """Watches gradients come in a few steps, for a profile that tells what more ranks would make of it."""
 
     def __init__(self, params: Sequence[Tensor], plan: Plan, recorder: Recorder) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from undertow.plan import Bucket
-from undertow.runtime.comm.p2p import wide_dtype
+from undertow.runtime.comm.p2p import accumulation_dtype
 from undertow.runtime.gradients.binding import DenseBinding
 from undertow.runtime.gradients.storage import GradientBucket
 from undertow.runtime.gradients.written import Known, has_values
@@ -54,7 +54,7 @@ class ShardedBinding:
         self._parts = tuple(parts)
         self._splits = dict(splits)
         self._wholes: dict[int, Tensor | None] = {}  # by position, the gradients of those while the bucket is packed
-        self._shard = torch.zeros(shard_numel, dtype=wide_dtype(dtype), device=device)
+        self._shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
         self._aside: Tensor | None = None  # takes the place of `_shard` where that holds what must not be lost
         self._held: dict[int, GradientPlaceholder] = {}  # by position, what `.grad` was
         self._live: set[int] = set()  # positions of those that hold an earlier part, to which a new one is added

@@ -16,7 +16,7 @@ from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
 
-class Places:
+class ForwardWaits:
     """Has every module wait for the parameters that its forward reads. What reads one elsewhere waits for all (`AwaitedReads`).
 
     A module waits for its own. Which others are read in it (tied weights, a layer that computes with another one's), the

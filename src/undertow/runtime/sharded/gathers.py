@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from undertow.errors import PhaseError
 from undertow.runtime.comm.handles import Handle
-from undertow.runtime.comm.p2p import Exchanges
+from undertow.runtime.comm.p2p import Collectives
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.sharded.awaited import AwaitedReads
 from undertow.runtime.sharded.shards import FlatParams
@@ -23,7 +23,7 @@ class Gathers:
     """
 
     def __init__(
-        self, flats: Sequence[FlatParams], exchanges: Exchanges, recorder: Recorder, *, end_backward: Callable[[], object] = int
+        self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder, *, end_backward: Callable[[], object] = int
     ) -> None:
         self.in_flight: dict[int, Handle] = {}
         self.being_stepped: set[int] = set()

@@ -15,10 +15,10 @@ from undertow.runtime.comm.backend import exchanges_over
 from undertow.runtime.comm.cast import wire_dtype_named
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
-from undertow.runtime.comm.p2p import Exchange, PostedExchanges
+from undertow.runtime.comm.p2p import Exchange, P2PCollectives
 
 
-class Axes:
+class ShardGroups:
     """Exchanges over groups of their own, `inside` and, where ranks form a mesh, `across`; making them is a collective call.
 
     `all_ranks` is the group of all of them. They reduce to sums over those, divided by `divisor`. `close` ends their threads and
@@ -46,11 +46,11 @@ class Axes:
     @property
     def can_step_in_backward(self) -> bool:
         """Whether `after_reductions` is there."""
-        return isinstance(self.inside, PostedExchanges)
+        return isinstance(self.inside, P2PCollectives)
 
     def after_reductions(self, work: Callable[[], object]) -> Handle:
         """Starts `work`, which waits for the last reduction that was started, where it keeps no other one; one at a time."""
-        if self.across is None and isinstance(self.inside, PostedExchanges):
+        if self.across is None and isinstance(self.inside, P2PCollectives):
             return self.inside.after_reductions(work)
         # The threads that complete exchanges across have the next reduction to complete.
         started = Exchange(self._groups[0])

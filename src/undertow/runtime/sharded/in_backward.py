@@ -15,7 +15,7 @@ import torch
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.groups import Axes
+from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.torch_private import private
 
 
@@ -45,7 +45,7 @@ class EagerSteps:
     `end_backward` ends a backward that an exception has left in the middle, where none runs.
     """
 
-    def __init__(self, axes: Axes, end_backward: Callable[[], object]) -> None:
+    def __init__(self, axes: ShardGroups, end_backward: Callable[[], object]) -> None:
         self.axes = axes
         self.end_backward = end_backward
         self.is_due = False  # a backward has updated the parameters, and step() has not confirmed it
@@ -95,7 +95,7 @@ def _require_confirmed(weak: weakref.ref[EagerSteps], _gradients: object) -> Non
         steps.require_confirmed("a second backward runs")
 
 
-def eager_steps_over(axes: Axes, *, overlap: bool, end_backward: Callable[[], object]) -> EagerSteps | None:
+def eager_steps_over(axes: ShardGroups, *, overlap: bool, end_backward: Callable[[], object]) -> EagerSteps | None:
     """None for a rank alone, which sends nothing; ConfigError where buckets cannot be stepped in backward."""
     if not overlap:
         raise ConfigError(

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
-from undertow.runtime.comm.p2p import wide_dtype
+from undertow.runtime.comm.p2p import accumulation_dtype
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import ShardedBinding
 from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.groups import Axes
+from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import EagerSteps
 from undertow.runtime.sharded.placeholder import GradientPlaceholder
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
@@ -37,7 +37,7 @@ class Sharding:
         plan: Plan,
         params: Sequence[Tensor],
         strategy: Strategy,
-        axes: Axes,
+        axes: ShardGroups,
         recorder: Recorder,
         eager: EagerSteps | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class Sharding:
     def gradient(self, part: ShardPart) -> Tensor | None:
         """The mean gradient of what this rank owns; None where the parameter has none. [part.numel] of the wide dtype
 
-        PhaseError where a later backward has added something that is not synchronised.
+        PhaseError where a later backward has added something that is not synchronized.
         """
         return self._gradient(part, self.params[part.param].grad)
 
@@ -136,35 +136,35 @@ class Sharding:
         grads = self._bindings[bucket].settled or ()
         return dict(zip(self.plan.buckets[bucket].params, grads, strict=True))
 
-    def require_synchronised(self, params: Iterable[Tensor]) -> None:
+    def require_synchronized(self, params: Iterable[Tensor]) -> None:
         """PhaseError where something was added to the gradient of one of these since it was reduced, whoever owns it.
 
-        So it is where one has a gradient and no part in the layout: it was frozen when gradients were synchronised.
+        So it is where one has a gradient and no part in the layout: it was frozen when gradients were synchronized.
         """
         stepped = {id(param): param for param in params}
         for key, param in stepped.items():
             if key not in self._ids and param.requires_grad and param.grad is not None:
                 raise PhaseError(
-                    "the optimizer steps on a gradient that is not synchronised: its parameter was frozen in the meantime.",
+                    "the optimizer steps on a gradient that is not synchronized: its parameter was frozen in the meantime.",
                     where=f"a parameter of shape {tuple(param.shape)}, rank {self.rank}",
                     remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
                 )
         for index, param in enumerate(self.params):
             if isinstance(param.grad, GradientPlaceholder) and param.grad.added is not None and id(param) in stepped:
-                raise self._not_synchronised(index)
+                raise self._not_synchronized(index)
 
     def _gradient(self, part: ShardPart, grad: Tensor | None) -> Tensor | None:
         if not isinstance(grad, GradientPlaceholder):  # a rank alone has all of it
             whole = None if grad is None else in_memory_order(grad, self.strides[part.param])
-            return None if whole is None else whole[part.start : part.stop].to(wide_dtype(whole.dtype))
+            return None if whole is None else whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
         if grad.added is not None:
-            raise self._not_synchronised(part.param)
+            raise self._not_synchronized(part.param)
         mine = grad.parts[part.bucket]
         return torch.zeros_like(mine) if grad.is_cleared else mine
 
-    def _not_synchronised(self, index: int) -> PhaseError:
+    def _not_synchronized(self, index: int) -> PhaseError:
         return PhaseError(
-            "the optimizer steps on gradients that were accumulated and not synchronised.",
+            "the optimizer steps on gradients that were accumulated and not synchronized.",
             where=f"parameter {self.plan.params[index].name!r}, rank {self.rank}",
             remedy="Run the last backward of a step outside of accumulate() and no_sync().",
         )
@@ -201,7 +201,7 @@ class Sharding:
         grad = param.grad
         if not isinstance(grad, GradientPlaceholder):
             return grad
-        whole = torch.zeros(param.numel(), dtype=wide_dtype(param.dtype), device=param.device)
+        whole = torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
         for bucket, parts in zip(self.plan.buckets, self._parts, strict=True):
             for slot, part in zip(bucket.slots, parts, strict=True):
                 if slot.param == index and not grad.is_cleared:
@@ -213,12 +213,14 @@ class Sharding:
     def held_gradients(self) -> dict[int, HeldGradient]:
         """What stands behind the placeholders, by parameter; a collective call."""
         held = {
-            index: HeldGradient(param.grad, torch.zeros(param.numel(), dtype=wide_dtype(param.dtype), device=param.device))
+            index: HeldGradient(
+                param.grad, torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
+            )
             for index, param in enumerate(self.params)
             if isinstance(param.grad, GradientPlaceholder)
         }
         for flat, bucket, parts in zip(self._flats, self.plan.buckets, self._parts, strict=True):
-            own = torch.zeros(self.shard_numel(bucket), dtype=wide_dtype(flat.flat.dtype), device=flat.flat.device)
+            own = torch.zeros(self.shard_numel(bucket), dtype=accumulation_dtype(flat.flat.dtype), device=flat.flat.device)
             mine = [(slot, part) for slot, part in zip(bucket.slots, parts, strict=True) if slot.param in held]
             for slot, part in mine:
                 part.of_shard(own).copy_(held[slot.param].placeholder.parts[bucket.index])

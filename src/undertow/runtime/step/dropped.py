@@ -28,6 +28,6 @@ def let_go_when_dropped(owner: object, engine: Engine, close: Callable[[], objec
 def _let_go(engine: Engine, close: Callable[[], object], process: int) -> None:
     try:
         if os.getpid() == process and not threading.current_thread().name.startswith(_NOT_THE_USERS):
-            engine.companions.wait_for_parameters()
+            engine.siblings.wait_for_parameters()
     finally:
         close()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from undertow.runtime.replan.param_hooks import Watch
+from undertow.runtime.replan.param_hooks import ParamHooks
 from undertow.runtime.torch_private import private
 
 
@@ -18,9 +18,9 @@ class InBackward:
 
     def __init__(self) -> None:
         self._rearm: dict[Tensor, Callable[[], None]] = {}  # parameters are keys by identity
-        self._seen: Watch | None = None
+        self._seen: ParamHooks | None = None
 
-    def take_over(self, watch: Watch) -> None:
+    def take_over(self, watch: ParamHooks) -> None:
         """From now on those of this watch's parameters as well; once is enough."""
         if watch is self._seen:
             return

@@ -53,10 +53,10 @@ class Finding:
 
 
 class NonFinite:
-    """What the last synchronisation has found, and what follows by `policy`: "raise", "skip", "warn" or "ignore".
+    """What the last synchronization has found, and what follows by `policy`: "raise", "skip", "warn" or "ignore".
 
     It follows at the optimizer's step: a GradScaler makes gradients overflow on purpose, and does not step on those. `look`
-    is asked there for what no synchronisation could find. Of experts, which some ranks do not have, `fails_others` has these
+    is asked there for what no synchronization could find. Of experts, which some ranks do not have, `fails_others` has these
     raise as well, when they next wait.
     """
 
@@ -77,10 +77,10 @@ class NonFinite:
         return self._policy != "ignore"
 
     def round_ends(self, this_round: Round, plan: Plan) -> None:
-        """Takes over what a synchronisation has found. What an earlier one has found counts as long as it is part of the sum."""
+        """Takes over what a synchronization has found. What an earlier one has found counts as long as it is part of the sum."""
         if this_round.nonfinite and not this_round.has_failed:
             found = _finding_of(this_round, plan, self._names)
-            # Where a step synchronises several times the mean of an earlier one comes again, from every rank.
+            # Where a step synchronizes several times the mean of an earlier one comes again, from every rank.
             is_echo = self._finding is not None and not self._is_judged and found.covers(self._finding)
             self._finding, self._is_judged = self._finding if is_echo else found, False
         elif not this_round.keeps_earlier:
@@ -152,7 +152,7 @@ def _finding_of(this_round: Round, plan: Plan, names: Sequence[int]) -> Finding:
     return Finding(
         params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
         ranks=tuple(names[rank] for rank in ranks),
-        where=f"synchronisation {this_round.number}, bucket {_listed(list(map(str, buckets)))}",
+        where=f"synchronization {this_round.number}, bucket {_listed(list(map(str, buckets)))}",
     )
 
 

@@ -14,23 +14,23 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.num_rounds = 0  # synchronised ones
+        self.num_rounds = 0  # synchronized ones
         self.is_owed = False
-        self.has_begun = False  # a training forward has run since the last synchronisation
-        self.has_accumulated = False  # since the last synchronisation
+        self.has_begun = False  # a training forward has run since the last synchronization
+        self.has_accumulated = False  # since the last synchronization
         self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last step
-        self._unused_so_far: tuple[str, ...] | None = None  # in the synchronisations of this one
+        self._unused_so_far: tuple[str, ...] | None = None  # in the synchronizations of this one
         self._is_last_run = True  # of the step, which adds up no more gradients
         self._stepped: set[int] = set()  # parameters, by id, that an optimizer has updated since the last round
         self._has_ever_stepped = False
         self._is_after_round = False
 
     def rounds(self) -> int:
-        """Number of synchronisations that are complete; asked from other threads."""
+        """Number of synchronizations that are complete; asked from other threads."""
         return self.num_rounds
 
     def is_idle(self) -> bool:
-        """Whether no step has begun since the last synchronisation; asked from other threads."""
+        """Whether no step has begun since the last synchronization; asked from other threads."""
         return not self.has_begun
 
     @property

@@ -26,11 +26,11 @@ class Reduction:
 
 
 def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool, is_weighted: bool) -> Reduction:
-    """See Sync.reduce_gradients_async; `op` is None for that of the settings."""
+    """See GradientSync.reduce_gradients_async; `op` is None for that of the settings."""
     if private.graph_task_id() != -1:
         raise PhaseError(
             "reduce_gradients_async() was called inside a backward.",
-            where="Sync.reduce_gradients_async",
+            where="GradientSync.reduce_gradients_async",
             remedy="Call it after the last backward of the step.",
         )
     if op not in (None, "mean", "sum"):
@@ -63,13 +63,15 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
 
 def _reduce_accumulated(engine: Engine, op: str | None) -> None:
     """Sends what was accumulated; `complete` waits for it. PhaseError on every rank where that cannot be right on some."""
-    progress, uses = engine._progress, engine.formation.watch.uses
+    progress, uses = engine._progress, engine.current_plan.watch.uses
     if uses is not None:  # a rank alone
         if uses.is_over or not (progress.has_accumulated or uses.has_accumulated):
-            raise agreed_errors.misused(agreed_errors.Misuse.NOTHING, [engine.formation.group.rank], number=progress.num_rounds)
+            raise agreed_errors.misused(
+                agreed_errors.Misuse.NOTHING, [engine.current_plan.group.rank], number=progress.num_rounds
+            )
         uses.reduces()
         progress.has_accumulated = progress.is_owed = False
-    elif engine.formation.is_active:
+    elif engine.current_plan.is_active:
         misuse = _misuse(engine, op)
         engine._launch(op=op) if misuse is None else _refuse(engine, misuse)
 
@@ -83,14 +85,16 @@ def _misuse(engine: Engine, op: str | None) -> agreed_errors.Misuse | None:
             return agreed_errors.Misuse.TWICE
     if not engine._progress.has_accumulated:
         return agreed_errors.Misuse.NOTHING
-    return agreed_errors.Misuse.SHARDS if op is not None and engine.formation.holds_shards else None
+    return agreed_errors.Misuse.SHARDS if op is not None and engine.current_plan.holds_shards else None
 
 
 def _refuse(engine: Engine, misuse: agreed_errors.Misuse) -> None:
     """A round that tells all ranks of it; `.grad` stays as it is here."""
     number = engine._progress.num_rounds
-    engine._begin(is_synchronised=True)
+    engine._begin(is_synchronized=True)
     assert engine._open is not None
     engine._open.round.misuse = misuse
     engine._give_up(engine._open)
-    raise agreed_errors.misused(misuse, [engine.formation.group.rank], number=number)  # on a device, where others read it later
+    raise agreed_errors.misused(
+        misuse, [engine.current_plan.group.rank], number=number
+    )  # on a device, where others read it later

@@ -14,8 +14,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
 from undertow.runtime.comm.agreement import Agreement
-from undertow.runtime.sharded.forward_waits import Places
-from undertow.runtime.sharded.groups import Axes
+from undertow.runtime.sharded.forward_waits import ForwardWaits
+from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import BucketStepper, eager_steps_over
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.step.engine import Engine
@@ -42,7 +42,7 @@ class ShardedSteps:
         is_compiled: bool,
         is_eager: bool,
     ) -> None:
-        formation = engine.formation
+        current_plan = engine.current_plan
         self.strategy = strategy_named(config.strategy or ZERO1.name)
         if self.strategy.gather is None:
             raise ConfigError(
@@ -50,17 +50,17 @@ class ShardedSteps:
                 where="ShardedOptimizer",
                 remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
             )
-        if formation.assembly.reducer.hook is not None:
+        if current_plan.compiled.reducer.hook is not None:
             raise no_hooks_with_shards()
-        if formation.group.in_join:
+        if current_plan.group.in_join:
             raise no_join_with_shards()
-        if formation.group.num_ranks == 1 and formation.assembly.reducer.is_active:
+        if current_plan.group.num_ranks == 1 and current_plan.compiled.reducer.is_active:
             raise ConfigError(
                 "these experts are on one rank only, which has nobody to share an optimizer with.",
                 where=f"ShardedOptimizer, ExpertGroup(match={config.experts[0].match!r})",
                 remedy="Give them to a plain optimizer.",
             )
-        if formation.group.num_ranks == 1 and formation.is_active:
+        if current_plan.group.num_ranks == 1 and current_plan.is_active:
             raise ConfigError(
                 "weights with a ShardedOptimizer are not built for a rank alone.",
                 where='ShardedOptimizer, SyncConfig(op="weighted")',
@@ -70,11 +70,11 @@ class ShardedSteps:
             raise no_skips_in_eager_form()
         self._numbers = engine.checks.numbers
         self._module = weakref.ref(module)  # which holds us, by its hooks
-        self._formation = formation
+        self._current_plan = current_plan
         self._overlap = config.overlap
         self._settings = config.to_dict()
-        self._group = formation.group
-        self._axes = Axes(formation.group, config, divisor=formation.assembly.reducer.divisor)
+        self._group = current_plan.group
+        self._axes = ShardGroups(current_plan.group, config, divisor=current_plan.compiled.reducer.divisor)
         self.is_eager = is_eager
         self.eager = None
         try:
@@ -87,7 +87,7 @@ class ShardedSteps:
         self._output_hook = None if eager is None else module.register_forward_hook(OutputHook(module, eager.forward_ends))
         self._stepper: weakref.ref[Optimizer] | None = None
         self._sharding: Sharding | None = None
-        self._places: Places | None = None
+        self._places: ForwardWaits | None = None
         self._is_compiled = is_compiled
         self._is_closed = False
 
@@ -140,8 +140,8 @@ class ShardedSteps:
     def begin(self) -> Sharding:
         """An optimizer steps: what this rank owns, with nothing in flight. The same object while the layout is the same."""
         self._require_open("Step before close(), or make a new wrapper and a new optimizer.")
-        self._formation.wait_for_parameters()
-        sharding = self._formation.shard(self.strategy, self._axes, self.eager)
+        self._current_plan.wait_for_parameters()
+        sharding = self._current_plan.shard(self.strategy, self._axes, self.eager)
         if sharding is not self._sharding:
             self._sharding = sharding
             self._watch(sharding)
@@ -171,15 +171,15 @@ class ShardedSteps:
         self._send()
 
     def _send(self) -> None:
-        if self._formation.is_active:
-            self._formation.assembly.gather()
+        if self._current_plan.is_active:
+            self._current_plan.compiled.gather()
         elif self._sharding is not None:
             self._sharding.copy_out()
 
     def step_ends(self) -> None:
         """The optimizer has stepped. Waits where a read could not be seen, or would cut a graph."""
         if not self._overlap or self._is_compiled or (self._sharding is not None and self._sharding.gathers.is_read_unseen()):
-            self._formation.wait_for_parameters()
+            self._current_plan.wait_for_parameters()
 
     @property
     def is_stepped(self) -> bool:
@@ -190,7 +190,7 @@ class ShardedSteps:
         """The optimizer steps where `is_stepped`. Returns whether there is more to do: to `begin`, for a plan is to be taken."""
         assert self.eager is not None  # else nothing is stepped
         self.eager.is_due = False
-        return self._formation.is_layout_due
+        return self._current_plan.is_layout_due
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Whether the step is to leave everything as it is, on every rank; NonFiniteGradient on every rank."""
@@ -204,7 +204,7 @@ class ShardedSteps:
     @private.untraced
     def wait(self) -> None:
         """Returns when every parameter is what the optimizer has made of it."""
-        self._formation.wait_for_parameters()
+        self._current_plan.wait_for_parameters()
 
     def make_whole(self) -> None:
         """Ends a backward that has failed with parameters and state updated in part, before somebody looks at those."""
@@ -264,8 +264,8 @@ class ShardedSteps:
             return
         # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
         is_free = self._axes.inside.may_differ_in_order and sharding.eager is None  # else the lane's order is planned
-        follow = self._formation.assembly.gather_in if is_free else _leave
-        self._places = Places(module, sharding.buckets_of(), sharding.gathers, on_order=follow, only_root=self._is_compiled)
+        follow = self._current_plan.compiled.gather_in if is_free else _leave
+        self._places = ForwardWaits(module, sharding.buckets_of(), sharding.gathers, on_order=follow, only_root=self._is_compiled)
 
 
 def no_hooks_with_shards() -> ConfigError:
@@ -314,11 +314,11 @@ def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
         engine.finish_before_step(ids, steps=False)
 
 
-def require_synchronised(sync: Any) -> None:
-    """PhaseError where gradients were accumulated since the last synchronisation: each rank has its own."""
-    if sync._engine.formation.watch.arrived_before:
+def require_synchronized(sync: Any) -> None:
+    """PhaseError where gradients were accumulated since the last synchronization: each rank has its own."""
+    if sync._engine.current_plan.watch.arrived_before:
         raise PhaseError(
-            "gradients were accumulated and are not synchronised: each rank would find another norm.",
+            "gradients were accumulated and are not synchronized: each rank would find another norm.",
             where=f"clip_grad_norm_, rank {sync.rank}",
             remedy="Run the last backward of a step outside of accumulate() and no_sync().",
         )
@@ -333,7 +333,7 @@ def full_gradient(sync: Any, param: Tensor) -> Tensor | None:
 def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     """Hooks for all optimizers and gradient scalers; returns what takes them off.
 
-    An optimizer that holds our parameters must not step on gradients that are not synchronised yet, and a scaler that unscales
+    An optimizer that holds our parameters must not step on gradients that are not synchronized yet, and a scaler that unscales
     before it steps must not look at them.
     """
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from undertow.errors import UndertowError
 
 
-class Companion(Protocol):
+class SiblingEngine(Protocol):
     """What an engine is to others."""
 
-    formation: Any
+    current_plan: Any
 
     def take_part(self, task: int) -> None: ...
 
@@ -22,14 +22,14 @@ class Companion(Protocol):
     def complete(self) -> None: ...
 
 
-class Companions:
+class SiblingEngines:
     """Engines whose rounds belong to the same backwards: one that reaches any of them is a round of all.
 
     None of a rank's tokens may reach its experts; the ranks that hold the same ones wait for it in that backward all the same.
     The order is the same on every rank, so that they also wait for one another in one order.
     """
 
-    def __init__(self, engines: Sequence[Companion]) -> None:
+    def __init__(self, engines: Sequence[SiblingEngine]) -> None:
         self._engines = [weakref.ref(engine) for engine in engines]  # which hold us
 
     def __len__(self) -> int:
@@ -54,10 +54,10 @@ class Companions:
         """Returns when those of all of them have come, or what was to bring them has failed, of which nobody is told."""
         for engine in self._present():
             with contextlib.suppress(RuntimeError):
-                if engine.formation.group.is_alive:
-                    engine.formation.wait_for_parameters()
+                if engine.current_plan.group.is_alive:
+                    engine.current_plan.wait_for_parameters()
 
-    def _present(self) -> Iterator[Companion]:
+    def _present(self) -> Iterator[SiblingEngine]:
         return (engine for ref in self._engines if (engine := ref()) is not None)
 
 

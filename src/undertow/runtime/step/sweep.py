@@ -21,13 +21,13 @@ _NUM_TIMES = 5
 def sweep(engine: Engine, config: SyncConfig) -> None:
     """Has the tuner learn what all-reduces of many sizes take; a collective call. PhaseError where nothing learns."""
     engine.complete()
-    tuner = engine.formation.watch.tuner
+    tuner = engine.current_plan.watch.tuner
     if tuner is None:
         raise no_profile(config)
-    if engine.formation.group.num_ranks > 1:
+    if engine.current_plan.group.num_ranks > 1:
         engine.open()
-        with engine.formation.group.waiting("the measurement of the network"):
-            tuner.learn_costs("all_reduce", _swept_costs(engine.formation.assembly.reducer))
+        with engine.current_plan.group.waiting("the measurement of the network"):
+            tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.compiled.reducer))
 
 
 def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:

@@ -206,8 +206,8 @@ def started(hook: Callable[..., Any]) -> tuple[Tensor, Any]:
 @pytest.mark.parametrize(
     "chained",
     [
-        undertow.chain((1.0, add), (None, double_in_place), (3.0, add)),
-        undertow.chain((None, undertow.chain((1.0, add), (None, double_in_place))), (3.0, add)),
+        undertow.chain_comm_hooks((1.0, add), (None, double_in_place), (3.0, add)),
+        undertow.chain_comm_hooks((None, undertow.chain_comm_hooks((1.0, add), (None, double_in_place))), (3.0, add)),
     ],
     ids=["each sees what the one before has made", "of a chain"],
 )
@@ -219,7 +219,7 @@ def test_hooks_one_behind_the_other(chained: Any) -> None:
 
 def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> None:
     seen: list[Tensor] = []
-    buffer, handle = started(undertow.chain((None, halves), (seen, look)))
+    buffer, handle = started(undertow.chain_comm_hooks((None, halves), (seen, look)))
     handle.wait()
     assert torch.equal(buffer, BUFFER + 0.5)
     assert [it.dtype for it in seen] == [torch.float32]
@@ -228,7 +228,7 @@ def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> 
 def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
     seen, on_its_way = list[Tensor](), torch.futures.Future[Tensor]()
     send = (None, lambda state, bucket: on_its_way)
-    buffer, handle = started(undertow.chain((1.0, add), send, (seen, look), (None, double_in_place)))
+    buffer, handle = started(undertow.chain_comm_hooks((1.0, add), send, (seen, look), (None, double_in_place)))
     assert (seen, handle.is_completed()) == ([], False)
     on_its_way.set_result(torch.full((6,), 7.0))
     handle.wait()
@@ -236,8 +236,8 @@ def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
 
 
 def test_a_chain_is_named_after_its_hooks() -> None:
-    hook = undertow.chain((None, default_hooks.fp16_compress_hook), (1.0, add))
-    assert CommHook(None, hook).name == "chain(fp16_compress_hook, add)"
+    hook = undertow.chain_comm_hooks((None, default_hooks.fp16_compress_hook), (1.0, add))
+    assert CommHook(None, hook).name == "chain_comm_hooks(fp16_compress_hook, add)"
 
 
 FUTURE = (
@@ -247,17 +247,17 @@ FUTURE = (
 HOOKS_REFUSALS: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
     "no hook": (
         ConfigError,
-        undertow.chain,
-        "there is no hook to run.\n  chain()\n  Give pairs: chain((state, hook), ...).",
+        undertow.chain_comm_hooks,
+        "there is no hook to run.\n  chain_comm_hooks()\n  Give pairs: chain_comm_hooks((state, hook), ...).",
     ),
     "no pair": (
         WrongType,
-        lambda: undertow.chain((None, add), add),  # type: ignore[arg-type]
+        lambda: undertow.chain_comm_hooks((None, add), add),  # type: ignore[arg-type]
         "stage 1 must be a pair of a state and a hook, got function.\n"
-        "  chain()\n  Write chain((state, hook), ...); the state may be None.",
+        "  chain_comm_hooks()\n  Write chain_comm_hooks((state, hook), ...); the state may be None.",
     ),
-    "no future, first": (WrongType, lambda: started(undertow.chain((None, wrong), (2.0, add)))[1].wait(), FUTURE),
-    "no future, last": (WrongType, lambda: started(undertow.chain((1.0, add), (None, wrong)))[1].wait(), FUTURE),
+    "no future, first": (WrongType, lambda: started(undertow.chain_comm_hooks((None, wrong), (2.0, add)))[1].wait(), FUTURE),
+    "no future, last": (WrongType, lambda: started(undertow.chain_comm_hooks((1.0, add), (None, wrong)))[1].wait(), FUTURE),
 }
 
 

@@ -15,19 +15,19 @@ from support.inside import opened_group
 from support.models import noise
 from support.ranks import in_ranks
 from support.sharded import chain
-from undertow.runtime.comm.backend import NativeExchanges
+from undertow.runtime.comm.backend import BackendCollectives
 from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.p2p import Exchange, Exchanges, PostedExchanges
+from undertow.runtime.comm.p2p import Collectives, Exchange, P2PCollectives
 
 KINDS: dict[str, tuple[Any, bool]] = {  # and whether they add up in rank order
-    "posted": (PostedExchanges, True),
-    "native in order": (NativeExchanges, True),  # what NCCL would be asked for, asked of gloo
-    "native": (NativeExchanges, False),
+    "posted": (P2PCollectives, True),
+    "native in order": (BackendCollectives, True),  # what NCCL would be asked for, asked of gloo
+    "native": (BackendCollectives, False),
 }
 
 
 @contextlib.contextmanager
-def exchanging(kind: str) -> Iterator[Exchanges]:
+def exchanging(kind: str) -> Iterator[Collectives]:
     group = opened_group()
     make, in_order = KINDS[kind]
     exchanges = make(group, in_order=in_order)
@@ -100,7 +100,7 @@ def test_a_mean_is_added_up_in_rank_order(kind: str, dtype: torch.dtype) -> None
 @in_ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("make", [PostedExchanges, NativeExchanges])
+@pytest.mark.parametrize("make", [P2PCollectives, BackendCollectives])
 def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in_order: bool, dtype: torch.dtype) -> None:
     """Shards of a row, reduced inside, become the mean over all rows."""
     across, rank = opened_group(), dist.get_rank()
@@ -120,7 +120,7 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in
         # Without an order what travels is rounded to what it came in, the sum once more than its summands; where the backend
         # adds up in the dtype itself, once for each summand.
         rounded = wanted if in_order else wanted.to(dtype).float()
-        tolerance = 0.0 if in_order or make is PostedExchanges else dist.get_world_size() * torch.finfo(dtype).eps * 8
+        tolerance = 0.0 if in_order or make is P2PCollectives else dist.get_world_size() * torch.finfo(dtype).eps * 8
         torch.testing.assert_close(shard, rounded, rtol=0.0, atol=tolerance)
     for exchanges, of in ((first, inside), (second, across)):
         exchanges.close()

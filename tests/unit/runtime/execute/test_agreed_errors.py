@@ -14,11 +14,11 @@ from undertow.errors import Desync, PeerFailed, PlanMismatch
 from undertow.runtime.execute.agreed_errors import changed_unlike, has_changed_unlike, late_buckets, require_sound
 from undertow.runtime.execute.executor import Round
 from undertow.runtime.gradients.trailer import Reading
-from undertow.runtime.gradients.weights import Weighing
+from undertow.runtime.gradients.weights import RoundWeights
 
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
-    this_round = Round(number=5, generation=1, is_synchronised=True, not_arrived=lambda _: (), has_repeats=bool)
+    this_round = Round(number=5, generation=1, is_synchronized=True, not_arrived=lambda _: (), has_repeats=bool)
     this_round.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
     this_round.has_failed = has_failed
     return this_round
@@ -28,11 +28,11 @@ DIFFERENT = "ranks are not in the same step.\n"
 OVERDUE = "gradients arrived again after their bucket had left, and were left out.\n"
 FAILED = "backward failed on rank 0, 2.\n"
 TEXTS = {
-    DIFFERENT: "  synchronisation 5, rank 1\n"
-    "  Run as many synchronised backwards and optimizer steps on every rank; one without a backward calls finish().",
-    OVERDUE: "  synchronisation 5, rank 1, or the one before\n"
+    DIFFERENT: "  synchronization 5, rank 1\n"
+    "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish().",
+    OVERDUE: "  synchronization 5, rank 1, or the one before\n"
     "  Let the first two steps use parameters as often as later ones do, or set overlap=False.",
-    FAILED: "  synchronisation 5, rank 1\n"
+    FAILED: "  synchronization 5, rank 1\n"
     "  The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
 }
 
@@ -83,7 +83,7 @@ def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, 
     assert isinstance(error, PlanMismatch)
     assert str(error) == (
         "the parameters, or the communication hook, have changed on rank 1, 3 and not on rank 0, 2.\n"
-        f"  synchronisation 5, rank 1{where}\n"
+        f"  synchronization 5, rank 1{where}\n"
         "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank."
     )
 
@@ -100,11 +100,11 @@ def test_late_buckets_are_those_of_this_round() -> None:
 
 def test_where_all_ranks_stand_is_said_by_rank() -> None:
     this_round = round_with({"ranks_differ": True})
-    text = text_of(Desync, lambda: require_sound(this_round, rank=1, places=lambda mine: {1: mine, 0: "synchronisation 4"}))
+    text = text_of(Desync, lambda: require_sound(this_round, rank=1, places=lambda mine: {1: mine, 0: "synchronization 4"}))
     assert text.splitlines()[1:4] == [
-        "  synchronisation 5, rank 1",
-        "  rank 0: synchronisation 4",
-        "  rank 1: synchronisation 5, after an optimizer step",
+        "  synchronization 5, rank 1",
+        "  rank 0: synchronization 4",
+        "  rank 1: synchronization 5, after an optimizer step",
     ]
 
 
@@ -126,7 +126,7 @@ def test_the_result_is_the_sum_over_the_total(said: tuple[float, ...], before: f
     group: Any = SimpleNamespace(  # as much of one as is asked for
         num_ranks=2, rank=0, device=torch.device("cpu"), all_reduce_async=lambda _: handle, waiting=lambda _: nullcontext()
     )
-    made = Weighing(group, 1.0, before=before, is_without_data=False, is_last=True)
+    made = RoundWeights(group, 1.0, before=before, is_without_data=False, is_last=True)
     made.send()
     sums = made.sums()
     assert (sums.divisor, sums.keep, sums.total) == (divisor, keep, said[0] + before)

@@ -32,10 +32,10 @@ def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
     states = {0: ASKING, 1: LATE, 2: WAITING}
     assert faults.stall_text(ASKING, states, {4: "rank 4 has left: so it is."}, ranks=range(5)) == (
         "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3 has not come.\n"
-        "  rank 0: synchronisation 7, waits for bucket 2 ('a', 'b')\n"
-        "  rank 1: synchronisation 7, loading data\n"
+        "  rank 0: synchronization 7, waits for bucket 2 ('a', 'b')\n"
+        "  rank 1: synchronization 7, loading data\n"
         "    train.py, line 4, in rows\n"
-        "  rank 2: synchronisation 7, waits for bucket 2 ('a', 'b')\n"
+        "  rank 2: synchronization 7, waits for bucket 2 ('a', 'b')\n"
         "  rank 3: no answer; it is stopped, out of reach, or in a call that keeps Python from running\n"
         "  rank 4 has left: so it is."
     )
@@ -65,10 +65,10 @@ TOLD = faults.stall_text(
 # What docs/reliability.md quotes.
 QUOTES = [
     TOLD,
-    f"PeerFailed: {faults.failed(1, 'ValueError: row 7 has no label').error('synchronisation 118, rank 0')}",
-    f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronisation 3, rank 0')}",
-    f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronisation 118, bucket 0').error()}",
-    f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronisation 199; 1 of 6 parameters differ')}",
+    f"PeerFailed: {faults.failed(1, 'ValueError: row 7 has no label').error('synchronization 118, rank 0')}",
+    f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronization 3, rank 0')}",
+    f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronization 118, bucket 0').error()}",
+    f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronization 199; 1 of 6 parameters differ')}",
 ]
 
 
@@ -78,11 +78,11 @@ def test_what_the_page_quotes_is_ours(text: str) -> None:
 
 
 def test_an_error_of_a_fault_has_three_parts() -> None:
-    error = faults.stalled("rank 0 has waited.\n  rank 1: loading data").error("synchronisation 7, rank 2")
+    error = faults.stalled("rank 0 has waited.\n  rank 1: loading data").error("synchronization 7, rank 2")
     assert isinstance(error, StallTimeout)
     assert str(error) == (
         "rank 0 has waited.\n"
-        "  synchronisation 7, rank 2\n"
+        "  synchronization 7, rank 2\n"
         "  rank 1: loading data\n"
         "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
     )
@@ -158,7 +158,7 @@ def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
 
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
-    assert faults.idle_since(118) == ", no training forward since synchronisation 118"
+    assert faults.idle_since(118) == ", no training forward since synchronization 118"
     assert faults.idle_since(0) == ", no training forward yet"
 
 

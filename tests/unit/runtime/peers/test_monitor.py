@@ -25,9 +25,9 @@ from undertow.runtime.comm import comm_hook
 from undertow.runtime.peers import model_monitor as members
 from undertow.runtime.peers import monitor as guards
 from undertow.runtime.peers import patience
-from undertow.runtime.peers.leaked_groups import FREEING, Freeing
-from undertow.runtime.peers.monitor import GUARD, Guard, Ring
-from undertow.runtime.peers.ring import Neighbour
+from undertow.runtime.peers.leaked_groups import FREEING, LeakedGroups
+from undertow.runtime.peers.monitor import GUARD, PeerMonitor, Ring
+from undertow.runtime.peers.ring import Neighbor
 from undertow.runtime.peers.waiting import Waiting
 from undertow.runtime.peers.worker import Worker
 from undertow.runtime.torch_private import private
@@ -48,7 +48,7 @@ def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any],
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
     monkeypatch.setattr(guards, "tell_before_end", lambda *_, **_calls: None)
     # As much of a ring as a guard looks at when it begins.
-    guard, ring = Guard(), SimpleNamespace(neighbours=(), members={}, look=lambda: None)
+    guard, ring = PeerMonitor(), SimpleNamespace(neighbors=(), members={}, look=lambda: None)
     no_more = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
     with no_more, pytest.raises(RuntimeError, match="can't start new thread"):
         guard.adopt((0, 1), ring)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("change", MESSAGES.values(), ids=MESSAGES)
 def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
-    ring, source = Ring([], rank=1, num_ranks=2, world=dist.HashStore()), Neighbour.__new__(Neighbour)
+    ring, source = Ring([], rank=1, num_ranks=2, world=dist.HashStore()), Neighbor.__new__(Neighbor)
     with caplog.at_level(logging.WARNING, "undertow"):
         ring.receive({**GOOD, **change}, source)
     assert (ring.fault, len(ring.opened)) == (None, 0)
@@ -91,7 +91,7 @@ WORLD = dist.HashStore()  # a ring ends with it
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> members.Member:
+def alone(monkeypatch: pytest.MonkeyPatch) -> members.ModelMonitor:
     """Rank 1 of two."""
     monkeypatch.setattr(patience, "ANSWERS_S", 0.0)
     monkeypatch.setattr(patience, "VERDICT_S", 0.0)
@@ -116,7 +116,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("text", WORDS)
-def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: members.Member) -> None:
+def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: members.ModelMonitor) -> None:
     fault = alone.reason(RuntimeError(text))
     assert fault == alone.known_fault or not WORDS[text]
     expected = (StallTimeout, "rank 1 has waited for as long as the process group's timeout lets it.")
@@ -134,7 +134,7 @@ def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: me
     ids=["this wait", "a later wait", "another step", "no wait"],
 )
 def test_the_last_report_is_told_with_the_wait_that_it_is_about(
-    step: int, waits_for: str, since_s: float, told: str, alone: members.Member
+    step: int, waits_for: str, since_s: float, told: str, alone: members.ModelMonitor
 ) -> None:
     alone.told = 0, 100.0, "rank 1 has waited 30 s."
     alone.waits_for, alone.since_s, alone.num_steps = waits_for, since_s, lambda: step
@@ -142,10 +142,10 @@ def test_the_last_report_is_told_with_the_wait_that_it_is_about(
     assert fault.told == told
 
 
-def test_a_rank_whose_process_has_ended_is_the_reason(alone: members.Member) -> None:
+def test_a_rank_whose_process_has_ended_is_the_reason(alone: members.ModelMonitor) -> None:
     alone.ring.hear({"kind": "ended", "from": 0, "steps": 7, "text": ""})
     fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
-    left = "rank 0 has left: it has finished after 7 synchronisations, and others wait for it."
+    left = "rank 0 has left: it has finished after 7 synchronizations, and others wait for it."
     assert (fault.kind, fault.what) == (RankLost, left)
 
 
@@ -231,7 +231,7 @@ class Lost:
 
 @in_ranks(2)
 def test_a_group_is_freed_once_torch_has_let_go() -> None:
-    group, freeing = dist.new_group([0, 1]), Freeing()
+    group, freeing = dist.new_group([0, 1]), LeakedGroups()
     freeing.take(group)
     freeing.take(group)  # is interrupted again
     (thread,) = freeing._threads
@@ -248,7 +248,7 @@ def test_a_group_is_freed_once_torch_has_let_go() -> None:
 
 @in_ranks(2)
 def test_a_group_is_kept_where_no_thread_can_start() -> None:
-    group, freeing, held = dist.new_group([0, 1]), Freeing(), []
+    group, freeing, held = dist.new_group([0, 1]), LeakedGroups(), []
     cannot_start = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
     with cannot_start, mock.patch.object(private, "keep_for_ever", held.append):
         freeing.take(group)

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from undertow.runtime.peers import patience, ring
-from undertow.runtime.peers.ring import Neighbour, close_all, make_ring
+from undertow.runtime.peers.ring import Neighbor, close_all, make_ring
 from undertow.runtime.torch_private import private
 
 WITHIN = timedelta(seconds=30)
@@ -31,20 +31,20 @@ def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pair(over_loopback: None) -> Iterator[tuple[Neighbour, Neighbour]]:
+def pair(over_loopback: None) -> Iterator[tuple[Neighbor, Neighbor]]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         groups = list(threads.map(lambda place: private.pair(store, "pair", place, private.gloo_device(), WITHIN), range(2)))
-    neighbours = Neighbour(groups[0], 0, 1), Neighbour(groups[1], 1, 0, os.getpid())
-    yield neighbours
-    close_all(neighbours)
+    neighbors = Neighbor(groups[0], 0, 1), Neighbor(groups[1], 1, 0, os.getpid())
+    yield neighbors
+    close_all(neighbors)
 
 
-def made(num_ranks: int, *, ranks: Sequence[int] | None = None, **changed: Any) -> list[list[Neighbour] | int | None]:
+def made(num_ranks: int, *, ranks: Sequence[int] | None = None, **changed: Any) -> list[list[Neighbor] | int | None]:
     """What every rank gets that comes, or each of `ranks`."""
     path, how = Path(tempfile.mkdtemp()) / "store", {"is_gone": lambda _: False, "each": lambda _: None, **changed}
 
-    def rank(number: int) -> list[Neighbour] | int | None:
+    def rank(number: int) -> list[Neighbor] | int | None:
         return make_ring(dist.FileStore(str(path), num_ranks), "ring", rank=number, num_ranks=num_ranks, **how)
 
     with ThreadPoolExecutor(num_ranks) as threads:
@@ -54,13 +54,13 @@ def made(num_ranks: int, *, ranks: Sequence[int] | None = None, **changed: Any) 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_every_rank_is_connected_to_the_next_and_the_one_before(num_ranks: int) -> None:
     rings = made(num_ranks)
-    for rank, neighbours in enumerate(rings):
-        assert isinstance(neighbours, list)
-        assert [neighbour.rank for neighbour in neighbours] == [(rank + 1) % num_ranks, (rank - 1) % num_ranks]
-        neighbours[0].send({"from": rank})
-    for rank, neighbours in enumerate(rings):
-        assert neighbours[1].read() == ([{"from": (rank - 1) % num_ranks}], True)
-        close_all(neighbours)
+    for rank, neighbors in enumerate(rings):
+        assert isinstance(neighbors, list)
+        assert [neighbor.rank for neighbor in neighbors] == [(rank + 1) % num_ranks, (rank - 1) % num_ranks]
+        neighbors[0].send({"from": rank})
+    for rank, neighbors in enumerate(rings):
+        assert neighbors[1].read() == ([{"from": (rank - 1) % num_ranks}], True)
+        close_all(neighbors)
 
 
 @pytest.mark.slow
@@ -79,11 +79,11 @@ def test_ranks_that_cannot_be_connected_leave_all_without_a_ring(monkeypatch: py
 
 def test_a_descriptor_that_is_used_again_is_left_open_in_a_child() -> None:
     """Another thread may close a socket after it was listed, and open something else, which gets its number."""
-    neighbour = Neighbour.__new__(Neighbour)
+    neighbor = Neighbor.__new__(Neighbor)
     read, write = os.pipe()
-    neighbour._sockets = frozenset([(read, os.fstat(read).st_ino + 1), (write, os.fstat(write).st_ino)])
+    neighbor._sockets = frozenset([(read, os.fstat(read).st_ino + 1), (write, os.fstat(write).st_ino)])
     with patch.object(private, "keep_for_ever"):
-        neighbour.forget()
+        neighbor.forget()
     os.close(read)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.close(write)
@@ -105,7 +105,7 @@ def test_ranks_that_are_gone_or_have_not_come_are_named(monkeypatch: pytest.Monk
         made(3, ranks=[0], each=give_up)
 
 
-def test_messages_come_whole_and_in_order(pair: tuple[Neighbour, Neighbour]) -> None:
+def test_messages_come_whole_and_in_order(pair: tuple[Neighbor, Neighbor]) -> None:
     sent = [{"number": number, "text": "ü" * 1000} for number in range(10)]
     for message in ({"text": "x" * (1 << 17)}, *sent):  # one that is too long is not sent
         pair[0].send(message)
@@ -120,7 +120,7 @@ LINES = ["no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: ascii(line)[:9])
 def test_a_message_that_cannot_be_read_is_dropped_with_a_word(
-    line: str, pair: tuple[Neighbour, Neighbour], caplog: pytest.LogCaptureFixture
+    line: str, pair: tuple[Neighbor, Neighbor], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = line.encode("utf-8", "surrogateescape") + b'\n{"a": 1}\n'
     for start in range(0, len(data), 4000):
@@ -134,7 +134,7 @@ def test_a_message_that_cannot_be_read_is_dropped_with_a_word(
     assert word.startswith("a message of rank 0 cannot be read and is dropped: ")
 
 
-def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Neighbour, Neighbour]) -> None:
+def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Neighbor, Neighbor]) -> None:
     first, second = pair
     first.send({"text": "x" * 3 * ring._FRAME})
     first.flush(30.0)
@@ -147,7 +147,7 @@ def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Neighb
     second.send({"a": 1})  # is dropped
 
 
-def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbour, Neighbour]) -> None:
+def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbor, Neighbor]) -> None:
     first, second = pair
     heard: list[tuple[Any, ...]] = []
     second.listen(lambda *said: heard.append(said))
@@ -160,13 +160,13 @@ def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbour, N
 
 
 def test_a_connection_whose_thread_cannot_start_may_be_closed() -> None:
-    neighbour, no_more = Neighbour(None, 0, rank=1), RuntimeError("can't start new thread")
+    neighbor, no_more = Neighbor(None, 0, rank=1), RuntimeError("can't start new thread")
     with patch.object(threading.Thread, "start", side_effect=no_more), pytest.raises(RuntimeError, match="start new thread"):
-        neighbour.listen(lambda *_: None)
-    neighbour.close()
+        neighbor.listen(lambda *_: None)
+    neighbor.close()
 
 
-def test_a_neighbour_that_reads_is_told_any_number_of_messages(pair: tuple[Neighbour, Neighbour]) -> None:
+def test_a_neighbor_that_reads_is_told_any_number_of_messages(pair: tuple[Neighbor, Neighbor]) -> None:
     first, second = pair
     for number in range(1, 3 * ring._MAX_SENT):
         first.send({"number": number})
@@ -176,7 +176,7 @@ def test_a_neighbour_that_reads_is_told_any_number_of_messages(pair: tuple[Neigh
             assert not first._sent
 
 
-def test_a_neighbour_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neighbour, Neighbour]) -> None:
+def test_a_neighbor_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neighbor, Neighbor]) -> None:
     first, second = pair
     for number in range(ring._MAX_SENT + 5):
         first.send({"number": number})
@@ -188,7 +188,7 @@ def test_a_neighbour_that_is_stopped_misses_messages_and_no_more(pair: tuple[Nei
     assert second.read() == ([{"number": -1}], True)
 
 
-def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Neighbour, Neighbour]) -> None:
+def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Neighbor, Neighbor]) -> None:
     sleeping = subprocess.Popen(["sleep", "600"])
     first, second = pair
     try:

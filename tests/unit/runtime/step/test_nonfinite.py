@@ -58,7 +58,7 @@ def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
 
 
 def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> Round:
-    this = Round(number=number, generation=0, is_synchronised=True, not_arrived=lambda _: [], has_repeats=bool)
+    this = Round(number=number, generation=0, is_synchronized=True, not_arrived=lambda _: [], has_repeats=bool)
     this.keeps_earlier = keeps_earlier
     if is_found:
         this.nonfinite[0] = frozenset({0})
@@ -130,10 +130,10 @@ def test_what_was_found_counts_until_a_round_that_does_not_add_to_it() -> None:
 def test_the_first_of_several_rounds_of_a_step_is_named() -> None:
     optimizer, judge = sgd(), numbers("raise", is_found=True)
     judge.round_ends(a_round(True, number=5, ranks=(0, 1)), PLAN)  # the mean of the one before, and what is new
-    text = "the gradient of 'weight' is infinite or no number on rank 1.\n  synchronisation 4, bucket 0\n"
+    text = "the gradient of 'weight' is infinite or no number on rank 1.\n  synchronization 4, bucket 0\n"
     assert text_of(NonFiniteGradient, lambda: judge.skips(optimizer)).startswith(text)
     judge.round_ends(a_round(True, number=6), PLAN)
-    assert "on rank 1.\n  synchronisation 6," in text_of(NonFiniteGradient, lambda: judge.skips(optimizer))
+    assert "on rank 1.\n  synchronization 6," in text_of(NonFiniteGradient, lambda: judge.skips(optimizer))
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool]
