@@ -387,7 +387,8 @@ def test_after_wait_code_in_cpp_reads_what_was_stepped() -> None:
         optimizer.step()
         ddp.wait()
         sent, other = weight, torch.empty(0)
-        dist.broadcast(sent, 0)
+        with torch.no_grad():
+            dist.broadcast(sent, 0)
         other.data = weight
         slopes = torch.func.grad(lambda value: (value * value).sum() / 2)(weight.detach())
         for found in (torch.tensor(weight.tolist()), other, slopes):
