@@ -300,7 +300,7 @@ class GradientSync:
 
         `bucket` has the methods of torch.distributed.GradBucket, so that torch's own hooks run unchanged. What the
         hook sees is not divided: the mean is the hook's affair. On the host it runs in a thread, one bucket after another. Once,
-        and not within a backward: else PhaseError; `undertow.chain` makes one hook of several. The next synchronization
+        and not within a backward (PhaseError); `undertow.chain_comm_hooks` makes one of several. The next synchronization
         compares the names of the ranks' hooks: PlanMismatch on every rank where they differ.
         """
         self.require_open("register_comm_hook()")

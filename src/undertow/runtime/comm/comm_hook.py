@@ -205,7 +205,7 @@ def no_second_hook(earlier: CommHook | None) -> PhaseError:
     return PhaseError(
         "register_comm_hook can only be called once, and not within a backward.",
         where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
-        remedy="Compose hooks with undertow.chain((state, hook), ...), and register that before training.",
+        remedy="Compose hooks with undertow.chain_comm_hooks((state, hook), ...), and register that before training.",
     )
 
 

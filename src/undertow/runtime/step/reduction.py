@@ -14,7 +14,7 @@ from undertow.runtime.torch_private import private
 
 
 class Reduction:
-    """Gradients on their way, from `Sync.reduce_gradients_async`."""
+    """Gradients on their way, from `GradientSync.reduce_gradients_async`."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
