@@ -1,4 +1,4 @@
-"""A range of a tensor's memory as boxes of its index space, which is how torch.distributed.checkpoint cuts tensors."""
+"""Splits a range of a tensor's memory into boxes of its index space, as torch.distributed.checkpoint splits tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int  # in the tensor's memory, of the first one; all lie behind each other
+    start: int  # position of the first element in the tensor's memory; the elements are contiguous
 
 
 def boxes_of_range(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a tensor that lies in memory without gaps: at most 2k - 1 boxes for k dimensions, in order."""
-    # A dimension of one element may have any stride: it comes last, where it changes nothing.
+    """Returns elements [start, stop) of a tensor without gaps in memory: at most 2k - 1 boxes for k dimensions, in order."""
+    # A dimension of one element may have any stride. It comes last, so that it changes nothing.
     outer_first = sorted(range(len(shape)), key=lambda dim: (shape[dim] == 1, -strides[dim]))
     boxes = []
     for offsets, sizes in _row_major([shape[dim] for dim in outer_first], start, stop):
@@ -36,7 +36,7 @@ def boxes_of_range(shape: Sequence[int], strides: Sequence[int], start: int, sto
 
 
 def _row_major(shape: Sequence[int], start: int, stop: int) -> list[_Extent]:
-    """The rest of a first row, whole rows, the begin of a last one; a row is cut like a tensor of fewer dimensions."""
+    """Returns the rest of a first row, whole rows, and the start of a last row; a row is cut like a tensor of fewer dimensions."""
     if start >= stop:
         return []
     if not shape:

@@ -37,21 +37,25 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 @runtime_checkable
 class HasJson(Protocol):
-    """A `Plan`, of which settings need the text only."""
+    """A plan that settings can read; they only need its JSON text."""
 
     def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertGroup:
-    """Experts whose gradients are reduced over ranks of their own: those that hold the same experts.
+    """Experts whose gradients are reduced over a separate group: the ranks that hold the same experts.
 
-    match: a pattern of names of parameters and buffers, such as "*.experts.*"; `*`, `?` and `[...]` as in `fnmatch`.
-    process_group: the torch.distributed.ProcessGroup of the ranks that hold the same experts as this one.
-    divisor: what the sum over those ranks is divided by. Where tokens of all ranks reach an expert it is the number of all
-        ranks, over whose batches the mean is; None is the number of ranks of the group.
+    match: a pattern of parameter and buffer names, such as "*.experts.*"; `*`, `?` and `[...]` as in `fnmatch`.
+    process_group: the torch.distributed.ProcessGroup of the ranks that hold the same experts as this rank.
+    divisor: the sum over those ranks is divided by it. If tokens of all ranks reach an expert, give the number of all ranks: the
+        mean is over their batches. None uses the size of the process group.
 
-    Raises ConfigError for a pattern that is no text, and a divisor that is no positive number.
+    Raises ConfigError if the pattern is not a non-empty string, or if the divisor is not a positive number.
+
+    ```python
+    SyncConfig(experts=(ExpertGroup(match="*.experts.*", process_group=group),))
+    ```
     """
 
     match: str
@@ -75,60 +79,66 @@ class ExpertGroup:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the process group, which is of this process."""
+        """Returns the fields without the process group, which exists in this process only."""
         return {"match": self.match, "divisor": self.divisor}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """How gradients are synchronized. The same on every rank; compared before the first step.
+    """Sets how gradients are synchronized. Must be the same on every rank; ranks compare it before the first step.
 
-    strategy: what each rank has of gradients and optimizer state: all of both ("ddp"), or a shard with a ShardedOptimizer;
-        "zero1" keeps whole gradients between micro-batches, "zero2" shards of them too. "hybrid" is "zero1" within each row of
-        a two-dimensional DeviceMesh, and rows are replicas of each other. None: "zero1" once there is a ShardedOptimizer,
-        "ddp" until then.
-    bucket_cap_mb: largest bucket in MiB; None lets the library choose from the size of the model. Several sizes are
-        those of the first buckets, one after another; the last holds for all that follow.
-    order: in which order gradients are expected: "observed" (that of rank 0's first backward; reverse registration
-        until then), "reverse" (of registration) or "largest_first".
-    plan: a plan to pin: the path of a file that `save_plan` has written, its text, or a `Plan`. It is kept as text. It switches
-        `bucket_cap_mb`, `order` and `auto_tune` off.
-    auto_tune: the plan follows what the run itself measures: ready times of gradients, and what collectives take. Not where
-        `bucket_cap_mb` or `plan` is given, with `overlap=False`, a communication hook, or `record="off"`, nor under
-        torch.use_deterministic_algorithms, whatever `reduction` is: with three ranks or more another plan rounds differently
-        (not with "ordered", whose plan is kept too). False keeps the plan and still measures, for reports and profiles: five
-        steps in a hundred, and one small all-reduce for each five; only `record="off"` ends that.
-    overlap: False sends buckets after backward; the same bits for the same plan.
-    reduction: "native" (the backend's; its rounding may depend on the plan where three ranks or more add up) or "ordered"
-        (in rank order, in fp32 where gradients are narrower: the same bits under every plan). With "ordered" the strategies agree
-        too if each step synchronizes once, parameters have 32 bits or more and `wire_dtype` is None. Two add up in another order:
-        "zero2" averages each micro-batch over ranks and adds up the means, and "hybrid" adds up row by row.
-    op: what becomes of the ranks' gradients: "mean", "sum", or "weighted": their sum over the sum of all weights, of which every
-        rank gives one by `loss_weight(n)` before each backward. Not with experts.
-    average_in_collective: False divides whole gradients before the collective, which sums. It changes nothing with shards and
-        "ordered", where the sum is divided.
-    buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; what
-        is no real or complex number follows rank 0), or are left alone ("off").
-    reduce_dtype: "float32": gradients of parameters of 16 bits are accumulated over micro-batches and reduced in it, and `.grad`
-        is of it; an optimizer must take such gradients, as a ShardedOptimizer and torch's SGD do. None: in their own.
-    wire_dtype: "bfloat16" or "float16": in it wider gradients travel, half the bytes; where ranks add up themselves ("ordered",
-        and shards over gloo) they add in fp32.
+    strategy: what each rank stores of gradients and optimizer state. "ddp" stores all of both; the other strategies store a shard
+        and need a ShardedOptimizer. "zero1" keeps whole gradients between micro-batches, "zero2" keeps shards of them. "hybrid"
+        is "zero1" within each row of a two-dimensional DeviceMesh; the rows are replicas of each other. None: "zero1" if there is
+        a ShardedOptimizer, "ddp" until then.
+    bucket_cap_mb: largest bucket in MiB; None lets the library choose from the size of the model. If several sizes are given,
+        they apply to the first buckets one after another; the last size holds for all that follow.
+    order: the order in which gradients are expected: "observed" (the order of rank 0's first backward; reverse registration until
+        then), "reverse" (of registration) or "largest_first".
+    plan: a plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is stored as text. It overrides
+        `bucket_cap_mb`, `order` and `auto_tune`.
+    auto_tune: True adapts the plan to measurements of the run: ready times of gradients and durations of collectives. It has no
+        effect if `bucket_cap_mb` or `plan` is given, with `overlap=False`, a communication hook or `record="off"`, or under
+        torch.use_deterministic_algorithms. There another plan would round differently with three ranks or more; with "ordered" it
+        would not, but the plan is kept too. False keeps the plan and still measures, for reports and profiles: five steps in a
+        hundred, with one small all-reduce for each five. Only `record="off"` stops that.
+    overlap: False sends buckets after backward; the result is bit-identical for the same plan.
+    reduction: "native" uses the backend's reduction, whose rounding may depend on the plan with three ranks or more. "ordered"
+        adds in rank order, in fp32 if gradients are narrower: bit-identical under every plan. With "ordered" the strategies agree
+        too if each step synchronizes once, parameters have 32 bits or more and `wire_dtype` is None. Two strategies add in
+        another order: "zero2" averages each micro-batch over ranks and adds the means, and "hybrid" adds row by row.
+    op: how the ranks' gradients are combined: "mean", "sum", or "weighted", their sum divided by the sum of all weights. For
+        "weighted" every rank calls `loss_weight(n)` before each backward; it does not work with experts.
+    average_in_collective: False divides whole gradients before the collective, which then sums. It has no effect with shards or
+        "ordered", which divide the sum.
+    buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; buffers that
+        are neither real nor complex follow rank 0), or are left alone ("off").
+    reduce_dtype: "float32" accumulates and reduces gradients of 16-bit parameters in fp32, and `.grad` is fp32. The optimizer
+        must accept such gradients, as a ShardedOptimizer and torch's SGD do. None: in the gradients' own dtype.
+    wire_dtype: "bfloat16" or "float16": wider gradients are sent in it, which halves the bytes of fp32. If ranks add the values
+        themselves ("ordered", and shards over gloo) they add in fp32.
     ignore: names of parameters and buffers that are left alone.
-    nonfinite: what is done about gradients that are infinite or no number on some rank when an optimizer is about to step on
-        them: nothing ("ignore"; they are not looked for, which would cost a pass over every bucket, and on devices the host would
-        wait for the last one), a line on rank 0 ("warn"), the step is skipped on every rank and changes nothing ("skip"; not in
-        eager form, with experts, or where a plain optimizer is given a closure), or NonFiniteGradient on every rank ("raise").
-        What a GradScaler deals with stays its own.
-    check_replicas_every: after how many synchronizations a fingerprint of every parameter is compared over all ranks;
-        where one differs every rank raises ReplicaMismatch. None: never.
-    stall_warning_s: after how many seconds of waiting a rank has all ranks report who is late, for what, and what it is doing.
-    stall_timeout_s: after how many the step fails, with StallTimeout on every rank. Infinity switches either off; over gloo the
-        step then fails so when the timeout of the process group is over, which also ends a longer stall_timeout_s.
-    experts: groups of parameters that are reduced over ranks of their own, each an ExpertGroup, in the same order on every rank.
-        Not with "hybrid". A process group is of one process: the JSON form says what there is, and is not read back.
+    nonfinite: the action if gradients on some rank contain NaN or Inf when an optimizer is about to step. "ignore" does not look
+        for them: looking would cost a pass over every bucket, and on devices the host would wait for the last one. "warn" prints
+        a line on rank 0. "skip" skips the step on every rank and changes nothing; it does not work in eager form, with experts,
+        or if a plain optimizer is given a closure. "raise" raises NonFiniteGradient on every rank. Gradients that a GradScaler
+        handles are left to it.
+    check_replicas_every: number of synchronizations between comparisons of a fingerprint of every parameter over all ranks; if
+        one differs, every rank raises ReplicaMismatch. None: never.
+    stall_warning_s: seconds of waiting after which a rank has all ranks report who is late, for what, and what it is doing.
+    stall_timeout_s: seconds of waiting after which the step fails, with StallTimeout on every rank. Infinity turns off either
+        limit. Over gloo the step then fails with StallTimeout when the timeout of the process group ends, which also cuts a
+        longer stall_timeout_s short.
+    experts: groups of parameters that are reduced over separate process groups, each an ExpertGroup, in the same order on every
+        rank. Not with "hybrid". A process group exists in one process only: the JSON form lists the groups but cannot be read
+        back.
     record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
     Raises ConfigError for every value that cannot work.
+
+    ```python
+    config = SyncConfig(strategy="zero2", wire_dtype="bfloat16", nonfinite="raise")
+    ```
     """
 
     strategy: str | None = None
@@ -178,7 +188,7 @@ class SyncConfig:
 
     @classmethod
     def from_json(cls, text: str) -> SyncConfig:
-        """The settings that `to_json` wrote; ConfigError for an unknown name or a value that cannot work."""
+        """Reads settings that `to_json` wrote; raises ConfigError for an unknown name or a value that cannot work."""
         try:
             data: dict[str, Any] = parsed_json(text)
         except (ValueError, TypeError) as error:
@@ -200,7 +210,7 @@ class SyncConfig:
 
 
 def _text_of_plan(plan: object) -> str | None:
-    """Its JSON text, which begins with a brace; any other text is the path of a file."""
+    """Returns the plan as JSON text. A string that begins with a brace is JSON; any other is the path of a file."""
     reason = None
     if isinstance(plan, HasJson):
         return plan.to_json()
@@ -220,7 +230,7 @@ def _text_of_plan(plan: object) -> str | None:
 
 
 def bytes_from_mib(value: Any, *, name: str) -> float:
-    """`value` MiB in bytes; ConfigError, naming the setting, for what is not a positive number."""
+    """Converts `value` MiB to bytes; raises ConfigError, naming the setting, unless it is a positive number."""
     if not _is_positive(value):
         raise ConfigError(
             f"{name} must be a positive number of MiB, got {brief(value)}.",
@@ -231,7 +241,7 @@ def bytes_from_mib(value: Any, *, name: str) -> float:
 
 
 def _is_positive(value: object) -> bool:
-    """True for a number above zero, and infinity; an integer beyond all floats is not one."""
+    """Returns True for a number above zero, infinity included; an integer beyond all floats is not one."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and float(value) > 0
     except OverflowError:
@@ -266,7 +276,7 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
 
 
 def _sorted_names(names: object) -> tuple[str, ...]:
-    """In one order on every rank: that of a set of names differs from process to process."""
+    """Returns the names in one order on every rank: the order of a set of names differs from process to process."""
     listed = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else None
     if listed is None or not all(isinstance(name, str) for name in listed):
         raise ConfigError(
@@ -305,7 +315,7 @@ def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
 
 
 def require_settings(config: object) -> None:
-    """WrongType for what is neither settings nor None."""
+    """Raises WrongType unless `config` is a SyncConfig or None."""
     if not isinstance(config, SyncConfig | None):
         raise WrongType(
             f"config must be a SyncConfig, got {type(config).__name__}.",

@@ -1,21 +1,21 @@
 """The exception tree.
 
     UndertowError (RuntimeError)
-    ├── ConfigError (ValueError)      a setting, an argument or a file that cannot work
-    │   └── WrongType (TypeError)     an argument of a type that cannot work
+    ├── ConfigError (ValueError)      a setting, an argument or a file cannot work
+    │   └── WrongType (TypeError)     an argument has a type that cannot work
     ├── PlanMismatch                  ranks disagree about parameters, plan or settings
-    ├── PhaseError                    a call that does not fit where the step is
-    ├── ShardedGradientError          a use of a gradient of which each rank has only its shard
-    ├── NonFiniteGradient             a gradient, or the norm of all, that is infinite or no number
-    ├── ReplicaMismatch               parameters that are no longer the same on all ranks
-    ├── CheckpointError               a checkpoint, or a state, that cannot be saved or loaded
+    ├── PhaseError                    a call does not fit the current phase of the step
+    ├── ShardedGradientError          a gradient was used of which each rank has only its shard
+    ├── NonFiniteGradient             a gradient, or the norm of all, is not finite (NaN or Inf)
+    ├── ReplicaMismatch               parameters are no longer the same on all ranks
+    ├── CheckpointError               a checkpoint, or a state, cannot be saved or loaded
     ├── Desync                        ranks are in different steps, plan generations or modes
-    ├── PeerFailed                    another rank reported an error in this step, or has ended with one
-    ├── RankLost                      another rank's process is gone, or has left while others wait for it
-    └── StallTimeout (TimeoutError)   a rank has waited for others longer than it was to
+    ├── PeerFailed                    another rank reported an error in this step, or ended with one
+    ├── RankLost                      another rank's process is gone, or left while others wait for it
+    └── StallTimeout (TimeoutError)   a rank has waited for others longer than the limit
 
-Every message has three parts: what happened, where, and what to do. All are RuntimeErrors, as most of torch's own errors
-about distributed training are: code that catches those keeps working.
+Every message has three parts: what happened, where, and what to do. All are RuntimeErrors, like most of torch's own errors about
+distributed training: code that catches those keeps working.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 
 
 class UndertowError(RuntimeError):
-    """Base of all errors of this library; `str()` is what happened, where, and what to do, a line each.
+    """Base of all errors of this library; `str()` gives what happened, where, and what to do, one line each.
 
-    Control characters are shown as escapes, for a traceback prints an error as it is.
+    Control characters are shown as escapes, because a traceback prints an error as it is.
     """
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
@@ -51,11 +51,11 @@ class UndertowError(RuntimeError):
 
 
 class ConfigError(UndertowError, ValueError):
-    """A setting, an argument or a file that cannot work."""
+    """A setting, an argument or a file cannot work."""
 
 
 class WrongType(ConfigError, TypeError):
-    """An argument of a type that cannot work."""
+    """An argument has a type that cannot work."""
 
 
 class PlanMismatch(UndertowError):
@@ -63,15 +63,15 @@ class PlanMismatch(UndertowError):
 
 
 class PhaseError(UndertowError):
-    """A call that does not fit where the step is."""
+    """A call does not fit the current phase of the step."""
 
 
 class ShardedGradientError(UndertowError):
-    """A use of a gradient of which each rank has only its shard."""
+    """A gradient was used of which each rank has only its shard."""
 
 
 class NonFiniteGradient(UndertowError):
-    """A gradient, or the norm of all of them, that is infinite or no number."""
+    """A gradient, or the norm of all gradients, is not finite (NaN or Inf)."""
 
 
 class ReplicaMismatch(UndertowError):
@@ -79,7 +79,7 @@ class ReplicaMismatch(UndertowError):
 
 
 class CheckpointError(UndertowError):
-    """A checkpoint, or a state of an optimizer, that cannot be saved or loaded."""
+    """A checkpoint, or the state of an optimizer, cannot be saved or loaded."""
 
 
 class Desync(UndertowError):
@@ -87,12 +87,12 @@ class Desync(UndertowError):
 
 
 class PeerFailed(UndertowError):
-    """Another rank reported an error in this step, or has ended with one."""
+    """Another rank reported an error in this step, or ended with one."""
 
 
 class RankLost(UndertowError):
-    """Another rank's process is gone, or has left while others wait for it; raised on every rank that is left."""
+    """Another rank's process is gone, or left while others wait for it; raised on every remaining rank."""
 
 
 class StallTimeout(UndertowError, TimeoutError):
-    """A rank has waited for others longer than it was to; raised on every rank that has wrapped its model."""
+    """A rank has waited for others longer than the limit; raised on every rank that has wrapped its model."""

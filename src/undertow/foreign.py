@@ -1,6 +1,6 @@
 """Texts and JSON that come from files, from other ranks, or from the names of a model.
 
-`printable` is the one rule for everything that is shown: in a terminal, in an error, in a log, in a picture, on a page.
+Everything that is shown passes through `printable`: in a terminal, an error, a log, a picture or a page.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 
 __all__ = ["MOST_LEVELS", "as_object", "parsed_json", "printable", "printable_lines"]
 
-MOST_LEVELS = 100  # of lists and objects inside each other; all that reads a value may then call itself for each level
+MOST_LEVELS = 100  # of nested lists and objects; readers of a value may recurse once per level
 
 
 def printable(text: str) -> str:
-    """The text on one line, with a visible escape such as \\x1b for each character that could steer a terminal."""
+    """Returns the text on one line, with a visible escape such as \\x1b for each character that could control a terminal."""
     return text if text.isprintable() else "".join(map(_visible, text))
 
 
 def printable_lines(text: str) -> str:
-    """The same for a text that may have several lines."""
+    """Does the same as `printable` for a text of several lines."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def parsed_json(text: str | bytes, *, object_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a JSON text, in UTF-8 if it is bytes. Raises ValueError, and nothing else, for any other text.
+    """Parses a JSON text, in UTF-8 if it is bytes. Raises ValueError, and nothing else, for any other text.
 
-    An object with a name given twice is an error, unless `object_of` makes something of its pairs. NaN and Infinity are read
-    as numbers, as Python writes them.
+    A name that an object gives twice is an error, unless `object_of` builds a value from its pairs. NaN and Infinity are read as
+    numbers, as Python writes them.
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
@@ -41,7 +41,7 @@ def parsed_json(text: str | bytes, *, object_of: Callable[[list[tuple[str, Any]]
 
 
 def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of these pairs. Raises ValueError for a name that is given twice."""
+    """Builds a dict of these pairs. Raises ValueError if a name is given twice."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -1,4 +1,4 @@
-"""A step without running it: the runtime's schedule and tracker, driven by a clock and a cost model."""
+"""Simulates a step: the runtime's schedule and tracker, driven by a clock and a cost model."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from undertow.trace.record import Interval
 
 __all__ = ["Conditions", "simulate"]
 
-_Times = NDArray[np.float64]  # by rank; one entry where all ranks are equal
+_Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 
-_MAX_SKEW = 0.2  # the fastest of a million ranks lies 4.9 deviations below the mean: it must still take some time
+_MAX_SKEW = 0.2  # the fastest of a million ranks is 4.9 deviations below the mean: it must still take some time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a step runs under beyond its costs. Raises ConfigError for what cannot be.
+    """Conditions of a step other than its costs. Raises ConfigError for impossible values.
 
     overlap: False sends every bucket after backward, and waits for gathers before the forward.
-    skew: standard deviation of the ranks' computing times relative to their mean, which is the profile's; 0 to 0.2. Ranks
-        are the quantiles of a normal distribution.
-    contention: share of its speed that computation loses while the lane is busy; 0 to below 1.
-    launch_us: computing time that it takes a rank to launch one collective.
-    eager: buckets are stepped and gathered while backward goes on; only where the optimizer is in shards, and with overlap.
-    gathers_behind: in that form, the gathers behind each bucket's reduction; None: as `eager_order` chooses them.
-    rank: whose record is made. Ranks are sorted: 0 is the fastest, which shows all waiting, for the wire and for the others.
+    skew: standard deviation of the ranks' computing times relative to their mean, which is the profile's; 0 to 0.2. Ranks are the
+        quantiles of a normal distribution.
+    contention: share of its speed that computation loses while the communication stream is busy; 0 to below 1.
+    launch_us: microseconds of computing time that a rank needs to launch one collective.
+    eager: True steps and gathers buckets while backward runs; only with a sharded optimizer and with overlap.
+    gathers_behind: with `eager`, the gathers that follow each bucket's reduction; None lets `eager_order` choose them.
+    rank: the rank whose record is returned. Ranks are sorted: 0 is the fastest and shows all waiting, for the network and for
+        other ranks.
     """
 
     overlap: bool = True
@@ -68,12 +69,17 @@ class Conditions:
 
 
 def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
-    """One step of steady training, on as many ranks as `plan` is for; without `conditions`, those of `Conditions()`.
+    """Simulates one step of steady training on the ranks that `plan` is for and returns its record.
 
-    Ops are ordered and released by the code that does so in training. A collective starts when every rank has launched it
-    and the lane is free; parameters are first read when `profile.used_us` says. The update takes what it took in the
-    profile. On a mesh of two axes the cost of a reduce-scatter has in it what the shards take across, as those of `NodeCosts` and
-    of measured profiles do. Raises ConfigError for the plan of another model and for a rank that the plan does not have.
+    The code that orders and releases ops in training does so here too. A collective starts when every rank has launched it and
+    the communication stream is free. Parameters are first read at the times of `profile.used_us`. The update takes as long as in
+    the profile. On a mesh of two axes the cost of a reduce-scatter includes the transfer of shards across the second axis, as in
+    `NodeCosts` and in measured profiles.
+
+    - `costs`: the time of a collective by kind and bytes, such as `costs_for` or a profile gives.
+    - `conditions`: None is `Conditions()`.
+
+    Raises ConfigError if the plan is for another model, or if `conditions.rank` is not in the plan.
     """
     conditions = Conditions() if conditions is None else conditions
     if plan.params != profile.params:
@@ -92,10 +98,10 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
 
 
 def lane_times(profile: Profile, plan: Plan, costs: Costs) -> LaneTimes:
-    """What the planner of an eager step goes by: the times of each bucket of `plan`.
+    """Returns the times of each bucket of `plan`, from which the planner of an eager step works.
 
-    What a reduction takes longer than a gather of as many bytes is adding up, which leaves the lane to others and comes
-    before the update. That takes each bucket its share of the profile's, by size.
+    If a reduction takes longer than a gather of as many bytes, the difference is the addition. It leaves the communication stream
+    free and comes before the update. The update of each bucket takes a share of the profile's update time, by size.
     """
     uses = dict(_uses(profile, plan))
     ready_us = [max((profile.ready_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
@@ -120,23 +126,23 @@ def _impossible(what: str, *, remedy: str) -> ConfigError:
 
 
 class _Clocks:
-    """Where every rank is in its step, and the lane: it carries one collective at a time and slows all computation."""
+    """Tracks the time of every rank and of the lane. The lane carries one collective at a time and slows all computation."""
 
     def __init__(self, slowness: _Times, *, contention: float) -> None:
         self.now_us = np.zeros_like(slowness)
         self._slowness = slowness
         self._contention = contention
-        self._free_us = 0.0  # the lane is, from then on
-        # What computing alone has lost to contention by these times, in between evenly.
+        self._free_us = 0.0  # time from which the lane is free
+        # Computation has lost this much to contention by these times; linear in between.
         self._times_us, self._lost_us = [0.0], [0.0]
 
     def compute(self, us: float) -> None:
-        """Every rank computes what takes a mean rank so long while the lane is idle."""
+        """Advances every rank by a computation that takes a mean rank `us` while the lane is idle."""
         alone_us = self._slowness * us
         if self._contention == 0 or us == 0:
             self.now_us = self.now_us + alone_us
             return
-        # No rank looks back: knots before the last one that all have passed are behind them.
+        # Ranks never go back in time: knots before the last one that all ranks have passed are not needed.
         first = bisect_right(self._times_us, float(self.now_us.min())) - 1
         times_us, lost_us = np.asarray(self._times_us[first:]), np.asarray(self._lost_us[first:])
         computed_us = self.now_us - np.interp(self.now_us, times_us, lost_us) + alone_us
@@ -146,7 +152,7 @@ class _Clocks:
         self.now_us = np.maximum(self.now_us, until_us)
 
     def send(self, us: float, *, not_before_us: float) -> float:
-        """All ranks launch a collective that takes so long. Returns when it is through."""
+        """Launches a collective of duration `us` on all ranks and returns when it ends."""
         start_us = max(self._free_us, float(self.now_us.max()), not_before_us)
         self._free_us = start_us + us
         if us > 0:
@@ -157,7 +163,7 @@ class _Clocks:
 
 @dataclass(slots=True, kw_only=True)
 class _Sent:
-    """A bucket on its way, as the recorded rank sees it."""
+    """A collective in flight, as the recorded rank sees it."""
 
     op: Op
     num_bytes: int
@@ -167,7 +173,7 @@ class _Sent:
     waited: Interval = (0.0, 0.0)
 
     def record(self, *, begin_us: float) -> BucketRecord:
-        """With times since then."""
+        """Returns the record with times relative to `begin_us`."""
         return BucketRecord(
             bucket=self.op.bucket or 0,
             num_bytes=self.num_bytes,
@@ -180,9 +186,9 @@ class _Sent:
 
 
 class _Step:
-    """Issues the ops of a step, from where the last bucket of the step before was through to where its own is.
+    """Issues the ops of one step, from the end of the previous step's last bucket to the end of its own.
 
-    An eager step comes after the backward of another one like it, whose gathers it waits for.
+    An eager step follows the backward of another eager step, whose gathers it waits for.
     """
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
@@ -203,12 +209,12 @@ class _Step:
             schedule = lower_data_parallel(len(plan.buckets), strategy, overlap=conditions.overlap, gather_order=order)
         self._schedule = verify(schedule, strategy, num_buckets=len(plan.buckets))
         self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
-        self._ready_us: dict[int, float] = {}  # by bucket: packed, or stepped
+        self._ready_us: dict[int, float] = {}  # by bucket: when it is packed or stepped
         self._reductions: dict[int, _Sent] = {}
         self._gathers: dict[int, _Sent] = {}
 
     def run(self) -> StepRecord:
-        """The step as the recorder of one rank would have seen it."""
+        """Returns the step as the recorder of one rank would have recorded it."""
         tracker = Tracker(self._schedule, [bucket.params for bucket in self._plan.buckets], num_params=len(self._plan.params))
         if self._conditions.eager:
             self._backward(tracker)
@@ -224,7 +230,7 @@ class _Step:
         return StepRecord(
             step=0,
             rank=self._conditions.rank,
-            # Ranks begin their forwards at different times, but all of them are through with the last bucket at once.
+            # Ranks begin their forwards at different times, but the last bucket ends on all of them at once.
             step_us=self._now_us - start_us,
             forwards=((0.0, forward_stop_us - begin_us),),
             backwards=((forward_stop_us - begin_us, left_us - begin_us),),
@@ -235,12 +241,12 @@ class _Step:
 
     @property
     def _now_us(self) -> float:
-        """Of the recorded rank."""
+        """Time of the recorded rank."""
         times_us = self._clocks.now_us
         return float(times_us[min(self._conditions.rank, len(times_us) - 1)])
 
     def _update(self) -> float:
-        """The optimizer steps and what it has updated leaves. Returns when the forward begins."""
+        """Runs the optimizer and launches the gathers. Returns when the forward begins."""
         self._clocks.compute(self._profile.update_us)
         for op in self._schedule.ops:
             if op.kind is OpKind.ALL_GATHER and self._num_bytes[op.kind][op.bucket or 0]:
@@ -263,7 +269,7 @@ class _Step:
         self._clocks.compute(self._profile.forward_us - computed_us)
 
     def _backward(self, tracker: Tracker) -> None:
-        """Gradients arrive one after another, until the last bucket has left."""
+        """Runs backward: gradients become ready one after another, until the last bucket is launched."""
         profile, computed_us = self._profile, 0.0
         for param in profile.order:
             ops = tracker.arrive(param)
@@ -285,7 +291,7 @@ class _Step:
             elif op.kind is OpKind.STEP:  # one bucket after another
                 begin_us = max(self._reductions[bucket].done_us, self._ready_us.get(bucket - 1, 0.0))
                 self._ready_us[bucket] = begin_us + self._step_us[bucket]
-            elif op.kind not in self._num_bytes:  # the crossing half of the reduction before it, whose cost it is in
+            elif op.kind not in self._num_bytes:  # the second half of a hybrid reduction, whose cost the first half includes
                 self._clocks.compute(self._conditions.launch_us)
             elif op.kind is not OpKind.ALL_GATHER:
                 self._reductions[bucket] = self._send(op)
@@ -306,12 +312,12 @@ class _Step:
 
     def _wait(self, sent: _Sent) -> None:
         start_us = self._now_us
-        self._clocks.wait(max(sent.done_us, self._ready_us[sent.op.bucket or 0]))  # a reduced bucket may be stepped too
+        self._clocks.wait(max(sent.done_us, self._ready_us[sent.op.bucket or 0]))  # a reduced bucket may also be stepped
         sent.waited = (start_us, self._now_us)
 
 
 def _slowness(num_ranks: int, skew: float) -> _Times:
-    """How long each rank computes, relative to their mean."""
+    """Returns how long each rank computes, relative to the mean."""
     if skew == 0:
         return np.ones(1)
     of_ranks = NormalDist(mu=1.0, sigma=skew)
@@ -319,15 +325,15 @@ def _slowness(num_ranks: int, skew: float) -> _Times:
 
 
 def _uses(profile: Profile, plan: Plan) -> list[tuple[int, float]]:
-    """Every bucket, and when the forward first reads a parameter of it, in that order."""
+    """Returns every bucket with the time at which the forward first reads one of its parameters, sorted by that time."""
     used_us = profile.used_us
     first_us = [min((used_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
-    # Of those read at once the one that is reduced last comes first: its layer is the earlier one.
+    # If two buckets are read at once, the one that is reduced last comes first: its layer is the earlier one.
     return sorted(enumerate(first_us), key=lambda use: (use[1], -use[0]))
 
 
 def _num_bytes(plan: Plan, strategy: Strategy) -> Mapping[OpKind, Sequence[int]]:
-    """What each bucket hands to each kind of collective."""
+    """Returns the bytes that each bucket passes to each kind of collective."""
     num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
     if strategy.gather is not None:
         num_bytes[strategy.gather] = [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]

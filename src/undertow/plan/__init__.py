@@ -1,4 +1,4 @@
-"""Buckets, decided before a gradient exists."""
+"""Plans buckets before any gradient exists."""
 
 from undertow.plan.choose import first_plan, plan_in_order
 from undertow.plan.gather_order import GathersBehind, LaneTimes, eager_order, lane_period_us

@@ -1,4 +1,4 @@
-"""What a plan may not part: runs of neighboring gradients that come at almost the same time, and pieces of large ones."""
+"""Atoms of a plan: runs of neighboring gradients that are ready at almost the same time, and pieces of large gradients."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Ints = NDArray[np.int64]
 
 _Number = TypeVar("_Number", np.float64, np.int64)
 
-_FINEST = 16.0  # cells that are tried first, per atom; finer ones would save less than the slack of a plan
-_COARSER = 0.8  # as many cells are tried next
-_MOST_PIECES = 64  # of all parameters together, but for those that the cap on buckets asks for
+_FINEST = 16.0  # cells to try first, per atom; finer ones would save less than the slack of a plan
+_COARSER = 0.8  # factor to the next number of cells
+_MOST_PIECES = 64  # of all parameters together, unless the cap on buckets requires more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Atoms:
-    """Places where buckets may be cut, and what lies before each of them; a window lies between two cuts.
+    """Positions at which buckets may be cut, and what precedes each of them; a window lies between two cuts.
 
-    Gradients of different kinds do not share a bucket: a window is a bucket for each kind in it. Arrays have a row per kind
-    and a column per cut, the first one before all pieces.
+    Gradients of different kinds do not share a bucket: a window is one bucket per kind in it. Arrays have a row per kind and a
+    column per cut; the first cut is before all pieces.
     """
 
-    pieces: Sequence[Piece]  # of all parameters, in the order in which they leave
+    pieces: Sequence[Piece]  # of all parameters, in launch order
     cuts: Ints  # [num_cuts] pieces before each cut
     num_bytes: Floats  # [num_kinds, num_cuts] before the cut
     num_pieces: Ints  # [num_kinds, num_cuts] before the cut
-    last: Ints  # [num_kinds, num_cuts] the last piece before the cut; -1 where there is none
-    ready_us: Floats  # [num_kinds, num_cuts] when that piece and all before it of its kind have come
+    last: Ints  # [num_kinds, num_cuts] the last piece before the cut; -1 if none
+    ready_us: Floats  # [num_kinds, num_cuts] when that piece and all before it of its kind are ready
     used_us: Floats  # [num_kinds, num_cuts] earliest use between the cut and the one before it; infinity if none
     kinds: Ints  # [num_pieces] kind of each piece
 
@@ -56,9 +56,9 @@ def atoms_of(
     has_shards: bool = False,
     max_bucket_bytes: float = math.inf,
 ) -> Atoms:
-    """At most `max_atoms` of them, each piece one where that is possible.
+    """Returns at most `max_atoms` atoms, one per piece if possible.
 
-    Up to twice as many where `max_bucket_bytes` asks for them; ConfigError if that is not enough.
+    If `max_bucket_bytes` requires it, up to twice as many; raises ConfigError if that is not enough.
     """
     specs = [params[piece.param] for piece in pieces]
     index_of_kind: dict[Kind, int] = {}
@@ -94,15 +94,15 @@ def atoms_of(
 
 
 def whole_pieces(params: Sequence[ParamSpec], order: Sequence[int]) -> list[Piece]:
-    """Every parameter as one piece."""
+    """Returns every parameter as one piece."""
     return [piece_of(param, params) for param in order]
 
 
 def small_pieces(params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks: int, max_bucket_bytes: float) -> list[Piece]:
-    """Large parameters in even pieces that begin at multiples of 16 bytes and of the number of ranks.
+    """Cuts large parameters into even pieces that begin at multiples of 16 bytes and of the number of ranks.
 
-    A piece is no larger than a bucket may be, nor than a share of all bytes so small that it hardly matters whether it
-    travels in this bucket or the next.
+    A piece is at most as large as a bucket may be. It is also at most a share of all bytes so small that it hardly matters
+    whether the piece travels in this bucket or the next.
     """
     share_bytes = sum(spec.num_bytes for spec in params) / _MOST_PIECES
     pieces: list[Piece] = []
@@ -112,7 +112,7 @@ def small_pieces(params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks
 
 
 def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) -> tuple[tuple[GroupEntry, ...], ...]:
-    """The buckets of the windows between `chosen` cuts, in the order in which they leave."""
+    """Returns the buckets of the windows between `chosen` cuts, in launch order."""
     groups: list[tuple[GroupEntry, ...]] = []
     for begin, end in pairwise(chosen):
         inside = atoms.pieces[atoms.cuts[begin] : atoms.cuts[end]]
@@ -135,7 +135,7 @@ def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float
 
 
 def _members(pieces: Sequence[Piece], params: Sequence[ParamSpec]) -> Iterator[GroupEntry]:
-    """Pieces of one parameter that follow each other become one."""
+    """Joins consecutive pieces of one parameter."""
     at = 0
     while at < len(pieces):
         first, stop = pieces[at], pieces[at].stop
@@ -148,15 +148,16 @@ def _members(pieces: Sequence[Piece], params: Sequence[ParamSpec]) -> Iterator[G
 
 
 def _before(values: NDArray[_Number], cuts: Ints, *, first: float) -> NDArray[_Number]:
-    """The last value before each cut, `first` at the first one."""
+    """Returns the last value before each cut, and `first` for the first cut."""
     return np.hstack([np.full((len(values), 1), first, dtype=values.dtype), values[:, cuts[1:] - 1]])
 
 
 def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_bucket_bytes: float) -> Ints:
-    """Pieces before each cut: all, or those where a gradient's time, its end in bytes, or its use falls into another cell.
+    """Returns the number of pieces before each cut: after each piece, or where a gradient's ready time, end in bytes, or use
+    enters another cell.
 
-    The cells are as fine as `max_atoms` allows. Cells of the bytes are half a bucket at most, and a piece above that stands
-    alone, so that every atom of several pieces fits into a bucket.
+    The cells are as fine as `max_atoms` allows. Cells of bytes are at most half a bucket, and a larger piece is an atom by
+    itself, so that every atom of several pieces fits into a bucket.
     """
     ends = np.cumsum(sizes)
     forced = np.zeros(len(sizes) - 1, dtype=bool)

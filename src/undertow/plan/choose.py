@@ -1,4 +1,4 @@
-"""The plan that settings ask for."""
+"""Makes the plan that the settings request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from undertow.plan.plan import Plan, plan_from_groups
 
 
 def first_plan(params: Sequence[ParamSpec], config: SyncConfig, *, num_ranks: int, splits: bool = False) -> Plan:
-    """The plan of the first step, before anything has been observed; ConfigError if a pinned plan does not fit.
+    """Makes the plan of the first step, before any measurement; raises ConfigError if a pinned plan does not fit.
 
-    With `splits` a large parameter may lie in several buckets: for gradients that are sharded, of which no view is needed.
+    With `splits` a large parameter may be spread over several buckets. This is for sharded gradients, which need no view.
     """
     if config.plan is not None:
         return _pinned_plan(params, str(config.plan), num_ranks=num_ranks, splits=splits)
@@ -26,7 +26,7 @@ def first_plan(params: Sequence[ParamSpec], config: SyncConfig, *, num_ranks: in
 def plan_in_order(
     params: Sequence[ParamSpec], order: Sequence[int], config: SyncConfig, *, num_ranks: int, splits: bool = False
 ) -> Plan:
-    """Buckets of the configured size over `order`; with `splits` a parameter above that size is cut."""
+    """Makes buckets of the configured size over `order`; with `splits`, larger parameters are cut."""
     caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params), has_shards=splits)
     if splits:
         return plan_from_groups(params, group_in_pieces(params, order, caps, num_ranks=num_ranks), num_ranks=num_ranks)

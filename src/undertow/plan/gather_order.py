@@ -1,9 +1,9 @@
-"""In which order the lane carries reductions and gathers where buckets are stepped while backward goes on.
+"""Orders reductions and gathers on the communication stream if buckets are stepped while backward runs.
 
-Reductions keep the order of the buckets, and a gather goes behind the reduction of its own bucket or of a later one. Which
-is reduced last is needed first in the next forward, so that a reduction that is ready goes before any gather, and gathers
-fill the lane where it would be idle. A gather that is not through when the next gradient comes delays it; the order is
-computed for several shares of a gather that may do so, and the one of the shortest period is taken.
+Reductions keep the order of the buckets. A gather follows the reduction of its own bucket or of a later one. The bucket reduced
+last is needed first in the next forward. So a reduction that is ready goes before any gather, and gathers fill the gaps in which
+the lane would be idle. A gather that is still running when the next gradient is ready delays that gradient. The order is computed
+for several shares of a gather that may run over, and the order with the shortest period wins.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 
 from undertow.errors import ConfigError
 
-GathersBehind = tuple[tuple[int, ...], ...]  # by bucket: those that are gathered behind its reduction, in order
+GathersBehind = tuple[tuple[int, ...], ...]  # by bucket: the buckets gathered after its reduction, in order
 
-# Shares of a gather that may be left when the next gradient comes; 0 fills only gaps that are long enough.
+# Shares of a gather that may remain when the next gradient is ready; 0 fills only gaps that are long enough.
 _PATIENCES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneTimes:
-    """What a step asks of the lane, by bucket; microseconds."""
+    """Times of each bucket on the communication stream, in microseconds."""
 
-    ready_us: Sequence[float]  # full, since backward began; the last one not before its end
-    reduce_us: Sequence[float]  # the reduction takes
-    step_us: Sequence[float]  # the update of this rank's part takes; one at a time
-    gather_us: Sequence[float]  # the gather takes
-    used_us: Sequence[float]  # first read in forward, since that began
-    forward_us: float  # forward takes
+    ready_us: Sequence[float]  # when the bucket is full, since backward began; the last one not before backward ends
+    reduce_us: Sequence[float]  # duration of the reduction
+    step_us: Sequence[float]  # duration of the update of this rank's shard; one at a time
+    gather_us: Sequence[float]  # duration of the gather
+    used_us: Sequence[float]  # first read in forward, since forward began
+    forward_us: float  # duration of forward
 
     def __post_init__(self) -> None:
         sizes = {len(times) for times in (self.ready_us, self.reduce_us, self.step_us, self.gather_us, self.used_us)}
@@ -45,16 +45,16 @@ class LaneTimes:
 
 
 class _Lane:
-    """Where the lane and the updates are; it carries one collective at a time."""
+    """Tracks the lane, which carries one collective at a time, and the updates."""
 
     def __init__(self, times: LaneTimes) -> None:
         self._times = times
         self.free_us = 0.0
-        self.stepped_us: list[float] = []  # by bucket, as far as they are reduced
+        self.stepped_us: list[float] = []  # by bucket, for the buckets reduced so far
         self.gathered_us = dict.fromkeys(range(times.num_buckets), 0.0)
 
     def reduce(self) -> None:
-        """The next bucket is reduced, and then stepped."""
+        """Reduces the next bucket, then steps it."""
         times, bucket = self._times, len(self.stepped_us)
         self.free_us = max(self.free_us, times.ready_us[bucket]) + times.reduce_us[bucket]
         begin_us = max([self.free_us, *self.stepped_us[-1:]])
@@ -69,7 +69,7 @@ class _Lane:
 
 
 def lane_period_us(times: LaneTimes, gathers_behind: GathersBehind) -> float:
-    """From the begin of backward to that of the next one: backward until all buckets are stepped, and the forward behind it."""
+    """Returns the period of eager steps in microseconds: backward until all buckets are stepped, then the next forward."""
     lane = _Lane(times)
     for behind in gathers_behind:
         lane.reduce()
@@ -83,19 +83,19 @@ def lane_period_us(times: LaneTimes, gathers_behind: GathersBehind) -> float:
 
 
 def eager_order(times: LaneTimes) -> GathersBehind:
-    """The order of the shortest period that was found; all gathers are behind the last reduction if nothing is gained."""
+    """Returns the order with the shortest period found; all gathers follow the last reduction if no other order is shorter."""
     orders = [_gathers_last(times), *(_in_gaps(times, patience) for patience in _PATIENCES)]
     return min(orders, key=lambda order: lane_period_us(times, order))
 
 
 def _gathers_last(times: LaneTimes) -> GathersBehind:
-    """All gathers behind the last reduction, in the order in which the forward needs them."""
+    """Puts all gathers after the last reduction, in the order in which the forward needs them."""
     num = times.num_buckets
     return (*((),) * (num - 1), tuple(_by_need(times, range(num))))
 
 
 def _in_gaps(times: LaneTimes, patience: float) -> GathersBehind:
-    """Gathers where the lane would be idle, if no more than `patience` of one is left when the next gradient comes."""
+    """Puts gathers into gaps of the lane, if at most `patience` of one remains when the next gradient is ready."""
     lane = _Lane(times)
     behind: list[list[int]] = []
     waiting: list[int] = []
@@ -117,11 +117,11 @@ def _in_gaps(times: LaneTimes, patience: float) -> GathersBehind:
 
 
 def _next_gather(times: LaneTimes, lane: _Lane, waiting: Sequence[int]) -> int:
-    """Of those that can start first the one that is needed first."""
+    """Returns the bucket that is needed first among the buckets that can start first."""
     earliest_us = min(map(lane.gather_start_us, waiting))
     return _by_need(times, [bucket for bucket in waiting if lane.gather_start_us(bucket) == earliest_us])[0]
 
 
 def _by_need(times: LaneTimes, buckets: Sequence[int]) -> list[int]:
-    """Of those read at once the one that is reduced last comes first: its layer is the earlier one."""
+    """Sorts by first use. If two buckets are read at once, the one reduced last comes first: its layer is the earlier one."""
     return sorted(buckets, key=lambda bucket: (times.used_us[bucket], -bucket))

@@ -1,4 +1,4 @@
-"""Which parameters travel together."""
+"""Decides which parameters share a bucket."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _GROWTH, _GROWTH_WITH_SHARDS = 1.5, 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeCaps:
-    """Largest size in bytes of a bucket, of the first ones and of the last ones.
+    """Largest bucket size in bytes, with separate sizes for the first and the last buckets.
 
-    The first buckets are small so that communication starts early, the last ones because nothing hides them: their
-    gradients arrive when backward is over.
+    The first buckets are small so that communication starts early. The last ones are small because nothing hides them: their
+    gradients are ready when backward ends.
     """
 
     cap_bytes: float
-    first_bytes: tuple[float, ...] = ()  # of the first bucket, the second, ...
-    last_bytes: tuple[float, ...] = ()  # of the last bucket, the one before it, ...
+    first_bytes: tuple[float, ...] = ()  # of the first bucket, the second, and so on
+    last_bytes: tuple[float, ...] = ()  # of the last bucket, the one before it, and so on
 
     def __post_init__(self) -> None:
         sizes = {"cap_bytes": (self.cap_bytes,), "first_bytes": self.first_bytes, "last_bytes": self.last_bytes}
@@ -39,18 +39,18 @@ class SizeCaps:
 
 
 def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
-    """Caps for a model nobody has measured yet: sizes grow from 1 MiB at both ends by a half each, up to 25 MiB.
+    """Returns caps for a model without measurements: sizes grow by half each from 1 MiB at both ends, up to 25 MiB.
 
-    By a fifth where gradients are reduced to shards.
+    With shards (`has_shards`) sizes grow by a fifth each.
 
-    A small first bucket has the link start early, a small last one leaves little that nothing hides; between them few
-    large ones cost the fewest latencies. A next bucket half as large again is full before the link is done with the one
-    before it, unless gradients come less than one and a half times as fast as they can be sent: then the link idles anyway.
-    25 MiB is where measured curves of all common links are flat.
+    A small first bucket starts the link early, and a small last one leaves little exposed communication. Between them a few large
+    buckets cost the fewest latencies. If the next bucket is half as large again, it is full before the link has sent the previous
+    one, unless gradients arrive less than one and a half times as fast as they can be sent; in that case the link idles anyway.
+    At 25 MiB the measured curves of all common links are flat.
 
-    At the end only the last bucket is left when backward is over, if each takes no longer to send than the gradients of the
-    next one, smaller by that factor, take to come. All-reduces are mostly too slow for that on a slow link and never on a fast
-    one. A reduce-scatter sends half as much and is often just fast enough: then a fifth keeps up, a half does not.
+    At the end of backward only the last bucket remains if each bucket takes no longer to send than the gradients of the next one,
+    smaller by that factor, take to arrive. All-reduces are mostly too slow for that on a slow link and never on a fast one. A
+    reduce-scatter sends half as much and is often just fast enough: then growth by a fifth keeps up, growth by a half does not.
     """
     growth = _GROWTH_WITH_SHARDS if has_shards else _GROWTH
     ramp: list[float] = []
@@ -63,10 +63,10 @@ def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
 
 
 def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps) -> tuple[tuple[int, ...], ...]:
-    """Consecutive parameters of `order`, as many as fit under the caps; a parameter above the cap travels alone.
+    """Groups consecutive parameters of `order`, as many as fit under the caps; a larger parameter gets its own bucket.
 
-    Parameters of different dtype or device go to different groups. Groups are sorted by when their last member is
-    ready, the order in which they will leave.
+    Parameters of different dtype or device go to different groups. Groups are sorted by the time at which their last member is
+    ready, which is the launch order.
     """
     groups = _groups(_Members(params=params, num_ranks=None), order, caps)
     return tuple(tuple(piece.param for piece in group) for group in groups)
@@ -75,11 +75,11 @@ def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeC
 def group_in_pieces(
     params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps, *, num_ranks: int
 ) -> tuple[tuple[GroupEntry, ...], ...]:
-    """Like `group_by_size`, with a parameter above the cap cut into even pieces that keep to it.
+    """Groups like `group_by_size`, but cuts a parameter above the cap into even pieces that fit.
 
-    Its first piece is on the wire while the later ones are packed, and at the end of `order` the pieces shrink with the
-    caps. A piece fills up a group that is not half full; elsewhere it begins one, for a sliver is not worth its slot. Pieces
-    begin at multiples of 16 bytes and of the number of ranks: one of that size may be above a smaller cap.
+    The first piece is sent while later ones are packed. At the end of `order` the pieces shrink with the caps. A piece joins a
+    group that is less than half full; otherwise it starts a group, because a sliver is not worth a slot. Pieces
+    begin at multiples of 16 bytes and of the number of ranks; a piece of exactly one such unit may exceed a smaller cap.
     """
     groups = _groups(_Members(params=params, num_ranks=num_ranks), order, caps)
     return tuple(tuple(member_of(piece, params) for piece in group) for group in groups)
@@ -87,10 +87,10 @@ def group_in_pieces(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Members:
-    """What groups are made of: how large it is, and how it is cut."""
+    """Size, kind and cutting of the members of groups."""
 
     params: Sequence[ParamSpec]
-    num_ranks: int | None  # None where parameters stay whole
+    num_ranks: int | None  # None if parameters stay whole
 
     def kind(self, piece: Piece) -> Kind:
         return self.params[piece.param].kind
@@ -99,9 +99,9 @@ class _Members:
         return piece.numel * self.params[piece.param].itemsize
 
     def cut(self, piece: Piece, cap_bytes: float, *, taken_bytes: int, at_end: bool) -> list[Piece]:
-        """An even share of `piece` for a group of which some bytes are taken, from its end or its beginning, and the rest.
+        """Cuts an even share of `piece` off its end or its beginning, for a group that already holds `taken_bytes`.
 
-        They come in order; `piece` alone where it keeps to the cap by itself, or where no cut helps.
+        Returns both parts in order, or `piece` alone if it fits under the cap or if a cut does not help.
         """
         if self.num_ranks is None or self.num_bytes(piece) <= cap_bytes or 2 * taken_bytes > cap_bytes:
             return [piece]
@@ -127,7 +127,7 @@ def _groups(members: _Members, order: Sequence[int], caps: SizeCaps) -> list[tup
 
 
 def _take_last_groups(members: _Members, pieces: list[Piece], caps_bytes: Sequence[float]) -> list[list[Piece]]:
-    """Takes the last groups away from the end of `pieces`, as full as their caps allow."""
+    """Takes the last groups from the end of `pieces`, as full as their caps allow."""
     groups: list[list[Piece]] = []
     for cap in caps_bytes:
         group: list[Piece] = []
@@ -147,7 +147,7 @@ def _take_last_groups(members: _Members, pieces: list[Piece], caps_bytes: Sequen
 
 
 def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[float]) -> list[tuple[Piece, ...]]:
-    """Groups under those caps, one after another; the last cap holds for all that follow."""
+    """Fills groups under those caps, one after another; the last cap holds for all that follow."""
     position = {piece.param: at for at, piece in enumerate(pieces)}
     closed: list[list[Piece]] = []
     open_groups: dict[Kind, list[Piece]] = defaultdict(list)
@@ -163,7 +163,7 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
             sizes[kind] += members.num_bytes(first)
         else:
             rest = [piece]
-        if rest:  # what is left begins another group, which may have another cap
+        if rest:  # the rest begins another group, which may have another cap
             closed.append(open_groups.pop(kind))
             del sizes[kind]
             waiting.extendleft(rest)
@@ -172,16 +172,16 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
 
 
 def reverse_registration(num_params: int) -> tuple[int, ...]:
-    """The order without a profile: backward runs through the layers from the last to the first."""
+    """Returns the order used without a profile: backward runs through the layers from the last to the first."""
     return tuple(range(num_params - 1, -1, -1))
 
 
 def observed(num_params: int, arrivals: Sequence[int]) -> tuple[int, ...]:
-    """The order in which gradients arrived; what never arrived follows in reverse order of registration."""
+    """Returns the order in which gradients arrived; missing ones follow in reverse order of registration."""
     first_seen = dict.fromkeys(arrivals)
     return (*first_seen, *(i for i in reverse_registration(num_params) if i not in first_seen))
 
 
 def largest_first(params: Sequence[ParamSpec]) -> tuple[int, ...]:
-    """By size in bytes, largest first; equal sizes in order of registration."""
+    """Returns parameters by size in bytes, largest first; equal sizes in order of registration."""
     return tuple(sorted(range(len(params)), key=lambda i: -params[i].num_bytes))

@@ -1,4 +1,4 @@
-"""Where things lie inside a bucket's storage, in elements of the bucket's dtype.
+"""The layout of a bucket's storage, in elements of the bucket's dtype.
 
     0             numel        trailer.start                                   storage_numel
     | gradients   | padding    | used | signature | verdict                    |
@@ -6,10 +6,11 @@
       per parameter              per                failed, changed, other-buffers and non-finite
       or piece of one            slot               ranks, late buckets, busy time of every rank
 
-Gradients with the first part of the padding are cut into equal shards, one per rank: that part's end, and the end of all,
-are multiples of the number of ranks and of 16 bytes (vector loads). The trailer is
-summed or averaged like the gradients, so everything in it but busy times and reasons of failed ranks is read only as "not
-zero", which is exact in any dtype. A flag of `used` is NaN where the gradient is infinite or no number, which a sum keeps in
+Gradients with the first part of the padding are cut into equal shards, one per rank. The end of that part, and the end of the
+storage, are multiples of the number of ranks and of 16 bytes (vector loads).
+
+The trailer is summed or averaged like the gradients. So everything in it except busy times and reasons of failed ranks is read
+only as "not zero", which is exact in any dtype. A flag of `used` is NaN if the gradient contains NaN or Inf; a sum keeps NaN in
 any dtype too.
 """
 
@@ -49,8 +50,8 @@ class Piece:
         return self.stop - self.first
 
 
-GroupEntry = int | Piece  # of a group: the index of a parameter that is in it as a whole, or a piece of one
-Groups = tuple[tuple[GroupEntry, ...], ...]  # what each bucket of a plan holds
+GroupEntry = int | Piece  # member of a group: the index of a whole parameter, or a piece of one
+Groups = tuple[tuple[GroupEntry, ...], ...]  # the contents of each bucket of a plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class Slot:
     param: int  # index into Plan.params
     start: int  # elements, inclusive
     stop: int  # elements, exclusive; equal to start for a parameter without elements
-    first: int = 0  # element of the parameter, counted as it lies in memory, that is at start
+    first: int = 0  # element of the parameter, in memory order, that is at start
 
     def __post_init__(self) -> None:
         if not (0 <= self.start <= self.stop and self.first >= 0):
@@ -75,16 +76,17 @@ class Slot:
 
     @property
     def piece(self) -> Piece:
-        """What of the parameter it holds."""
+        """The part of the parameter that this slot holds."""
         return Piece(param=self.param, first=self.first, stop=self.first + self.numel)
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: a field follows from the one before it, and is found once
+@dataclass(frozen=True, kw_only=True)  # without slots: each field is computed from the one before it, and cached
 class Trailer:
-    """Fields behind the gradients of a bucket, as half-open ranges of the bucket's storage.
+    """Fields after the gradients of a bucket, as half-open ranges of the bucket's storage.
 
-    The verdict travels in the last bucket only, which leaves when backward is over: four flags and a busy time for each of
-    `num_ranks` ranks, and `num_late` flags, one per bucket; both numbers are zero in the other buckets, and these fields empty.
+    Only the last bucket, which is sent at the end of backward, carries the verdict: four flags and a busy time for each of
+    `num_ranks` ranks, and `num_late` flags, one per bucket. In the other buckets both numbers are zero and these fields are
+    empty.
     """
 
     start: int
@@ -94,37 +96,37 @@ class Trailer:
 
     @cached_property
     def used(self) -> range:
-        """One flag per slot: a gradient came since the last synchronization. NaN: and it is not finite."""
+        """One flag per slot: a gradient arrived since the last synchronization. NaN: it arrived and is not finite."""
         return range(self.start, self.start + self.num_slots)
 
     @cached_property
     def signature(self) -> range:
-        """The bits of `signature_bits`, then their complements."""
+        """The bits of `signature_bits`, followed by their complements."""
         return range(self.used.stop, self.used.stop + 2 * SIGNATURE_BITS)
 
     @cached_property
     def failed(self) -> range:
-        """One small number per rank, not zero if it failed in this step, and above one to say why. In the last bucket only."""
+        """One small number per rank: not zero if it failed in this step, above one to give the reason. In the last bucket only."""
         return range(self.signature.stop, self.signature.stop + self.num_ranks)
 
     @cached_property
     def changed(self) -> range:
-        """One flag per rank, set by a rank whose parameters are no longer those of the plan. In the last bucket only."""
+        """One flag per rank, set if its parameters are no longer the plan's. In the last bucket only."""
         return range(self.failed.stop, self.failed.stop + self.num_ranks)
 
     @cached_property
     def buffers(self) -> range:
-        """One flag per rank, set by a rank whose buffers are not those that were compared. In the last bucket only."""
+        """One flag per rank, set if its buffers differ from the ones that were compared. In the last bucket only."""
         return range(self.changed.stop, self.changed.stop + self.num_ranks)
 
     @cached_property
     def nonfinite(self) -> range:
-        """One flag per rank, set by a rank with a gradient that is infinite or no number. In the last bucket only."""
+        """One flag per rank, set if one of its gradients is not finite. In the last bucket only."""
         return range(self.buffers.stop, self.buffers.stop + self.num_ranks)
 
     @cached_property
     def late(self) -> range:
-        """One flag per bucket: a gradient of it arrived again after it had left. In the last bucket only."""
+        """One flag per bucket, set if one of its gradients arrived again after the bucket was sent. In the last bucket only."""
         return range(self.nonfinite.stop, self.nonfinite.stop + self.num_late)
 
     @cached_property
@@ -142,12 +144,12 @@ class Trailer:
 
 
 def signature_bits(*, step: int, generation: int, mode: int | None, has_other_op: bool = False) -> tuple[int, ...]:
-    """Bits that say where a rank is, then their complements. A rank whose mode is None goes by that of the others.
+    """Returns bits that encode a rank's step, generation and mode, then their complements.
 
-    `has_other_op` is of a round with another op than that of the settings. Summed over ranks, a bit and its complement are
-    both non-zero exactly where ranks differ.
+    A rank whose mode is None accepts the mode of the others. `has_other_op` marks a synchronization with another op than the
+    settings'. Summed over ranks, a bit and its complement are both non-zero exactly if ranks differ.
     """
-    generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same one
+    generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same generation
     fields = [(step, _STEP_BITS), (generation, _GENERATION_BITS), (mode or 0, _MODE_BITS)]
     bits = [(value >> bit) & 1 for value, width in fields for bit in range(width)]
     complements = [1 - bit for bit in bits]
@@ -157,25 +159,25 @@ def signature_bits(*, step: int, generation: int, mode: int | None, has_other_op
 
 
 def ranks_differ(signature: Sequence[bool]) -> bool:
-    """Whether the non-zero flags of a reduced signature are those of ranks in different places."""
+    """Returns True if a reduced signature, given as non-zero flags, shows that ranks differ."""
     half = len(signature) // 2
     return any(bit and complement for bit, complement in zip(signature[:half], signature[half:], strict=True))
 
 
 def piece_of(member: GroupEntry, params: Sequence[ParamSpec]) -> Piece:
-    """What `member` of a group holds."""
+    """Returns the piece that `member` of a group holds."""
     if isinstance(member, Piece):
         return member
     return Piece(param=member, first=0, stop=params[member].slot_numel)
 
 
 def member_of(piece: Piece, params: Sequence[ParamSpec]) -> GroupEntry:
-    """The member of a group that holds `piece`: the parameter's index where that is all of it."""
+    """Returns the member of a group that holds `piece`: the parameter's index if the piece is the whole parameter."""
     return piece.param if piece == piece_of(piece.param, params) else piece
 
 
 def slots_of(group: Sequence[Piece]) -> tuple[Slot, ...]:
-    """The pieces of `group` one behind the other."""
+    """Lays the pieces of `group` one after the other."""
     slots, start = [], 0
     for piece in group:
         slots.append(Slot(param=piece.param, start=start, stop=start + piece.numel, first=piece.first))
@@ -184,17 +186,17 @@ def slots_of(group: Sequence[Piece]) -> tuple[Slot, ...]:
 
 
 def unit_numel(*, itemsize: int, num_ranks: int) -> int:
-    """The fewest elements that are a multiple of the number of ranks and of 16 bytes."""
+    """Returns the fewest elements that are a multiple of the number of ranks and of 16 bytes."""
     return math.lcm(num_ranks, _ALIGN_BYTES // math.gcd(_ALIGN_BYTES, itemsize))
 
 
 def padded_numel(numel: int, *, itemsize: int, num_ranks: int) -> int:
-    """The least multiple of the number of ranks and of 16 bytes that holds `numel` elements."""
+    """Returns the least multiple of the number of ranks and of 16 bytes that holds `numel` elements."""
     unit = unit_numel(itemsize=itemsize, num_ranks=num_ranks)
     return -(-numel // unit) * unit
 
 
-MOST = 2**63 - 1  # of what is counted: what an integer of 64 bits holds
+MOST = 2**63 - 1  # largest count: a signed integer of 64 bits
 Kind = tuple[str, str, bool, str | None]
 # Bytes per element of the dtypes that have gradients, by torch's names.
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
@@ -202,15 +204,15 @@ ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """One parameter, as the pure half sees it; `dtype` and `device` are those of its gradient."""
+    """One parameter as the planner sees it; `dtype` and `device` are its gradient's."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # torch's name without "torch.": "float32"
     itemsize: int  # bytes per element
     device: str = "cpu"
-    is_sparse: bool = False  # its gradient lists rows in place of holding all of them
-    own_dtype: str | None = None  # the parameter's, where its gradient has another one
+    is_sparse: bool = False  # its gradient lists rows instead of holding all of them
+    own_dtype: str | None = None  # the parameter's dtype, if its gradient has another one
 
     def __post_init__(self) -> None:
         texts = (self.name, self.dtype, self.device, self.dtype if self.own_dtype is None else self.own_dtype)
@@ -235,7 +237,7 @@ class ParamSpec:
 
     @property
     def slot_numel(self) -> int:
-        """Elements of its slot: a sparse gradient has a flag in the bucket's trailer only and travels beside it."""
+        """Elements of its slot. A sparse gradient only has a flag in the bucket's trailer and travels separately."""
         return 0 if self.is_sparse else self.numel
 
     @property
@@ -245,11 +247,11 @@ class ParamSpec:
 
     @property
     def kind(self) -> Kind:
-        """Gradients share a bucket only if they are of one kind: dtype, device, sparse or not, and of parameters of one dtype."""
+        """Gradients share a bucket only if these agree: dtype, device, sparse or not, and the dtype of the parameters."""
         return self.dtype, self.device, self.is_sparse, self.own_dtype
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """Returns plain values, as in JSON."""
         values = {**asdict(self), "shape": list(self.shape)}
         if self.own_dtype is None:
             del values["own_dtype"]

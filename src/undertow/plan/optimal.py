@@ -1,15 +1,15 @@
-"""The buckets with which reductions are through first, for any cost curve.
+"""Finds the buckets whose reductions end first, for any cost curve.
 
-Over the cuts 0..n between atoms, with F[i] the earliest time at which everything before cut i is through:
+Over the cuts 0..n between atoms, let F[i] be the earliest time at which everything before cut i is reduced:
 
     F[0] = 0,   F[i] = min over j < i of  max(F[j], r_i) + C(B_i - B_j)
 
-It is optimal because a bucket starts at max(F[j], r_i), which only grows with F[j]. With at most k windows,
+This is optimal because a bucket starts at max(F[j], r_i), which is monotonic in F[j]. With at most k windows,
 
     F_k[i] = min over j < i of  max(F_{k-1}[j], r_i) + C(B_i - B_j)
 
-and the plan is that of the least k whose F_k[n] is within a small slack of F[n]: every collective has a price on the host,
-and on a network that other jobs use, that no curve shows. docs/planning.md derives both, and what coarsening costs.
+The plan uses the least k whose F_k[n] is within a small slack of F[n], because every collective has a cost on the host, and on a
+network that other jobs use, that no curve shows. docs/planning.md derives both, and the cost of coarsening.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from undertow.plan.optimal_shards import best_with_shards
 from undertow.plan.timing import StepTiming, check_timing, finish_us, limit_us
 from undertow.plan.windows import Windows, gather_windows, reduction_windows
 
-SLACK = 1.002  # how much later than the optimum a plan of fewer buckets may be through
+SLACK = 1.002  # a plan of fewer buckets may end later than the optimum by this factor
 _MAX_ATOMS = 512
-_MAX_ATOMS_WITH_SHARDS = 128  # docs/planning.md says what twice as many would gain, and how long they would take
+_MAX_ATOMS_WITH_SHARDS = 128  # docs/planning.md shows the gain and the time of twice as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The plan of fewest buckets within the slack of the best one; microseconds, as `finish_us` counts."""
+    """The plan with the fewest buckets within the slack of the best one; microseconds, as `finish_us` counts."""
 
-    groups: tuple[tuple[GroupEntry, ...], ...]  # what `plan_from_groups` makes a plan of
+    groups: tuple[tuple[GroupEntry, ...], ...]  # input of `plan_from_groups`
     finish_us: float  # under these groups
-    best_us: float  # under the best ones, however many
-    limit_us: float  # no grouping, order or splitting is through earlier
+    best_us: float  # under the best groups, however many
+    limit_us: float  # lower bound: no grouping, order or splitting ends earlier
 
 
 def optimal_groups(  # noqa: PLR0913  # what is planned, what it is planned for, and the one limit of memory
@@ -53,11 +53,17 @@ def optimal_groups(  # noqa: PLR0913  # what is planned, what it is planned for,
     has_shards: bool = False,
     max_bucket_bytes: float = math.inf,
 ) -> Optimum:
-    """The buckets of consecutive parameters of `order` that are through first, and as few as come close to that.
+    """Groups consecutive parameters of `order` into the buckets that end first, with as few buckets as come close to that.
 
-    With shards those of the shortest period, large parameters in pieces. A parameter above `max_bucket_bytes` travels alone,
-    or is cut; with several dtypes the windows are fewest, each a bucket for every dtype in it. Costs do not decrease with the
-    size; the plan is the best one for any other curve too, but then `limit_us` may be as high as `best_us`.
+    With shards it minimizes the period instead, and cuts large parameters into pieces. A parameter above `max_bucket_bytes`
+    travels alone, or is cut. With several dtypes it minimizes the number of windows, each with one bucket per dtype in it. Costs
+    must not decrease with the size; for any other curve the plan is still the best one, but `limit_us` may be as high as
+    `best_us`.
+
+    - `timing`: ready times of gradients, and with shards first uses of parameters, in microseconds.
+    - `costs`: the time of a collective by kind and bytes.
+
+    Raises ConfigError if `order` is not a permutation of the parameters, a time is missing, or no plan has a finite cost.
     """
     check_timing(params, timing, has_shards=has_shards)
     _check_order(order, len(params))
@@ -85,7 +91,7 @@ def optimal_groups(  # noqa: PLR0913  # what is planned, what it is planned for,
 
 
 def _chosen_cuts(atoms: Atoms, costs: Costs, *, has_shards: bool, max_bucket_bytes: float) -> tuple[list[int], float]:
-    """Cuts of the plan, and the finish of the best one."""
+    """Returns the cuts of the plan, and the end of the best one."""
     if not has_shards:
         windows = reduction_windows(atoms, costs, "all_reduce", max_bucket_bytes=max_bucket_bytes)
         best = _best_us(windows)
@@ -96,7 +102,7 @@ def _chosen_cuts(atoms: Atoms, costs: Costs, *, has_shards: bool, max_bucket_byt
 
 
 def _best_us(windows: Windows) -> float:
-    """F[n]."""
+    """Returns F[n]."""
     through = np.zeros(len(windows.time_us))
     for end in range(1, len(through)):
         through[end] = np.maximum(through[:end] + windows.time_us[end, :end], windows.earliest_us[end, :end]).min()
@@ -104,7 +110,7 @@ def _best_us(windows: Windows) -> float:
 
 
 def _fewest_cuts(windows: Windows, *, enough_us: float) -> list[int]:
-    """Cuts of the fewest windows that are through by `enough_us`, and of those of the first to be through."""
+    """Returns the cuts of the fewest windows that end by `enough_us`; among those, of the plan that ends first."""
     through = np.full(len(windows.time_us), math.inf)
     through[0] = 0.0
     tables = [through]

@@ -1,9 +1,9 @@
-"""The buckets of the shortest period where the same ones are reduced under backward and gathered under the next forward.
+"""Finds the buckets with the shortest period if the same buckets are reduced under backward and gathered under the next forward.
 
-Reductions and gathers each have the lane to themselves, but one grouping serves both. A prefix of buckets is worth two
-numbers: when its reductions are through (F), and the stall it would cause by itself (K). The period is
-max(0, K[n]) + F[n], and both only grow with those of the prefix, so that of all prefixes up to a cut only those need
-be kept which no other one beats in both.
+Reductions and gathers each have the lane to themselves, but share one grouping. Two numbers describe a prefix of buckets: the
+time at which its reductions end (F), and the stall it would cause by itself (K). The period is max(0, K[n]) + F[n], and both
+terms are monotonic in the prefix's. So among all prefixes up to a cut it is enough to keep the ones that no other prefix beats in
+both numbers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from undertow.plan.windows import Windows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prefixes:
-    """Prefixes of plans."""
-
     cut: Ints  # [num] where they end
     reduced_us: Floats  # [num] F
     stall_us: Floats  # [num] K
-    parent: Ints  # [num] index of the prefix without the last window, among those of one window less
+    parent: Ints  # [num] index of the prefix without the last window, in the layer with one window less
 
     def take(self, which: NDArray[np.int64] | NDArray[np.bool_]) -> _Prefixes:
         return _Prefixes(
@@ -42,13 +40,13 @@ class _Prefixes:
 
 
 class _Lane:
-    """One of the two lanes: how windows prolong it, and what the rest of a plan costs it at the least."""
+    """One of the two lanes: how windows extend it, and the least time that the rest of a plan costs."""
 
     def __init__(self, windows: Windows) -> None:
         self.num_cuts = len(windows.time_us)
         self._time = windows.time_us
         self._earliest = windows.earliest_us
-        # The lane may as well be free later, where no next window would start before that.
+        # The lane may also be free later, if no next window would start before that.
         idle = np.where(np.isfinite(self._time), self._earliest - np.where(np.isfinite(self._time), self._time, 0.0), math.inf)
         self._floor = np.append(idle.min(axis=0)[:-1], -math.inf)
         self.start_us = float(self._floor[0])
@@ -60,19 +58,19 @@ class _Lane:
             self._rest_earliest[begin] = least.min()
 
     def after(self, us: Floats, begin: Ints, end: Ints) -> Floats:
-        """When prefixes up to `begin` are through with one more window."""
+        """Returns when prefixes up to `begin` end with one more window."""
         through: Floats = np.maximum(us + self._time[end, begin], self._earliest[end, begin])
         np.maximum(through, self._floor[end], out=through)
         return through
 
     def at_least(self, us: Floats, cut: Ints) -> Floats:
-        """No continuation of such prefixes ends below this."""
+        """Returns a lower bound for the end of any continuation of such prefixes."""
         least: Floats = np.maximum(us + self._rest_time[cut], self._rest_earliest[cut])
         return least
 
 
 def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> tuple[list[int], float]:
-    """Cuts of the fewest windows whose period is within `slack` of the best one, and that one's period in microseconds."""
+    """Returns the cuts of the fewest windows whose period is within `slack` of the best one, and the best period in us."""
     reduction, gather = _Lane(reductions), _Lane(gathers)
     last = reduction.num_cuts - 1
     start = _Prefixes(
@@ -99,7 +97,7 @@ def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> 
 
 
 def _prolonged(prefixes: _Prefixes, reduction: _Lane, gather: _Lane) -> tuple[_Prefixes, Floats]:
-    """The prefixes with every possible next window, and a bound from below for the period of each of them."""
+    """Extends the prefixes by every possible next window and returns a lower bound of the period of each."""
     parent, end = np.nonzero(prefixes.cut[:, None] < np.arange(reduction.num_cuts))
     begin = prefixes.cut[parent]
     longer = _Prefixes(
@@ -113,12 +111,12 @@ def _prolonged(prefixes: _Prefixes, reduction: _Lane, gather: _Lane) -> tuple[_P
 
 
 def _unbeaten(new: _Prefixes, kept: _Prefixes) -> tuple[_Prefixes, _Prefixes]:
-    """Those of `new` that no other prefix beats in both times, and all such prefixes."""
+    """Returns the members of `new` that no other prefix beats in both times, and all such prefixes."""
     every = kept.joined(new)
     is_new = np.arange(len(every.cut)) >= len(kept.cut)
     order = np.lexsort((is_new, every.stall_us, every.reduced_us, every.cut))
     stall = every.stall_us[order]
-    # Lower for every later cut than for any earlier one, so that one running minimum serves all cuts.
+    # Levels are lower for every later cut than for any earlier one, so that one running minimum serves all cuts.
     level = stall - stall.min() - every.cut[order] * (1.0 + stall.max() - stall.min())
     is_beaten = np.append(False, np.minimum.accumulate(level)[:-1] <= level[1:])
     unbeaten = order[~is_beaten]

@@ -1,4 +1,4 @@
-"""The plan: which parameter in which bucket, in which order, and where in it."""
+"""The plan: each parameter's bucket, the order of buckets, and the layout of each bucket."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from undertow.plan.layout import (
     slots_of,
 )
 
-_MOST_RANKS = 1 << 20  # a simulation has times of each
+_MOST_RANKS = 1 << 20  # a simulation stores times of each rank
 _FORMAT = 1
 
-_Place = tuple[int, Piece]  # index of a bucket, and what of a parameter is in it
+_Place = tuple[int, Piece]  # index of a bucket, and the part of a parameter in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Bucket:
     is_sparse: bool
     slots: tuple[Slot, ...]
     trailer: Trailer
-    shard_numel: int  # of each rank's equal part of gradients and padding, which lie before the trailer
+    shard_numel: int  # elements of each rank's equal part of gradients and padding, which lie before the trailer
     storage_numel: int  # gradients, padding and trailer
-    own_dtype: str | None = None  # the parameters', where their gradients have another one
+    own_dtype: str | None = None  # the parameters' dtype, if their gradients have another one
 
     @property
     def numel(self) -> int:
@@ -62,23 +62,23 @@ class Bucket:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that are handed to a collective."""
+        """Bytes that are passed to a collective."""
         return self.storage_numel * self.itemsize
 
     @property
     def kind(self) -> Kind:
-        """That of its parameters."""
+        """The kind of its parameters."""
         return self.dtype, self.device, self.is_sparse, self.own_dtype
 
     @property
     def params(self) -> tuple[int, ...]:
-        """The parameter of each slot, one that is here with a piece only included."""
+        """The parameter of each slot, including parameters that have only a piece here."""
         return tuple(slot.param for slot in self.slots)
 
     def shard_range(self, rank: int, *, num_replicas: int = 1) -> range:
-        """Elements that `rank` owns, of gradients and padding; the last shard may hold padding only.
+        """Returns the range of elements of gradients and padding that `rank` owns; the last shard may hold padding only.
 
-        With `num_replicas`, of the ranks that have shards of one another, which are fewer by that factor.
+        With `num_replicas`, `rank` counts within one replica, which has fewer ranks by that factor.
         """
         numel = self.shard_numel * num_replicas
         return range(rank * numel, (rank + 1) * numel)
@@ -86,7 +86,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every parameter in exactly one slot, or in pieces in several; buckets in the order in which they leave."""
+    """Every parameter in exactly one slot, or in pieces in several; buckets in launch order."""
 
     params: tuple[ParamSpec, ...]
     buckets: tuple[Bucket, ...]
@@ -99,17 +99,17 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits that differ for plans that differ."""
+        """Eight hexadecimal digits that differ between different plans."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
     @property
     def groups(self) -> Groups:
-        """What `plan_from_groups` makes it of."""
+        """The groups from which `plan_from_groups` makes this plan."""
         return tuple(tuple(member_of(slot.piece, self.params) for slot in bucket.slots) for bucket in self.buckets)
 
     @property
     def split_params(self) -> frozenset[int]:
-        """Parameters that travel in pieces, in several buckets."""
+        """Parameters that are cut into pieces in several buckets."""
         return frozenset(member.param for group in self.groups for member in group if isinstance(member, Piece))
 
     def to_json(self) -> str:
@@ -125,7 +125,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote; ConfigError for anything else."""
+        """Reads a plan that `to_json` wrote; raises ConfigError for any other text."""
         try:
             data = parsed_json(text)
             if _whole(data["format"]) != _FORMAT:
@@ -151,7 +151,7 @@ def _member_to_json(member: GroupEntry) -> int | list[int]:
 
 
 def member_from_json(value: Any) -> GroupEntry:
-    """Inverse of what `Plan.to_json` writes; ValueError for anything else."""
+    """Reads a member that `Plan.to_json` wrote; raises ValueError for any other value."""
     if not isinstance(value, list):
         return _whole(value)
     param, first, stop = map(_whole, value)
@@ -159,9 +159,10 @@ def member_from_json(value: Any) -> GroupEntry:
 
 
 def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[GroupEntry]], *, num_ranks: int) -> Plan:
-    """Lays out `groups` of parameter indices and pieces; each becomes a bucket, an empty one is skipped.
+    """Lays out `groups` of parameter indices and pieces; each becomes a bucket, and empty groups are skipped.
 
-    Without parameters the plan still has one bucket, of a trailer only, so that the ranks have a place to meet.
+    Without parameters the plan still has one bucket with a trailer only, through which ranks exchange their verdict. Raises
+    ConfigError unless every parameter is held exactly once and `num_ranks` is 1 to 1,048,576.
     """
     if num_ranks < 1:
         raise ConfigError(
@@ -210,7 +211,7 @@ def _check_each_is_held_once(params: Sequence[ParamSpec], buckets: Sequence[Buck
 
 
 def _is_held_once(places: Sequence[_Place], numel: int | None) -> bool:
-    """Whether pieces hold `numel` elements from the first to the last, each in a later bucket than the one before."""
+    """Returns True if the pieces hold `numel` elements from first to last, each in a later bucket than the one before."""
     pieces = [piece for _, piece in places]
     if len(pieces) != 1 and not all(piece.numel for piece in pieces):
         return False

@@ -1,13 +1,13 @@
-"""When the last bucket is through: the cost model that plans are compared by.
+"""The cost model that compares plans by the end of their last bucket.
 
-Buckets leave in order, and one collective at a time is on the lane. A bucket starts when the one before it is through and
-its last gradient has come:
+Buckets are launched in order, and the lane carries one collective at a time. A bucket starts when the previous one ends and its
+last gradient is ready:
 
     F = max(F, latest ready) + C(bytes)
 
-Under shards a bucket's storage is one allocation, so that the same buckets are gathered under the next forward, in the
-reverse order: the last one first. A parameter read at u waits for its own bucket and all later ones; what it waits delays
-everything behind it as much. Taken from the first bucket on, that is the same recursion with -u for the ready time:
+With shards a bucket's storage is one allocation, so the same buckets are gathered under the next forward, in reverse order: the
+last one first. A parameter read at u waits for its own bucket and all later ones. That wait delays everything after it by as
+much. Counted from the first bucket on, this is the same recursion with -u for the ready time:
 
     K = max(K, -earliest use) + C(bytes),   stall = max(0, K)
 """
@@ -28,11 +28,11 @@ from undertow.plan.layout import GroupEntry, ParamSpec, Piece
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
-    """When a step has and needs its parameters, without communication; microseconds, each at the latest of all ranks."""
+    """When gradients are ready and parameters are read in a step without communication; microseconds, the latest of all ranks."""
 
-    ready_us: Sequence[float]  # by parameter: its gradient has come, since the step began
-    backward_end_us: float  # the last bucket leaves then or later: its trailer carries what is known only then
-    used_us: Sequence[float] = ()  # by parameter: first read in forward, since forward began; for shards only
+    ready_us: Sequence[float]  # by parameter: its gradient is ready, since the step began
+    backward_end_us: float  # the last bucket is not sent earlier: its trailer carries information known only then
+    used_us: Sequence[float] = ()  # by parameter: first read in forward, since forward began; only for shards
 
     def __post_init__(self) -> None:
         _check_us("backward_end_us", self.backward_end_us)
@@ -42,7 +42,7 @@ class StepTiming:
 
 
 def check_timing(params: Sequence[ParamSpec], timing: StepTiming, *, has_shards: bool) -> None:
-    """ConfigError where a parameter has no time."""
+    """Raises ConfigError if a parameter has no time."""
     for name, times in (("ready_us", timing.ready_us), *((("used_us", timing.used_us),) if has_shards else ())):
         if len(times) != len(params):
             raise ConfigError(
@@ -60,10 +60,10 @@ def finish_us(
     *,
     has_shards: bool = False,
 ) -> float:
-    """When the last reduction of buckets of `groups` is through, in microseconds since the step began.
+    """Returns when the last reduction of the buckets of `groups` ends, in microseconds since the step began.
 
-    With shards the period of steps without their update: the stall of the next forward, which waits for gathers, and the
-    longer of backward and reductions. Bytes are those of gradients, without padding and trailers.
+    With shards it returns the period of steps without their update: the stall of the next forward, which waits for gathers, plus
+    the longer of backward and reductions. Bytes are of gradients, without padding and trailers.
     """
     check_timing(params, timing, has_shards=has_shards)
     filled = [group for group in groups if group] or [()]
@@ -94,7 +94,7 @@ def _through_us(starts: Iterable[float], times: Iterable[float]) -> float:
 
 
 def _check_us(name: str, time_us: float) -> None:
-    if not 0 <= time_us < math.inf:  # NaN is not between them either
+    if not 0 <= time_us < math.inf:  # also false for NaN
         raise ConfigError(
             f"a time of a step must be finite and not negative, got {time_us}.",
             where=name,
@@ -104,18 +104,18 @@ def _check_us(name: str, time_us: float) -> None:
 
 Floats = NDArray[np.float64]
 
-# Sizes at which a cost is looked up between 1 byte and all; a cell is then a sixth of a percent wide for a gigabyte.
+# Number of sizes between 1 byte and the total at which a cost is looked up; a cell is then a sixth of a percent wide for 1 GB.
 _NUM_SIZES = 12288
 
 
 def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, has_shards: bool) -> float:
-    """No grouping, order or splitting of gradients is through earlier; microseconds, as `finish_us` counts.
+    """Returns a lower bound: no grouping, order or splitting of gradients ends earlier; microseconds, as `finish_us` counts.
 
         limit = max over i of  r_i + C*(S_i),   and  end of backward + C(0)
 
-    S_i is the bytes of all gradients ready at r_i or later, C*(S) the cheapest way to send S bytes in any split. With shards
-    the stall of the next forward is added, for the two phases have the lane to themselves:
-    stall = max over i of  C*(G_i) - u_i, G_i being the bytes of all parameters used at u_i or earlier.
+    S_i is the bytes of all gradients ready at r_i or later, C*(S) the cheapest way to send S bytes in any split. With shards the
+    stall of the next forward is added, because the two phases have the lane to themselves: stall = max over i of  C*(G_i) - u_i.
+    G_i is the bytes of all parameters used at u_i or earlier.
     """
     reduction = "reduce_scatter" if has_shards else "all_reduce"
     alone_us = float(costs.collective_us(reduction, [0.0])[0])
@@ -126,13 +126,13 @@ def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, h
 
 
 def eager_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs) -> float:
-    """No period of steps is shorter whose buckets are stepped and gathered as soon as they are reduced; microseconds.
+    """Returns a lower bound of the period of eager steps, which step and gather each bucket once it is reduced; microseconds.
 
         limit = max(compute, cost of all, max over i of  r_i + C*(S_i) - last use in S_i)
 
-    S_i as in `limit_us`, C* the cheapest way to reduce and to gather so many bytes; what has become ready at r_i or later is
-    through, both ways, before the next forward reads the last of it. A reduction has the lane no longer than a gather of as
-    many bytes, adding up beside it. Updates are taken to cost nothing.
+    S_i is as in `limit_us`; C* is the cheapest way to reduce and to gather that many bytes. All gradients ready at r_i or later
+    must be reduced and gathered before the next forward reads the last of them. A reduction has the lane no longer than a gather
+    of as many bytes, because the addition runs alongside. Updates are assumed to cost nothing.
     """
     order = sorted(range(len(params)), key=lambda param: -timing.ready_us[param])
     limit, last_use, sizes = timing.backward_end_us, 0.0, np.cumsum([params[param].num_bytes for param in order])
@@ -147,7 +147,7 @@ def eager_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs
 
 
 def _latest_us(params: Sequence[ParamSpec], key_us: Floats, costs: Costs, kind: str) -> float:
-    """Maximum over i of C*(bytes of all whose key is at most that of i), less the key of i."""
+    """Returns the maximum over i of C*(bytes of all whose key is at most the key of i), less the key of i."""
     if not params:
         return 0.0
     order = np.argsort(key_us, kind="stable")
@@ -162,7 +162,7 @@ def _latest_us(params: Sequence[ParamSpec], key_us: Floats, costs: Costs, kind: 
 
 
 def _cheapest_us(costs: Costs, kind: str, num_bytes: ArrayLike) -> Floats:
-    """C*(S) from below: S bytes at the best rate of any part of S, and no less than one collective.
+    """Returns a lower bound of C*(S): S bytes at the best rate of any part of S, and no less than one collective.
 
     Between two sizes at which the cost is looked up, a part costs no less than at the smaller one and holds no more than the
     larger one; costs do not decrease with the size.

@@ -1,4 +1,4 @@
-"""What every window between two cuts does to the time at which the lane is free."""
+"""Computes how every window between two cuts changes the time at which the lane is free."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from undertow.plan.atoms import Atoms, Floats, Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """A lane that is free at F is through with the window from cut j to cut i at max(F + time[i, j], earliest[i, j]).
+    """A lane that is free at F ends the window from cut j to cut i at max(F + time[i, j], earliest[i, j]).
 
-    A bucket alone gives time = C and earliest = ready + C. Several in a row are of that form again. What no plan may use
-    has infinity.
+    A single bucket has time = C and earliest = ready + C. Several in a row have the same form. Windows that no plan may use are
+    infinite.
     """
 
     time_us: Floats  # [num_cuts, num_cuts] end, begin
@@ -26,7 +26,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """The windows of every kind by themselves."""
+    """The windows of each kind separately."""
 
     num_bytes: Floats  # [num_kinds, num_cuts, num_cuts] kind, end, begin
     is_there: NDArray[np.bool_]  # the same shape
@@ -35,16 +35,16 @@ class _Parts:
 
 
 def reduction_windows(atoms: Atoms, costs: Costs, kind: str, *, max_bucket_bytes: float) -> Windows:
-    """Of the reductions, in order."""
+    """Returns the windows of the reductions, in order."""
     parts = _parts(atoms, max_bucket_bytes)
     released = np.broadcast_to(atoms.ready_us[:, :, None], parts.is_there.shape)
     return _windows(parts, released, costs, kind)
 
 
 def gather_windows(atoms: Atoms, costs: Costs, *, max_bucket_bytes: float) -> Windows:
-    """Of the gathers, from the last one to the first: F is the stall that later buckets cause if nothing else does."""
+    """Returns the windows of the gathers, last to first: F is the stall that later buckets cause if nothing else does."""
     parts = _parts(atoms, max_bucket_bytes)
-    is_inside = np.tri(atoms.num_cuts, k=-1, dtype=bool).T  # [begin, end]: the atom before `end` is behind `begin`
+    is_inside = np.tri(atoms.num_cuts, k=-1, dtype=bool).T  # [begin, end]: the atom before `end` comes after `begin`
     used = np.minimum.accumulate(np.where(is_inside, atoms.used_us[:, None, :], math.inf), axis=2)
     return _windows(parts, -used.transpose(0, 2, 1), costs, "all_gather")
 
