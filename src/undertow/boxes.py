@@ -36,7 +36,7 @@ def boxes_of_range(shape: Sequence[int], strides: Sequence[int], start: int, sto
 
 
 def _row_major(shape: Sequence[int], start: int, stop: int) -> list[_Extent]:
-    """Returns the rest of a first row, whole rows, and the start of a last row; a row is cut like a tensor of fewer dimensions."""
+    """Returns the rest of a first row, whole rows, and the start of a last row; a row is cut like a smaller tensor."""
     if start >= stop:
         return []
     if not shape:

@@ -1,4 +1,4 @@
-"""What communication costs: links, measured curves, and the time that collectives take on them."""
+"""Models the cost of communication: links, measured curves, and the time that collectives take on them."""
 
 from undertow.cost.costs import Costs, MeasuredCosts, NodeCosts, RingCosts
 from undertow.cost.curve import CostCurve, curve_from_samples

@@ -1,12 +1,12 @@
-"""What collectives take, as a function of their payload: one interface for measured curves and for formulas.
+"""The time of collectives as a function of their payload: one interface for measured curves and for formulas.
 
-The formulas are those of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005, over n ranks, with M bytes, latency a of one message and inverse bandwidth b in seconds per byte:
+The formulas are from Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, over n
+ranks, with M bytes, latency a of one message and inverse bandwidth b in seconds per byte:
 
              all_reduce                     reduce_scatter           all_gather
     ring     2(n-1)a + 2(n-1)/n Mb          (n-1)a + (n-1)/n Mb      (n-1)a + (n-1)/n Mb
     nodes    reduce_scatter inside + all_reduce across of M/g + all_gather inside, with g ranks per node
-    mesh     the same                       all of it but the gather the all_gather inside
+    mesh     the same                       the same minus the gather the all_gather inside
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from undertow.errors import ConfigError
 
 
 class Costs(Protocol):
-    """Time on the communication lane. A bucket without bytes is not free: it still is a collective."""
+    """Times on the communication stream. A bucket without bytes is not free: it is still a collective."""
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Microseconds of one collective of that kind ("all_reduce", "reduce_scatter", "all_gather"), of any shape of sizes.
+        """Returns the microseconds of one collective for each size, in an array of the shape of `num_bytes`.
 
-        `num_bytes` is the whole payload, as the full tensor has it. Not decreasing in it.
+        - `kind`: "all_reduce", "reduce_scatter" or "all_gather".
+        - `num_bytes`: the whole payload in bytes, the size of the full tensor. The time does not decrease with it.
         """
         ...
 
 
 @final
 class RingCosts:
-    """Ring algorithms over `num_ranks` ranks, each with its own `link`."""
+    """Ring algorithms over `num_ranks` ranks, each with its own `link`. Raises ConfigError unless `num_ranks` is positive."""
 
     def __init__(self, link: Link, *, num_ranks: int) -> None:
         self._link = link
         self._num_ranks = _checked_num_ranks(num_ranks)
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """See `Costs`; of any kind in COLLECTIVES."""
+        """Implements `Costs` for any kind in COLLECTIVES."""
         _check_kind(kind, COLLECTIVES, "a ring")
         hops, share = COLLECTIVES[kind](self._num_ranks) if self._num_ranks > 1 else (0, 0.0)
         return 1e6 * (hops * self._link.hop_s + share / self._link.bytes_per_s * _sizes(num_bytes))
 
 
-# The collectives inside a node that are part of one over all nodes.
+# The collectives inside a node that are part of a collective over all nodes.
 _INSIDE = {
     "all_reduce": ("reduce_scatter", "all_gather"),
     "reduce_scatter": ("reduce_scatter",),
@@ -58,10 +59,11 @@ _INSIDE = {
 
 @final
 class NodeCosts:
-    """Nodes of `per_node` ranks: `inside` one node, and `across` of one rank of each node, each with a part of the payload.
+    """Costs on nodes of `per_node` ranks: `inside` one node, and `across` nodes, between one rank of each, with 1/`per_node` of
+    the payload.
 
-    With `is_mesh` only ranks of one node have shards of one another, and nodes are replicas: a reduce_scatter is one inside and
-    then the all_reduce of each rank's shard across; an all_gather is inside alone.
+    With `is_mesh` only ranks of one node have different shards, and nodes are replicas. A reduce_scatter is then one inside a
+    node, followed by the all_reduce of each rank's shard across nodes; an all_gather runs inside only.
     """
 
     def __init__(self, *, inside: Costs, across: Costs, per_node: int, is_mesh: bool = False) -> None:
@@ -71,7 +73,7 @@ class NodeCosts:
         self._is_mesh = is_mesh
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """See `Costs`."""
+        """Implements `Costs`."""
         _check_kind(kind, _INSIDE, "nodes")
         sizes = _sizes(num_bytes)
         crossing = np.zeros_like(sizes)
@@ -82,8 +84,8 @@ class NodeCosts:
         return sum((self._inside.collective_us(phase, sizes) for phase in _INSIDE[kind]), start=crossing)
 
 
-# What stands for a kind that was not measured, the best first: as in a ring, where an all-reduce is a reduce-scatter and
-# an all-gather, which take the same. (Inside a node of NVSwitches it is not: there both take 1.33 times an all-reduce.)
+# Substitutes for a kind that was not measured, best first, as in a ring: an all-reduce is a reduce-scatter and an all-gather,
+# which take equally long. (Inside a node of NVSwitches this does not hold: there both take 1.33 times an all-reduce.)
 _STANDS_FOR: Mapping[str, tuple[tuple[float, tuple[str, ...]], ...]] = {
     "all_reduce": ((1.0, ("reduce_scatter", "all_gather")), (2.0, ("reduce_scatter",)), (2.0, ("all_gather",))),
     "reduce_scatter": ((1.0, ("all_gather",)), (0.5, ("all_reduce",))),
@@ -93,13 +95,13 @@ _STANDS_FOR: Mapping[str, tuple[tuple[float, tuple[str, ...]], ...]] = {
 
 @final
 class MeasuredCosts:
-    """What was measured, by kind; of all_reduce, reduce_scatter and all_gather one stands for the others where it must."""
+    """Measured costs by kind; all_reduce, reduce_scatter and all_gather substitute for each other if one was not measured."""
 
     def __init__(self, curves: Mapping[str, CostCurve]) -> None:
         self._curves = dict(curves)
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """See `Costs`; ConfigError for a kind that nothing measured stands for."""
+        """Implements `Costs`; raises ConfigError if neither the kind nor a substitute was measured."""
         for factor, kinds in ((1.0, (kind,)), *_STANDS_FOR.get(kind, ())):
             if self._curves.keys() >= set(kinds):
                 return factor * sum((self._curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(()))

@@ -1,4 +1,4 @@
-"""The cost of a collective as it was measured: a curve through what was seen, and a line for what was not."""
+"""The measured cost of a collective: a curve through the samples, and a line beyond them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from undertow.errors import ConfigError
 
 _Floats = NDArray[np.float64]
 
-# Sizes that differ by less are one size: ranges of buckets that were cut a little differently, paddings.
+# Sizes that differ by less count as one size: buckets cut at slightly different places, paddings.
 _SAME_SIZE = 1.02
-# A latency and a bandwidth cannot be told apart from sizes that are closer than this.
+# Latency and bandwidth cannot be told apart if sizes are closer than this ratio.
 _LEAST_RATIO = 1.5
-# Sizes so far apart that a slope may be believed beyond the last one: two always lie on a line, and nothing confirms it.
+# Sizes this far apart are needed before a slope is trusted beyond the last one: two always lie on a line, which confirms nothing.
 _LEAST_SIZES = 3
-# Lines are tried through pairs of at most so many points: the work grows with the square.
+# Lines are tried through pairs of at most this many points: the work grows with the square.
 _MAX_FIT_POINTS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A cost that grows evenly: neither number is negative."""
+    """A cost that grows linearly: neither number is negative."""
 
-    latency_us: float  # of no bytes
+    latency_us: float  # for zero bytes
     us_per_byte: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCurve:
-    """Points (bytes, microseconds), by increasing bytes.
+    """A cost curve of points (bytes, microseconds), by increasing bytes.
 
-    Times that decrease are evened out, so that a larger payload never costs less.
+    Decreasing times are evened out, so that a larger payload never costs less. Raises ConfigError unless there is a point and
+    sizes increase.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -61,12 +62,12 @@ class CostCurve:
         self._prepare()
 
     def _prepare(self) -> None:
-        """What `us` interpolates: the points, and where the first is not of zero bytes, one of zero bytes before it."""
+        """Sets up the points that `us` interpolates, with a point of zero bytes in front if there is none."""
         (first_size, first_time), (last_size, last_time) = self.points[0], self.points[-1]
-        # What sizes too few or too close do not show: a smaller one is thought no cheaper, a larger one no faster per byte.
+        # If sizes are too few or too close, a smaller payload is assumed to be no cheaper, and a larger one no faster per byte.
         latency, us_per_byte = first_time, last_time / last_size if last_size else 0.0
         if self.is_enough:
-            # Where points do not lie on one line, those nearer to where it is needed know more.
+            # If points do not lie on one line, the ones closer to the extrapolated end know more.
             ranks = range(1, len(self.points) + 1)
             latency = min(line_through(self.points, weights=ranks[::-1]).latency_us, first_time)
             if self._num_apart >= _LEAST_SIZES:
@@ -79,13 +80,13 @@ class CostCurve:
 
     @property
     def is_enough(self) -> bool:
-        """Whether a plan may be made from it: its sizes lie far enough apart to show how costs grow."""
+        """True if its sizes are far enough apart to show how costs grow, so that a plan may be based on it."""
         (first, _), (last, _) = self.points[0], self.points[-1]
         return last > 0 and last >= _LEAST_RATIO * first
 
     @property
     def _num_apart(self) -> int:
-        """The most sizes of which each is so much larger than the one before."""
+        """The largest number of sizes that each exceed the previous one by `_LEAST_RATIO`."""
         num_apart, last = 0, -math.inf
         for size, _ in self.points:
             if size >= _LEAST_RATIO * last:
@@ -93,11 +94,11 @@ class CostCurve:
         return num_apart
 
     def us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Microseconds of payloads of these bytes; not decreasing in them.
+        """Returns the microseconds of payloads of `num_bytes`, in an array of the same shape; not decreasing in the size.
 
-        Between two points linear. Beyond the last one it goes on with the slope of `line_through` all points, where larger
-        ones count more, and with fewer than three sizes that lie apart in proportion to the last point; below the first one
-        towards the latency of that line where smaller ones count more.
+        The curve is linear between two points. Beyond the last point it continues with the slope of `line_through` all points, in
+        which larger ones count more. With fewer than three sizes that are far enough apart it continues in proportion to the last
+        point. Below the first point it runs towards the latency of a line in which smaller points count more.
         """
         sizes = np.asarray(num_bytes, dtype=np.float64)
         beyond = np.maximum(sizes - self._sizes[-1], 0.0)
@@ -105,10 +106,12 @@ class CostCurve:
 
 
 def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
-    """The curve of measured pairs (bytes, microseconds), in any order, of which less than half of each size are outliers.
+    """Fits a curve to measured pairs (bytes, microseconds), in any order; less than half of the samples of each size may be
+    outliers.
 
-    Samples of one size, up to 2 %, are one point at their median. Where medians decrease, samples of neighboring sizes are
-    pooled until they do not: isotonic regression of medians, so that an outlier alone at its size is outvoted by larger sizes.
+    Samples of one size, up to 2 %, become one point at their median. If medians decrease, samples of neighboring sizes are pooled
+    until they do not (isotonic regression of medians), so that larger sizes outvote a single outlier at its size. Raises
+    ConfigError if there are no samples, or for an impossible one.
     """
     ordered = sorted(_checked_point(sample, index, of="samples") for index, sample in enumerate(samples))
     if not ordered:
@@ -126,10 +129,10 @@ def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
 
 
 def line_through(points: Sequence[tuple[float, float]], *, weights: Sequence[int] | None = None) -> Line:
-    """The line with the least sum of weight * |log(line / time)| over these points (bytes, microseconds) of different sizes.
+    """Returns the line with the least sum of weight * |log(line / time)| over points (bytes, microseconds) of different sizes.
 
-    Ratios count, so that small sizes decide on the latency and large ones on the bandwidth, and not their squares, so that
-    outliers matter little. Lines through two points are tried, and such through one without a latency or without a slope.
+    Ratios count, so that small sizes determine the latency and large ones the bandwidth. They are not squared, so that outliers
+    matter little. Candidates are lines through two points, and lines through one point without a latency or without a slope.
     """
     sizes, times = np.array(points, dtype=np.float64).T
     chosen = np.unique(np.linspace(0, len(sizes) - 1, _MAX_FIT_POINTS).round().astype(int))
@@ -156,8 +159,8 @@ def _candidates(sizes: _Floats, times: _Floats) -> tuple[_Floats, _Floats]:
 
 
 def _never_decreasing(groups: Iterable[list[float]]) -> list[float]:
-    """One time for each group, its median if no later one is less; else that of all samples that had to be pooled."""
-    pools: list[tuple[list[float], int]] = []  # sorted samples, and of how many groups
+    """Returns one time per group: its median if no later one is less, else the median of all samples that had to be pooled."""
+    pools: list[tuple[list[float], int]] = []  # sorted samples, and the number of groups in them
     for group in groups:
         samples, num_groups = sorted(group), 1
         while pools and _lower_median(pools[-1][0]) > _lower_median(samples):
@@ -168,7 +171,7 @@ def _never_decreasing(groups: Iterable[list[float]]) -> list[float]:
 
 
 def _lower_median(ordered: Sequence[float]) -> float:
-    """Of an even number of values the lesser of the two in the middle: what disturbs a measurement makes it longer."""
+    """Returns the median, and the lower middle value of an even number: disturbances only make measurements longer."""
     return ordered[(len(ordered) - 1) // 2]
 
 

@@ -1,4 +1,4 @@
-"""A network link as two numbers, and what ring collectives cost on it."""
+"""A network link as two numbers, and the cost of ring collectives on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINK_TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link of every rank to the network, full duplex."""
+    """A full-duplex link of each rank to the network. Raises ConfigError for a bandwidth of zero or a negative latency."""
 
     name: str
     hop_s: float  # latency of one message between two ranks
@@ -36,15 +36,18 @@ class Link:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing that crosses this link takes time."""
+        """True if nothing that crosses this link takes time."""
         return math.isinf(self.bytes_per_s) and self.hop_s == 0
 
 
 def link_from_text(text: str) -> Link:
-    """The link that `text` names: a rate, "1gbit" or "200mbit", with the latency of Ethernet carrying TCP, 100 us; a rate
-    and another latency, "100gbit,5us" or "1gbit,20ms"; or "none" (costs nothing). Payload is 95.6 % of any rate.
+    """Parses a link from `text`; the payload is 95.6 % of any rate.
 
-    Raises ConfigError for anything else.
+    - "1gbit" or "200mbit": a rate, with the latency of Ethernet carrying TCP, 100 us.
+    - "100gbit,5us" or "1gbit,20ms": a rate and another latency.
+    - "none": a link that costs nothing.
+
+    Raises ConfigError for any other text.
     """
     if text == "none":
         return Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
@@ -61,8 +64,8 @@ def link_from_text(text: str) -> Link:
 
 
 # Ring algorithms over n ranks: (messages one after another, share of the payload that crosses each rank's link).
-# Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; the arithmetic
-# of the reduction is left out, for it is done by the processor and not by the link.
+# Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005. The arithmetic of the
+# reduction is left out, because the processor does it and not the link.
 COLLECTIVES: Mapping[str, Callable[[int], tuple[int, float]]] = {
     "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
     "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
@@ -78,7 +81,7 @@ COLLECTIVES: Mapping[str, Callable[[int], tuple[int, float]]] = {
 
 
 def collective_seconds(link: Link, kind: str, *, num_bytes: int, num_ranks: int) -> float:
-    """Time that one collective of `num_bytes` (the whole payload, as the full tensor has it) occupies the link."""
+    """Returns the seconds that one collective occupies the link; `num_bytes` is the whole payload."""
     if num_ranks == 1:
         return 0.0
     hops, share = COLLECTIVES[kind](num_ranks)

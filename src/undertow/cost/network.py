@@ -14,11 +14,19 @@ NODE_LINK = "2400gbit,3us"
 
 
 def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside: str = NODE_LINK, is_mesh: bool = False) -> Costs:
-    """What collectives over `num_ranks` ranks take, each with its own link of the kind that `text` names.
+    """Returns the costs of ring collectives over `num_ranks` ranks, each with its own link as named by `text`.
 
-    Rings. With `per_node`, ranks of one node are joined by links `inside`, and `text` is what each rank has to the other nodes:
-    its share, if the ranks of a node share one. With `is_mesh` only ranks of one node have shards of one another, and nodes are
-    replicas: see `NodeCosts`.
+    - `text`: a link, see `link_from_text`. With `per_node` it is each rank's link to other nodes: its share, if the ranks of a
+      node share one.
+    - `per_node`: ranks per node, which are connected by links `inside`. None: all ranks are connected by `text`.
+    - `is_mesh`: only ranks of one node have different shards, and nodes are replicas; see `NodeCosts`.
+
+    Raises ConfigError for an unknown link or impossible numbers of ranks.
+
+    ```python
+    costs = costs_for("25gbit", num_ranks=16, per_node=8)
+    costs.collective_us("all_reduce", [25e6])  # microseconds
+    ```
     """
     if num_ranks < 1:
         raise ConfigError(f"a network has one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
@@ -34,9 +42,10 @@ def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside:
 
 
 def link_from_curve(curve: CostCurve, kind: str, *, num_ranks: int, name: str) -> Link:
-    """The link over which a ring of `num_ranks` takes what `curve` has for collectives of that kind, as closely as one can.
+    """Returns the link on which a ring of `num_ranks` matches `curve` for collectives of that kind as closely as possible.
 
-    So what was measured between two ranks says what 64 would take on the same network. The line is that of `line_through`.
+    So a measurement between two ranks predicts 64 ranks on the same network. It uses the line of `line_through`. Raises
+    ConfigError for fewer than two ranks, or if the curve's sizes are too close together.
     """
     if num_ranks < 2 or not curve.is_enough:
         reason = f"num_ranks={num_ranks}" if num_ranks < 2 else "its sizes lie too close together"

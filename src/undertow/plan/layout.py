@@ -106,7 +106,7 @@ class Trailer:
 
     @cached_property
     def failed(self) -> range:
-        """One small number per rank: not zero if it failed in this step, above one to give the reason. In the last bucket only."""
+        """One small number per rank: non-zero if it failed in this step, above 1 to give the reason. Last bucket only."""
         return range(self.signature.stop, self.signature.stop + self.num_ranks)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Who has arrived in this round: which gradients are there, and which buckets are full."""
+"""Tracks arrivals in one synchronization: which gradients are ready, and which buckets are full."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from undertow.errors import ConfigError
 
-# States of a parameter. All but the first are true, so that arrive() tells the usual case from the others by one look.
-_ABSENT, _ARRIVED, _ABSENT_AND_UNUSUAL = 0, 1, 2  # unusual: in pieces, or somebody wants to know when it comes
+# States of a parameter. All except the first are true, so that arrive() tells the usual case from the others with one test.
+_ABSENT, _ARRIVED, _ABSENT_AND_UNUSUAL = 0, 1, 2  # unusual: in pieces, or its arrival is noted
 
 
 class Arrivals:
-    """Counts gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket is there.
+    """Counts gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket arrives.
 
-    A parameter that travels in pieces is in several buckets: its gradient counts for each of them when it arrives.
+    A parameter that is cut into pieces is in several buckets: its arrival counts for each of them.
 
-    `traversal` tells one backward from another that runs inside it; when it has changed since the last arrival,
-    `on_traversal(traversal, param)` is called first. Both are for the runtime; elsewhere there is one traversal.
+    `traversal` distinguishes a backward from another that runs inside it. If it has changed since the last arrival,
+    `on_traversal(traversal, param)` is called first. Only the runtime uses both; elsewhere there is one traversal.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Arrivals:
         self._note: Callable[[int], object] | None = None
         self._expected_repeats: dict[int, int] = {}
         self._repeats: Counter[int] = Counter()
-        # Flags and counts in place of sets: arrive() runs thousands of times a step and these stay in the fastest cache.
+        # Flags and counts instead of sets: arrive() runs thousands of times a step, and these stay in the fastest cache.
         self._states = bytearray(num_params)
         self._num_pending: list[int] = []
         self.regroup(params_of_bucket)
 
     def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
-        """Counts for other buckets of the same parameters; nothing has arrived. ConfigError if one has no bucket."""
+        """Switches to other buckets of the same parameters and resets. Raises ConfigError if a parameter has no bucket."""
         self._params_of_bucket = [tuple(params) for params in params_of_bucket]
         self._buckets_of_param = _buckets_of_param(params_of_bucket, len(self._states))
         self._bucket_of_param = [buckets[0] for buckets in self._buckets_of_param]
@@ -52,12 +52,12 @@ class Arrivals:
         self.reset()
 
     def call_at_each(self, note: Callable[[int], object] | None) -> None:
-        """From the next round on calls `note(param)` whenever a gradient counts; nothing, if None."""
+        """From the next synchronization on calls `note(param)` whenever a gradient counts; None stops that."""
         self._note = note
         self._absent = self._absent_states()
 
     def reset(self) -> None:
-        """Starts the next round: nothing has arrived."""
+        """Starts the next synchronization: nothing has arrived."""
         self._states = bytearray(self._absent)
         self._num_pending = [len(params) for params in self._params_of_bucket]
         for param, count in self._expected_repeats.items():
@@ -66,22 +66,22 @@ class Arrivals:
         self._repeats.clear()
 
     def forget_traversal(self) -> None:
-        """The next arrival calls `on_traversal`, whatever traversal it comes from."""
+        """Makes the next arrival call `on_traversal`, whatever its traversal."""
         self._seen_traversal = -1
 
     def silence(self) -> None:
-        """Calls `on_full` no more."""
+        """Stops calls of `on_full`."""
         self._on_full = _nobody
 
     def arrive(self, param: int, _gradient: object = None) -> None:
-        """The gradient of `param` is there. A repeated arrival counts only if it has been learned to expect it."""
+        """Records that the gradient of `param` arrived. A repeated arrival counts only if `learn_repeats` expects it."""
         # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
         if self._traversal() != self._seen_traversal:
             self._enter(param)
         if self._states[param]:
             self._arrive_unusually(param)
             return
-        self._states[param] = 1  # _ARRIVED, without the look-up of a global name
+        self._states[param] = 1  # _ARRIVED, without looking up a global name
         bucket = self._bucket_of_param[param]
         num_pending = self._num_pending[bucket] - 1
         self._num_pending[bucket] = num_pending
@@ -89,44 +89,44 @@ class Arrivals:
             self._on_full(bucket)
 
     def note(self, param: int) -> None:
-        """The gradient of `param` is there; nothing is called for it."""
+        """Records that the gradient of `param` arrived, without calling anything."""
         if self._states[param] != _ARRIVED:
             self._states[param] = _ARRIVED
             self._count_down(param)
 
     @property
     def listener(self) -> object:
-        """Whose method `on_full` is."""
+        """The object whose method `on_full` is."""
         return getattr(self._on_full, "__self__", None)
 
     @property
     def arrived(self) -> set[int]:
-        """Parameters that have arrived in this round."""
+        """Parameters that have arrived in this synchronization."""
         return {param for param, state in enumerate(self._states) if state == _ARRIVED}
 
     @property
     def absent(self) -> set[int]:
-        """Parameters that have not arrived in this round."""
+        """Parameters that have not arrived in this synchronization."""
         if self._states.count(_ARRIVED) == len(self._states):
             return set()
         return {param for param, state in enumerate(self._states) if state != _ARRIVED}
 
     def missing(self, bucket: int) -> frozenset[int]:
-        """Parameters of `bucket` that have not arrived in this round."""
+        """Returns the parameters of `bucket` that have not arrived in this synchronization."""
         if self._num_pending[bucket] <= 0:
             return frozenset()
         return frozenset(param for param in self._params_of_bucket[bucket] if self._states[param] != _ARRIVED)
 
     @property
     def has_repeats(self) -> bool:
-        """Whether some parameter arrived more often in this round than it was expected to."""
+        """True if some parameter arrived more often in this synchronization than expected."""
         return any(count > self._expected_repeats.get(param, 0) for param, count in self._repeats.items())
 
     def learn_repeats(self) -> None:
-        """From the next round on a parameter counts as arrived when it has come as often as in this one.
+        """Expects each parameter to arrive as often as in this synchronization, from the next one on.
 
-        It costs one round in which something came after its bucket had left; a parameter that then comes less often
-        is sent at the end of backward, later than it could be and never wrong.
+        Learning costs one synchronization in which a gradient arrived after its bucket was sent. If a parameter then arrives less
+        often, its bucket is sent at the end of backward: later than possible, but never wrong.
         """
         self._expected_repeats = dict(self._repeats)
 
@@ -150,14 +150,14 @@ class Arrivals:
             self._on_full(bucket)
 
     def _count_down(self, param: int) -> list[int]:
-        """The buckets that the gradient of `param` has filled. All are counted before anybody hears of one."""
+        """Returns the buckets that the gradient of `param` has filled. All are counted before any callback runs."""
         for bucket in self._buckets_of_param[param]:
             self._num_pending[bucket] -= 1
         return [bucket for bucket in self._buckets_of_param[param] if not self._num_pending[bucket]]
 
 
 class SerialArrivals(Arrivals):
-    """Arrivals that come from several threads: autograd has one for each device, and buckets must leave in one order."""
+    """Arrivals from several threads: autograd has one thread per device, and buckets must be launched in one order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lock = threading.RLock()  # a hook may run a backward
@@ -169,7 +169,7 @@ class SerialArrivals(Arrivals):
 
 
 def _nobody(_bucket: int) -> None:
-    """Nobody listens."""
+    """Ignores the bucket."""
 
 
 def _buckets_of_param(params_of_bucket: Sequence[Sequence[int]], num_params: int) -> list[tuple[int, ...]]:

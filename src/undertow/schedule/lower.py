@@ -1,4 +1,4 @@
-"""From a number of buckets and a strategy to the ops of one step."""
+"""Lowers a number of buckets and a strategy to the ops of one step."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from undertow.errors import ConfigError
 from undertow.schedule.op import COLLECTIVES, COMPUTE, UPDATE, Buffer, Op, OpKind, Schedule
 from undertow.schedule.placement import DDP, Strategy
 
-# The axis over which ranks have shards of one another, and that over which they have the same shard.
+# The axis over which ranks have different shards, and the axis over which they have the same shard.
 _INSIDE, _ACROSS = "comm.inside", "comm.across"
-_ONLY = "comm.dp"  # the axis, where there is one
+_ONLY = "comm.dp"  # the axis, if there is only one
 
 
 def lower_data_parallel(
     num_buckets: int, strategy: Strategy = DDP, *, overlap: bool = True, gather_order: Sequence[int] | None = None
 ) -> Schedule:
-    """Every bucket is reduced as soon as it and all earlier ones are full; what was updated is gathered after the step.
+    """Reduces every bucket as soon as it and all earlier ones are full, and gathers updated parameters after the step.
 
-    The last bucket leaves when backward is over, always: its trailer carries what a rank knows only then. Without
-    `overlap` every bucket waits for that. Gathers leave in `gather_order`, that in which the next forward needs them;
-    the reverse of the buckets' order if not known.
+    The last bucket is always launched after backward: its trailer carries information that a rank knows only then. Without
+    `overlap` every bucket waits for the end of backward. Gathers are launched in `gather_order`, the order in which the next
+    forward needs them; None is the reverse order of the buckets.
     """
     build = _Builder(strategy)
     reductions, join = build.backward(num_buckets, overlap=overlap)
@@ -36,11 +36,12 @@ def lower_data_parallel(
 
 
 def lower_eager(num_buckets: int, strategy: Strategy, gathers_behind: Sequence[Sequence[int]] | None = None) -> Schedule:
-    """Every bucket is stepped when it is reduced, and gathered then or later, while backward goes on.
+    """Steps every bucket when it is reduced, and gathers it then or later, while backward runs.
 
-    Behind the reduction of bucket k the lane carries the gathers of `gathers_behind[k]`, in that order; behind the last one
-    those of all buckets, the last one first, if it is None. Backward reads a bucket's parameters until the bucket is full:
-    autograd adds up all of a parameter's uses before it hands over its gradient. ConfigError for a gather without its step.
+    After the reduction of bucket k the lane carries the gathers of `gathers_behind[k]`, in that order. If it is None, the gathers
+    of all buckets follow the last reduction, the last bucket first. Backward reads a bucket's parameters until the bucket is
+    full: autograd adds up all uses of a parameter before it delivers its gradient. Raises ConfigError for a gather before its
+    step.
     """
     behind = gathers_after_reductions(num_buckets) if gathers_behind is None else gathers_behind
     build = _Builder(strategy, backward_reads=("param",))
@@ -70,12 +71,12 @@ def lower_eager(num_buckets: int, strategy: Strategy, gathers_behind: Sequence[S
 
 
 def gathers_after_reductions(num_buckets: int) -> tuple[tuple[int, ...], ...]:
-    """What `lower_eager` takes where nothing is known: all gathers behind the last reduction, in the order of the forward."""
+    """Returns the default of `lower_eager`: all gathers follow the last reduction, in the order of the forward."""
     return (*((),) * (num_buckets - 1), tuple(reversed(range(num_buckets))))
 
 
 def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
-    """A backward without a step: gradients move into their buckets and stay there, or are reduced to shards that add up."""
+    """Lowers a backward without a step: gradients move into their buckets and stay, or are reduced to shards that add up."""
     build = _Builder(strategy)
     if strategy.reduces_micro_batches:
         reductions, join = build.backward(num_buckets, overlap=True)
@@ -92,7 +93,7 @@ def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
 
 
 class _Builder:
-    """Numbers ops as they are added."""
+    """Builds a schedule and numbers its ops."""
 
     def __init__(self, strategy: Strategy, *, backward_reads: tuple[str, ...] = ()) -> None:
         self._ops: list[Op] = []
@@ -127,7 +128,7 @@ class _Builder:
         return op.id
 
     def backward(self, num_buckets: int, *, overlap: bool) -> tuple[list[int], int]:
-        """Every bucket is filled, packed and reduced. Returns the reductions, and where all engines have launched."""
+        """Fills, packs and reduces every bucket. Returns the reductions, and the op at which all engines have launched."""
         fills: list[int] = []
         reductions: list[int] = []
         for bucket in range(num_buckets):
@@ -140,26 +141,26 @@ class _Builder:
         return reductions, self.add(OpKind.JOIN, None, after=(end,))
 
     def fill(self, bucket: int) -> int:
-        """Autograd produces the bucket's gradients."""
+        """Adds the op in which autograd produces the bucket's gradients."""
         return self.add(OpKind.FILL, bucket, reads=self._backward_reads, writes=("grad",))
 
     def binds(self, reduced: Sequence[int], *, join: int) -> tuple[int, ...]:
-        """The compute lane waits for every bucket."""
+        """Makes the compute lane wait for every bucket."""
         return tuple(
             self.add(OpKind.BIND, bucket, reads=(self._reduced,), after=(last, join)) for bucket, last in enumerate(reduced)
         )
 
     def step(self, *, after: tuple[int, ...]) -> int:
-        """The optimizer updates what this rank owns."""
+        """Adds the optimizer's update of what this rank owns."""
         owned = "param" if self._reduced == "grad" else "own"
         return self.add(OpKind.STEP, None, reads=(self._reduced,), writes=(owned,), after=after)
 
     def step_of(self, bucket: int, *, after: int) -> int:
-        """It updates what this rank owns of one bucket."""
+        """Adds the optimizer's update of what this rank owns of one bucket."""
         return self.add(OpKind.STEP, bucket, reads=(self._reduced,), writes=("own",), after=(after,))
 
     def gather(self, bucket: int, *, after: int) -> int:
-        """Every rank gets what the others have updated of a bucket."""
+        """Adds the op that gives every rank the other ranks' updates of a bucket."""
         return self.add(OpKind.ALL_GATHER, bucket, reads=("own",), writes=("param",), after=(after,))
 
     def pack_and_reduce(self, bucket: int, *, after: int) -> int:

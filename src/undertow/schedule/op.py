@@ -1,4 +1,4 @@
-"""The operations of one step, as data that prints and parses."""
+"""The operations of one step, as data that can be printed and parsed."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from enum import StrEnum
 from undertow.errors import ConfigError
 
 COMPUTE = "compute"
-UPDATE = "update"  # where buckets are stepped while backward goes on, one at a time
+UPDATE = "update"  # steps buckets while backward runs, one at a time
 
 
 class OpKind(StrEnum):
-    """What an op does. Those of `EXTERNAL` happen without us and are in the schedule so that every access is seen."""
+    """Kinds of ops. The kinds in `EXTERNAL` happen without the library and are listed so that every access is visible."""
 
     FILL = "fill"  # autograd produces the bucket's gradients
-    END = "end"  # the outermost backward is over
-    JOIN = "join"  # every engine of this process has launched; from here on the compute lane may wait
-    PACK = "pack"  # gradients that are no views of the bucket are copied into it
+    END = "end"  # the outermost backward ends
+    JOIN = "join"  # every engine of this process has launched; from now on the compute lane may wait
+    PACK = "pack"  # gradients that are not views of the bucket are copied into it
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"  # each rank gets its shard of the sum
-    BIND = "bind"  # waits for the bucket; its gradients become views of it, or placeholders where only a shard is here
+    BIND = "bind"  # waits for the bucket; its gradients become views of it, or placeholders if this rank has only a shard
     STEP = "step"  # the optimizer updates the parameters, or this rank's shards of them; one bucket's in eager form
     ALL_GATHER = "all_gather"  # each rank gets every other one's shard of the parameters
     USE = "use"  # the next forward reads the parameters
 
 
-# On the compute lane; a step on the update lane is ours.
+# On the compute lane; the library itself runs the steps of the update lane.
 EXTERNAL = frozenset({OpKind.FILL, OpKind.END, OpKind.JOIN, OpKind.STEP, OpKind.USE})
 REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
 COLLECTIVES = REDUCTIONS | {OpKind.ALL_GATHER}
-# What a rank owns of the parameters is a part of them, in the same memory.
+# The part of the parameters that a rank owns lies in the same memory.
 _PART_OF = {"own": "param"}
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """What an op reads or writes: a bucket's part of `grad`, `shard`, `param` or `own`, or all of it (`bucket` None)."""
+    """Memory that an op reads or writes: a bucket's part of `grad`, `shard`, `param` or `own`, or all of it (`bucket` None)."""
 
     name: str
     bucket: int | None
 
     @property
     def memory(self) -> str:
-        """The name of what it is, or is a part of."""
+        """Name of the memory that contains this buffer."""
         return _PART_OF.get(self.name, self.name)
 
     def overlaps(self, other: Buffer) -> bool:
@@ -57,7 +57,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operation: where it runs, what it touches, which ops it comes after."""
+    """One operation: its lane, the buffers it touches, and the ops it follows."""
 
     id: int
     lane: str  # "compute", "update", or "comm." and the name of a mesh axis
@@ -69,7 +69,7 @@ class Op:
 
     @property
     def label(self) -> str:
-        """What profilers show: "all_reduce b3"."""
+        """Name shown by profilers: "all_reduce b3"."""
         return f"{self.kind} {_bucket_text(self.bucket)}"
 
 
@@ -90,11 +90,11 @@ class Schedule:
 
     @property
     def collectives(self) -> tuple[Op, ...]:
-        """In the order in which they leave, which is the same on every rank."""
+        """Collectives in launch order, which is the same on every rank."""
         return tuple(op for op in self.ops if op.kind in COLLECTIVES)
 
     def to_text(self) -> str:
-        """A table, a line per op; `schedule_from_text` reads it back."""
+        """Returns a table with one line per op; `schedule_from_text` reads it back."""
         rows = [_COLUMNS, *(_row(op) for op in self.ops)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -107,7 +107,7 @@ _BUFFER = re.compile(r"(?P<name>\w+)\[(?P<bucket>b\d+|\*)\]")
 
 
 def schedule_from_text(text: str) -> Schedule:
-    """The schedule that `Schedule.to_text` printed; ConfigError, naming the line, for anything else."""
+    """Parses a schedule that `Schedule.to_text` printed; raises ConfigError, naming the line, for any other text."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines or tuple(lines[0].split()) != _COLUMNS:
         raise ConfigError("this is no schedule: the first line is not its header.", remedy=f"Expected: {' '.join(_COLUMNS)}")

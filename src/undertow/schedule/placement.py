@@ -1,4 +1,4 @@
-"""Where a tensor lies: the table of strategies, and the op that takes it from one placement to another."""
+"""Placements of tensors: the table of strategies, and the op that converts one placement to another."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from undertow.schedule.op import OpKind
 
 class Placement(StrEnum):
     PARTIAL = "partial"  # every rank has a summand
-    SHARD = "shard"  # every rank has its part
-    REPLICATE = "replicate"  # every rank has all of it
+    SHARD = "shard"  # every rank has a part
+    REPLICATE = "replicate"  # every rank has the whole tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """What is replicated and what is sharded over the ranks; of a mesh of two axes over those of the inner one."""
+    """States which tensors are replicated and which are sharded over the ranks; on a mesh of two axes, over the inner axis."""
 
     name: str
     gradient: Placement  # at rest, between micro-batches
     optimizer: Placement
     parameter: Placement = Placement.REPLICATE
-    across: Placement | None = None  # of the optimizer over the outer axis, where there is one
+    across: Placement | None = None  # placement of the optimizer over the outer axis, if there is one
 
     @property
     def reduction(self) -> OpKind:
-        """Takes gradients to where the optimizer needs them."""
+        """The op that moves gradients to the optimizer's placement."""
         return _OPS[Placement.PARTIAL, self.optimizer]
 
     @property
     def crossing(self) -> OpKind | None:
-        """Takes what was reduced over the inner axis to where the optimizer needs it over the outer one, where there is one."""
+        """The op that moves the inner result to the optimizer's placement on the outer axis; None without an outer axis."""
         return None if self.across is None else _OPS[Placement.PARTIAL, self.across]
 
     @property
     def gather(self) -> OpKind | None:
-        """Takes what the optimizer has updated to where the forward needs it; None where it is there."""
+        """The op that moves updated parameters to the forward's placement; None if they are there already."""
         return None if self.optimizer is self.parameter else _OPS[self.optimizer, self.parameter]
 
     @property
     def reduces_micro_batches(self) -> bool:
-        """Whether a backward that only accumulates communicates: gradients at rest are shards."""
+        """True if a backward that only accumulates communicates, because gradients between micro-batches are shards."""
         return self.gradient is Placement.SHARD
 
 
@@ -59,7 +59,7 @@ STRATEGIES = {strategy.name: strategy for strategy in (DDP, ZERO1, ZERO2, HYBRID
 
 
 def strategy_named(name: str | None) -> Strategy:
-    """The strategy of that name, DDP for None; ConfigError for another one."""
+    """Returns the strategy of that name, DDP for None; raises ConfigError for an unknown name."""
     strategy = DDP if name is None else STRATEGIES.get(name)
     if strategy is None:
         raise ConfigError(

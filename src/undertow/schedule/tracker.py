@@ -12,12 +12,12 @@ from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
 
 
 class Releases:
-    """Which ops of a schedule may be issued, now that others have happened.
+    """Decides which ops of a schedule may be issued after others have happened.
 
-    An op is released when every op it comes after has been released (or, for one that is not ours, has happened)
-    and, on a communication lane, every earlier op of that lane: ranks whose gradients arrive in different orders
-    still issue the same collectives in the same order. Released is not complete: who issues an op makes sure that
-    its inputs are, as a stream does.
+    An op is released when every op it follows has been released (or, for an external op, has happened). On a communication lane
+    every earlier op of that lane must also be released: ranks whose gradients arrive in different orders still issue the same
+    collectives in the same order. Released does not mean complete: the issuer of an op must ensure that its inputs are complete,
+    as a stream does.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -29,29 +29,29 @@ class Releases:
         self.reset()
 
     def reset(self) -> None:
-        """Starts the next round: nothing has happened."""
+        """Starts the next synchronization: nothing has happened."""
         self._happened.clear()
         self._blockers = list(self._graph.num_blockers)
         self._queues = [deque(ids) for ids in self._graph.queues]
 
     def fill(self, bucket: int) -> Sequence[Op]:
-        """The ops to issue now that all gradients of `bucket` are there."""
+        """Returns the ops to issue after all gradients of `bucket` have arrived."""
         return self._happen(self._graph.fills[bucket])
 
     def end_backward(self) -> Sequence[Op]:
-        """Backward is over: what has not arrived is unused here, and everything that remains leaves."""
+        """Ends backward: gradients that have not arrived are unused on this rank, and all remaining buckets are launched."""
         return [op for happened in (*self._graph.fills, self._graph.end) for op in self._happen(happened)]
 
     def join(self) -> Sequence[Op]:
-        """Every engine of this process has launched: the ops that wait for the network may be issued."""
+        """Returns the ops that wait for the network, after every engine of this process has launched."""
         return self._happen(self._graph.join)
 
     def _happen(self, op_id: int) -> list[Op]:
-        """Marks an op as happened and returns what that releases, transitively, in the order to issue it."""
+        """Marks an op as happened and returns the ops that this releases, transitively, in the order to issue them."""
         if op_id in self._happened:
             return []
         released: list[Op] = []
-        # By id, so that a bucket leaves before the next one is packed.
+        # By id, so that a bucket is launched before the next one is packed.
         worklist = [op_id]
         while worklist:
             done = heappop(worklist)
@@ -72,7 +72,7 @@ class Releases:
         return released
 
     def _release_queues(self) -> list[int]:
-        # The head of a queue holds back everything behind it: launch order must not depend on arrival.
+        # The head of a queue holds back all later ops: launch order must not depend on arrival.
         released = []
         for queue in self._queues:
             while queue and self._blockers[queue[0]] == 0:
@@ -81,7 +81,7 @@ class Releases:
 
 
 class Tracker:
-    """Arrivals and the ops they release, together: a round as one object."""
+    """One synchronization as one object: arrivals and the ops they release."""
 
     def __init__(self, schedule: Schedule, params_of_bucket: Sequence[Sequence[int]], *, num_params: int) -> None:
         self._releases = Releases(schedule)
@@ -89,22 +89,22 @@ class Tracker:
         self.arrivals = Arrivals(params_of_bucket, num_params=num_params, on_full=self._fill)
 
     def reset(self) -> None:
-        """Starts the next round: nothing has arrived."""
+        """Starts the next synchronization: nothing has arrived."""
         self.arrivals.reset()
         self._releases.reset()
 
     def arrive(self, param: int) -> Sequence[Op]:
-        """The ops that may be issued now that the gradient of `param` is there."""
+        """Returns the ops that may be issued after the gradient of `param` has arrived."""
         self._released = []
         self.arrivals.arrive(param)
         return self._released
 
     def end_backward(self) -> Sequence[Op]:
-        """Backward is over: what has not arrived is unused here, and everything that remains leaves."""
+        """Ends backward: gradients that have not arrived are unused on this rank, and all remaining buckets are launched."""
         return self._releases.end_backward()
 
     def join(self) -> Sequence[Op]:
-        """Every engine of this process has launched: the ops that wait for the network may be issued."""
+        """Returns the ops that wait for the network, after every engine of this process has launched."""
         return self._releases.join()
 
     def _fill(self, bucket: int) -> None:
@@ -113,11 +113,11 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Graph:
-    """What a round starts from: the schedule's edges, and the ops that happen without us."""
+    """The initial state of a synchronization: the schedule's edges, and the external ops."""
 
     num_blockers: tuple[int, ...]
     successors: tuple[tuple[int, ...], ...]
-    queues: tuple[tuple[int, ...], ...]  # by lane that is not the compute lane
+    queues: tuple[tuple[int, ...], ...]  # one for each lane except the compute lane
     fills: tuple[int, ...]  # by bucket
     end: int
     join: int

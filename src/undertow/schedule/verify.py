@@ -1,4 +1,4 @@
-"""Proves of a schedule what must never be found out at run time."""
+"""Proves properties of a schedule whose violation must never be found at run time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from undertow.schedule.placement import DDP, Strategy
 
 
 def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) -> Schedule:
-    """Returns `schedule` if it is right, else raises ConfigError with the ops at fault.
+    """Returns `schedule` if it is correct, else raises ConfigError with the ops at fault.
 
-    - backward ends once and is joined once, and the last collective, which carries the verdict, leaves after its end;
-    - the optimizer steps on all buckets at once, or once on each; an accumulation has no step;
-    - every bucket's gradients are filled once and cross each mesh axis once, after they are filled and before their step, the
-      inner axis first; where they come back as shards, every bucket's parameters cross once between their step and their use;
-    - collectives leave in the order of their ids, whatever order gradients arrive in (each comm lane is a queue);
-    - no buffer is written by one op while another may touch it, in this step or in the next one.
+    - Backward ends once and is joined once, and the last collective, which carries the verdict, is launched after its end.
+    - The optimizer steps on all buckets at once, or once on each; an accumulation has no step.
+    - Every bucket's gradients are filled once and cross each mesh axis once, after they are filled and before their step, the
+      inner axis first. If they come back as shards, every bucket's parameters cross once between their step and their use.
+    - Collectives are launched in the order of their ids, whatever the order in which gradients arrive (each comm lane is a
+      queue).
+    - No op writes a buffer while another may touch it, in this step or in the next one.
     """
     before = _happens_before(schedule)
     _check_end(schedule, before)
@@ -36,7 +37,7 @@ def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) ->
 
 
 def _twice(schedule: Schedule) -> Schedule:
-    """The schedule and, behind it, itself: the next backward comes after the forward that uses the parameters."""
+    """Returns the schedule twice in a row: the next backward comes after the forward that uses the parameters."""
     ops, shift = schedule.ops, len(schedule.ops) + 1
     done = tuple(op.id for op in ops if op.kind in (OpKind.USE, OpKind.JOIN, OpKind.BIND))
     between = Op(id=len(ops), lane=COMPUTE, kind=OpKind.JOIN, bucket=None, after=done)
@@ -50,10 +51,10 @@ def _twice(schedule: Schedule) -> Schedule:
 
 
 def _happens_before(schedule: Schedule) -> list[int]:
-    """For each op the ids, as bits, of all ops that are complete when it starts.
+    """Returns for each op the ids, as bits, of all ops that are complete when it starts.
 
-    Order comes from `after` and from the queues of the comm lanes. The compute lane gives none: its ops follow the
-    arrival of gradients, which no schedule can know.
+    Order comes from `after` and from the queues of the comm lanes. The compute lane gives no order: its ops follow the arrival of
+    gradients, which no schedule can know.
     """
     direct: list[list[int]] = [list(op.after) for op in schedule.ops]
     lanes: dict[str, list[int]] = defaultdict(list)
@@ -84,7 +85,7 @@ def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
             )
     end = schedule.ops[kinds.index(OpKind.END)]
     reductions = [op for op in schedule.ops if op.kind in REDUCTIONS]
-    for last in {op.kind: op for op in reductions}.values():  # of each axis
+    for last in {op.kind: op for op in reductions}.values():  # on each axis
         if not _is_before(before, end, last):
             raise ConfigError(
                 f"op {last.id:02d} ({last.label}) may leave before backward is over.",
@@ -105,7 +106,7 @@ def _check_steps(schedule: Schedule, num_buckets: int) -> None:
 
 
 def _steps_on(schedule: Schedule) -> dict[int | None, list[Op]]:
-    """The steps that update each bucket."""
+    """Returns the steps that update each bucket."""
     steps = [op for op in schedule.ops if op.kind is OpKind.STEP]
     whole = [op for op in steps if op.bucket is None]
     return defaultdict(lambda: whole, {op.bucket: [*whole, op] for op in steps if op.bucket is not None})
@@ -120,7 +121,7 @@ def _check_reductions(schedule: Schedule, strategy: Strategy, num_buckets: int, 
 def _check_axis(
     schedule: Schedule, kind: OpKind, behind: OpKind, strategy: Strategy, num_buckets: int, before: Sequence[int]
 ) -> None:
-    """Every bucket crosses by one op of `kind`, after the one of the kind `behind` and before its step."""
+    """Checks that every bucket crosses by one op of `kind`, after its op of kind `behind` and before its step."""
     sources: dict[int | None, list[Op]] = defaultdict(list)
     crossings: dict[int | None, list[Op]] = defaultdict(list)
     for op in schedule.ops:
@@ -199,7 +200,7 @@ def _check_pairs(ops: Sequence[Op], before: Sequence[int]) -> None:
 
 
 def _clash(one: Op, other: Op) -> str | None:
-    """A buffer that one op writes while the other touches it."""
+    """Returns a buffer that one op writes while the other touches it."""
     for writer, toucher in ((one, other), (other, one)):
         for written in writer.writes:
             for touched in (*toucher.reads, *toucher.writes):

@@ -1,4 +1,4 @@
-"""What happened in a step, and how much of its communication lay beneath the computation."""
+"""The events of a step, and how much of its communication the computation hid."""
 
 from undertow.trace.event import Event, Trace
 from undertow.trace.overlap import Overlap, limit_us, overlap_of, union_us

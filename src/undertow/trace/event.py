@@ -1,4 +1,4 @@
-"""What happened in one step, measured or simulated."""
+"""The events of one step, measured or simulated."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A half-open interval on a lane; times in microseconds since the step began, where gathers may be under way already."""
+    """A half-open interval on a lane; times in microseconds since the step began. Gathers may have started before that."""
 
     lane: str  # "compute", or "comm." and the name of a mesh axis
     kind: str  # an op's kind, or "forward", "backward", "wait", "optimizer"
     start_us: float
     stop_us: float
     bucket: int | None = None
-    num_bytes: int = 0  # what a collective was handed; 0 if a communication hook sent it
+    num_bytes: int = 0  # payload of a collective; 0 if a communication hook sent it
 
     @property
     def duration_us(self) -> float:
@@ -36,7 +36,7 @@ class Trace:
 
     @property
     def duration_us(self) -> float:
-        """From the first event of the compute lane to the end of the last one."""
+        """Microseconds from the first event of the compute lane to the end of the last one."""
         events = self.on_lane(COMPUTE)
         return max(event.stop_us for event in events) - min(event.start_us for event in events) if events else 0.0
 

@@ -1,4 +1,4 @@
-"""How much of the communication lay beneath the computation, and how early it could have ended."""
+"""Computes hidden and exposed communication, and lower bounds of its end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from undertow.trace.record import StepRecord
 class Overlap:
     """Communication of one step in microseconds."""
 
-    total_us: float  # the link was in use
-    exposed_us: float  # the compute lane waited for it
+    total_us: float  # time in which the link was in use
+    exposed_us: float  # time in which the compute lane waited for it
 
     @property
     def hidden_us(self) -> float:
@@ -22,12 +22,12 @@ class Overlap:
 
     @property
     def fraction(self) -> float | None:
-        """Hidden share of the total, 0 to 1; None where nothing was communicated."""
+        """Hidden share of the total, 0 to 1; None if nothing was communicated."""
         return self.hidden_us / self.total_us if self.total_us > 0 else None
 
 
 def union_us(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of half-open intervals: what lies under two of them counts once."""
+    """Returns the length of the union of half-open intervals: overlaps count once."""
     total, covered_until = 0.0, float("-inf")
     for start, stop in sorted(intervals):
         total += max(0.0, stop - max(start, covered_until))
@@ -36,7 +36,7 @@ def union_us(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def overlap_of(trace: Trace) -> Overlap:
-    """Accounts for a trace: `total` is the union of the communication lanes, `exposed` the waits of the compute lane."""
+    """Computes the overlap: `total` is the union of the communication lanes, `exposed` the waits of the compute lane."""
     return Overlap(
         total_us=union_us((event.start_us, event.stop_us) for event in trace.communication),
         exposed_us=sum(event.duration_us for event in trace.on_lane(COMPUTE) if event.kind == "wait"),
@@ -44,9 +44,9 @@ def overlap_of(trace: Trace) -> Overlap:
 
 
 def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
-    """The earliest end of communication for these buckets, in the order they leave.
+    """Returns the earliest end of communication for these buckets, given in launch order; microseconds.
 
-    The largest, over all buckets, of ready time + wire time of this bucket and all that follow.
+    It is the maximum, over all buckets, of ready time + wire time of this bucket and all later ones.
     """
     remaining, limit = 0.0, 0.0
     for ready, wire in zip(reversed(ready_us), reversed(wire_us), strict=True):
@@ -56,11 +56,12 @@ def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
 
 
 def step_limit_us(record: StepRecord) -> float:
-    """The shortest period of steps with these buckets, where gathers may lie under backward as well as under the next forward.
+    """Returns the shortest period of steps with these buckets if gathers may run under backward as well as under the next
+    forward.
 
-    The largest of what the step computes, of what the link carries, and over all buckets of ready time + wire time, both
-    ways, of this bucket and all that follow - the time at which the forward reads the last of those. Ready times and reads
-    are counted without waits for parameters. 0 where no parameters are gathered.
+    It is the maximum of the step's computation, the link's total wire time, and over all buckets: ready time + wire time, for
+    reduction and gather, of this bucket and all later ones - the time at which the forward reads the last of those. Ready times
+    and reads are counted without waits for parameters. Returns 0 if no parameters are gathered.
     """
     if not record.gathers:
         return 0.0

@@ -1,4 +1,4 @@
-"""The times of one step as they were measured, and the trace they make."""
+"""The measured times of one step, and the trace built from them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class BucketRecord:
     """One bucket in one step; times in microseconds since the step began."""
 
     bucket: int
-    num_bytes: int  # handed to the collective; 0 if a communication hook sent them
-    kind: str = "all_reduce"  # of the op
-    ready_us: float  # its last gradient was there
+    num_bytes: int  # passed to the collective; 0 if a communication hook sent them
+    kind: str = "all_reduce"  # kind of the op
+    ready_us: float  # its last gradient was ready
     launched_us: float
     done_us: float
-    waited: Interval  # of the compute lane, for this bucket
+    waited: Interval  # interval in which the compute lane waited for this bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +31,23 @@ class StepRecord:
     rank: int
     step_us: float
     forwards: tuple[Interval, ...]
-    backwards: tuple[Interval, ...]  # from the end of the forward until the last bucket has left
-    buckets: tuple[BucketRecord, ...]  # in the order in which they left
-    busy_ms: tuple[float, ...]  # by rank: from the end of the previous round until the last bucket left
-    gathers: tuple[BucketRecord, ...] = ()  # of parameters, since the optimizer stepped: they begin before this step
-    idle_us: float = 0.0  # between the end of the round before, where all ranks meet, and the begin of this step
-    arrivals: Mapping[int, float] = field(default_factory=dict)  # of gradients, by parameter; of some steps only
+    backwards: tuple[Interval, ...]  # from the end of the forward until the last bucket was launched
+    buckets: tuple[BucketRecord, ...]  # in launch order
+    busy_ms: tuple[float, ...]  # by rank: from the end of the previous synchronization until the last bucket was launched
+    gathers: tuple[BucketRecord, ...] = ()  # of parameters, since the optimizer's step: they begin before this step
+    idle_us: float = 0.0  # between the end of the previous synchronization, at which all ranks meet, and the start of this step
+    arrivals: Mapping[int, float] = field(default_factory=dict)  # of gradients, by parameter; only in some steps
 
     def wire_intervals(self) -> tuple[Interval, ...]:
-        """When the link worked on each bucket: it starts one after the other, so that queueing is not counted."""
+        """Returns when the link worked on each bucket: one starts after the other, so that queueing is not counted."""
         return _wire_intervals(self.buckets)
 
     def gather_intervals(self) -> tuple[Interval, ...]:
-        """When the link worked on each gather, likewise; before 0 while the optimizer's step was not over."""
+        """Returns when the link worked on each gather, in the same way; below 0 while the optimizer's step was running."""
         return _wire_intervals(self.gathers)
 
     def trace(self) -> Trace:
-        """The step as events; between the end of the waits and the end of the step lies the optimizer."""
+        """Returns the step as events; the optimizer runs from the end of the waits to the end of the step."""
         events = [_compute("forward", interval) for interval in self.forwards]
         events += [_compute("backward", interval) for interval in self.backwards]
         sent = (*self.gathers, *self.buckets)

@@ -1,4 +1,4 @@
-"""What collectives cost, from the times of many that shared the link."""
+"""Derives the cost of single collectives from the times of many that shared the link."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_LEAST_US = 1e-3  # of a sample: nothing takes no time, whatever the clock says
-# An error in a time comes out at most so many times larger in what a collective costs, 1 / this.
+_LEAST_US = 1e-3  # of a sample: no transfer takes zero time, whatever the clock says
+# An error in a time changes the cost of a collective by at most 1 / this factor.
 _LEAST_APART = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One collective of a step; times on any clock, the same one for a step."""
+    """One collective of a step; times on any clock, the same one for all transfers of a step."""
 
     num_bytes: int
-    start_us: float  # the last rank had launched it
+    start_us: float  # when the last rank launched it
     stop_us: float
 
 
 def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, float], ...]:
-    """A pair (bytes, microseconds of the link) for each collective of these steps.
+    """Returns a pair (bytes, microseconds of the link) for each collective of these steps.
 
-    A backend may carry several at a time, a small one between the parts of a large one: then each takes longer than it
-    would alone. So what counts is how long the link was busy without a pause. That time is divided among the collectives in
-    it as latency + bytes / bandwidth would have it, with the two that explain all such times best.
+    A backend may carry several at a time, a small one between the parts of a large one; then each takes longer than it would
+    alone. So the samples come from the intervals in which the link was busy without a pause. Each interval is divided among its
+    collectives in proportion to latency + bytes / bandwidth, with the latency and bandwidth that explain all intervals best.
 
-    Where every such time has about the same in it, the two cannot be told apart from it: then its beginnings, until each of
-    its collectives was through, count as well. They are less sure, for others may be under way.
+    If all intervals contain about the same mix, they cannot separate latency from bandwidth. Then the time from the start of an
+    interval to the end of each of its collectives counts as well. These times are less certain, because other collectives may be
+    running.
     """
     spells = [spell for step in steps for spell in _spells(step)]
     if not spells:
@@ -41,10 +42,10 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Spell:
-    """A time in which the link was busy without a pause, and what it carried."""
+    """An interval in which the link was busy without a pause, and the collectives in it."""
 
-    sizes: tuple[int, ...]  # in the order in which they were through
-    through_us: tuple[float, ...]  # since the link became busy
+    sizes: tuple[int, ...]  # in the order in which they ended
+    through_us: tuple[float, ...]  # when each ended, since the link became busy
 
     @property
     def duration_us(self) -> float:
@@ -73,7 +74,7 @@ def _spell(together: Sequence[Transfer]) -> _Spell:
 
 
 def _fit(spells: Sequence[_Spell]) -> tuple[float, float]:
-    """Latency and microseconds per byte, neither below zero: least squares, and once more without the worst tenth."""
+    """Returns latency and microseconds per byte, neither below zero: least squares, repeated without the worst tenth."""
     counts = np.array([[len(spell.sizes), sum(spell.sizes)] for spell in spells], dtype=np.float64)
     times = np.array([spell.duration_us for spell in spells])
     rows, wanted = _relative(counts, times)
@@ -81,23 +82,23 @@ def _fit(spells: Sequence[_Spell]) -> tuple[float, float]:
         every = [np.cumsum([[1, size] for size in spell.sizes], axis=0, dtype=np.float64) for spell in spells]
         rows, wanted = _relative(np.concatenate(every), np.concatenate([spell.through_us for spell in spells]))
     errors = np.abs(rows @ _least_squares(rows, wanted) - wanted)
-    # Of less than ten all: one left out may be the only one that tells bytes from latency.
+    # Fewer than ten are all kept: a dropped one may be the only one that separates bytes from latency.
     is_usual = errors <= np.sort(errors)[len(errors) - 1 - len(errors) // 10]
     latency_us, us_per_byte = _least_squares(rows[is_usual], wanted[is_usual])
     return float(latency_us), float(us_per_byte)
 
 
 def _relative(counts: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Equations of which each counts as much as another: a short time as much as a long one."""
+    """Scales the equations so that a short time counts as much as a long one."""
     scales = np.maximum(times, 1.0)
     return counts / scales[:, None], times / scales
 
 
 def _are_apart(rows: NDArray[np.float64]) -> bool:
-    """Whether numbers of collectives and of bytes differ enough from row to row to tell what each of the two costs."""
+    """Returns True if the numbers of collectives and of bytes vary enough between rows to separate their costs."""
     lengths = np.linalg.norm(rows, axis=0)
     if not lengths.all():
-        return True  # without any bytes there is nothing to tell apart
+        return True  # without any bytes there is nothing to separate
     singular = np.linalg.svd(rows / lengths, compute_uv=False)
     return len(singular) == 2 and bool(singular[1] >= _LEAST_APART * singular[0])
 
@@ -114,7 +115,7 @@ def _least_squares(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> ND
 
 def _divided(spell: _Spell, latency_us: float, us_per_byte: float) -> list[tuple[float, float]]:
     shares = [latency_us + us_per_byte * size for size in spell.sizes]
-    if sum(shares) == 0:  # nothing is known of the two: by the bytes
+    if sum(shares) == 0:  # nothing is known of either: divide by bytes
         shares = [size + 1.0 for size in map(float, spell.sizes)]
     us_per_share = spell.duration_us / sum(shares)
     return [(float(size), max(_LEAST_US, us_per_share * share)) for size, share in zip(spell.sizes, shares, strict=True)]

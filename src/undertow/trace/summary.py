@@ -1,4 +1,4 @@
-"""Where the time of the recorded steps went: medians over steps."""
+"""Summarizes where the time of the recorded steps went: medians over steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from undertow.plan import Plan
 from undertow.trace.overlap import limit_us, overlap_of, step_limit_us, union_us
 from undertow.trace.record import BucketRecord, Interval, StepRecord
 
-_MS = 1e-3  # of a microsecond
+_MS = 1e-3  # milliseconds in a microsecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,46 +21,48 @@ class BucketReport:
 
     index: int
     params: tuple[str, ...]
-    num_bytes: int  # of its gradients
-    sent_bytes: int  # that collectives were handed, with the trailer; 0 if a communication hook sent them
+    num_bytes: int  # bytes of its gradients
+    sent_bytes: int  # bytes passed to collectives, with the trailer; 0 if a communication hook sent them
     ready_ms: float
     launched_ms: float
     done_ms: float
-    wire_ms: float  # the link worked on it
-    waited_ms: float  # the step waited for it
+    wire_ms: float  # time in which the link worked on it
+    waited_ms: float  # time in which the step waited for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherReport:
-    """The parameters of one bucket on their way under the forward, in milliseconds since the step began; medians."""
+    """The all-gather of one bucket's parameters under the forward, in milliseconds since the step began; medians."""
 
     bucket: int
     num_bytes: int
-    launched_ms: float  # below 0: after the optimizer's step before
+    launched_ms: float  # below 0: after the previous step of the optimizer
     done_ms: float
-    wire_ms: float  # the link worked on it
-    waited_ms: float  # the forward waited for it
+    wire_ms: float  # time in which the link worked on it
+    waited_ms: float  # time in which the forward waited for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Where the time of a step went, on this rank; medians over the recorded steps, in milliseconds.
 
-    Communication is the reduction of gradients and, under a sharded optimizer, gathers of the parameters that the optimizer
-    has updated in the step before: `communication_ms`, `exposed_ms` and `overlap` are of both, `gather_ms` and
-    `gather_exposed_ms` of the gathers alone.
+    Communication is the reduction of gradients and, with a sharded optimizer, the gathers of the parameters that it updated in
+    the previous step. `communication_ms`, `exposed_ms` and `overlap` cover both; `gather_ms` and `gather_exposed_ms` cover the
+    gathers alone.
 
-    `communication_ms` is the time in which the link was in use, `exposed_ms` what the compute lane waited for it,
-    `hidden_ms` the rest, `overlap` the hidden share (None: no communication). Of the exposed time `late_rank_ms` was
-    spent waiting for a rank that was slower than this one, `wire_ms` for the network. `limit_ms` is the earliest time
-    at which the gradients of these buckets, ready when they were, could have been through the link; gathers are not in it:
-    `step_limit_ms` is the shortest step with these buckets where gathers may lie anywhere behind their own bucket's
-    reduction (0 where there are none).
+    - `communication_ms` is the time in which the link was in use, `exposed_ms` the time in which the compute lane waited for it,
+      `hidden_ms` the rest, and `overlap` the hidden share (None: no communication).
+    - `late_rank_ms` is the part of the exposed time spent waiting for a rank that was slower than this one; `wire_ms` is the part
+      spent waiting for the network.
+    - `limit_ms` is a lower bound: the earliest time at which the gradients of these buckets, with their ready times, could have
+      been reduced. It does not include gathers.
+    - `step_limit_ms` is the shortest step with these buckets if gathers may run at any time after the reduction of their own
+      bucket (0 if there are no gathers).
     """
 
     num_steps: int
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
-    is_one_graph: bool  # the model is compiled as a whole, and its gradients come all at once
+    is_one_graph: bool  # the model is compiled as a whole, and its gradients become ready all at once
     rank: int
     step_ms: float
     forward_ms: float
@@ -73,17 +75,17 @@ class StepReport:
     overlap: float | None
     gather_ms: float
     gather_exposed_ms: float
-    synchronized_ms: float  # from the start of the step until the last bucket of gradients was through
+    synchronized_ms: float  # from the start of the step until the last bucket of gradients was reduced
     limit_ms: float
     step_limit_ms: float
     slowest_rank: int | None
     busy_ms: tuple[float, ...]  # by rank
     buckets: tuple[BucketReport, ...]
-    gathers: tuple[GatherReport, ...]  # in the order in which they left; none where the optimizer is not sharded
+    gathers: tuple[GatherReport, ...]  # in launch order; empty if the optimizer is not sharded
 
     @property
     def worst_bucket(self) -> BucketReport | None:
-        """The bucket for which the step waited longest, for its gradients and its parameters; None where it waited for none."""
+        """The bucket for which the step waited longest, for gradients and parameters together; None if it waited for none."""
         waited_ms = {bucket.index: bucket.waited_ms for bucket in self.buckets}
         for gather in self.gathers:
             waited_ms[gather.bucket] += gather.waited_ms
@@ -92,16 +94,16 @@ class StepReport:
 
     @property
     def sent_bytes(self) -> int:
-        """What collectives of gradients were handed in a step; 0 if a communication hook sent them."""
+        """Bytes passed to collectives of gradients in a step; 0 if a communication hook sent them."""
         return sum(bucket.sent_bytes for bucket in self.buckets)
 
     @property
     def gather_overlap(self) -> float | None:
-        """Hidden share of the gathers, 0 to 1; None where there are none."""
+        """Hidden share of the gathers, 0 to 1; None if there are none."""
         return max(0.0, 1 - self.gather_exposed_ms / self.gather_ms) if self.gather_ms > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
+        """Returns the report as plain values, ready for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -116,10 +118,10 @@ class StepReport:
 def summarize(
     records: Sequence[StepRecord], plan: Plan, *, rank: int, num_skipped: int = 0, is_one_graph: bool = False
 ) -> StepReport:
-    """Medians over `records`, all of which were made under `plan`."""
+    """Returns medians over `records`, all of which were made under `plan`."""
     splits = [_split(record) for record in records]
     times = {field.name: _median(splits, field.name) for field in dataclasses.fields(_Split)}
-    # What is a part of another time follows from the medians, so that the lines of the report add up.
+    # Times that are parts of others are computed from the medians, so that the lines of the report add up.
     communication_ms, exposed_ms = times["communication_ms"], times["exposed_ms"]
     busy = tuple(median(times) for times in zip(*(record.busy_ms for record in records), strict=True))
     return StepReport(
@@ -140,7 +142,7 @@ def summarize(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Split:
-    """The report's times of one step."""
+    """The times of one step for the report."""
 
     step_ms: float
     forward_ms: float
