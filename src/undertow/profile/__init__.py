@@ -1,4 +1,4 @@
-"""What was measured of one model in one run, and the files that keep it."""
+"""Measurements of one model in one run, and the files that store them."""
 
 from undertow.profile.profile import Profile
 from undertow.profile.reader import profile_from_file, profile_from_json

@@ -1,4 +1,4 @@
-"""Numbers of profiles, checked where a profile is made and where one is read; errors name the field."""
+"""Checks numbers when a profile is created or read; errors name the field."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from undertow.errors import ConfigError
 from undertow.plan.layout import MOST
 
-_ROUNDING_US = 1.0  # by so much two times of one step may disagree, each rounded by itself
+_ROUNDING_US = 1.0  # two times of one step may disagree by this much, because each is rounded separately
 
 
 def checked_us(value: Any, field: str) -> float:
-    """A time in microseconds."""
+    """Returns `value` as a time in microseconds; raises ConfigError unless it is finite and not negative."""
     try:
         is_time = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= float(value) < math.inf
     except OverflowError:  # an integer beyond all floats
@@ -27,7 +27,7 @@ def checked_us(value: Any, field: str) -> float:
 
 
 def checked_ready_us(value: Any, field: str, *, backward_us: float) -> float:
-    """When a gradient is there: in microseconds since backward began, and not behind its end."""
+    """Returns a gradient's ready time in microseconds since backward began; raises ConfigError if it is after backward ends."""
     ready_us = checked_us(value, field)
     if ready_us > backward_us + _ROUNDING_US:
         raise ConfigError(
@@ -39,7 +39,7 @@ def checked_ready_us(value: Any, field: str, *, backward_us: float) -> float:
 
 
 def checked_integer(value: Any, field: str, *, lowest: int) -> int:
-    """A whole number that is not less than `lowest`, and fits into 64 bits."""
+    """Returns a whole number; raises ConfigError if it is less than `lowest` or does not fit into 64 bits."""
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise ConfigError(
             f"{field} must be a whole number, {lowest} or more, got {brief(value)}.",
@@ -51,5 +51,5 @@ def checked_integer(value: Any, field: str, *, lowest: int) -> int:
 
 
 def too_large(field: str, value: int) -> ConfigError:
-    """The error of a number beyond `MOST`."""
+    """Returns the error for a number above `MOST`."""
     return ConfigError(f"{field} is too large: {brief(value)}.", remedy=f"At most {MOST} can be counted.")

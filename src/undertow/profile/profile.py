@@ -1,4 +1,4 @@
-"""What was measured of one model in one run: all that planning and simulating need."""
+"""Measurements of one model in one run: all that planning and simulating need."""
 
 from __future__ import annotations
 
@@ -14,28 +14,34 @@ from undertow.plan import GroupEntry, ParamSpec, Piece, StepTiming, plan_from_gr
 from undertow.profile.checks import checked_integer, checked_ready_us, checked_us
 from undertow.schedule import strategy_named
 
-FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the version of what follows
+FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the version of the format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One step of a model, without its communication, and what communication took where it ran; microseconds.
+    """One step of a model without its communication, and the cost of communication in the run that measured it; microseconds.
 
-    A step is forward, backward, and the update with all else until the next forward. Gradients become ready at `ready_us`
-    since backward began, each at the latest of all ranks; one that never came leaves with the last, when backward ends.
+    A step is forward, backward, and the update with everything else until the next forward. Gradients become ready at `ready_us`
+    since backward began, the latest time of all ranks. A gradient that never arrives is sent with the last bucket, when backward
+    ends. Raises ConfigError for values that do not fit together.
+
+    ```python
+    profile = profile_from_file("profile.json")
+    optimum = optimal_groups(profile.params, profile.order, profile.timing, profile.costs(), num_ranks=profile.num_ranks)
+    ```
     """
 
-    params: tuple[ParamSpec, ...]  # in the order of registration
+    params: tuple[ParamSpec, ...]  # in order of registration
     ready_us: tuple[float, ...]  # by parameter
     forward_us: float
     backward_us: float
     update_us: float = 0.0
     name: str = ""
-    num_ranks: int = 1  # of the run in which it was measured
+    num_ranks: int = 1  # of the run that measured it
     curves: Mapping[str, CostCurve] = field(default_factory=dict)  # by kind of collective
     strategy: str = "ddp"
     groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # the buckets under which it was measured
-    step_us: float | None = None  # what the step took there
+    step_us: float | None = None  # measured time of the whole step
 
     def __post_init__(self) -> None:
         self._check_times()
@@ -83,10 +89,10 @@ class Profile:
 
     @property
     def used_us(self) -> tuple[float, ...]:
-        """When forward first uses each parameter, in microseconds since forward began: an estimate.
+        """Estimated time at which forward first uses each parameter, in microseconds since forward began.
 
-        Forward is taken to run through the layers in the opposite order of backward, and as long in each as in proportion
-        backward does; so what is ready last is used first.
+        The estimate assumes that forward runs through the layers in the reverse order of backward, with the same shares of time:
+        the parameter that is ready last is used first.
         """
         if self.backward_us == 0:
             return (0.0,) * len(self.params)
@@ -95,12 +101,12 @@ class Profile:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Indices of the parameters in the order in which they become ready; of equal times the later registered first."""
+        """Indices of the parameters in the order in which they become ready; ties in reverse order of registration."""
         return tuple(sorted(range(len(self.params)), key=lambda param: (self.ready_us[param], -param)))
 
     @property
     def timing(self) -> StepTiming:
-        """The times of a step as the planner wants them, since forward began."""
+        """Times of a step for the planner, since forward began."""
         return StepTiming(
             ready_us=[self.forward_us + min(ready_us, self.backward_us) for ready_us in self.ready_us],
             backward_end_us=self.forward_us + self.backward_us,
@@ -108,20 +114,20 @@ class Profile:
         )
 
     def costs(self) -> MeasuredCosts:
-        """What communication took where the profile was measured."""
+        """Returns the measured costs of communication."""
         return MeasuredCosts(self.curves)
 
     def to_json(self) -> str:
-        """The file format of docs/profiles.md, a line for each parameter; `profile_from_json` reads it."""
+        """Returns the file format of docs/profiles.md, with one line per parameter; `profile_from_json` reads it."""
         return _object_text(_entries(self))
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_json()`; `profile_from_file` reads it."""
+        """Writes `to_json()` to `path`; `profile_from_file` reads it."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
 def _entries(profile: Profile) -> dict[str, str]:
-    """The fields of the file, each as the text that stands there; what is not known is left out."""
+    """Returns the fields of the file, each as JSON text; unknown values are left out."""
     plain = {
         FORMAT_FIELD: FORMAT,
         "name": profile.name,
@@ -163,5 +169,5 @@ def _list_text(values: Iterable[Any]) -> str:
 
 
 def _number(value: float) -> float:
-    """The same number, whole where it is: sizes and round times read better so."""
+    """Returns a whole number as an integer: sizes and round times are easier to read."""
     return int(value) if float(value).is_integer() and value < 2**53 else value

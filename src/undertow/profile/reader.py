@@ -1,4 +1,4 @@
-"""Profiles from files: such that `Profile.save` has written, or written by hand; every error names the field or the line."""
+"""Reads profiles that `Profile.save` wrote or that are written by hand; every error names the field or the line."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "bu
 _TABLE_FIELDS = ("name", "shape", "bytes", "dtype", "device", "sparse")
 PARAM_FIELDS = ("name", "ready_us", *_TABLE_FIELDS[1:])
 _REMEDY = "docs/profiles.md has the format and an example."
-_GIVEN_TWICE = object()  # in place of the value of a field that an object has more than once
+_GIVEN_TWICE = object()  # replaces the value of a field that an object has more than once
 
 
 def profile_from_file(path: str | Path) -> Profile:
-    """The profile in the JSON file at `path`; ConfigError, naming the file and the field or line, if there is none."""
+    """Reads the profile in the JSON file at `path`; raises ConfigError, naming the file and the field or line, if it is not
+    valid.
+    """
     return profile_from_json(_text_of(path), str(path))
 
 
 def profile_from_json(text: str, where: str) -> Profile:
-    """The profile that `text` holds; ConfigError, naming `where` it comes from and the field or line, if it holds none."""
+    """Parses a profile from `text`; raises ConfigError, naming its origin `where` and the field or line, if it is not valid."""
     data = _parsed(text, where)
     try:
         return _profile(data)
@@ -44,7 +46,7 @@ def profile_from_json(text: str, where: str) -> Profile:
 
 
 def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]:
-    """The profile in the JSON file at `path`, the saved plan, or the parameters of a table; ConfigError for anything else."""
+    """Reads a profile, a saved plan or a table of parameters from a JSON file; raises ConfigError for other files."""
     text = _text_of(path)
     data = _parsed(text, str(path))
     try:

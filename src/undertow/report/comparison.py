@@ -1,4 +1,4 @@
-"""Ways to group gradients, side by side: what a step of each takes, as tables in the terminal."""
+"""Compares ways to group gradients: the step time of each, as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Outcome:
     num_buckets: int
     trace: Trace
     step_us: float
-    compute_us: float  # of a step that does not communicate
-    limit_us: float  # no grouping has a shorter step
-    late_rank_us: float = 0.0  # of what the step waits, for slower ranks and not for the network
+    compute_us: float  # of a step without communication
+    limit_us: float  # lower bound of the step time for every grouping
+    late_rank_us: float = 0.0  # the part of the waiting caused by slower ranks instead of the network
 
     @property
     def exposed_us(self) -> float:
@@ -32,26 +32,26 @@ class Outcome:
 
     @property
     def overlap(self) -> float | None:
-        """Hidden share of the communication; None where there is none."""
+        """Hidden share of the communication; None if there is none."""
         return overlap_of(self.trace).fraction
 
     @property
     def efficiency(self) -> float:
-        """Of scaling: the share of the step that a step without communication takes."""
+        """Scaling efficiency: the time of a step without communication, as a share of this step's."""
         return self.compute_us / self.step_us if self.step_us > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Outcomes by value of what is varied; every value has the same methods in the same order."""
+    """Outcomes by value of the varied quantity; every value has the same methods in the same order."""
 
-    axis: str  # what is varied
+    axis: str  # the varied quantity
     unit: str
-    points: Mapping[str, Sequence[Outcome]]  # by value, written out
+    points: Mapping[str, Sequence[Outcome]]  # by value, as text
 
 
 def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
-    """A line per method."""
+    """Prints one line per method."""
     table = Table()
     has_late_ranks = any(outcome.late_rank_us > 0 for outcome in outcomes)
     late = ("of it a late rank",) if has_late_ranks else ()
@@ -75,7 +75,7 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
-    """A block per value, in it a line per method; fits into 80 columns."""
+    """Prints one block per value with one line per method; fits into 80 columns."""
     table = Table(title=f"By {sweep.axis}", title_justify="left")
     table.add_column(sweep.unit, justify="right")
     table.add_column("gradients sent")

@@ -1,4 +1,4 @@
-"""A sweep as a picture: the time of a step and the scaling efficiency of every method."""
+"""Draws a sweep: the step time and the scaling efficiency of every method."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 __all__ = ["save_curves"]
 
-# By the place of a method; the last is the one of interest, and stands out.
+# By position of the method; the last method is the one of interest and stands out.
 _STYLES = (("#a5a5a5", "s"), ("#2f75b5", "o"), ("#7fb069", "^"))
 _LAST_COLOR = "#e4572e"
 _INK, _FAINT_INK = "#333333", "#777777"
-_LOG_RATIO = 5  # from which a scale of times is logarithmic
+_LOG_RATIO = 5  # ratio from which a scale of times is logarithmic
 
 
 def save_curves(sweep: Sweep, path: str | Path) -> None:
-    """Writes a PNG with two panels over what is varied: milliseconds per step, and efficiency. ConfigError without matplotlib."""
+    """Writes a PNG with two panels over the varied quantity: ms per step, and efficiency. Needs matplotlib (ConfigError)."""
     require_matplotlib()
-    # Not pyplot: it would keep the figure in a list of its own and look for a display.
+    # Not pyplot: it would keep the figure in its own list and look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -57,7 +57,7 @@ def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> Non
     for outcomes, (color, marker) in zip(others, _STYLES, strict=False):
         heights = [*map(value_of, outcomes)]
         axes.plot(values, heights, label=drawn(outcomes[0].method), color=color, marker=marker, linewidth=1.5, markersize=4.5)
-    # What lies upon another line shows both.
+    # Dashed, so that a line underneath stays visible.
     axes.plot(
         values,
         [*map(value_of, last)],
@@ -80,7 +80,7 @@ def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> Non
 
 
 def _dress_times(axes: Axes, sweep: Sweep) -> None:
-    """Beside the curves, the step that does not communicate; a scale on which all curves can be read."""
+    """Adds the step without communication, and a scale on which all curves are readable."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     outcomes = [outcome for point in sweep.points.values() for outcome in point]
@@ -95,7 +95,7 @@ def _dress_times(axes: Axes, sweep: Sweep) -> None:
 
 
 def _takeaway(sweep: Sweep) -> str:
-    """How the last method does at both ends, and where it gains most."""
+    """Summarizes the last method: its efficiency at both ends, and its largest gain."""
     lasts = [point[-1] for point in sweep.points.values()]
     gain, other, value = max(
         (outcome.step_us / point[-1].step_us, outcome.method, value) for value, point in sweep.points.items() for outcome in point

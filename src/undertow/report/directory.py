@@ -1,4 +1,4 @@
-"""The directory that pictures are written to."""
+"""The directory to which pictures are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["checked_writing", "make_directory"]
 
 
 def make_directory(path: Path, *, where: str) -> None:
-    """Makes it where it is missing; ConfigError if nothing can be written there."""
+    """Creates the directory if it is missing; raises ConfigError if nothing can be written there."""
     with checked_writing(path, where=where):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -22,7 +22,7 @@ def make_directory(path: Path, *, where: str) -> None:
 
 @contextmanager
 def checked_writing(path: Path, *, where: str) -> Iterator[None]:
-    """ConfigError, naming `path` and the reason, in place of an OSError."""
+    """Raises ConfigError, naming `path` and the reason, instead of an OSError."""
     try:
         yield
     except OSError as error:

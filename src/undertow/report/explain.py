@@ -1,4 +1,4 @@
-"""The reasons for a plan, in the terminal."""
+"""Prints the reasons for a plan in the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["print_explanation"]
 
 
 def print_explanation(explanation: Explanation, console: Console | None = None) -> None:
-    """Prints the plan, what it takes and could take, what others would do, and what was decided when."""
+    """Prints the plan, its times and their lower bound, the effect of other plans, and the decisions so far."""
     console = Console() if console is None else console
     for line in _lines(explanation):
         print_line(console, line)

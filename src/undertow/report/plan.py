@@ -1,4 +1,4 @@
-"""A plan as a table in the terminal, and the schedule made of it as text."""
+"""Prints a plan as a table in the terminal, and its schedule as text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["print_plan"]
 def print_plan(
     plan: Plan, strategy: Strategy, schedule: Schedule, console: Console | None = None, *, num_nodes: int | None = None
 ) -> None:
-    """Prints sums, then a line per bucket, then a line per op of `schedule`.
+    """Prints totals, then one line per bucket, then one line per op of `schedule`.
 
-    `num_nodes`: of a strategy over two axes, whose shards are of one node; without it nothing is said of them.
+    `num_nodes` is for a strategy over two axes, whose shards lie within one node; without it sizes of shards are left out.
     """
     console = Console() if console is None else console
     megabytes = sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
@@ -26,7 +26,7 @@ def print_plan(
     console.print(f"{strategy.name}, ranks: {plan.num_ranks}, {sizes}", highlight=False)
     console.print(_bucket_table(plan, strategy, num_nodes=num_nodes))
     console.print()
-    # As it is, so that what is copied from here parses.
+    # Unformatted, so that a copy of this text parses.
     console.print(schedule.to_text(), end="", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -53,6 +53,6 @@ def _cells(bucket: Bucket, plan: Plan) -> tuple[str | Text, ...]:
 
 
 def _names(bucket: Bucket, plan: Plan) -> str:
-    """The first and the last in the order in which they are packed."""
+    """Returns the first and the last name in packing order."""
     names = [plan.params[param].name for param in bucket.params]
     return " ... ".join(dict.fromkeys((*names[:1], *names[-1:])))

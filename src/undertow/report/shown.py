@@ -1,4 +1,4 @@
-"""Names and texts from outside, as rich and matplotlib are to show them: neither markup, nor emoji, nor formulas."""
+"""Prepares external names and texts for rich and matplotlib: no markup, no emoji, no formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["cell", "drawn", "print_line"]
 
 
 def cell(text: str) -> Text:
-    """The text, for a cell of a table."""
+    """Returns the text for a cell of a table."""
     return Text(printable(text))
 
 
@@ -21,5 +21,5 @@ def print_line(console: Console, text: str, style: str = "") -> None:
 
 
 def drawn(text: str) -> str:
-    """The text, for a picture: matplotlib would read what is between two dollar signs as a formula."""
+    """Returns the text for a picture: matplotlib would read text between two dollar signs as a formula."""
     return printable(text).replace("$", r"\$")

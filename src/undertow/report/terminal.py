@@ -1,4 +1,4 @@
-"""A report as tables in the terminal."""
+"""Prints a report as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUM_NAMES = 3
 
 
 def print_report(report: StepReport, console: Console | None = None) -> None:
-    """Prints where the time of a step went, then a line per bucket, and one per gather under a sharded optimizer."""
+    """Prints where the time of a step went, one line per bucket, and one per gather under a sharded optimizer."""
     console = Console() if console is None else console
     if report.num_steps == 0:
         console.print("Undertow: no step recorded yet; run a training step, and leave record on.")
@@ -82,7 +82,8 @@ def _gather_rows(report: StepReport) -> list[tuple[str, float, str]]:
 def _bucket_table(report: StepReport) -> Table:
     of_gradients = " of gradients" if report.gathers else ""
     table = Table(title=f"Buckets{of_gradients}, ms since the step began", title_justify="left")
-    # With gradients as they are a bucket's trailer comes on top of them, which says nothing; a hook's bytes are not known.
+    # Without compression the trailer makes sent bytes exceed the gradients, which is not of interest; a hook's bytes are not
+    # known.
     is_compressed = any(0 < bucket.sent_bytes < bucket.num_bytes for bucket in report.buckets)
     for name in ("bucket", "MB", *(["sent"] if is_compressed else []), "ready", "launched", "done", "wire", "waited"):
         table.add_column(name, justify="right")

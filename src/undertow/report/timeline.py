@@ -1,4 +1,4 @@
-"""Steps as a picture: what computes, what the network carries, and where the one waits for the other."""
+"""Draws steps as a picture: computation, network traffic, and waits of one for the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["require_matplotlib", "save_timeline"]
 
-# Calm for work, loud for waiting. Light enough that the bucket numbers can be read on them.
+# Calm colors for work, a loud one for waiting. Light enough that bucket numbers are readable on them.
 _COLORS = {
     "forward": "#9dc3e6",
     "backward": "#2f75b5",
@@ -39,12 +39,12 @@ _FAINT_INK = "#777777"
 _COMPUTE_HEIGHT = 0.40
 _NETWORK_HEIGHT = 0.26
 _INCHES_PER_WAY = 0.82
-_WORTH_A_DIGIT = 1.2  # a gain below it would be 1.0 or 1.1
-_VISIBLE = 5e-4  # of the axis: what is narrower would show as its white edges only
+_WORTH_A_DIGIT = 1.2  # a gain below this would be shown as 1.0 or 1.1
+_VISIBLE = 5e-4  # share of the axis; a narrower bar would only show its white edges
 
 
 def require_matplotlib() -> None:
-    """ConfigError, naming what to install, where pictures cannot be made."""
+    """Raises ConfigError, naming the package to install, if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "pictures need matplotlib, which is not installed.",
@@ -54,15 +54,15 @@ def require_matplotlib() -> None:
 
 
 def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
-    """Writes a PNG with two rows per named trace, computation above network, on one axis of milliseconds.
+    """Writes a PNG with two rows per named trace, computation above network, on one axis in milliseconds.
 
-    What began before the forward, such as gathers of parameters, is drawn to the left of 0. The trace of interest comes
-    last, what it is compared with first. Raises ConfigError without traces or matplotlib.
+    Events before the forward, such as gathers of parameters, are drawn to the left of 0. The trace of interest is the last, its
+    baseline the first. Raises ConfigError without traces or matplotlib.
     """
     if not traces:
         raise ConfigError("a timeline needs at least one trace.", where="save_timeline")
     require_matplotlib()
-    # Not pyplot: it would keep the figure in a list of its own and look for a display.
+    # Not pyplot: it would keep the figure in its own list and look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -102,9 +102,9 @@ def _draw_bar(axes: Axes, event: Event, *, top: float, height: float, color: str
 
 
 def _dress(axes: Axes, names: Sequence[str], *, start_ms: float, end_ms: float) -> None:
-    """Names, scales and lines around the bars."""
+    """Adds names, scales and lines around the bars."""
     axes.set_xlim(start_ms, end_ms + (end_ms - start_ms) * 0.085)
-    axes.set_ylim(len(names) - 0.55, -0.6)  # the first way on top
+    axes.set_ylim(len(names) - 0.55, -0.6)  # the first trace on top
     axes.set_yticks([row - 0.05 for row in range(len(names))], names, fontsize=10.5, color=_INK)
     axes.set_xlabel("milliseconds since the forward began", fontsize=9.5, color=_INK)
     axes.tick_params(axis="y", length=0)
@@ -151,7 +151,7 @@ def _takeaway(traces: Mapping[str, Trace]) -> str:
 
 
 def _name(event: Event) -> str:
-    """Of its color."""
+    """Returns the key of its color."""
     if event.lane == "compute":
         return event.kind
     return "gather" if event.kind == "all_gather" else "reduce"

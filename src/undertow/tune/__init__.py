@@ -1,4 +1,4 @@
-"""Chooses a plan from what was measured, and says when to look again."""
+"""Chooses a plan from measurements, and decides when to check again."""
 
 from undertow.tune.decision import Decided, Decision, Outcome, decision_from_array
 from undertow.tune.explain import Explanation, explanation

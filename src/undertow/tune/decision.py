@@ -1,4 +1,4 @@
-"""What the tuner decides on one rank, and how the other ranks learn of it."""
+"""The tuner's decision on one rank, and its encoding for the other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from undertow.plan import GathersBehind, GroupEntry, ParamSpec, Piece
 from undertow.plan.layout import member_of, piece_of
 
 _NUM_SINGLE = 7
-# Planners cut a parameter into pieces that are no smaller than this, or all together into fewer than so many.
+# Planners cut a parameter into pieces of at least this size, or cut all together into fewer than _MOST_SMALL_PIECES.
 _LEAST_PIECE_BYTES = 256 * 1024
 _MOST_SMALL_PIECES = 1024
 
@@ -22,29 +22,29 @@ _MOST_SMALL_PIECES = 1024
 class Outcome(IntEnum):
     KEEP = 0  # another plan would gain too little
     MOVE = 1
-    BACK = 2  # the plan before was faster
-    UNKNOWN = 3  # too little was measured
-    FROZEN = 4  # the plan may not change any more
-    OVERTAKEN = 5  # the plan has changed while this was decided
-    LEARN = 6  # buckets of other sizes, to find out what those cost
-    TOO_LARGE = 7  # all state would have to be on every rank for a moment
-    FEWER = 8  # as good by prediction, and less work for the host
+    BACK = 2  # the previous plan was faster
+    UNKNOWN = 3  # too few measurements
+    FROZEN = 4  # the plan may no longer change
+    OVERTAKEN = 5  # the plan changed while this was decided
+    LEARN = 6  # buckets of other sizes, to learn their cost
+    TOO_LARGE = 7  # every rank would have to hold all state for a moment
+    FEWER = 8  # predicted to be as fast, with less work for the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The plan from now on; times are predicted ones, in microseconds, from the begin of a step until all is reduced."""
+    """The plan from now on; times are predictions in microseconds, from the start of a step until all gradients are reduced."""
 
     outcome: Outcome
-    next_look: int  # after so many steps
-    present_us: float = 0.0  # under the plan so far
+    next_look: int  # steps until the next check
+    present_us: float = 0.0  # under the current plan
     predicted_us: float = 0.0  # under the best plan
-    limit_us: float = 0.0  # under no plan is it less
-    groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # None: the plan stays
-    gathers_behind: GathersBehind | None = None  # where buckets are stepped in backward, of that plan; None: not known
+    limit_us: float = 0.0  # lower bound of every plan
+    groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # None: keep the plan
+    gathers_behind: GathersBehind | None = None  # for that plan, if buckets are stepped in backward; None: not known
 
     def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
-        """Numbers, as many for every decision on these parameters. Exact: indices stay below 2^53."""
+        """Encodes the decision as numbers, a fixed count for these parameters. Exact: indices stay below 2^53."""
         rows = [
             (piece.param, piece.first, piece.stop, bucket)
             for bucket, group in enumerate(self.groups or ())
@@ -69,9 +69,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """A decision, and when it fell."""
+    """A decision, and the synchronization after which it was made."""
 
-    round: int  # from 0, of the rounds with these parameters
+    round: int  # number of the synchronization, from 0, among those with these parameters
     decision: Decision
 
 
@@ -80,7 +80,7 @@ def _most_rows(params: Sequence[ParamSpec]) -> int:
 
 
 def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:
-    """Inverse of `Decision.to_array`."""
+    """Decodes the numbers of `Decision.to_array`."""
     outcome, next_look, present_us, predicted_us, limit_us, num_rows, num_gathers = numbers[:_NUM_SINGLE].tolist()
     rows = numbers[_NUM_SINGLE : _NUM_SINGLE + 4 * int(num_rows)].astype(np.int64).reshape(-1, 4).tolist()
     groups: dict[int, list[GroupEntry]] = {}

@@ -1,4 +1,4 @@
-"""Buckets for steps whose buckets are stepped and gathered while backward goes on."""
+"""Plans buckets for steps in which buckets are stepped and gathered while backward runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from undertow.plan import (
 from undertow.profile import Profile
 from undertow.simulate import lane_times
 
-# Of all parameters' bytes one bucket may hold one of so many equal shares.
+# A bucket may hold one of this many equal shares of all parameters' bytes.
 _NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
-# A plan of more buckets, each of which takes the host some time, must be faster by this share of the step.
+# A plan of more buckets must be faster by this share of the step, because each bucket costs time on the host.
 _SLACK = 0.002
 
 
 def best_eager_groups(profile: Profile, order: Sequence[int], costs: Costs, *, num_ranks: int, max_bytes: float) -> Optimum:
-    """The shortest period among buckets of several sizes, and among them those that are best with a barrier.
+    """Returns the shortest period among buckets of several sizes and the best buckets for a step with a barrier.
 
     A parameter above the size is cut.
     """
@@ -37,7 +37,7 @@ def best_eager_groups(profile: Profile, order: Sequence[int], costs: Costs, *, n
         params, order, profile.timing, costs, num_ranks=num_ranks, has_shards=True, max_bucket_bytes=max_bytes
     )
     sizes = [max(1, int(min(total // num, max_bytes))) for num in _NUM_SHARES]
-    firsts = [(), (max(1, int(total // _NUM_SHARES[-1])),)]  # a small one, so that the lane has something to carry sooner
+    firsts = [(), (max(1, int(total // _NUM_SHARES[-1])),)]  # a small one, so that communication starts sooner
     caps = [SizeCaps(cap_bytes=size, first_bytes=first) for size in sizes for first in firsts]
     tried = [group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps]
     plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in dict.fromkeys([barrier.groups, *tried])]
@@ -53,11 +53,11 @@ def best_eager_groups(profile: Profile, order: Sequence[int], costs: Costs, *, n
 
 
 def eager_period_us(profile: Profile, plan: Plan, costs: Costs) -> float:
-    """Of a step with these buckets, in the order in which they are gathered."""
+    """Returns the period of a step with these buckets, in the order in which they are gathered."""
     times = lane_times(profile, plan, costs)
     return lane_period_us(times, eager_order(times))
 
 
 def without_update(profile: Profile) -> Profile:
-    """Where buckets are stepped in backward, no measurement has what the update takes: what is left is not of the lane."""
+    """Returns the profile without update time: in eager steps no measurement contains it, and the rest is not on the lane."""
     return replace(profile, update_us=0.0)

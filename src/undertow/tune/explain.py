@@ -1,4 +1,4 @@
-"""Why the plan is as it is, in words and numbers."""
+"""Explains in words and numbers why the plan was chosen."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from undertow.profile import Profile
 from undertow.tune.decision import Decided, Decision, Outcome
 from undertow.tune.tuner import Tuner, kinds_needed, knows_enough
 
-_MS = 1e-3  # of a microsecond
-_MAX_TRIED = 64  # of cuts and of merges, spread over the buckets: a plan has hundreds at most
+_MS = 1e-3  # milliseconds in a microsecond
+_MAX_TRIED = 64  # cuts and merges to try, spread over the buckets: a plan has hundreds at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A plan and its reasons. Times in milliseconds from the begin of a step until all gradients are through; None: not known."""
+    """A plan and its reasons. Times in milliseconds from the start of a step until all gradients are reduced; None: not known."""
 
     num_ranks: int
     strategy: str
     bucket_mb: tuple[float, ...]  # 10^6 bytes
-    why: str  # the plan is this one
-    achieved_ms: float | None = None  # measured under this plan, or the last one that was looked at
-    predicted_ms: float | None = None  # by what was measured
+    why: str  # the reason for this plan
+    achieved_ms: float | None = None  # measured under this plan, or under the last measured one
+    predicted_ms: float | None = None  # from measurements
     best_ms: float | None = None  # under the best plan
-    limit_ms: float | None = None  # under no plan is it less
-    alternatives: tuple[str, ...] = ()  # what fewer and more buckets would do
-    network: tuple[str, ...] = ()  # a line for each kind of collective
+    limit_ms: float | None = None  # lower bound of every plan
+    alternatives: tuple[str, ...] = ()  # the effect of fewer and more buckets
+    network: tuple[str, ...] = ()  # one line per kind of collective
     decisions: tuple[str, ...] = ()  # oldest first
 
     def __str__(self) -> str:
@@ -38,10 +38,10 @@ class Explanation:
         return f"{text}; {self.achieved_ms:.1f} ms, limit {self.limit_ms:.1f} ms"
 
 
-def explanation(  # the plan, what is known of it, and how it is run
+def explanation(
     plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, history: Sequence[Decided], is_eager: bool = False
 ) -> Explanation:
-    """What is known of `plan`; `tuner` is what has learned of its parameters, None where nothing does.
+    """Explains `plan`; `tuner` has the measurements of its parameters, None if there are none.
 
     `is_eager`: its buckets are stepped in backward, and times are of the whole step.
     """
@@ -96,7 +96,7 @@ def _alternatives(plan: Plan, present_us: float, predicted_us: Callable[[Groups]
 
 
 def num_buckets_text(num_buckets: int) -> str:
-    """Of a number that may be one."""
+    """Returns "1 bucket" or "N buckets"."""
     return f"{num_buckets} bucket{'' if num_buckets == 1 else 's'}"
 
 

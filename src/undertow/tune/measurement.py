@@ -1,15 +1,15 @@
-"""Some steps under one plan, as all ranks have measured them.
+"""Several steps under one plan, as measured by all ranks.
 
-Ranks send each other rows of numbers, one row for each step, and take the largest of all ranks. The row has times in
-microseconds since the end of the round before, which all ranks leave together:
+Ranks exchange rows of numbers, one row per step, and take the maximum over ranks. A row has times in microseconds since the end
+of the previous synchronization, which ends on all ranks at once:
 
     begin | backward begins | backward ends | rest | synchronized | ready ... | -reductions ... | -gathers ...
                                                                     by param    by bucket         by bucket
 
-What a forward has waited for parameters is taken out of the times before and in backward, on each rank its own.
+Each rank subtracts the time for which its forward waited for parameters from the times before and in backward.
 
-A gradient is ready when the last rank has it: the largest. A collective took as long as it did on the rank that launched it
-last, the others have waited for that one: the shortest, which is the largest of the negatives. What a rank does not know is
+A gradient is ready when the last rank has it: the maximum. A collective takes as long as on the rank that launched it last,
+because the others waited for that rank: the minimum, which is the maximum of the negatives. Values that a rank does not know are
 minus infinity.
 """
 
@@ -34,17 +34,17 @@ _UNKNOWN = -np.inf
 class Measurement:
     """Medians over the steps of a window; microseconds."""
 
-    ready_us: tuple[float, ...]  # by parameter, since backward began; the end of backward for one that never came
+    ready_us: tuple[float, ...]  # by parameter, since backward began; the end of backward if its gradient never arrived
     forward_us: float  # until backward begins, without waits for parameters
     backward_us: float
     rest_us: float  # from the last wait to the next forward
-    synchronized_us: float  # from the begin of the step until all gradients were through
-    spread_us: float  # between the quartiles of that
+    synchronized_us: float  # from the start of the step until all gradients were reduced
+    spread_us: float  # between the quartiles of synchronized_us
     samples: Mapping[str, tuple[tuple[float, float], ...]]  # by kind of collective: bytes, microseconds
 
 
 def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: int) -> NDArray[np.float64]:
-    """What this rank knows of `num_steps` steps under `plan`; nothing, where it has not recorded as many. [steps, numbers]"""
+    """Returns this rank's measurements of `num_steps` steps, [steps, numbers]; all unknown if it has not recorded that many."""
     num_params, num_buckets = len(plan.params), len(plan.buckets)
     rows = np.full((num_steps, _NUM_SINGLE + num_params + 2 * num_buckets), _UNKNOWN)
     if not _is_complete(records, num_steps):
@@ -64,16 +64,16 @@ def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: in
 
 
 def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
-    """What all ranks' arrays, of which `latest` is the largest, say of `plan`; `records` are this rank's own.
+    """Builds the measurement of `plan` from `latest`, the maximum over all ranks' arrays, and from this rank's `records`.
 
-    None where this rank or all of them have not recorded the steps.
+    Returns None if this rank or all ranks have not recorded the steps.
     """
     if not _is_complete(records, len(latest)) or not np.isfinite(latest[:, :_NUM_SINGLE]).all():
         return None
     num_params, num_buckets = len(plan.params), len(plan.buckets)
     begins, backward_begins, backward_ends, rest, synchronized = latest[:, :_NUM_SINGLE].T
     ready = latest[:, _NUM_SINGLE : _NUM_SINGLE + num_params]
-    # In most steps: a parameter that came once only is one that does not come.
+    # Median over steps: a parameter whose gradient arrived only once counts as one that never does.
     ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
     backward_us = float(np.median(backward_ends - backward_begins))
     low_us, median_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
@@ -85,16 +85,16 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
         rest_us=max(0.0, float(np.median(rest))),
         synchronized_us=float(median_us),
         spread_us=float(high_us - low_us),
-        # As large as the planner thinks of them, whatever is made narrower for the wire.
+        # In the planner's bytes, even if gradients are sent in a narrower dtype.
         samples=_samples(records, durations[:, :num_buckets], lambda record: _as_planned(record, plan))
         | _samples(records, durations[:, num_buckets:], lambda record: record.gathers),
     )
 
 
 def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
-    """The same of a rank alone, which sends nothing; None where the steps were not recorded.
+    """Builds the measurement of a single rank, which sends nothing; None if the steps were not recorded.
 
-    Its backward is over with its last gradient.
+    Its backward ends with its last gradient.
     """
     if not records or not all(record.forwards and record.arrivals for record in records):
         return None

@@ -1,4 +1,4 @@
-"""When another plan is worth moving to."""
+"""Decides when to move to another plan."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from undertow.tune.decision import Decision, Outcome
 from undertow.tune.eager import best_eager_groups, eager_period_us, without_update
 from undertow.tune.measurement import Measurement
 
-# A plan that is predicted to gain less than this share of the time until gradients are through is not worth its new buckets.
+# A plan must be predicted to gain at least this share of the time until gradients are reduced to be worth its new buckets.
 _WORTHWHILE = 0.005
-# But one of so much fewer buckets is tried: of each the host packs, launches and binds in backward, which no curve has in it.
+# A plan with this many fewer buckets is tried anyway: the host packs, launches and binds each one in backward, which no curve
+# includes.
 _FEWER = 0.75
-_HOST_US = 200.0  # of a bucket, at least: 0.2 to 0.5 ms on the machine of docs/benchmarks.md
-# A move of optimizer state has to be paid for by what so many steps gain.
+_HOST_US = 200.0  # per bucket, at least: 0.2 to 0.5 ms on the machine of docs/benchmarks.md
+# The gain of this many steps must pay for a move of optimizer state.
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
-# For a move every rank holds gradients and state of all parameters for a moment: not where sharding is what makes them fit.
+# During a move every rank holds gradients and state of all parameters for a moment: not if the model fits only because of
+# sharding.
 _MOST_MOVED_BYTES = 256 * 2**20
-# Buckets are memory: one that is packed holds its gradients twice. Small ones may be as large as without a measurement.
+# Buckets cost memory: a packed bucket holds its gradients twice. Small ones may be as large as without a measurement.
 _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
-_NUM_WINDOWS = 4  # of samples of the same sizes, and of looks at a plan, so many count
+_NUM_WINDOWS = 4  # windows of samples of the same sizes, and checks of a plan, that count
 _NUM_SIZES = 8  # sets of sizes that are remembered
-_DRIFT = 1.25  # a network, or a computation, that is so much slower or faster than it was is another one
+_DRIFT = 1.25  # a network or computation that is slower or faster by this factor counts as changed
 NUM_STEPS_BETWEEN_LOOKS = 100
 
 _Samples = tuple[tuple[float, float], ...]  # bytes, microseconds
 
 
 class _Known:
-    """What a plan was measured to take, in the last looks at it."""
+    """The measured times of a plan, from the last checks of it."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, float]] = deque(maxlen=_NUM_WINDOWS)
@@ -53,7 +55,7 @@ class _Known:
         return median(spread_us for _, spread_us in self._looks)
 
     def is_better_than(self, other: _Known) -> bool:
-        """By more than steps differ from one another."""
+        """Returns True if it is faster by more than steps differ from one another."""
         margin_us = _WORTHWHILE * self.synchronized_us + max(self.spread_us, other.spread_us)
         return self.synchronized_us + margin_us < other.synchronized_us
 
@@ -61,31 +63,31 @@ class _Known:
 class Tuner:
     """Learns from measurements of one set of parameters, and decides on their plan.
 
-    `order` is that of the plans, where the user wants another one than that in which gradients become ready.
+    `order` is the order of the plans if the user wants another one than the order in which gradients become ready.
     """
 
     def __init__(self, order: Sequence[int] | None = None) -> None:
         self.measurement: Measurement | None = None  # the last one
         self.order = order
-        # By kind, then by the sizes that were sent: a plan that stays must not crowd out what other sizes cost.
+        # By kind, then by the sizes that were sent: a plan that stays must not push out the samples of other sizes.
         self._windows: dict[str, dict[frozenset[float], deque[_Samples]]] = {}
         self._is_new = False  # since the last decision
         self._known: dict[Groups, _Known] = {}
         self._has_varied = self._has_tried_fewer = False
         self._num_moves = 0
-        self._promised_us = 0.0  # what the last move was to gain
-        self._overrated_us = 0.0  # by so much a promise was not kept
+        self._promised_us = 0.0  # predicted gain of the last move
+        self._overrated_us = 0.0  # by which a predicted gain was missed
 
     @property
     def curves(self) -> dict[str, CostCurve]:
-        """What collectives cost, by kind."""
+        """Costs of collectives by kind."""
         return {
             kind: curve_from_samples([sample for windows in of_sizes.values() for window in windows for sample in window])
             for kind, of_sizes in self._windows.items()
         }
 
     def learn(self, measurement: Measurement) -> None:
-        """Takes a measurement of the present plan in."""
+        """Adds a measurement of the current plan."""
         self._forget_what_has_changed(measurement)
         for kind, samples in measurement.samples.items():
             if samples:
@@ -94,7 +96,7 @@ class Tuner:
         self._is_new = True
 
     def learn_costs(self, kind: str, samples: _Samples) -> None:
-        """Takes in what collectives of that kind took."""
+        """Adds samples of collectives of that kind."""
         of_sizes, sizes = self._windows.setdefault(kind, {}), frozenset(size for size, _ in samples)
         windows = of_sizes.pop(sizes, deque(maxlen=_NUM_WINDOWS))
         of_sizes[sizes] = windows  # the newest comes last
@@ -103,7 +105,7 @@ class Tuner:
             del of_sizes[oldest]
 
     def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
-        """What was learned, as measured under `plan`; None before anything was."""
+        """Returns the measurements as a profile under `plan`; None before the first measurement."""
         now = self.measurement
         if now is None:
             return None
@@ -121,7 +123,7 @@ class Tuner:
         )
 
     def decide(self, plan: Plan, *, has_shards: bool, is_eager: bool = False) -> Decision:
-        """What to do now that the present plan was measured; nothing, where it was not since the last decision.
+        """Decides on the plan from the latest measurement; keeps it if there is none since the last decision.
 
         `is_eager`: its buckets are stepped in backward.
         """
@@ -148,14 +150,14 @@ class Tuner:
         )
 
     def gathers_behind(self, plan: Plan) -> GathersBehind | None:
-        """When its buckets are best gathered, where they are stepped in backward; None where too little is known."""
+        """Returns the best order of gathers if buckets are stepped in backward; None if too little is known."""
         profile = self.profile(plan, strategy="zero1")
         if profile is None or not knows_enough(profile, has_shards=True):
             return None
         return eager_order(lane_times(without_update(profile), plan, profile.costs()))
 
     def best_and_present(self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool) -> tuple[Optimum, float]:
-        """The best plan that is known, in the user's order if there is one, and what the present one takes by the same costs."""
+        """Returns the best known plan, in the user's order if given, and the time of the current plan by the same costs."""
         order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
         most_bytes = max_bucket_bytes(plan)
         if is_eager:
@@ -168,7 +170,7 @@ class Tuner:
         return best, finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
 
     def _try_other_sizes(self, plan: Plan, *, has_shards: bool) -> Decision:
-        """Once for a network: buckets of one size say nothing of what others would take."""
+        """Tries another bucket size, once per network: buckets of one size do not show the cost of other sizes."""
         groups = None if self._has_varied or not _may_move(plan, has_shards=has_shards) else _varied(plan)
         if groups is None:
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
@@ -178,7 +180,7 @@ class Tuner:
     def _choose(
         self, present: Groups, best: Groups, now: Measurement, *, gain_us: float, move_us: float
     ) -> tuple[Outcome, Groups | None]:
-        """What was measured goes before what is predicted."""
+        """Chooses an outcome; measurements take precedence over predictions."""
         known = self._known.setdefault(present, _Known())
         known.add(now)
         fastest = min(self._known, key=lambda groups: self._known[groups].synchronized_us)
@@ -187,12 +189,12 @@ class Tuner:
             self._overrated_us = max(self._overrated_us, self._promised_us + loss_us)
             self._promised_us = 0.0
             return Outcome.BACK, fastest
-        # Every move asks for more gain than the one before: what differs from look to look by chance ends soon.
+        # Every move requires more gain than the previous one, so that random differences between checks soon stop causing moves.
         least_us = max(_WORTHWHILE * 2**self._num_moves * now.synchronized_us, self._overrated_us)
         if best not in self._known and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best
-        # Once for a network: whether it pays will be measured.
+        # Once per network: the next measurement shows whether it pays.
         host_us, is_tried = _HOST_US * (len(present) - len(best)), self._has_tried_fewer or best in self._known
         if len(best) <= _FEWER * len(present) and not is_tried and host_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._has_tried_fewer, self._promised_us = True, 0.0
@@ -201,7 +203,7 @@ class Tuner:
 
     def _forget_what_has_changed(self, now: Measurement) -> None:
         before = self.measurement
-        # Under another plan other times say as much of the plan as of network and computation.
+        # Under another plan, different times say as much about the plan as about network and computation.
         if before is None or _sizes(before) != _sizes(now):
             return
         drifted = [kind for kind in _sizes(now) if _has_drifted(_usual_us(before, kind), _usual_us(now, kind))]
@@ -226,31 +228,31 @@ def _has_drifted(before_us: float, now_us: float) -> bool:
 
 
 def _rounded(time_us: float) -> float:
-    """No clock is finer."""
+    """Rounds to 0.1 us: no clock is finer."""
     return round(time_us, 1)
 
 
 def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:
-    """The collectives of a step."""
+    """Returns the collectives of a step."""
     return ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
 
 
 def knows_enough(profile: Profile, *, has_shards: bool) -> bool:
-    """Whether what was measured tells what buckets of other sizes would take."""
+    """Returns True if the measurements show the cost of buckets of other sizes."""
     curves = profile.curves
     return all(kind in curves and curves[kind].is_enough for kind in kinds_needed(has_shards=has_shards))
 
 
 def max_bucket_bytes(plan: Plan) -> float:
-    """No bucket of several parameters is planned larger."""
+    """Returns the size that no planned bucket of several parameters exceeds."""
     return max(_LEAST_CAP_BYTES, _num_bytes(plan) / _LARGEST_SHARE)
 
 
 def _varied(plan: Plan) -> Groups | None:
-    """The plan with one bucket of another size: two in one, or one in two."""
+    """Returns the plan with one bucket of another size: two joined, or one split."""
     groups, buckets = plan.groups, plan.buckets
     for at, (bucket, following) in enumerate(pairwise(buckets)):
-        # Pieces of one parameter would have to become one.
+        # Pieces of one parameter would have to be joined.
         is_whole = plan.split_params.isdisjoint((*bucket.params, *following.params))
         if bucket.kind == following.kind and is_whole and bucket.num_bytes + following.num_bytes <= max_bucket_bytes(plan):
             return (*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :])
@@ -270,5 +272,5 @@ def _num_bytes(plan: Plan) -> int:
 
 
 def _move_us(plan: Plan, costs: MeasuredCosts) -> float:
-    """What it takes to bring gradients and optimizer state to where another plan has them."""
+    """Returns the microseconds needed to move gradients and optimizer state to the owners under another plan."""
     return (1 + _NUM_STATES) * float(costs.collective_us("all_gather", _num_bytes(plan)))
