@@ -1,4 +1,4 @@
-"""The mean over ranks of gradients that no hook has seen."""
+"""Averages over ranks gradients that no hook has seen."""
 
 from __future__ import annotations
 
@@ -31,17 +31,25 @@ def average_gradients(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The mean over ranks of each gradient, for what torch.autograd.grad returns; a collective call.
+    """Returns the mean over ranks of each gradient, as from torch.autograd.grad; a collective call.
 
-    A None (`allow_unused=True`) counts as zeros and needs `parameters`, those that the gradients are of; it stays None
-    only where every rank has None. A sparse gradient becomes a dense one. The results cannot be differentiated. They are
-    new tensors, also with one rank, with the strides of the gradient, or of the parameter where that is None; those of
-    one dtype share their memory.
+    - `gradients`: the gradients, in the same order and with the same shapes and dtypes on all ranks. A None (`allow_unused=True`)
+      counts as zeros and needs `parameters`; the result is None only if every rank has None. A sparse gradient becomes a dense
+      one.
+    - `parameters`: the parameters of the gradients, in the same order.
+    - `process_group`: the ranks to average over; the default group if None.
 
-    One all-reduce for each dtype and device, over the given group or the default one. All ranks give gradients of the
-    same shapes and dtypes in the same order. Where they differ although the sizes add up alike, that is a PlanMismatch
-    (on a device only on ranks that have a None, for looking makes the host wait); else the backend fails, or waits.
-    Raises ConfigError for what cannot be averaged, PhaseError inside a backward.
+    The results cannot be differentiated. They are new tensors, also with one rank, with the strides of the gradient, or of the
+    parameter if the gradient is None. Results of one dtype share their memory. It runs one all-reduce for each dtype and device.
+
+    Raises ConfigError for tensors that cannot be averaged, PhaseError inside a backward, and PlanMismatch if gradients differ
+    between ranks although their total sizes agree. On a device only ranks that have a None raise PlanMismatch, because the check
+    makes the host wait. If sizes differ the backend fails, or waits.
+
+    ```python
+    gradients = torch.autograd.grad(loss, parameters)
+    averaged = undertow.average_gradients(gradients, parameters)
+    ```
     """
     _require_no_backward()
     group = user_group(process_group)
@@ -61,7 +69,7 @@ def average_gradients(
 
 
 def _exchange(shipments: Sequence[_Shipment], group: dist.ProcessGroup, reference: GroupRef, *, fingerprint: int) -> None:
-    """Has every shipment become the mean over ranks; PlanMismatch where other ranks have other ones."""
+    """Averages every shipment over ranks; raises PlanMismatch if other ranks have different ones."""
     handles = [shipment.send(group, reference, fingerprint=fingerprint) for shipment in shipments]
     for handle in handles:
         handle.wait()
@@ -75,17 +83,16 @@ def _exchange(shipments: Sequence[_Shipment], group: dist.ProcessGroup, referenc
 
 @final
 class _Shipment:
-    """The gradients of one dtype and device, as they travel: a bucket, and who has which in its trailer."""
+    """The gradients of one dtype and device in a bucket; its trailer flags the gradients that each rank has."""
 
     def __init__(self, layout: Bucket, gradients: Sequence[Tensor | None], examples: Sequence[Tensor], *, num_ranks: int) -> None:
-        self._params = layout.params  # positions in what the user gave
+        self._params = layout.params  # positions in the user's sequence
         self._examples = [examples[index] for index in self._params]
         self._gradients = [gradients[index] for index in self._params]
         self._missing = [position for position, gradient in enumerate(self._gradients) if gradient is None]
         self._bucket = GradientBucket(layout.index, layout.num_bytes, (), layout=layout)
         self._trailer = TrailerCodec(layout, self._bucket, divisor=num_ranks)
-        # Elements in their logical order, whatever the strides: those may differ from rank to rank, more so where one rank
-        # has None.
+        # Elements in logical order, whatever the strides: those may differ from rank to rank, especially if one rank has None.
         self._views = [
             self._bucket.storage[slot.start : slot.stop].view(example.shape)
             for slot, example in zip(layout.slots, self._examples, strict=True)
@@ -94,9 +101,9 @@ class _Shipment:
         self._pack()
 
     def send(self, group: dist.ProcessGroup, reference: GroupRef, *, fingerprint: int) -> ReductionHandle:
-        """Starts the mean over ranks; `fingerprint`, of 24 bits, is to be the same on all."""
+        """Starts the mean over ranks; `fingerprint`, of 24 bits, must be the same on all."""
         storage = self._bucket.storage
-        # Signatures have fields for where a rank is in its training; here all of their bits are the fingerprint's.
+        # Signatures have fields for step, generation and mode of a training run; here all of their bits hold the fingerprint.
         bits = signature_bits(step=fingerprint, generation=fingerprint >> 12, mode=fingerprint >> 20)
         signature = to_device(bits, storage.dtype, storage.device)
         self._trailer.write(unused=self._missing, signature=signature, verdict=None)
@@ -105,8 +112,8 @@ class _Shipment:
         return all_reduce_async(storage.div_(len(reference.ranks)), group)
 
     def learn(self) -> bool:
-        """Reads which gradients other ranks have, once the mean is there; returns whether theirs are others than ours."""
-        # Reading makes the host wait for a device. A rank that has every gradient has nothing to learn from the flags.
+        """Reads which gradients other ranks have, once the mean is complete; returns True if they differ from this rank's."""
+        # Reading makes the host wait for a device. A rank that has every gradient learns nothing from the flags.
         must_read = self._missing or self._bucket.storage.device.type == "cpu"
         reading = self._trailer.read() if must_read else None
         if reading is None:
@@ -115,7 +122,7 @@ class _Shipment:
         return reading.ranks_differ
 
     def results(self) -> Iterator[tuple[int, Tensor]]:
-        """The means, each with its position in what the user gave; without those that no rank has."""
+        """Yields the means, each with its position in the user's sequence, except gradients that no rank has."""
         for position, (index, view, example) in enumerate(zip(self._params, self._views, self._examples, strict=True)):
             if position not in self._missing_everywhere:
                 yield index, _as_strided_like(example, view)
@@ -128,14 +135,14 @@ class _Shipment:
 
 def _as_strided_like(example: Tensor, view: Tensor) -> Tensor:
     if example.is_contiguous():
-        # As `.data`, a tensor of its own: views of one tensor share a version counter, so that changing one gradient in
-        # place would make autograd refuse a graph that has saved another.
+        # As `.data`, a separate tensor: views of one tensor share a version counter, so that changing one gradient in place would
+        # make autograd refuse a graph that has saved another.
         return view.data
     return torch.empty_like(example).copy_(view)
 
 
 def _fingerprint(specs: Sequence[ParamSpec]) -> int:
-    """24 bits that differ for gradients that differ; which of its devices a rank uses is its own affair."""
+    """Returns 24 bits that differ for different gradients; the index of a device may differ between ranks."""
     described = [(spec.shape, spec.dtype, spec.device.partition(":")[0]) for spec in specs]
     return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:3], "big")
 
@@ -160,7 +167,7 @@ def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None,
 
 
 def _dense(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients without their graphs, all elements of each."""
+    """Returns the gradients without their graphs, as dense tensors."""
     for index, gradient in enumerate(gradients):
         if gradient is None:
             continue
@@ -176,7 +183,7 @@ def _dense_one(gradient: Tensor) -> Tensor:
 
 
 def _examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None] | None) -> list[Tensor]:
-    """For each gradient a tensor of its shape, dtype, device and strides: itself, or its parameter where it is None."""
+    """Returns for each gradient a tensor of its shape, dtype, device and strides: itself, or its parameter if it is None."""
     if parameters is None:
         return [_known(index, gradient) for index, gradient in enumerate(gradients)]
     if len(parameters) != len(gradients):
@@ -201,7 +208,7 @@ def _known(index: int, gradient: Tensor | None) -> Tensor:
 def _like(index: int, gradient: Tensor | None, parameter: Tensor | None) -> Tensor:
     if not isinstance(parameter, Tensor):
         _refuse_entry(f"parameter {index} must be a tensor, got {type(parameter).__name__}.")
-    # Its own strides, but no other shape: a rank where it is None goes by the parameter.
+    # Strides may differ, but not the shape: a rank whose gradient is None uses the parameter's.
     if gradient is not None and _kind(gradient) != _kind(parameter):
         raise ConfigError(
             f"gradient {index} must be like its parameter, {_text(parameter)}, got {_text(gradient)}.",

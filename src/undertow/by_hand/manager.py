@@ -1,4 +1,4 @@
-"""All buckets of a set of gradients, by hand: no hooks, no schedule."""
+"""Groups a set of gradients into buckets by hand: no hooks, no schedule."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from undertow.runtime.gradients.storage import GradientBucket, spec_of
 
 
 class GradientBucketManager:
-    """Groups gradients into buckets and reduces those.
+    """Groups gradients into buckets and reduces them.
 
-    `parameters` are gradient tensors, or tensors that require grad: then their `.grad` at the time of the reduction is
-    meant. A gradient tensor that is held across `zero_grad(set_to_none=True)` goes stale: backward makes a new one.
-    Largest first; a parameter above the limit gets a bucket of its own; each dtype and device has its own buckets.
-    Raises ConfigError for sizes that are no positive number, tensors given twice, and tensors that are none.
+    - `parameters`: gradient tensors, or tensors that require grad. Of the latter it reduces the `.grad` at the time of the
+      reduction. A gradient tensor held across `zero_grad(set_to_none=True)` goes stale: backward makes a new one.
+    - `bucket_size_in_bytes`: largest bucket. A larger parameter gets a separate bucket, and so does each dtype and device.
+      Buckets hold the largest parameters first.
+
+    Raises ConfigError if the size is not a positive number, a tensor is given twice, or an entry is not a tensor with gradients.
+
+    ```python
+    with undertow.GradientBucketManager(group, list(model.parameters())) as manager:
+        loss.backward()
+        manager.reduce_all_async()
+        manager.copy_back_all()
+    ```
     """
 
     def __init__(
@@ -42,7 +51,7 @@ class GradientBucketManager:
         self._is_closed = False
 
     def get_bucket_index(self, tensor: Tensor) -> int:
-        """Index of the bucket that holds `tensor`'s gradient; ConfigError if none does."""
+        """Returns the index of the bucket that holds `tensor`'s gradient; raises ConfigError if there is none."""
         self._require_open("get_bucket_index")
         index = self._bucket_of.get(id(tensor))
         if index is None:
@@ -54,7 +63,7 @@ class GradientBucketManager:
         return index
 
     def is_reduced(self, tensor: Tensor) -> bool:
-        """Whether the reduction of the bucket that holds `tensor`'s gradient is complete."""
+        """Returns True if the reduction of the bucket that holds `tensor`'s gradient is complete."""
         self._require_open("is_reduced")
         return self.buckets[self.get_bucket_index(tensor)].is_reduced
 
@@ -68,14 +77,14 @@ class GradientBucketManager:
         return bucket.reduce_async(self.process_group, op)
 
     def reduce_all_async(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[ReductionHandle]:
-        """Prepares every bucket and starts its reduction, in order; nothing leaves if one of them cannot be prepared."""
+        """Prepares every bucket and starts its reduction, in order; sends nothing if one of them cannot be prepared."""
         self._require_open("reduce_all_async")
         for bucket in self.buckets:
             bucket.require_ready()
         return [self.reduce_bucket_async(index, op) for index in range(len(self.buckets))]
 
     def wait_for_all(self) -> None:
-        """Returns when every reduction that was started is complete."""
+        """Waits until every reduction that was started is complete."""
         self._require_open("wait_for_all")
         for bucket in self.buckets:
             if bucket.reduction_handle is not None:
@@ -84,7 +93,7 @@ class GradientBucketManager:
     def copy_back_all(self) -> None:
         """Waits for every bucket and copies the results into the gradients, each once.
 
-        PhaseError, and nothing is copied, where a bucket has not been reduced, or no result is new.
+        Raises PhaseError, and copies nothing, if a bucket has not been reduced or no result is new.
         """
         self._require_open("copy_back_all")
         for bucket in self.buckets:
@@ -93,7 +102,7 @@ class GradientBucketManager:
             bucket.copy_back()
 
     def close(self) -> None:
-        """Waits for what is in flight and lets go of the buckets; every later call raises PhaseError, but for this one."""
+        """Waits for running reductions and releases the buckets; every later call except `close` raises PhaseError."""
         if self._is_closed:
             return
         try:

@@ -1,1 +1,1 @@
-"""Ways to have a module's gradients averaged: the wrapper, hooks put on from outside, and what torch's wrapper takes."""
+"""Data-parallel training of a module: the wrapper, `attach`, and the arguments of torch's wrapper."""

@@ -1,4 +1,4 @@
-"""The arguments of torch's DistributedDataParallel: which can work, in torch's words where they cannot."""
+"""Checks the arguments of torch's DistributedDataParallel, with torch's wording in errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Devices = Sequence[int | str | torch.device]
 
 
 def check_module(module: object, *, caller: str = "DistributedDataParallel") -> None:
-    """ConfigError for what is no bare module; `caller` was asked to synchronize it."""
+    """Raises WrongType or ConfigError unless `module` is a bare module; `caller` is named in the error."""
     if not isinstance(module, nn.Module):
         raise WrongType(
             f"module must be a torch.nn.Module, got {type(module).__name__}.",
@@ -38,7 +38,7 @@ def check_module(module: object, *, caller: str = "DistributedDataParallel") -> 
 
 
 def check_parameters(module: nn.Module, ignored: Collection[str], *, caller: str = "DistributedDataParallel") -> None:
-    """ConfigError for parameters, but for those of the names `ignored`, and layers that cannot be synchronized."""
+    """Raises ConfigError for layers, and for parameters not named in `ignored`, that cannot be synchronized."""
     where = f"{caller}(...)"
     params = {name: param for name, param in module.named_parameters() if name not in ignored}
     for name, param in params.items():
@@ -59,7 +59,7 @@ def check_parameters(module: nn.Module, ignored: Collection[str], *, caller: str
 
 
 def warn_of_nothing_to_train(module: nn.Module, ignored: Collection[str], *, caller: str = "DistributedDataParallel") -> None:
-    """Warns if no parameter requires a gradient, except those of the names `ignored`."""
+    """Warns if no parameter requires a gradient, except those named in `ignored`."""
     if not any(param.requires_grad for name, param in module.named_parameters() if name not in ignored):
         warnings.warn(
             f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
@@ -87,7 +87,7 @@ def _check_parameter(name: str, param: Tensor, caller: str) -> None:
 def check_devices(
     module: nn.Module, device_ids: Devices | None, output_device: int | str | torch.device | None
 ) -> tuple[list[int] | None, int | None]:
-    """Indices of the device of the module and of its outputs, None where inputs are left where they are."""
+    """Returns the device indices of the module and of its outputs; None if inputs stay where they are."""
     if isinstance(device_ids, dist.ProcessGroup):
         raise ConfigError(
             "a process group stands where device_ids belongs.",
@@ -123,24 +123,24 @@ def _device_index(device: int | str | torch.device) -> int:
 
 
 def ignored_by(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None) -> tuple[str, ...]:
-    """Names of what the argument and the settings have left alone."""
+    """Returns the names that the argument and the settings exclude."""
     return (*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore))
 
 
 def ignored_by_torchs_way(module: nn.Module) -> list[str]:
-    """What `_set_params_and_buffers_to_ignore_for_model` was told; names that the module does not have count for nothing."""
+    """Returns the names given to `_set_params_and_buffers_to_ignore_for_model`, without names that the module does not have."""
     known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return [name for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ()) if name in known]
 
 
 def cap_of(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | tuple[float, ...] | None:
-    """The cap on buckets in MiB; where torch is given 0, every parameter travels alone."""
+    """Returns the cap on buckets in MiB; torch's 0 gives every parameter its own bucket."""
     caps = tuple(cap if cap != 0 else _ONE_BYTE_MIB for cap in bucket_cap_mb_list or ())
     return caps or (_ONE_BYTE_MIB if bucket_cap_mb == 0 else bucket_cap_mb)
 
 
 def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] | None, hooked: Tensor | None) -> None:
-    """Delayed parameters are reduced like all others, in their turn: the result is the same, and earlier."""
+    """Checks the delayed parameters, which are reduced like all others: the result is the same, and earlier."""
     if (named_params is None) != (hooked is None):
         raise ConfigError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
@@ -158,7 +158,7 @@ def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] 
 
 
 def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """Whether buffers are synchronized before forwards; warns, as torch does, of the older name."""
+    """Returns True if buffers are synchronized before forwards; warns, as torch does, about the older name."""
     if broadcast_buffers is not None:
         is_ignored = forward_sync_buffers is not None
         warnings.warn(
@@ -183,14 +183,15 @@ def warn_of_check_reduction(check_reduction: bool) -> None:
 
 
 def settings_from(cap: float | tuple[float, ...] | None, *, forward_sync: bool) -> dict[str, Any]:
-    """What these two ask for that is not our default."""
+    """Returns the settings that differ from Undertow's defaults."""
     return ({} if cap is None else {"bucket_cap_mb": cap}) | ({} if forward_sync else {"buffers": "off"})
 
 
 def settings_of(config: SyncConfig | None, given: dict[str, Any], mixed_precision: object) -> SyncConfig:
-    """`config`, or what torch's arguments in `given` say; ConfigError where both do.
+    """Returns `config`, or settings from torch's arguments in `given`; raises ConfigError if both are given.
 
-    With torch's mixed precision gradients travel in its `reduce_dtype`, else in its `param_dtype`, if `config` says nothing.
+    With torch's mixed precision gradients are sent in its `reduce_dtype`, or else in its `param_dtype`, unless `config` sets
+    `wire_dtype`.
     """
     if config is not None and given:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Synchronizes a module from outside, without a wrapper."""
+"""Synchronizes a module without a wrapper."""
 
 from __future__ import annotations
 
@@ -24,10 +24,19 @@ def attach(
 ) -> GradientSync:
     """Synchronizes `module`'s gradients from now on: after a backward every `.grad` is the mean over ranks.
 
-    The module keeps its class and its `state_dict` keys. All ranks take over rank 0's parameters and buffers. The
-    ranks are those of `process_group`, of `mesh`, or of the default group; a mesh has one dimension, or two with
-    `strategy="hybrid"`, of which the first replicates and the second shards. What `ignore` names (parameters, buffers,
-    submodules, by name or the thing itself) is left alone. Raises ConfigError for what cannot be synchronized.
+    The module keeps its class and its `state_dict` keys. All ranks copy rank 0's parameters and buffers.
+
+    - `mesh`: a mesh of one dimension. With `strategy="hybrid"` it has two: the first replicates and the second shards.
+    - `process_group`: the ranks to synchronize; the default group if neither it nor `mesh` is given.
+    - `config`: settings; None is `SyncConfig()`.
+    - `ignore`: parameters, buffers and submodules to leave alone, as names or objects.
+
+    Returns the GradientSync of the module. Raises ConfigError for modules or settings that cannot be synchronized.
+
+    ```python
+    sync = undertow.attach(model)
+    loss_fn(model(inputs), targets).backward()  # gradients are averaged
+    ```
     """
     check_module(module, caller="attach")
     require_settings(config)

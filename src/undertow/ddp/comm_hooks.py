@@ -1,4 +1,4 @@
-"""Communication hooks one behind the other."""
+"""Chains communication hooks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Stage = tuple[object, Hook]
 
 
 def chain_comm_hooks(*stages: Stage) -> Hook:
-    """A communication hook that runs the hooks of `stages`, pairs of a state and a hook, one behind the other.
+    """Returns a communication hook that runs the hooks of `stages`, pairs of a state and a hook, one after the other.
 
         model.register_comm_hook(None, chain_comm_hooks((1e3, clip_values), (power_state, powerSGD_hook), (log, note_norms)))
 
-    Each hook is given the bucket with what the one before has made of it, and returns a future as ever; what the last one's
-    holds becomes the gradients. One of them communicates, and divides where a mean is wanted; those before it see this rank's
-    gradients, those behind it the reduced ones. They change values, not the dtype of the bucket: to send another dtype, put
-    one of torch's wrappers around the hook that communicates.
+    Each hook receives the bucket with the result of the previous hook, and returns a future as usual. The value of the last
+    future becomes the gradients. One of the hooks communicates, and divides if a mean is wanted. Hooks before it see this rank's
+    gradients, hooks after it the reduced ones. They change values, not the dtype of the bucket: to send another dtype, put one of
+    torch's wrappers around the hook that communicates.
 
-    A hook behind the one that communicates runs when that is complete, perhaps in another thread and at different times on
-    different ranks: it must not communicate itself. ConfigError for no stages, WrongType for what is no such pair.
+    A hook after the communicating one runs when that is complete, perhaps in another thread and at different times on different
+    ranks: it must not communicate. Raises ConfigError if there are no stages, and WrongType for a stage that is not such a pair.
     """
     if not stages:
         raise ConfigError(
@@ -50,15 +50,15 @@ def chain_comm_hooks(*stages: Stage) -> Hook:
 
 
 def _run(stages: Sequence[Stage], bucket: Any, buffer: Tensor) -> Any:
-    """The future of the last of `stages`; every one of them finds its predecessor's result in `buffer`."""
+    """Returns the future of the last stage; every stage finds its predecessor's result in `buffer`."""
     (state, hook), *rest = stages
-    bucket.set_buffer(buffer)  # which a wrapper may have replaced
+    bucket.set_buffer(buffer)  # a wrapper may have replaced it
     future = hook(state, bucket)
     require_future(future, where=f"{name_of(hook)}, in a chain")
     if not rest:
         return future
-    # One that does not communicate is done by now, and the next one may communicate: in this thread. On a device `then` does
-    # the same, on a stream that waits for what the future says.
+    # A hook that does not communicate is done by now, and the next one may communicate in this thread. On a device `then` does
+    # the same, on a stream that waits for the future's result.
     if future.done() and buffer.device.type == "cpu":
         _put(future.value(), buffer)
         return _run(rest, bucket, buffer)
@@ -72,7 +72,7 @@ def _run(stages: Sequence[Stage], bucket: Any, buffer: Tensor) -> Any:
 
 @torch.no_grad()
 def _put(result: Any, buffer: Tensor) -> None:
-    if isinstance(result, list | tuple) and len(result) == 1:  # as collectives have them
+    if isinstance(result, list | tuple) and len(result) == 1:  # as collectives return them
         (result,) = result
     if not isinstance(result, Tensor) or (not result.is_sparse and result.numel() != buffer.numel()):
         raise WrongType(

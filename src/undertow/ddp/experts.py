@@ -1,10 +1,10 @@
-"""Experts: parameters whose gradients are reduced over ranks of their own.
+"""Experts: parameters whose gradients are reduced over a subset of the ranks.
 
 ranks          0        1        2        3
 dense         same     same     same     same       one Sync, over all four
 experts        A        B        A        B         one Sync over 0 and 2, one over 1 and 3
 
-Each has its own process group, buckets, plan and lane, and all of them take part in every backward.
+Each Sync has a separate process group, buckets, plan and lane, and all of them take part in every backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from undertow.tune import Explanation
 
 
 def synchronized(module: nn.Module, *, config: SyncConfig | None = None, **how: Any) -> GradientSync:
-    """What synchronizes the module, `how` being the other arguments of `GradientSync`; a collective call."""
+    """Returns the synchronization of the module; `how` has the other arguments of `GradientSync`. A collective call."""
     warn_of_lone_rank(how.get("process_group"), type(module).__name__)
     if config is None or not config.experts:
         return GradientSync(module, config=config, **how)
@@ -48,8 +48,8 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None = None, **how: 
 class SyncWithExperts(GradientSync):
     """A `GradientSync` of everything that no group of experts matches, and in `experts` one for each group.
 
-    What it does is done by all of them: a backward that reaches a parameter of one is a synchronization of all, for none of
-    this rank's tokens may reach its experts. What it shows (plan, traces, profile) is of the dense parameters.
+    Every call applies to all of them. A backward that reaches a parameter of one is a synchronization of all, because possibly
+    none of this rank's tokens reach its experts. Plan, traces and profile show the dense parameters.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class SyncWithExperts(GradientSync):
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that got no gradient on this rank, experts behind the others."""
+        """Names of the parameters that got no gradient on this rank, experts last."""
         return tuple(
             name for names in (super().unused_parameters, *(it.unused_parameters for it in self.experts)) for name in names
         )
 
     @property
     def is_synchronizing(self) -> bool:
-        """Whether a round is under way."""
+        """True while a synchronization is running."""
         return super().is_synchronizing or any(expert.is_synchronizing for expert in self.experts)
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether a backward that runs now would only accumulate."""
+        """True if a backward that runs now would only accumulate."""
         return self._engine.is_accumulating
 
     @is_accumulating.setter
@@ -114,7 +114,7 @@ class SyncWithExperts(GradientSync):
 
     @private.untraced
     def finish(self, *, buffers_follow: int | None = 0) -> None:
-        """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
+        """Joins the other ranks if this rank's backward reached no parameter, or if it has no data at all."""
         follow = None if buffers_follow is None else 0
         all_of(
             partial(super().finish, buffers_follow=buffers_follow),
@@ -123,29 +123,29 @@ class SyncWithExperts(GradientSync):
 
     @private.untraced
     def wait(self) -> None:
-        """Returns when nothing is in flight."""
+        """Waits until nothing is in flight."""
         all_of(super().wait, *(expert.wait for expert in self.experts))
 
     def wait_for_parameters(self) -> None:
-        """Returns when every parameter is what a sharded optimizer has made of it."""
+        """Waits until every parameter has its update from a sharded optimizer."""
         all_of(super().wait_for_parameters, *(expert.wait_for_parameters for expert in self.experts))
 
     @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
-        """The mean gradient of a parameter; a collective call, of the ranks of its group, under a sharded optimizer."""
+        """Returns the mean gradient of a parameter; with a sharded optimizer a collective call of the ranks of its group."""
         for expert in self.experts:
             if any(param is it for _, it in expert._members.named_params()):
                 return expert.full_gradient(param)
         return super().full_gradient(param)
 
     def share(self, kinds: Collection[str], *, source: int = 0) -> None:
-        """Gives every rank that rank's "parameters" or "buffers", and experts those of the first rank of their group."""
+        """Gives every rank the "parameters" or "buffers" of rank `source`, and experts those of their group's first rank."""
         super().share(kinds, source=source)
         for expert in self.experts:
             expert.share(kinds)
 
     def change_process_group(self, process_group: dist.ProcessGroup) -> None:
-        """PhaseError: the groups of experts would have to change with it."""
+        """Raises PhaseError: the groups of experts would have to change too."""
         raise PhaseError(
             "the ranks of a model with experts cannot change.",
             where="_update_process_group",
@@ -154,7 +154,7 @@ class SyncWithExperts(GradientSync):
 
     @private.untraced
     def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
-        """Called before each forward of the module."""
+        """Runs before each forward of the module."""
         follow = None if buffers_follow is None else 0
         all_of(
             partial(super().forward_begins, buffers_follow=buffers_follow, is_compiled=is_compiled),
@@ -163,15 +163,15 @@ class SyncWithExperts(GradientSync):
 
     @private.untraced
     def forward_ends(self) -> None:
-        """Called after each forward of the module."""
+        """Runs after each forward of the module."""
         super().forward_ends()
         for expert in self.experts:
             expert.forward_ends()
 
     def report(self, *, show: bool = True) -> StepReport:
-        """Where the time of the last steps went; prints it for the dense parameters and each group of experts.
+        """Reports where the time of the last steps went; prints it for the dense parameters and each group of experts.
 
-        What it returns is of the dense parameters; `experts[0].report()` has the first group's.
+        The returned report is for the dense parameters; `experts[0].report()` returns the first group's.
         """
         report = super().report(show=show)
         if show:
@@ -179,20 +179,20 @@ class SyncWithExperts(GradientSync):
         return report
 
     def explain(self, *, show: bool = True) -> Explanation:
-        """Why the plans are as they are, that of the dense parameters first; it is the one that is returned."""
+        """Explains the plans; prints the dense parameters' first, and returns it."""
         explanation = super().explain(show=show)
         if show:
             self._show_each_group(lambda expert: expert.explain())
         return explanation
 
     def measure_network(self) -> None:
-        """Sends messages of many sizes over each group in its turn; a collective call between steps."""
+        """Sends messages of many sizes over each group in turn; a collective call between steps."""
         super().measure_network()
         for expert in self.experts:
             expert.measure_network()
 
     def close(self) -> None:
-        """Takes everything off the module and destroys our process groups, once."""
+        """Removes everything from the module and destroys Undertow's process groups, once."""
         all_of(super().close, *(expert.close for expert in self.experts))
 
     def _show_each_group(self, show: Callable[[GradientSync], object]) -> None:
@@ -212,14 +212,14 @@ class _Matching:
 
 
 class _AllBut(_Matching):
-    """The names that it does not match."""
+    """The names that the pattern does not match."""
 
     def __contains__(self, name: object) -> bool:
         return not super().__contains__(name)
 
 
 def _fail(everybody: weakref.ref[OwnGroup], fault: Fault) -> None:
-    """Has all ranks raise what only those with some experts know of, when they next wait."""
+    """Makes all ranks raise, at their next wait, an error that only the ranks with some experts know about."""
     group = everybody()
     if group is not None and group.member is not None:
         group.member.fails(fault)
@@ -228,14 +228,14 @@ def _fail(everybody: weakref.ref[OwnGroup], fault: Fault) -> None:
 def _alike_on_all_ranks(
     weak_sync: weakref.ref[SyncWithExperts], optimizer: Optimizer, look: private_scaling.Look
 ) -> private_scaling.Found:
-    """What a scaler has found, on any rank: each has looked at its own experts only, and all must skip the same steps.
+    """Returns a scaler's finding over all ranks: each has checked only its own experts, and all must skip the same steps.
 
-    One all-reduce of one number, for every optimizer that holds a parameter of the model, an expert or not: which experts are
-    trained may differ from group to group.
+    Costs one all-reduce of one number, for every optimizer that holds a parameter of the model, an expert or not: which experts
+    are trained may differ from group to group.
     """
     found, sync = look(), weak_sync()
     parts = () if sync is None else (sync, *sync.experts)
-    ours = {id(param) for part in parts for _, param in part._members.named_params()}  # which waits for no gather
+    ours = {id(param) for part in parts for _, param in part._members.named_params()}  # accessing these waits for no gather
     is_ours = any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
     if sync is None or not is_ours or sync.num_ranks == 1:
         return found
@@ -244,12 +244,14 @@ def _alike_on_all_ranks(
         on_any = torch.maximum(on_any, on_device.to(sync.device))
     with sync.waiting("whether all ranks' gradients are finite"):
         sync.own_group.all_reduce(on_any, dist.ReduceOp.MAX)
-    # A rank none of whose experts was used has looked at nothing, which scalers refuse.
+    # If none of a rank's experts was used it has checked nothing, which scalers reject.
     return {device: on_any.to(device, copy=True) for device in found or (sync.device,)}
 
 
 def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:
-    """The same with a reference to the process group. ConfigError for one that this rank is not in, or has others than ours."""
+    """Replaces the process group by a reference. Raises ConfigError if this rank is not in it, or if other ranks do not train the
+    model.
+    """
     given, where = group.process_group, f"ExpertGroup(match={group.match!r})"
     if given == dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(
@@ -275,7 +277,7 @@ def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup
 
 
 def _require_one_group_each(module: nn.Module, groups: Sequence[ExpertGroup], ignored: Collection[str]) -> None:
-    """ConfigError for a pattern without a parameter, and for a parameter with two patterns."""
+    """Raises ConfigError for a pattern without a parameter, and for a parameter with two patterns."""
     names = [name for name, _ in module.named_parameters() if name not in ignored]
     for group in groups:
         if not any(name in _Matching(group.match) for name in names):

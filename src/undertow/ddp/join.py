@@ -1,6 +1,6 @@
-"""Uneven inputs: ranks that have run out of data keep the others company until the last one has, as torch's Join has it.
+"""Uneven inputs: ranks that have run out of data shadow the others until the last one has, like torch's Join.
 
-Per forward, an active rank tells the others what it is about to do; a rank that has joined does the same without data.
+Before each forward an active rank tells the others its next action; a rank that has joined follows it without data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from undertow.sync import GradientSync
 
 
 class UnevenInputs(Join):
-    """torch's context manager for one model, which also leaves it as it found it, and says so where a rank is gone."""
+    """torch's context manager for one model. It also restores the model's state, and reports a rank that is gone."""
 
     def __init__(self, joinable: Joinable, enable: bool, throw_on_early_termination: bool, **how: Any) -> None:
         super().__init__([joinable], enable, throw_on_early_termination, is_enabled=enable, **how)
@@ -48,9 +48,9 @@ class UnevenInputs(Join):
 
 
 class ShadowHook(JoinHook):
-    """What a rank does that has run out of data, while others train on.
+    """Actions of a rank that has run out of data while others train on.
 
-    PhaseError for a model with experts, or with an optimizer in shards.
+    Raises PhaseError for a model with experts, or with a sharded optimizer.
     """
 
     def __init__(self, sync: GradientSync, *, divide_by_initial_world_size: bool, is_enabled: bool) -> None:
@@ -70,7 +70,7 @@ class ShadowHook(JoinHook):
             sync.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Gives every rank the model of one that trained to the end; from here on all ranks count again."""
+        """Gives every rank the model of a rank that trained to the end; from then on all ranks count again."""
         sync = self.sync
         self.ends()
         sync.join_ends()
@@ -78,16 +78,16 @@ class ShadowHook(JoinHook):
         sync.share(("parameters", "buffers"), source=0 if said.source is None else said.source)
 
     def ends(self) -> None:
-        """Nothing goes over the user's group any more."""
+        """Ends the use of the user's process group."""
         self.sync.own_group.in_join = False
 
     def rescale(self, num_active: int) -> None:
-        """Has means be those over so many ranks, unless they are to be over all of them."""
+        """Scales means to `num_active` ranks, unless they are taken over all ranks."""
         self.sync.rescale = 1.0 if self.divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
 
 
 def _require_join(sync: GradientSync) -> None:
-    """PhaseError where a rank without data could not take part in what is done with the others."""
+    """Raises PhaseError if a rank without data could not take part in the others' steps."""
     if sync.experts:
         raise PhaseError(
             "a rank that has run out of data cannot leave a model with experts: tokens of others need those that it holds.",
@@ -99,9 +99,9 @@ def _require_join(sync: GradientSync) -> None:
 
 
 def announce_forward(sync: GradientSync, joinable: Joinable, hook: ShadowHook, *, with_buffers: bool) -> int | None:
-    """Tells the ranks that have joined what this one is about to do.
+    """Tells the ranks that have joined this rank's next action.
 
-    Returns the rank that buffers follow, None where they do not: rank 0 may have run out of data long ago.
+    Returns the rank that buffers follow, or None: rank 0 may have run out of data long ago.
     """
     hook.rescale(_num_active(sync, joinable))
     source = sync.rank if with_buffers else None
@@ -109,7 +109,7 @@ def announce_forward(sync: GradientSync, joinable: Joinable, hook: ShadowHook, *
 
 
 def _num_active(sync: GradientSync, joinable: Joinable) -> int:
-    """Tells ranks that have joined that this one has not; of how many that is true, as far as this participant may ask."""
+    """Tells ranks that have joined that this one has not. Returns the number of active ranks, as far as this participant may ask."""
     with _over_users(sync, "all ranks, to tell them that there is data"):
         work = Join.notify_join_context(joinable)
         if work is None:
@@ -120,7 +120,7 @@ def _num_active(sync: GradientSync, joinable: Joinable) -> int:
 
 @contextlib.contextmanager
 def _over_users(sync: GradientSync, what: str) -> Iterator[None]:
-    """What torch's Join has ranks wait for; it goes over the user's group."""
+    """Marks a wait of torch's Join, which communicates over the user's group."""
     with sync.waiting(what), over_users(sync.process_group):
         yield
 
@@ -128,11 +128,11 @@ def _over_users(sync: GradientSync, what: str) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _Said:
     source: int | None  # the highest rank that offers its tensors
-    synchronizes: bool  # whether any rank's backward will synchronize
+    synchronizes: bool  # true if any rank's backward will synchronize
 
 
 def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bool = False) -> _Said:
-    """What active ranks are about to do."""
+    """Exchanges the next action of active ranks."""
     said = torch.tensor([0 if source is None else source + 1, int(synchronizes)], device=sync.device)
     with sync.waiting("all ranks, to tell what they do"):
         sync.own_group.all_reduce(said, dist.ReduceOp.MAX)
@@ -141,7 +141,7 @@ def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bo
 
 
 def _flat(value: Any) -> torch.Tensor:
-    """Backends nest the result of a collective differently."""
+    """Unwraps the result of a collective, which backends nest differently."""
     while not isinstance(value, torch.Tensor):
         value = value[0]
     return value

@@ -1,8 +1,8 @@
 """torch's `_MixedPrecision`: forward and backward in a narrower dtype; parameters, gradients and optimizer in their own.
 
-Parameters are cast where a forward begins, by an operation that autograd knows: its backward gives each gradient the dtype of
-its parameter. After the forward modules have their parameters back, so that one that computes again, in a checkpoint's backward,
-would do so in another dtype: it raises.
+Parameters are cast when a forward begins, by an operation that autograd knows: its backward gives each gradient the dtype of its
+parameter. After the forward modules have their parameters back. A module that computes again, in a checkpoint's backward, would
+do so in another dtype, so it raises an error.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """What is cast to which dtype; None where it keeps its own."""
+    """Dtypes to cast to; None keeps the tensor's dtype."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     buffer_dtype: torch.dtype | None
-    ignored: frozenset[str] = frozenset()  # names of parameters and buffers that keep theirs
+    ignored: frozenset[str] = frozenset()  # names of parameters and buffers that keep their dtype
     hooks: list[RemovableHandle] = field(default_factory=list, compare=False)
 
     def cast_buffers(self, module: nn.Module) -> None:
-        """For good, as in torch."""
+        """Casts buffers permanently, as torch does."""
         for name, buffer in module.named_buffers():
             if self.buffer_dtype is not None and buffer.is_floating_point() and name not in self.ignored:
                 buffer.data = buffer.to(self.buffer_dtype)
 
     def refuse_sparse_gradients(self, module: nn.Module) -> None:
-        """ConfigError for a layer with such gradients, which autograd cannot bring back to the parameter's own dtype."""
+        """Raises ConfigError for layers with sparse gradients, which autograd cannot cast back to the parameter's dtype."""
         sparse = sparse_params(module) if self.param_dtype is not None else set()
         for name, param in module.named_parameters():
             if id(param) in sparse and param.dtype != self.param_dtype and name not in self.ignored:
@@ -54,7 +54,7 @@ class MixedPrecision:
                 )
 
     def refuse_recomputation(self, module: nn.Module) -> None:
-        """Has a module raise whose forward runs again in a backward, until `close`."""
+        """Makes modules raise if their forward runs again in a backward, until `close`."""
         parts = [part for part in module.modules() if part._parameters] if self.param_dtype is not None else []
         for part in parts:
             require = partial(_require_first_forward, weakref.ref(part))
@@ -65,7 +65,7 @@ class MixedPrecision:
             hook.remove()
 
     def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module's forward returns, computed in `param_dtype`."""
+        """Runs the module's forward in `param_dtype`."""
         dtype = self.param_dtype
         if dtype is None:
             return module(*inputs, **kwargs)
@@ -78,7 +78,7 @@ class MixedPrecision:
 
 
 def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str]) -> MixedPrecision | None:
-    """What the argument of torch's constructor asks for, at work on `module`; ConfigError for what is no `_MixedPrecision`."""
+    """Applies the argument of torch's constructor to `module`; raises ConfigError if it is not a `_MixedPrecision`."""
     if given is None:
         return None
     dtypes: dict[str, Any] = {name: getattr(given, name, given) for name in _FIELDS}
@@ -96,7 +96,7 @@ def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str
 
 
 def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
-    if torch.compiler.is_compiling():  # looking on would cut the graph; what it computes again is narrow as well
+    if torch.compiler.is_compiling():  # checking would cut the graph; recomputation there is narrow as well
         return
     module = called()
     is_narrow = module is None or any(type(param) is Tensor for param in module._parameters.values())

@@ -6,10 +6,11 @@ from typing import NoReturn
 
 
 class Reducer:
-    """Announces nothing: whether a backward synchronizes is decided when it runs, from the parameters that it reaches.
+    """Accepts announcements and ignores them: whether a backward synchronizes is decided when it runs, from the parameters it
+    reaches.
 
-    Lightning's manual optimization, Accelerate's `trigger_sync_in_backward` and torch's pipeline stages tell torch's
-    reducer that a backward is to synchronize although its forward ran under `no_sync`. They call these methods only.
+    Lightning's manual optimization, Accelerate's `trigger_sync_in_backward` and torch's pipeline stages tell torch's reducer that
+    a backward is to synchronize although its forward ran under `no_sync`. They call only these methods.
     """
 
     __slots__ = ()

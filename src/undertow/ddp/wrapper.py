@@ -1,4 +1,4 @@
-"""The wrapper that takes the place of torch's DistributedDataParallel."""
+"""The wrapper that replaces torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -34,18 +34,28 @@ from undertow.tune import Explanation
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """Data-parallel training of `module`: change one import.
+    """Wraps `module` for data-parallel training; replaces torch's class with a change of one import.
 
-    The constructor is torch's. It is torch's class in name only, so that trainers and checkpointing recognize it; its
-    C++ reducer is never made: `reducer` is an object that only answers them. What we always do is accepted:
-    `find_unused_parameters` and `skip_all_reduce_unused_params` (who used what travels inside the buckets),
-    `gradient_as_bucket_view`, `batched_grad_copy`, `static_graph`, and the delayed parameters, which are sent in their
-    turn like all others. Of our own are `config`, and `ignore`: parameters, buffers and submodules, by name or
-    themselves, that are left alone.
+    The constructor is torch's. The class inherits from torch's in name only, so that trainers and checkpointing recognize it. The
+    C++ reducer is never created: `reducer` is an object that only answers calls of frameworks. These arguments are accepted,
+    because Undertow always does what they ask for:
+
+    - `find_unused_parameters` and `skip_all_reduce_unused_params`: buckets carry flags of used parameters.
+    - `gradient_as_bucket_view`, `batched_grad_copy` and `static_graph`.
+    - the delayed parameters, which are sent in turn like all others.
+
+    Undertow adds two arguments: `config`, a SyncConfig, and `ignore`: parameters, buffers and submodules to leave alone, as names
+    or objects. Raises ConfigError for modules or arguments that cannot work.
+
+    ```python
+    from undertow import DistributedDataParallel as DDP
+
+    model = DDP(model)
+    ```
     """
 
-    require_forward_param_sync = True  # may be switched off on an instance
-    broadcast_bucket_size = 250 * 1024 * 1024  # torch's own helpers ask for this and the next two
+    require_forward_param_sync = True  # may be turned off on an instance
+    broadcast_bucket_size = 250 * 1024 * 1024  # torch's helpers read this and the next two
     use_side_stream_for_tensor_copies = True
     logger = None
     reducer = Reducer()  # type: ignore[assignment]
@@ -91,7 +101,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         chosen = arguments.settings_of(config, given, mixed_precision)
         arguments.warn_of_nothing_to_train(module, ignored)
 
-        nn.Module.__init__(self)  # past torch's constructor, which would make its reducer
+        nn.Module.__init__(self)  # skips torch's constructor, which would create its reducer
         Joinable.__init__(self)
         self.module = module
         self.dim, self.device_mesh = dim, device_mesh
@@ -116,7 +126,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def process_group(self) -> dist.ProcessGroup:  # type: ignore[override]
-        """The group over whose ranks gradients are averaged."""
+        """The process group over which gradients are averaged."""
         return self.sync.process_group
 
     @property
@@ -135,7 +145,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """The buffers that are synchronized, as they are now."""
+        """The synchronized buffers, by name."""
         ignored = self.parameters_to_ignore
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
 
@@ -151,7 +161,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def bucket_bytes_cap_default(self) -> bool:  # type: ignore[override]
-        """Whether the sizes of buckets are the library's choice."""
+        """True if the library chooses the sizes of buckets."""
         return self.sync.config.bucket_cap_mb is None
 
     @property
@@ -169,7 +179,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 else:
                     outputs = self._precision.call(self.module, inputs, kwargs)
         finally:
-            if not torch.compiler.is_compiling():  # nothing is timed between compiled pieces
+            if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
                 self.sync.forward_ends()
         if self._buffer_hook is not None:
             self._run_buffer_hook("POST_FORWARD")
@@ -177,64 +187,64 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @private.untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        with private.as_plain_tensors() if set_to_none else nullcontext():  # nothing is read of a parameter
+        with private.as_plain_tensors() if set_to_none else nullcontext():  # no values of parameters are read
             super().zero_grad(set_to_none)
 
     @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
-        """The mean gradient of a parameter, also where each rank has a shard of it; a collective call then."""
+        """Returns the mean gradient of a parameter; a collective call if each rank has only a shard of it."""
         return self.sync.full_gradient(param)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backwards inside only accumulate; the next one outside synchronizes the sum."""
+        """Returns a context in which backwards only accumulate; the next one outside synchronizes the sum."""
         return self.sync.accumulate()
 
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """The same as `accumulate`, under torch's name. The mode that holds when backward runs is what counts."""
+        """Does the same as `accumulate`, under torch's name. The mode at the time of the backward counts."""
         return self.sync.accumulate()
 
     @private.untraced
     def loss_weight(self, n: float | Tensor) -> None:
-        """Says, before a backward, that its loss is the sum over `n` tokens or samples. See GradientSync.loss_weight."""
+        """Declares, before a backward, that its loss is the sum over `n` tokens or samples. See GradientSync.loss_weight."""
         self.sync.loss_weight(n)
 
     @private.untraced
     def finish(self) -> None:
-        """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all."""
+        """Joins the other ranks if this rank's backward reached no parameter, or if it has no data at all."""
         self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)
 
     @private.untraced
     def reduce_gradients_async(self, op: str | None = None) -> Reduction:
-        """Sends the gradients that were accumulated; wait for the result before the optimizer steps. See the Sync's."""
+        """Sends the accumulated gradients; wait for the result before the optimizer steps. See GradientSync."""
         return self.sync.reduce_gradients_async(op)
 
     @private.untraced
     def wait(self) -> None:
-        """Returns when nothing is in flight."""
+        """Waits until nothing is in flight."""
         self.sync.wait()
 
     def broadcast_parameters(self) -> None:
-        """Gives every rank rank 0's parameters and buffers; a collective call."""
+        """Copies rank 0's parameters and buffers to every rank; a collective call."""
         self.sync.broadcast_parameters()
 
     def report(self, *, show: bool = True) -> StepReport:
-        """Where the time of the last steps went on this rank; never communicates."""
+        """Reports where the time of the last steps went on this rank; does not communicate."""
         return self.sync.report(show=show)
 
     def traces(self) -> tuple[Trace, ...]:
-        """What happened in the recorded steps, oldest first."""
+        """Returns the traces of the recorded steps, oldest first."""
         return self.sync.traces()
 
     def explain(self, *, show: bool = True) -> Explanation:
-        """Why the buckets are as they are, and what others would do; never communicates."""
+        """Explains the plan and the effect of other buckets; does not communicate."""
         return self.sync.explain(show=show)
 
     def profile(self) -> Profile:
-        """What was measured of the model and the network; never communicates."""
+        """Returns the measurements of the model and the network; does not communicate."""
         return self.sync.profile()
 
     def measure_network(self) -> None:
-        """Sends messages of many sizes, to know what those take; a collective call, between steps."""
+        """Sends messages of many sizes to measure their cost; a collective call, between steps."""
         self.sync.measure_network()
 
     def save_profile(self, path: str | Path) -> None:
@@ -242,11 +252,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync.save_profile(path)
 
     def save_plan(self, path: str | Path) -> None:
-        """Writes the present plan as JSON."""
+        """Writes the current plan as JSON."""
         self.sync.save_plan(path)
 
     def close(self) -> None:
-        """Takes the hooks off and destroys our process group.
+        """Removes the hooks and destroys Undertow's process group.
 
         `model.module` trains without averaging from then on. A training forward of the wrapper raises PhaseError.
         """
@@ -256,7 +266,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a backward synchronizes; decided when it runs."""
+        """True if a backward synchronizes; evaluated when it runs."""
         return not self.sync.is_accumulating
 
     @require_backward_grad_sync.setter
@@ -264,7 +274,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync.is_accumulating = not is_required
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next training forward synchronizes buffers."""
+        """Returns True if the next training forward synchronizes buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
 
     def join(
@@ -272,18 +282,20 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> UnevenInputs:
         """Lets ranks run out of data at different times: inside, a rank that has left its loop shadows the others.
 
-        A gradient is divided by the number of all ranks, or, with `divide_by_initial_world_size=False`, of those that
-        still have data. With `throw_on_early_termination` all ranks raise as soon as one has run out. At the end every
-        rank has the model of a rank that trained longest.
-        One backward for each forward. PhaseError under a ShardedOptimizer, and for a model with experts.
+        - `divide_by_initial_world_size`: True divides a gradient by the number of all ranks, False by the number of ranks that
+          still have data.
+        - `throw_on_early_termination`: True makes all ranks raise as soon as one has run out.
+
+        At the end every rank has the model of a rank that trained longest. Run one backward for each forward. Raises PhaseError
+        with a ShardedOptimizer, and for a model with experts.
         """
         self.sync.require_open("join()")
         return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """For torch.distributed.algorithms.Join, also among other participants."""
+        """Returns the hook for torch.distributed.algorithms.Join, also together with other participants."""
         defaults = {"divide_by_initial_world_size": True, "is_enabled": True}
-        # Others are for other participants.
+        # Other arguments are for other participants.
         self._shadow = ShadowHook(self.sync, **{name: kwargs.get(name, usual) for name, usual in defaults.items()})
         return self._shadow
 
@@ -296,11 +308,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return self.process_group
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduces every bucket by `hook(state, bucket)`; torch's own hooks run unchanged. See GradientSync.register_comm_hook."""
+        """Reduces every bucket by `hook(state, bucket)`; torch's hooks run unchanged. See GradientSync.register_comm_hook."""
         self.sync.register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # loads every optimizer of torch's
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # loads all of torch's optimizers
 
         hooks = {
             BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
@@ -309,7 +321,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
     def _register_buffer_comm_hook(self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
-        """Has `hook(state, buffers by name)` synchronize buffers, in place of rank 0's values.
+        """Makes `hook(state, buffers by name)` synchronize buffers, instead of copying rank 0's values.
 
         It runs after every training forward, or before it; futures that it returns are waited for at the end of backward.
         """
@@ -323,18 +335,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._buffer_hook = _BufferHook(state, hook, location)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup | int) -> None:
-        """Averages over the ranks of another group from the next forward on; nothing happens on a rank outside of it."""
+        """Averages over the ranks of another group from the next forward on; does nothing on a rank outside of it."""
         if isinstance(new_process_group, dist.ProcessGroup):
             self.sync.change_process_group(new_process_group)
 
     def _set_static_graph(self) -> None:
-        """Accepted: nothing of ours depends on it."""
+        """Accepts the call; nothing in Undertow depends on it."""
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
         self.static_graph = True
 
     def _sync_buffers(self) -> None:
-        """Gives every rank rank 0's buffers; subclasses that run the module past `forward` call it before."""
+        """Copies rank 0's buffers to every rank; subclasses that run the module without `forward` call it first."""
         self._sync_module_buffers(0)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
@@ -344,7 +356,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync.close()
 
     def _check_reducer_finalized(self) -> None:
-        """PhaseError where a backward has begun whose gradients are not synchronized yet."""
+        """Raises PhaseError if gradients of a started backward are not synchronized yet."""
         if self.sync.is_synchronizing:
             raise PhaseError(
                 "Expect to have finished reduction in the prior iteration before starting a new one.",
@@ -353,10 +365,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Accepted: outputs are never copied."""
+        """Accepts the call: outputs are never copied."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Accepted: every step is recorded."""
+        """Accepts the call: every step is recorded."""
         if sample_rate < 1:
             raise ConfigError(
                 f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}.",
@@ -365,10 +377,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Accepted: the rows of sparse gradients need not be known beforehand."""
+        """Accepts the call: the rows of sparse gradients need not be known beforehand."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts about the wrapper, under the names that torch has for them."""
+        """Returns facts about the wrapper, under torch's names."""
         return {
             "module_name": type(self.module).__name__,
             "world_size": self.sync.num_ranks,
@@ -378,7 +390,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "broadcast_buffers": self.forward_sync_buffers,
             "find_unused_parameters": self.find_unused_parameters,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "can_set_static_graph": False,  # a trainer would advise to set it, and nothing depends on it
+            "can_set_static_graph": False,  # a trainer would advise setting it, and nothing depends on it
         }
 
     @property
@@ -397,11 +409,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._run_buffer_hook("PRE_FORWARD")
 
     def _cutting_graphs(self) -> AbstractContextManager[None]:
-        """Has torch.compile cut graphs where buckets end, so that a bucket leaves before the next graph's backward."""
+        """Makes torch.compile cut graphs at the ends of buckets, so that a bucket is sent before the next graph's backward."""
         return self._inside_ddp_forward() if cut_bytes(self.plan, num_ranks=self.sync.num_ranks) else nullcontext()
 
     def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        device = torch.device(self.device_type, self.device_ids[0])  # type: ignore[index]  # asked before
+        device = torch.device(self.device_type, self.device_ids[0])  # checked by the caller
         return private.moved_to_device(inputs, kwargs, device)
 
     def _run_buffer_hook(self, location: str) -> None:
@@ -412,7 +424,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.sync.wait_after_backward(hook.run(self.named_module_buffers))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to this process: a copy makes its own buckets and groups when it first trains."""
+        """Returns everything except this process's state: a copy makes new buckets and groups when it first trains."""
         if self.sync.has_comm_hook:
             warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
         own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow", "_precision")}
@@ -428,7 +440,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync = synchronized(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:
-        # What the wrapper does not have, the module may: ddp.generate(...), ddp.config.
+        # Attributes that the wrapper lacks are looked up on the module: ddp.generate(...), ddp.config.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -438,12 +450,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 def _called(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A frame of its own for torch.compile: it cuts no graph within a context, and starts none in a module of torch's."""
+    """Calls the module in a separate frame: torch.compile cuts no graph within a context, and starts none in torch's modules."""
     return module(*inputs, **kwargs)
 
 
 class _BufferHook:
-    """A user's way of synchronizing buffers."""
+    """A user's function that synchronizes buffers."""
 
     def __init__(self, state: object, hook: Callable[..., Any], location: str) -> None:
         self.location = location
@@ -451,6 +463,6 @@ class _BufferHook:
         self._hook = hook
 
     def run(self, named_buffers: dict[str, Tensor]) -> list[Any]:
-        """The futures to wait for."""
+        """Runs the hook and returns the futures to wait for."""
         with torch.no_grad():
             return list(self._hook(self._state, named_buffers) or ())
