@@ -7,11 +7,11 @@ import sys
 
 __all__ = ["main"]
 
-_INTERRUPTED = 130  # what shells expect of a process that Ctrl-C has ended
+_INTERRUPTED = 130  # exit code that shells expect of a process ended by Ctrl-C
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Runs the command."""
     if importlib.util.find_spec("typer") is None:
         sys.exit('The command needs typer, which is not installed.\n  Install it with: pip install "undertow[cli]"')
     try:

@@ -1,4 +1,4 @@
-"""Commands and their options."""
+"""Defines the commands and their options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ app = typer.Typer(
 
 
 def run() -> None:
-    """Runs the command line; an error of ours is its text and exit code 2, not a traceback."""
+    """Runs the command line; an UndertowError prints its text and exits with code 2, without a traceback."""
     try:
         app()
     except UndertowError as error:
@@ -75,7 +75,7 @@ def undertow(
     "or one, ends with the same parameters. Prints a table and draws where each step's time went, in OUT/demo.png.\n\n"
     "Exit code 0: all ways agree. 1: they do not, or a rank failed. 2: an option cannot work."
 )
-def demo(  # noqa: PLR0913  # one for each option
+def demo(  # noqa: PLR0913  # one argument per option
     nproc: Annotated[int, typer.Option(help="Ranks to start on this machine, 1 to 16; each computes on one core.")] = 2,
     link: Annotated[
         str, typer.Option(help='Network to emulate: a rate such as "1gbit", "2.5gbit", "200mbit", or "none".')
@@ -90,8 +90,8 @@ def demo(  # noqa: PLR0913  # one for each option
         str, typer.Option(help='"zero1" or "zero2" adds a sixth way, with a sharded optimizer; "ddp" does not.')
     ] = "ddp",
 ) -> None:
-    """Turns options into settings; the words for users stand above."""
-    # Not at the top: it imports torch, which the other commands do without.
+    """Converts options to settings; the decorator has the help text."""
+    # Not at the top: it imports torch, which the other commands do not need.
     from undertow.demo import DemoSettings, run_demo
 
     settings = DemoSettings(num_ranks=nproc, link=link, text=text, num_steps=steps, out=out, seed=seed, strategy=strategy)
@@ -136,7 +136,7 @@ def plan(  # noqa: PLR0913  # one for each option
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
 ) -> None:
-    """Turns options into a request; the words for users stand above."""
+    """Converts options to a request; the decorator has the help text."""
     request = PlanRequest(
         file=file,
         strategy=strategy,
@@ -184,7 +184,7 @@ def simulate(  # noqa: PLR0913  # one for each option
     sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
 ) -> None:
-    """Turns options into a request; the words for users stand above."""
+    """Converts options to a request; the decorator has the help text."""
     request = SimulateRequest(
         file=profile,
         strategy=strategy,

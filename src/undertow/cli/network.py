@@ -1,4 +1,4 @@
-"""What communication costs, from the options of a command line and from a profile."""
+"""The cost of communication, from the options of a command line and from a profile."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from undertow.schedule import Strategy, strategy_named
 
 __all__ = ["Network", "NetworkOptions"]
 
-_KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # of which a curve may say what the link is
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may determine the link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Costs over a number of ranks, and in words where they come from."""
+    """Costs over a number of ranks, and a description of their source."""
 
     costs: Costs
     source: str
@@ -24,7 +24,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
-    """The options that describe a network. Raises ConfigError for those that do nothing."""
+    """The options that describe a network. Raises ConfigError for options without effect."""
 
     link: str | None = None
     per_node: int | None = None
@@ -41,10 +41,10 @@ class NetworkOptions:
         return "--node-link" if self.per_node is None else "--per-node"
 
     def network(self, profile: Profile, strategy: Strategy, *, num_ranks: int) -> Network:
-        """The network of the options; without a link that of the profile, or one like it over other ranks.
+        """Returns the network of the options; without a link the profile's network, or one like it over other ranks.
 
-        ConfigError if a strategy over two axes is to be on a network without nodes: a mesh that was measured says nothing of
-        other meshes, nor of a network that is not a mesh.
+        Raises ConfigError for a strategy over two axes on a network without nodes: a measured mesh says nothing about other
+        meshes, nor about a network that is not a mesh.
         """
         is_mesh = strategy.crossing is not None
         if self.link is not None and (self.per_node is not None or not is_mesh):
@@ -77,7 +77,7 @@ class NetworkOptions:
     def _named(self, link: str, *, num_ranks: int, is_mesh: bool) -> Network:
         if self.per_node is None:
             return Network(costs=costs_for(link, num_ranks=num_ranks), source=f"{link}, {num_ranks} ranks")
-        # Fewer ranks than a node has are on one.
+        # If there are fewer ranks than a node has, all of them are on one node.
         per_node, inside = min(self.per_node, num_ranks), self.node_link or NODE_LINK
         costs = costs_for(link, num_ranks=num_ranks, per_node=per_node, inside=inside, is_mesh=is_mesh)
         return Network(costs=costs, source=f"{link} between nodes of {per_node} ranks, {inside} inside; {num_ranks} ranks")

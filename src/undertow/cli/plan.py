@@ -1,4 +1,4 @@
-"""What `undertow plan` does; imports torch only for the demo's model."""
+"""Implements `undertow plan`; imports torch only for the demo's model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from undertow.simulate import Conditions
 
 __all__ = ["PlanRequest", "plan_from_source", "show_plan"]
 
-_NUM_RANKS = 2  # of a plan for which nobody has said how many
+_NUM_RANKS = 2  # of a plan if the number of ranks is not given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The options of the command. Raises ConfigError for what cannot go together."""
+    """The options of the command. Raises ConfigError for options that cannot be combined."""
 
     file: Path | None
-    strategy: str | None  # that of a profile, else ddp
+    strategy: str | None  # None: the profile's strategy, else ddp
     num_ranks: int | None
     bucket_cap_mb: float | None
     has_overlap: bool
@@ -54,7 +54,7 @@ class PlanRequest:
 
 
 def show_plan(request: PlanRequest) -> None:
-    """Prints the buckets and the schedule that are asked for, and of a profile what a step takes."""
+    """Prints the requested buckets and schedule, and for a profile the time of a step."""
     source = _demo_parameters() if request.file is None else source_from_file(request.file)
     if isinstance(source, Profile):
         _show_plan_of_profile(request, source)
@@ -75,11 +75,11 @@ def show_plan(request: PlanRequest) -> None:
 def plan_from_source(
     source: Plan | Sequence[ParamSpec], *, num_ranks: int | None, bucket_cap_mb: float | None, splits: bool
 ) -> Plan:
-    """The plan of parameters without a profile, or the saved one.
+    """Returns the plan of parameters without a profile, or the saved plan.
 
-    A saved plan keeps its buckets, or with `bucket_cap_mb` the order of its parameters only. Without `num_ranks` it is for
-    as many ranks as it was; parameters are planned for two. Only with `splits`, as for gradients in shards, may a large
-    parameter lie in several buckets.
+    A saved plan keeps its buckets, or with `bucket_cap_mb` only the order of its parameters. Without `num_ranks` it keeps its
+    number of ranks; parameters are planned for two. Only with `splits`, for sharded gradients, may a large parameter be spread
+    over several buckets.
     """
     config = SyncConfig(order="reverse", bucket_cap_mb=bucket_cap_mb)
     if not isinstance(source, Plan):

@@ -1,4 +1,4 @@
-"""What `undertow simulate` does; imports no torch."""
+"""Implements `undertow simulate`; does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WHERE = "undertow simulate"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateRequest:
-    """The options of the command. Raises ConfigError for what cannot be."""
+    """The options of the command. Raises ConfigError for impossible values."""
 
     file: Path
     strategy: str | None
@@ -50,7 +50,7 @@ class SimulateRequest:
 
 
 def show_simulation(request: SimulateRequest) -> None:
-    """Prints what is asked for as a table and draws it."""
+    """Prints the requested simulation as a table and draws it."""
     require_matplotlib()
     profile = profile_from_file(request.file)
     what_if = WhatIf(

@@ -1,4 +1,4 @@
-"""One thing varied, all else the same: ranks, the rate of their links, or the size of buckets."""
+"""Varies one quantity and keeps the others: ranks, the rate of their links, or the size of buckets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["SWEEPS", "swept_ranks"]
 
 _RATE_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 _BUCKET_MIBS = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100, 200, 400, 800, 1600)
-_RATE = re.compile(r"(?P<rate>[\d.]+)(?P<unit>\w+)(?P<latency>.*)")  # of what link_from_text reads
+_RATE = re.compile(r"(?P<rate>[\d.]+)(?P<unit>\w+)(?P<latency>.*)")  # splits a text that link_from_text reads
 
 
 def swept_ranks(num_ranks: int, per_node: int | None) -> list[int]:
-    """Powers of two, of ranks on one node and of full nodes, up to that number, and that number."""
+    """Returns powers of two, of ranks on one node and of full nodes, up to `num_ranks`, and `num_ranks` itself."""
     per_node = min(per_node or 1, num_ranks)
     powers = [2**power for power in range(num_ranks.bit_length())]
     candidates = {num_ranks, *(size for power in powers for size in (power, power * per_node))}
@@ -34,7 +34,7 @@ def _sweep_ranks(what_if: WhatIf) -> Sweep:
 
 
 def _sweep_bandwidth(what_if: WhatIf) -> Sweep:
-    """Rates from an eighth of that of --link to eight times it; its latency stays."""
+    """Varies the rate of --link from an eighth to eight times; its latency stays."""
     link = what_if.options.link
     match = None if link is None or link_from_text(link).is_free else _RATE.fullmatch(link)
     if match is None:
@@ -52,7 +52,7 @@ def _sweep_bandwidth(what_if: WhatIf) -> Sweep:
 
 
 def _sweep_bucket(what_if: WhatIf) -> Sweep:
-    """Sizes up to the first one that holds all gradients; other methods stand beside it, the same at every size."""
+    """Varies sizes up to the first one that holds all gradients; other methods are listed too, the same at every size."""
     total_mib = sum(spec.num_bytes for spec in what_if.profile.params) / 2**20
     others = {outcome.method: outcome for outcome in what_if.outcomes()}
     points = {}

@@ -1,4 +1,4 @@
-"""A model on a network that may not exist: what each way to group its gradients comes to."""
+"""Predicts the step of a model on a network that may not exist, for each way to group its gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PER_PARAMETER, FIXED, OPTIMAL = "per parameter", "25 MiB buckets", "optimal buck
 
 
 def caps_of(mebibytes: float) -> SizeCaps:
-    """Buckets of that size as torch's DistributedDataParallel has them: the first one of 1 MiB."""
+    """Returns the caps of torch's DistributedDataParallel for that size: the first bucket has 1 MiB."""
     return SizeCaps(cap_bytes=mebibytes * _MIB, first_bytes=(min(mebibytes, 1.0) * _MIB,))
 
 
@@ -60,12 +60,12 @@ class WhatIf:
 
     @property
     def compute_us(self) -> float:
-        """Of a step without communication."""
+        """Time of a step without communication."""
         return self.profile.forward_us + self.profile.backward_us + self.profile.update_us
 
     @property
     def limit_us(self) -> float:
-        """The shortest step of any grouping, on equal ranks without contention."""
+        """Lower bound of the step time for any grouping, on equal ranks without contention."""
         if self.conditions.eager:
             return self.optimum.limit_us
         return self.profile.update_us + max(self.profile.timing.backward_end_us, self.optimum.limit_us)
@@ -75,14 +75,14 @@ class WhatIf:
         return self._plan(self.optimum.groups)
 
     def plan_of_size(self, caps: SizeCaps) -> Plan:
-        """Buckets of fixed size, in ready order; with shards large parameters are cut."""
+        """Returns buckets of fixed size, in ready order; with shards large parameters are cut."""
         params, order = self.profile.params, self.profile.order
         if self._has_shards:
             return self._plan(group_in_pieces(params, order, caps, num_ranks=self.num_ranks))
         return self._plan(group_by_size(params, order, caps))
 
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Of every method."""
+        """Returns the outcome of every method."""
         plans = {
             PER_PARAMETER: self._plan([[param] for param in self.profile.order]),
             **{name: self.plan_of_size(caps) for name, caps in FIXED_CAPS.items()},
@@ -91,7 +91,7 @@ class WhatIf:
         return tuple(self.outcome(method, plan) for method, plan in plans.items())
 
     def outcome(self, method: str, plan: Plan) -> Outcome:
-        """Of a simulated step under `plan`."""
+        """Simulates a step under `plan`."""
         record = simulate(self.profile, plan, self.strategy, self.network.costs, self.conditions)
         return Outcome(
             method=method,

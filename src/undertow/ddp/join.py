@@ -109,7 +109,7 @@ def announce_forward(sync: GradientSync, joinable: Joinable, hook: ShadowHook, *
 
 
 def _num_active(sync: GradientSync, joinable: Joinable) -> int:
-    """Tells ranks that have joined that this one has not. Returns the number of active ranks, as far as this participant may ask."""
+    """Tells ranks that have joined that this one has not. Returns how many have not, as far as it may ask."""
     with _over_users(sync, "all ranks, to tell them that there is data"):
         work = Join.notify_join_context(joinable)
         if work is None:

@@ -413,7 +413,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return self._inside_ddp_forward() if cut_bytes(self.plan, num_ranks=self.sync.num_ranks) else nullcontext()
 
     def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        device = torch.device(self.device_type, self.device_ids[0])  # checked by the caller
+        device = torch.device(self.device_type, self.device_ids[0])  # type: ignore[index]  # checked by the caller
         return private.moved_to_device(inputs, kwargs, device)
 
     def _run_buffer_hook(self, location: str) -> None:

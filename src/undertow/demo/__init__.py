@@ -1,4 +1,4 @@
-"""`undertow demo`: one model trained five ways on this machine, or six, over an emulated link, with the answers compared."""
+"""`undertow demo`: trains one model in five or six variants on this machine, over an emulated link, and compares the results."""
 
 from undertow.demo.run import run_demo
 from undertow.demo.settings import DemoSettings, Way

@@ -1,4 +1,4 @@
-"""The text that the demo trains on: the standard library's own source, or a file."""
+"""The text that the demo trains on: the standard library's source, or a file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MIN_BYTES = 4096
 
 
 def load_corpus(path: Path | None = None) -> bytes:
-    """The first few MiB of the file at `path`, or of the standard library's modules in the order of their names.
+    """Reads the first few MiB of the file at `path`, or of the standard library's modules in alphabetical order.
 
-    Raises ConfigError where there is nothing to read, or too little.
+    Raises ConfigError if there is nothing to read, or too little.
     """
     text = _standard_library() if path is None else _file(path)
     if len(text) < _MIN_BYTES:
@@ -41,7 +41,7 @@ def _standard_library() -> bytes:
 
 def _file(path: Path) -> bytes:
     try:
-        # Asked before opening: a pipe that nobody writes to would block for ever.
+        # Checked before opening: a pipe without a writer would block forever.
         if not stat.S_ISREG(path.stat().st_mode):
             raise _unreadable(path, "it is no regular file")
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: started, listened to, and always ended."""
+"""Runs ranks as processes of this machine: starts them, receives their messages, and always ends them."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from undertow.errors import UndertowError
 
 __all__ = ["LocalRanks", "RanksLost"]
 
-_END_S = 2.0  # that a rank has to end after it was asked to
-_EXIT_S = 20.0  # that one has which has ended well: the last look for garbage takes seconds on a busy machine
-_BLAME_S = 1.0  # for other ranks' errors to come in after the first one: the cause may not be the first to be heard
+_END_S = 2.0  # seconds that a rank has to end after it was asked to
+_EXIT_S = 20.0  # seconds for a rank that succeeded: the final garbage collection takes seconds on a busy machine
+_BLAME_S = 1.0  # seconds for other ranks' errors to arrive after the first one: the cause may not arrive first
 
 
 class RanksLost(UndertowError):
-    """A rank failed, died or fell silent; all others have been ended."""
+    """A rank failed, died or stopped reporting; all others have been ended."""
 
 
 class LocalRanks:
-    """Processes that run `target(rank, *arguments, connection)`; leaving the `with` block ends those that still run.
+    """Processes that run `target(rank, *arguments, connection)`; leaving the `with` block ends the ones that still run.
 
-    Each sends messages over its connection; its end of file is the process's own end, so that nobody has to poll.
+    Each sends messages over its connection. The end of file of the connection is the end of the process, so nothing has to poll.
     """
 
     def __init__(self, target: Callable[..., None], arguments: Sequence[Any], *, num_ranks: int, silence_s: float) -> None:
         self._target = target
         self._arguments = tuple(arguments)
         self._num_ranks = num_ranks
-        self._silence_s = silence_s  # without any message for so long, the ranks are taken for hanging
+        self._silence_s = silence_s  # without any message for this long, the ranks are assumed to hang
         self._processes: list[SpawnProcess] = []
         self._open: dict[Connection, int] = {}
 
     def __enter__(self) -> Self:
-        resource_tracker.ensure_running()  # before: it unblocks Ctrl-C in us when it starts with the first process
+        resource_tracker.ensure_running()  # first: when it starts with the first process, it unblocks Ctrl-C in this process
         try:
             with _interrupts_postponed():
                 for rank in range(self._num_ranks):
@@ -58,7 +58,7 @@ class LocalRanks:
             self._end()
 
     def messages(self) -> Iterator[Message]:
-        """What the ranks send, until all of them have ended well. Raises RanksLost if one does not."""
+        """Yields the messages of the ranks until all of them have succeeded. Raises RanksLost if one fails."""
         while self._open:
             ready = wait(self._open, timeout=self._silence_s)
             if not ready:
@@ -80,12 +80,12 @@ class LocalRanks:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=self._target, args=(rank, *self._arguments, theirs), name=f"rank {rank}")
         process.start()
-        theirs.close()  # the rank holds the only writing end: when it ends, we read the end of file
+        theirs.close()  # the rank holds the only writing end: when it ends, this process reads the end of file
         self._processes.append(process)
         self._open[ours] = rank
 
     def _receive(self, connection: Any) -> Message | None:
-        """The next message; None if the rank has ended well, RankFailed if it has ended otherwise."""
+        """Returns the next message; None if the rank has succeeded, RankFailed if it has failed."""
         try:
             message: Message = connection.recv()
         except (EOFError, OSError):
@@ -97,7 +97,7 @@ class LocalRanks:
         return message
 
     def _cause(self, first: RankFailed) -> RankFailed:
-        """The failure that came before all others: one rank's death makes errors in all ranks that wait for it."""
+        """Returns the earliest failure: the death of one rank causes errors in all ranks that wait for it."""
         failures = {first.rank: first}
         deadline = time.monotonic() + _BLAME_S
         while (remaining := deadline - time.monotonic()) > 0 and (ready := wait(self._open, timeout=remaining)):
@@ -105,7 +105,7 @@ class LocalRanks:
                 message = self._receive(connection)
                 if isinstance(message, RankFailed):
                     failures.setdefault(message.rank, message)
-        # A death without a last word has time 0: it is the cause of what the others say.
+        # A death without a message has time 0: it causes the errors of the others.
         return min(failures.values(), key=lambda failure: failure.failed_s)
 
     def _end(self) -> None:
@@ -138,13 +138,13 @@ def _death(rank: int, code: int | None) -> RankFailed:
 def _interrupts_postponed() -> Iterator[None]:
     """Raises KeyboardInterrupt at the end of the block if Ctrl-C was pressed inside: no process is left half started.
 
-    Processes started inside are not interrupted by Ctrl-C at all, for they inherit that the signal is blocked.
+    Ctrl-C does not interrupt processes started inside at all, because they inherit the blocked signal.
     """
-    if threading.current_thread() is not threading.main_thread():  # only there do signals arrive
+    if threading.current_thread() is not threading.main_thread():  # signals arrive only there
         yield
         return
     pressed = threading.Event()
-    handler = signal.signal(signal.SIGINT, lambda *_: pressed.set())  # for another thread may take the signal
+    handler = signal.signal(signal.SIGINT, lambda *_: pressed.set())  # because another thread may take the signal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

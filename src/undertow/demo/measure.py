@@ -1,4 +1,4 @@
-"""The times of one step, taken alike for every way, and the trace they make."""
+"""The times of one step, measured in the same way for every variant, and the trace built from them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class StepTimes:
 
     forward_began_s: float
     forward_s: float
-    last_gradient_s: float  # the last gradient of this rank had arrived: from here on only the network is waited for
+    last_gradient_s: float  # the last gradient of this rank arrived: from here on only the network is waited for
     synchronized_s: float
-    update: tuple[float, float]  # the optimizer began and ended: behind all that, or before it with the last step's gradients
+    update: tuple[float, float]  # start and end of the optimizer: after all that, or before it with the last step's gradients
 
     @property
     def step_ms(self) -> float:
@@ -30,7 +30,7 @@ class StepTimes:
 
 
 class LastGradient:
-    """Notes when a gradient of `model` arrives; made before anything else hooks the parameters, so as to come first."""
+    """Notes when a gradient of `model` arrives; created before other hooks on the parameters, so that it runs first."""
 
     def __init__(self, model: nn.Module) -> None:
         self.arrived_s = 0.0
@@ -42,10 +42,10 @@ class LastGradient:
 
 
 def trace_of(times: StepTimes, transfers: Sequence[Transfer], *, rank: int, step: int, recorded: Trace | None = None) -> Trace:
-    """One step as events, from the begin of its forward on: its phases, and what the network carried for it.
+    """Returns one step as events, from the start of its forward on: its phases, and the traffic of the network.
 
-    That is what was launched between forward and optimizer; where collectives are made of messages, it is what the library
-    has `recorded`: it alone knows which belong together, and how long the forward waited for parameters.
+    The traffic is what was launched between forward and optimizer. If collectives consist of messages it is the library's
+    `recorded` trace: only the library knows which messages belong together, and how long the forward waited for parameters.
     """
     carried = _collectives(times, transfers) if recorded is None else _ops_and_waits(times, transfers, recorded)
     return Trace(rank=rank, step=step, events=(*_phases(times), *carried))
@@ -81,7 +81,7 @@ def _collectives(times: StepTimes, transfers: Sequence[Transfer]) -> tuple[Event
 
 def _ops_and_waits(times: StepTimes, transfers: Sequence[Transfer], recorded: Trace) -> tuple[Event, ...]:
     forward_us = _us(times, times.forward_s)
-    # The end of the forward is the moment that both clocks have seen.
+    # The end of the forward is the moment that both clocks recorded.
     shift_us = forward_us - next(event.stop_us for event in recorded.events if event.kind == "forward")
     shifted = [replace(event, start_us=event.start_us + shift_us, stop_us=event.stop_us + shift_us) for event in recorded.events]
     waits = [event for event in shifted if event.kind == "wait" and event.stop_us <= forward_us]
@@ -94,9 +94,9 @@ def _ops_and_waits(times: StepTimes, transfers: Sequence[Transfer], recorded: Tr
 
 
 def _on_the_link(ops: Sequence[Event], messages: Sequence[tuple[float, float]]) -> Iterator[Event]:
-    """`ops`, which end in this order, without the time for which they waited until another rank had sent something.
+    """Yields `ops`, given in the order in which they end, without the time they waited for another rank to send.
 
-    A message belongs to the first op that did not end before it had come. Ops without one are as they were.
+    A message belongs to the first op that did not end before the message arrived. Ops without a message stay unchanged.
     """
     ended_us = float("-inf")
     for op in ops:
@@ -106,5 +106,5 @@ def _on_the_link(ops: Sequence[Event], messages: Sequence[tuple[float, float]]) 
 
 
 def _us(times: StepTimes, moment_s: float) -> float:
-    """Since the forward began."""
+    """Returns microseconds since the forward began."""
     return (moment_s - times.forward_began_s) * 1e6

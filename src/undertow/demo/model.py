@@ -18,7 +18,7 @@ NUM_BYTE_VALUES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptShape:
-    """How large a model is and what it is fed in one step of one rank."""
+    """Size of a model and of the input of one step on one rank."""
 
     num_layers: int = 6
     num_heads: int = 4
@@ -28,7 +28,7 @@ class GptShape:
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each on the normalized input and added to it."""
+    """Attention, then two linear layers, each applied to the normalized input and added to it."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Gpt(nn.Module):
         self.head = nn.Linear(shape.width, NUM_BYTE_VALUES, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """The mean loss over `text`, [batch, context + 1] byte values: each byte is predicted from those before it."""
+        """Returns the mean loss over `text`, [batch, context + 1] byte values: each byte is predicted from the ones before it."""
         seen, following = text[:, :-1], text[:, 1:]
         positions = torch.arange(seen.shape[1], device=text.device)
         x = self.byte_embedding(seen) + self.position_embedding(positions)
@@ -76,5 +76,5 @@ class Gpt(nn.Module):
 
 
 def demo_parameters() -> tuple[ParamSpec, ...]:
-    """What the planner knows of the demo's model."""
+    """Returns the planner's view of the demo's model."""
     return tuple(spec_of(name, param) for name, param in Gpt(GptShape()).named_parameters())

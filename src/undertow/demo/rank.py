@@ -1,4 +1,4 @@
-"""What one rank of the demo does: train the same model in several ways, a step of each in turn."""
+"""Runs one rank of the demo: trains the same model in several variants, one step of each in turn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["run_rank"]
 
 def run_rank(rank: int, settings: DemoSettings, corpus: Path, meeting_point: Path, connection: Connection) -> None:
     """Entry point of a rank's process; sends messages and ends, with exit code 1 after a failure."""
-    # Ctrl-C reaches the whole group of processes; the parent ends us.
+    # Ctrl-C reaches the whole group of processes; the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -40,7 +40,7 @@ def run_rank(rank: int, settings: DemoSettings, corpus: Path, meeting_point: Pat
     except BaseException:
         connection.send(RankFailed(rank=rank, failed_s=time.perf_counter(), traceback=traceback.format_exc()))
         connection.close()
-        # At once: destructors of groups with a collective in flight would wait for ranks that may be gone.
+        # Immediately: destructors of groups with a collective in flight would wait for ranks that may be gone.
         os._exit(1)
 
 
@@ -54,7 +54,7 @@ def _end_with_parent() -> None:
 def _meet_and_train(
     rank: int, settings: DemoSettings, corpus: Path, meeting_point: Path, send: Callable[[Message], None]
 ) -> None:
-    torch.set_num_threads(1)  # every rank stands for a machine of its own
+    torch.set_num_threads(1)  # every rank represents a separate machine
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with emulated_backend(settings.emulated_link) as link:
         store = FileStore(str(meeting_point), settings.num_ranks)
@@ -66,10 +66,10 @@ def _meet_and_train(
 
 
 class _Trainer:
-    """Trains one copy of the model per way: same weights at the start, same data.
+    """Trains one copy of the model per variant, with the same initial weights and the same data.
 
-    Step by step in turn, so that a machine whose speed changes (another program, heat) is as fast for one way as for
-    another.
+    It alternates between variants step by step: if the speed of the machine changes (another program, heat), it changes equally
+    for all.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class _Trainer:
         right = next(run for run in runs if run.way is REFERENCE)
         last_reference = Reference(gradients=right.gradients, tolerances=None)
         for run in runs:
-            if self._settings.is_exact:  # with more ranks the weights have drifted apart by rounding, only losses compare
+            if self._settings.is_exact:  # with more ranks rounding makes the weights drift apart, and only losses can be compared
                 run.compare(last_reference)
             run.finish(next(self._batches()))
             if self._settings.is_exact:
@@ -134,7 +134,7 @@ class _Trainer:
         return Gpt(self._shape)
 
     def _batches(self) -> Iterator[Tensor]:
-        """This rank's batches, the same for every way: pieces of the text from random places."""
+        """Yields this rank's batches, the same for every variant: pieces of the text from random positions."""
         random = np.random.default_rng([self._settings.seed, self._rank])
         length = self._shape.context + 1
         while True:

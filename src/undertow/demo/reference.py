@@ -1,4 +1,4 @@
-"""The right gradients, and whether a way has found them."""
+"""The reference gradients, and the comparison of a variant with them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Reference", "gradients_of", "reference_of_first_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Mean gradients over ranks, one per parameter, and how far another way may be from them."""
+    """Mean gradients over ranks, one per parameter, and the tolerance for other variants."""
 
     gradients: Sequence[Tensor]
-    tolerances: Sequence[Tensor] | None  # None: equal to the bit
+    tolerances: Sequence[Tensor] | None  # None: bit-identical
 
     def agrees_with(self, gradients: Sequence[Tensor]) -> bool:
         if self.tolerances is None:
@@ -27,12 +27,12 @@ class Reference:
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Copies: buckets reuse their storage."""
+    """Returns copies of the gradients, because buckets reuse their storage."""
     return [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
 
 def reference_of_first_step(model: nn.Module, batch: Tensor) -> Reference:
-    """The mean over ranks of the gradients that `model`, synchronized by nobody, has for this rank's `batch`."""
+    """Returns the mean over ranks of the gradients of `model`, which nothing synchronizes, for this rank's `batch`."""
     num_ranks = dist.get_world_size()
     model(batch).backward()
     gradients = gradients_of(model)
@@ -42,8 +42,8 @@ def reference_of_first_step(model: nn.Module, batch: Tensor) -> Reference:
         tensor /= num_ranks
     if num_ranks <= 2:  # a + b is b + a
         return Reference(gradients=gradients, tolerances=None)
-    # A bucket splits into chunks elsewhere than a parameter does, and a chunk decides in which order ranks are added.
-    # Any order of n - 1 additions and a division is off by at most n eps mean(|g|) (Higham, "Accuracy and Stability of
-    # Numerical Algorithms", 2002, 4.2), two orders by twice that.
+    # A bucket is split into chunks at other places than a parameter, and the chunk determines in which order ranks are added. Any
+    # order of n - 1 additions and a division is off by at most n eps mean(|g|) (Higham, "Accuracy and Stability of Numerical
+    # Algorithms", 2002, 4.2), two orders by twice that.
     scale = 2 * num_ranks * torch.finfo(torch.float32).eps
     return Reference(gradients=gradients, tolerances=[scale * magnitude for magnitude in magnitudes])

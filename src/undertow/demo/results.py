@@ -1,4 +1,4 @@
-"""What ranks tell the process that started them."""
+"""Messages from the ranks to the process that started them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Message", "ModelBuilt", "RankFailed", "StepDone", "Verdict", "WayDon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBuilt:
-    """Rank 0 has made the model and all ranks have met."""
+    """Rank 0 has built the model and all ranks have met."""
 
     num_parameters: int  # elements
     gradient_bytes: int
@@ -34,7 +34,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayDone:
-    """One way on one rank; figures are medians over the measured steps."""
+    """One variant on one rank; figures are medians over the measured steps."""
 
     way: Way
     rank: int
@@ -44,12 +44,12 @@ class WayDone:
     typical: Trace  # of the step that is closest to the medians
     loss: float  # of the last step
     gradients_agree: bool  # with the reference's
-    parameters_agree: bool  # after the last step; True where adding in another order leads elsewhere
-    profile: Profile | None = None  # what the library has measured; None of other ways, and of too few steps
+    parameters_agree: bool  # after the last step; True if another order of addition leads to different parameters
+    profile: Profile | None = None  # the library's profile; None for other variants, and after too few steps
 
 
 def way_done(way: Way, traces: Sequence[Trace], *, loss: float, gradients_agree: bool, parameters_agree: bool = True) -> WayDone:
-    """Sums up the measured steps of one way."""
+    """Summarizes the measured steps of one variant."""
     lengths = [trace.duration_us for trace in traces]
     overlaps = [overlap_of(trace) for trace in traces]
     length, exposed = median(lengths), median(overlap.exposed_us for overlap in overlaps)
@@ -70,7 +70,7 @@ def way_done(way: Way, traces: Sequence[Trace], *, loss: float, gradients_agree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed:
-    """A rank has met an exception, or died, and is gone."""
+    """A rank has raised an exception or died."""
 
     rank: int
     failed_s: float  # time.perf_counter, which all processes of a machine share: the first failure is the cause
@@ -81,14 +81,14 @@ class RankFailed:
 Message = ModelBuilt | StepDone | WayDone | RankFailed
 
 
-# Of the loss, with three or more ranks, where ways add in different orders: a last bit that differs in a gradient is a
-# whole learning rate in AdamW's first steps where the gradient is nearly zero.
+# Tolerance of the loss with three or more ranks, when variants add in different orders: in AdamW's first steps a differing last
+# bit of a gradient that is nearly zero changes the update by a whole learning rate.
 _LOSS_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What each way came to."""
+    """The result of each variant."""
 
     with_wrong_gradients: Sequence[Way]
     with_wrong_loss: Sequence[Way]
@@ -96,7 +96,7 @@ class Verdict:
 
     @classmethod
     def of(cls, results: Mapping[Way, Sequence[WayDone]], *, num_ranks: int) -> Self:
-        """Compares every way with the reference, rank by rank."""
+        """Compares every variant with the reference, rank by rank."""
         tolerance = 0.0 if num_ranks <= 2 else _LOSS_TOLERANCE
         right = results[REFERENCE]
         return cls(
@@ -110,7 +110,7 @@ class Verdict:
 
     @property
     def complaints(self) -> list[str]:
-        """A line per way that came to something else than the reference; empty when all is well."""
+        """One line per variant that differs from the reference; empty if all agree."""
         return [
             *(f"{way.label}: its gradients are not the reference's." for way in self.with_wrong_gradients),
             *(f"{way.label}: its final loss is not the reference's." for way in self.with_wrong_loss),
@@ -119,5 +119,5 @@ class Verdict:
 
 
 def _are_close(mine: Sequence[WayDone], right: Sequence[WayDone], tolerance: float) -> bool:
-    # A loss that is no number is close to nothing.
+    # A NaN loss is close to nothing.
     return all(abs(one.loss - other.loss) <= tolerance * abs(other.loss) for one, other in zip(mine, right, strict=True))

@@ -1,4 +1,4 @@
-"""The demo from start to end, in the process that starts the ranks."""
+"""Runs the demo from start to end, in the process that starts the ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from undertow.report.timeline import require_matplotlib, save_timeline
 
 __all__ = ["run_demo"]
 
-_INTERRUPTED = 130  # what shells expect of a process that Ctrl-C has ended
-_SILENCE_S = 180.0  # of computation and start; the wire's time comes on top
-_ASSUMED_BYTES = 100e6  # generously, what one step sends
+_INTERRUPTED = 130  # exit code that shells expect of a process ended by Ctrl-C
+_SILENCE_S = 180.0  # seconds for computation and start; time on the network is added
+_ASSUMED_BYTES = 100e6  # traffic of one step, a generous estimate
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
-    """Runs and shows the comparison; the exit code: 0, or 1 if a rank failed or the ways disagree, 130 after Ctrl-C.
+    """Runs and prints the comparison. Returns exit code 0, 1 if a rank failed or variants disagree, or 130 after Ctrl-C.
 
-    Raises ConfigError for a text that cannot be read or a place that cannot be written.
+    Raises ConfigError if the text cannot be read or the output directory cannot be written.
     """
     console = Console() if console is None else console
     corpus = load_corpus(settings.text)
@@ -69,7 +69,7 @@ def _train(settings: DemoSettings, corpus: bytes, console: Console) -> Mapping[W
 
 
 def _run_rank(*arguments: object) -> None:
-    # Imported in the ranks only: the process that watches them has no need of torch.
+    # Imported in the ranks only: the parent process does not need torch.
     from undertow.demo.rank import run_rank
 
     entry: Callable[..., None] = run_rank
@@ -98,7 +98,7 @@ def _conclude(settings: DemoSettings, results: Mapping[Way, Sequence[WayDone]], 
 
 
 def _save_profiles(settings: DemoSettings, results: Mapping[Way, Sequence[WayDone]], console: Console) -> None:
-    """What was measured of our ways, for `undertow plan` and `undertow simulate`."""
+    """Saves the profiles of Undertow's variants, for `undertow plan` and `undertow simulate`."""
     for way, of_ranks in results.items():
         profile = of_ranks[0].profile
         if profile is None:

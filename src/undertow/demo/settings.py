@@ -1,4 +1,4 @@
-"""What the demo is asked to do, and the ways of synchronizing that it compares."""
+"""The settings of the demo, and the variants of synchronization that it compares."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from undertow.schedule import strategy_named
 
 __all__ = ["BUILDERS", "NUM_WARM_UP_STEPS", "OURS", "REFERENCE", "DemoSettings", "Synchronized", "Way"]
 
-NUM_WARM_UP_STEPS = 2  # buckets are made in the first step and may be ordered anew after it
+NUM_WARM_UP_STEPS = 2  # buckets are made in the first step and may be reordered after it
 _MAX_RANKS = 16
 _MAX_STEPS = 10_000
 
 
 class Way(StrEnum):
-    """How gradients become the mean over ranks; in the order in which the demo runs them."""
+    """Variants of averaging gradients over ranks, in the order in which the demo runs them."""
 
     PER_PARAMETER = "per-parameter"
     BUCKETED = "bucketed"
@@ -63,7 +63,7 @@ class DemoSettings:
     num_steps: int = 8  # measured, per way, after the warm-up
     out: Path = Path("out")
     seed: int = 0
-    strategy: str = "ddp"  # one with shards is trained as well, in a way of its own
+    strategy: str = "ddp"  # a strategy with shards is trained as an additional variant
 
     def __post_init__(self) -> None:
         _check_range("--nproc", self.num_ranks, highest=_MAX_RANKS, remedy="Two show the most on a small machine.")
@@ -79,13 +79,13 @@ class DemoSettings:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """What is compared, in this order."""
+        """The compared variants, in this order."""
         is_sharded = strategy_named(self.strategy).gather is not None
         return (*_UNSHARDED, Way(self.strategy)) if is_sharded else _UNSHARDED
 
     @property
     def is_exact(self) -> bool:
-        """Whether all ways agree to the bit: a + b is b + a, but three ranks may be added in any order."""
+        """True if all variants are bit-identical: a + b is b + a, but three ranks may be added in any order."""
         return self.num_ranks <= 2
 
     @property
@@ -105,14 +105,14 @@ _FIXED_BUCKET_MB = 4.0
 class Synchronized:
     """A model whose gradients are the mean over ranks once `after_backward` has returned.
 
-    Where `sharded` is not None, it is what a ShardedOptimizer steps: each rank has its shards of the mean only.
+    If `sharded` is not None, a ShardedOptimizer steps it: each rank has only its shards of the mean.
     """
 
-    module: nn.Module  # what the training loop calls
+    module: nn.Module  # called by the training loop
     after_backward: Callable[[], None]
     close: Callable[[], None]
     sharded: undertow.DistributedDataParallel | None = None
-    measured: undertow.DistributedDataParallel | None = None  # of which there is a profile after some steps
+    measured: undertow.DistributedDataParallel | None = None  # has a profile after some steps
 
 
 def _nothing() -> None:
@@ -120,7 +120,7 @@ def _nothing() -> None:
 
 
 def _per_parameter(model: nn.Module) -> Synchronized:
-    """What one writes first: a blocking loop over the parameters. The reference for all others."""
+    """Reduces each parameter in a blocking loop, the obvious first version. The reference for all others."""
     num_ranks = dist.get_world_size()
 
     def reduce_each() -> None:
@@ -155,7 +155,7 @@ def _undertow(model: nn.Module) -> Synchronized:
 
 
 def _sharded(model: nn.Module, *, strategy: str) -> Synchronized:
-    # Every step: the times of the others are not thinned out either.
+    # Every step: the times of the other variants are complete too.
     config = undertow.SyncConfig(strategy=strategy, record="full")
     wrapped = undertow.DistributedDataParallel(model, config=config)
     return Synchronized(module=wrapped, after_backward=_nothing, close=wrapped.close, sharded=wrapped, measured=wrapped)

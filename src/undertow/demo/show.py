@@ -18,11 +18,11 @@ from undertow.report.shown import print_line
 
 __all__ = ["LiveProgress", "comparison_table", "print_introduction"]
 
-_BARELY_BUSY = 0.5  # cores; what a desktop needs for itself
+_BARELY_BUSY = 0.5  # cores that a desktop needs for itself
 
 
 def print_introduction(console: Console, settings: DemoSettings, *, num_cores: int, load: float) -> None:
-    """What is about to run, and what will blur its figures; `load` is the number of programs that compute already."""
+    """Prints the settings and anything that will blur the figures; `load` is the number of programs already computing."""
     link = "the bare loopback" if settings.emulated_link.is_free else f"an emulated {settings.link} link"
     ranks = f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
     print_line(console, f"Training one model {len(settings.ways)} ways: {ranks} on this machine, gradients over {link}.")
@@ -35,7 +35,7 @@ def print_introduction(console: Console, settings: DemoSettings, *, num_cores: i
 
 
 class LiveProgress:
-    """A bar per way; on a terminal it moves, elsewhere it is printed once at the end."""
+    """A bar per variant; it moves on a terminal, and is printed once at the end elsewhere."""
 
     def __init__(self, console: Console, settings: DemoSettings) -> None:
         self._console = console
@@ -75,7 +75,7 @@ class LiveProgress:
 
 
 def comparison_table(results: Mapping[Way, Sequence[WayDone]], verdict: Verdict, *, num_steps: int) -> Table:
-    """A row per way, as rank 0 has measured it; no wider than 80 columns."""
+    """Returns a table with one row per variant, as measured by rank 0; at most 80 columns wide."""
     table = Table(
         title=f"Rank 0, medians of {num_steps} steps",
         title_justify="left",

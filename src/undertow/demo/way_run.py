@@ -1,4 +1,4 @@
-"""One copy of the model, trained in one way, and what was measured."""
+"""Trains one copy of the model in one variant, and measures it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from undertow.trace import Trace
 
 __all__ = ["StepRun", "WayRun"]
 
-# Torch's fused kernel rounds otherwise behind the last whole vector of a piece. The sizes of this model's parameters are
-# multiples of 256, so that two ranks have whole vectors in all pieces, and the same bits as without shards.
+# Torch's fused kernel rounds differently after the last whole vector of a piece. The sizes of this model's parameters are
+# multiples of 256, so that with two ranks all pieces consist of whole vectors and the result is bit-identical to training without
+# shards.
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
-    """A step that was run."""
+    """One finished step."""
 
     times: StepTimes
     loss: float
 
 
 class WayRun:
-    """Training in one way; making one is a collective call."""
+    """Training in one variant; creating it is a collective call."""
 
     def __init__(self, way: Way, model: nn.Module) -> None:
         self.way = way
@@ -55,17 +56,17 @@ class WayRun:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Those of the last step; a collective call."""
+        """Gradients of the last step; a collective call."""
         if self._sharded is None:
             return gradients_of(self._model)
         whole = [self._sharded.full_gradient(param) for param in self._model.parameters()]
         return [gradient.clone() for gradient in whole if gradient is not None]
 
     def step(self, batch: Tensor) -> None:
-        """A turn of this way: one step, from where nothing is in flight to where nothing is again.
+        """Runs one step of this variant; nothing is in flight before or after it.
 
-        In shards it begins with the update by the last turn's gradients: what is gathered after it lies beneath the forward
-        of this way then, and beneath no other way's turn.
+        With shards it begins with the update by the previous turn's gradients. The gathers after the update then run under this
+        variant's forward, and not in the turn of another variant.
         """
         update = None if self._sharded is None else self._update(is_due=bool(self.steps))
         self._optimizer.zero_grad()
@@ -85,22 +86,22 @@ class WayRun:
         self.steps.append(StepRun(times=times, loss=loss.item()))
 
     def finish(self, batch: Tensor) -> None:
-        """Makes the update that the last turn has left out; what the library records of it is complete in the next forward."""
+        """Makes the update that the last turn has left out; the library's record of it is complete in the next forward."""
         if self._sharded is not None:
             self._update(is_due=True)
             self._sharded(batch)
             self._sharded.wait()
 
     def compare(self, reference: Reference) -> None:
-        """Notes whether the last step's gradients are the reference's; a collective call."""
+        """Records whether the last step's gradients agree with the reference; a collective call."""
         self.gradients_agree = self.gradients_agree and reference.agrees_with(self.gradients)
 
     def compare_parameters(self, other: WayRun) -> None:
-        """Notes whether the parameters are those of another way, to the bit."""
+        """Records whether the parameters are bit-identical to another variant's."""
         self.parameters_agree = all(map(torch.equal, self._model.parameters(), other._model.parameters()))
 
     def traces(self, transfers: Sequence[Transfer], *, rank: int) -> list[Trace]:
-        """All steps as events; of a way in shards, what it has sent is the library's own record."""
+        """Returns all steps as events; with shards the traffic comes from the library's record."""
         recorded = {} if self._sharded is None else {trace.step: trace for trace in self._sharded.traces()}
         return [
             trace_of(run.times, transfers, rank=rank, step=step, recorded=recorded.get(step))
@@ -108,12 +109,12 @@ class WayRun:
         ]
 
     def profile(self) -> Profile | None:
-        """What the library has measured; None of other ways, and of too few steps."""
+        """Returns the library's profile; None for other variants, and after too few steps."""
         try:
             measured = None if self._synchronized.measured is None else self._synchronized.measured.profile()
         except PhaseError:
             return None
-        # Between two steps lie the turns of all other ways, and what belongs to a step is known here only.
+        # The turns of all other variants lie between two steps, so the times of one step are known only here.
         update_us = median(stop_s - start_s for start_s, stop_s in (run.times.update for run in self.steps)) * 1e6
         step_us = median(run.times.step_ms for run in self.steps) * 1e3
         return None if measured is None else replace(measured, update_us=update_us, step_us=step_us)
@@ -122,7 +123,7 @@ class WayRun:
         self._synchronized.close()
 
     def _update(self, *, is_due: bool) -> tuple[float, float]:
-        """When the optimizer began and ended."""
+        """Returns when the optimizer began and ended."""
         began_s = time.perf_counter()
         if is_due:
             self._optimizer.step()
