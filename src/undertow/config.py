@@ -18,7 +18,7 @@ from undertow.foreign import parsed_json
 
 _MAX_SHOWN = 200  # characters of a path
 
-# What each setting may be.
+# Allowed values of settings with a fixed set of choices.
 _CHOICES: dict[str, tuple[object, ...]] = {
     "strategy": (None, "ddp", "zero1", "zero2", "hybrid"),
     "order": ("observed", "reverse", "largest_first"),

@@ -79,7 +79,15 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
     - `costs`: the time of a collective by kind and bytes, such as `costs_for` or a profile gives.
     - `conditions`: None is `Conditions()`.
 
-    Raises ConfigError if the plan is for another model, or if `conditions.rank` is not in the plan.
+    Raises ConfigError if the plan is for another model, if `conditions.rank` is not in the plan, or if eager steps are requested
+    for a strategy without gathers.
+
+    ```python
+    from undertow.schedule import ZERO1
+
+    record = simulate(profile, plan, ZERO1, costs_for("25gbit", num_ranks=plan.num_ranks))
+    overlap_of(record.trace()).exposed_us
+    ```
     """
     conditions = Conditions() if conditions is None else conditions
     if plan.params != profile.params:

@@ -109,7 +109,7 @@ def demo(  # noqa: PLR0913  # one argument per option
     'Example: undertow plan examples/profiles/gpt2.json --ranks 64 --link "100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or FILE cannot work."
 )
-def plan(  # noqa: PLR0913  # one for each option
+def plan(  # noqa: PLR0913  # one argument per option
     file: Annotated[
         Path | None, typer.Argument(help="A profile, a saved plan or a table of parameters.", show_default=False)
     ] = None,
@@ -160,7 +160,7 @@ def plan(  # noqa: PLR0913  # one for each option
     'Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "100gbit,5us" --sweep ranks\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
-def simulate(  # noqa: PLR0913  # one for each option
+def simulate(  # noqa: PLR0913  # one argument per option
     profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What was measured of a model.", show_default=False)],
     ranks: Annotated[int | None, typer.Option(help="Ranks; without it those of the profile.", show_default=False)] = None,
     link: _Link = None,

@@ -1,4 +1,4 @@
-"""Predicts the step of a model on a network that may not exist, for each way to group its gradients."""
+"""Predicts the step of a model on a network that may not exist, for several groupings of its gradients."""
 
 from __future__ import annotations
 

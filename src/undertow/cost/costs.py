@@ -59,11 +59,11 @@ _INSIDE = {
 
 @final
 class NodeCosts:
-    """Costs on nodes of `per_node` ranks: `inside` one node, and `across` nodes, between one rank of each, with 1/`per_node` of
-    the payload.
+    """Costs on nodes of `per_node` ranks: `inside` one node, and `across` nodes.
 
-    With `is_mesh` only ranks of one node have different shards, and nodes are replicas. A reduce_scatter is then one inside a
-    node, followed by the all_reduce of each rank's shard across nodes; an all_gather runs inside only.
+    Across nodes, one rank of each node takes part, with 1/`per_node` of the payload. With `is_mesh` only ranks of one node have
+    different shards, and nodes are replicas. A reduce_scatter is then one inside a node, followed by the all_reduce of each
+    rank's shard across nodes; an all_gather runs inside only.
     """
 
     def __init__(self, *, inside: Costs, across: Costs, per_node: int, is_mesh: bool = False) -> None:

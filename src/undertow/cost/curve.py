@@ -106,12 +106,11 @@ class CostCurve:
 
 
 def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
-    """Fits a curve to measured pairs (bytes, microseconds), in any order; less than half of the samples of each size may be
-    outliers.
+    """Fits a curve to measured pairs (bytes, microseconds), in any order.
 
-    Samples of one size, up to 2 %, become one point at their median. If medians decrease, samples of neighboring sizes are pooled
-    until they do not (isotonic regression of medians), so that larger sizes outvote a single outlier at its size. Raises
-    ConfigError if there are no samples, or for an impossible one.
+    Less than half of the samples of each size may be outliers. Samples of one size, up to 2 %, become one point at their median.
+    If medians decrease, samples of neighboring sizes are pooled until they do not (isotonic regression of medians), so that
+    larger sizes outvote a single outlier at its size. Raises ConfigError if `samples` is empty, or for an impossible sample.
     """
     ordered = sorted(_checked_point(sample, index, of="samples") for index, sample in enumerate(samples))
     if not ordered:

@@ -139,7 +139,7 @@ class SyncWithExperts(GradientSync):
         return super().full_gradient(param)
 
     def share(self, kinds: Collection[str], *, source: int = 0) -> None:
-        """Gives every rank the "parameters" or "buffers" of rank `source`, and experts those of their group's first rank."""
+        """Copies the "parameters" or "buffers" of rank `source` to every rank; experts follow their group's first rank."""
         super().share(kinds, source=source)
         for expert in self.experts:
             expert.share(kinds)
@@ -249,8 +249,9 @@ def _alike_on_all_ranks(
 
 
 def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:
-    """Replaces the process group by a reference. Raises ConfigError if this rank is not in it, or if other ranks do not train the
-    model.
+    """Returns the group with a reference to its process group.
+
+    Raises ConfigError if this rank is not in it, or if it has ranks that do not train the model.
     """
     given, where = group.process_group, f"ExpertGroup(match={group.match!r})"
     if given == dist.GroupMember.NON_GROUP_MEMBER:

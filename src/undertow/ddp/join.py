@@ -82,7 +82,7 @@ class ShadowHook(JoinHook):
         self.sync.own_group.in_join = False
 
     def rescale(self, num_active: int) -> None:
-        """Scales means to `num_active` ranks, unless they are taken over all ranks."""
+        """Makes means run over `num_active` ranks, unless they are to be over all ranks."""
         self.sync.rescale = 1.0 if self.divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
 
 

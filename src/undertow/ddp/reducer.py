@@ -6,11 +6,11 @@ from typing import NoReturn
 
 
 class Reducer:
-    """Accepts announcements and ignores them: whether a backward synchronizes is decided when it runs, from the parameters it
-    reaches.
+    """Accepts announcements and ignores them.
 
-    Lightning's manual optimization, Accelerate's `trigger_sync_in_backward` and torch's pipeline stages tell torch's reducer that
-    a backward is to synchronize although its forward ran under `no_sync`. They call only these methods.
+    A backward decides whether to synchronize when it runs, from the parameters it reaches. Lightning's manual optimization,
+    Accelerate's `trigger_sync_in_backward` and torch's pipeline stages tell torch's reducer that a backward is to synchronize
+    although its forward ran under `no_sync`. They call only these methods.
     """
 
     __slots__ = ()

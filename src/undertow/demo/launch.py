@@ -54,7 +54,7 @@ class LocalRanks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with _interrupts_postponed():  # a second Ctrl-C must not leave ranks behind
+        with _interrupts_postponed():  # a second Ctrl-C must not leave ranks running
             self._end()
 
     def messages(self) -> Iterator[Message]:

@@ -44,8 +44,9 @@ class LastGradient:
 def trace_of(times: StepTimes, transfers: Sequence[Transfer], *, rank: int, step: int, recorded: Trace | None = None) -> Trace:
     """Returns one step as events, from the start of its forward on: its phases, and the traffic of the network.
 
-    The traffic is what was launched between forward and optimizer. If collectives consist of messages it is the library's
-    `recorded` trace: only the library knows which messages belong together, and how long the forward waited for parameters.
+    The traffic consists of the transfers launched between forward and optimizer. If collectives consist of messages it is the
+    library's `recorded` trace: only the library knows which messages belong together, and how long the forward waited for
+    parameters.
     """
     carried = _collectives(times, transfers) if recorded is None else _ops_and_waits(times, transfers, recorded)
     return Trace(rank=rank, step=step, events=(*_phases(times), *carried))

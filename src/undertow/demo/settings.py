@@ -60,7 +60,7 @@ class DemoSettings:
     num_ranks: int = 2
     link: str = "1gbit"
     text: Path | None = None  # None: the standard library's source
-    num_steps: int = 8  # measured, per way, after the warm-up
+    num_steps: int = 8  # measured steps per variant, after the warm-up
     out: Path = Path("out")
     seed: int = 0
     strategy: str = "ddp"  # a strategy with shards is trained as an additional variant

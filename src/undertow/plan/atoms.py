@@ -27,7 +27,7 @@ _MOST_PIECES = 64  # of all parameters together, unless the cap on buckets requi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Atoms:
-    """Positions at which buckets may be cut, and what precedes each of them; a window lies between two cuts.
+    """Positions at which buckets may be cut, and totals of the pieces before each; a window lies between two cuts.
 
     Gradients of different kinds do not share a bucket: a window is one bucket per kind in it. Arrays have a row per kind and a
     column per cut; the first cut is before all pieces.
@@ -153,11 +153,11 @@ def _before(values: NDArray[_Number], cuts: Ints, *, first: float) -> NDArray[_N
 
 
 def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_bucket_bytes: float) -> Ints:
-    """Returns the number of pieces before each cut: after each piece, or where a gradient's ready time, end in bytes, or use
-    enters another cell.
+    """Returns the number of pieces before each cut.
 
-    The cells are as fine as `max_atoms` allows. Cells of bytes are at most half a bucket, and a larger piece is an atom by
-    itself, so that every atom of several pieces fits into a bucket.
+    If there are at most `max_atoms` pieces, each is an atom. Else cuts are where a ready time, an end in bytes, or a use enters
+    another cell. The cells are as fine as `max_atoms` allows. Cells of bytes are at most half a bucket, and a larger piece is an
+    atom by itself, so that every atom of several pieces fits into a bucket.
     """
     ends = np.cumsum(sizes)
     forced = np.zeros(len(sizes) - 1, dtype=bool)

@@ -32,7 +32,7 @@ SIGNATURE_BITS = _STEP_BITS + _GENERATION_BITS + _MODE_BITS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Consecutive elements of one parameter, counted in the order in which they lie in memory."""
+    """Consecutive elements of one parameter, counted in memory order."""
 
     param: int  # index into Plan.params
     first: int  # elements, inclusive

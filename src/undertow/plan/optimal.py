@@ -43,7 +43,7 @@ class Optimum:
     limit_us: float  # lower bound: no grouping, order or splitting ends earlier
 
 
-def optimal_groups(  # noqa: PLR0913  # what is planned, what it is planned for, and the one limit of memory
+def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned for, and the one limit of memory
     params: Sequence[ParamSpec],
     order: Sequence[int],
     timing: StepTiming,
@@ -63,7 +63,8 @@ def optimal_groups(  # noqa: PLR0913  # what is planned, what it is planned for,
     - `timing`: ready times of gradients, and with shards first uses of parameters, in microseconds.
     - `costs`: the time of a collective by kind and bytes.
 
-    Raises ConfigError if `order` is not a permutation of the parameters, a time is missing, or no plan has a finite cost.
+    Raises ConfigError if `order` is not a permutation of the parameters, a time is missing, `max_bucket_bytes` is too small for a
+    plan, or no plan has a finite cost.
     """
     check_timing(params, timing, has_shards=has_shards)
     _check_order(order, len(params))

@@ -20,7 +20,7 @@ from undertow.plan.windows import Windows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prefixes:
-    cut: Ints  # [num] where they end
+    cut: Ints  # [num] index of the cut at which they end
     reduced_us: Floats  # [num] F
     stall_us: Floats  # [num] K
     parent: Ints  # [num] index of the prefix without the last window, in the layer with one window less

@@ -30,14 +30,22 @@ _GIVEN_TWICE = object()  # replaces the value of a field that an object has more
 
 
 def profile_from_file(path: str | Path) -> Profile:
-    """Reads the profile in the JSON file at `path`; raises ConfigError, naming the file and the field or line, if it is not
-    valid.
+    """Reads the profile in the JSON file at `path`.
+
+    Raises ConfigError, naming the file and the field or line, if it cannot be read or is not a profile.
+
+    ```python
+    profile = profile_from_file("examples/profiles/gpt2.json")
+    ```
     """
     return profile_from_json(_text_of(path), str(path))
 
 
 def profile_from_json(text: str, where: str) -> Profile:
-    """Parses a profile from `text`; raises ConfigError, naming its origin `where` and the field or line, if it is not valid."""
+    """Parses a profile from `text`.
+
+    Raises ConfigError, naming its origin `where` and the field or line, if it is not a profile.
+    """
     data = _parsed(text, where)
     try:
         return _profile(data)

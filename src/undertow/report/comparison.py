@@ -1,4 +1,4 @@
-"""Compares ways to group gradients: the step time of each, as tables in the terminal."""
+"""Compares groupings of gradients: the step time of each, as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Outcome", "Sweep", "print_outcomes", "print_sweep"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A simulated step under one way to group gradients; microseconds."""
+    """A simulated step under one grouping of gradients; microseconds."""
 
     method: str
     num_buckets: int

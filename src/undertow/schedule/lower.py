@@ -141,7 +141,7 @@ class _Builder:
         return reductions, self.add(OpKind.JOIN, None, after=(end,))
 
     def fill(self, bucket: int) -> int:
-        """Adds the op in which autograd produces the bucket's gradients."""
+        """Adds the op that stands for autograd producing the bucket's gradients."""
         return self.add(OpKind.FILL, bucket, reads=self._backward_reads, writes=("grad",))
 
     def binds(self, reduced: Sequence[int], *, join: int) -> tuple[int, ...]:
@@ -151,12 +151,12 @@ class _Builder:
         )
 
     def step(self, *, after: tuple[int, ...]) -> int:
-        """Adds the optimizer's update of what this rank owns."""
+        """Adds the optimizer's update of this rank's parameters."""
         owned = "param" if self._reduced == "grad" else "own"
         return self.add(OpKind.STEP, None, reads=(self._reduced,), writes=(owned,), after=after)
 
     def step_of(self, bucket: int, *, after: int) -> int:
-        """Adds the optimizer's update of what this rank owns of one bucket."""
+        """Adds the optimizer's update of this rank's part of one bucket."""
         return self.add(OpKind.STEP, bucket, reads=(self._reduced,), writes=("own",), after=(after,))
 
     def gather(self, bucket: int, *, after: int) -> int:

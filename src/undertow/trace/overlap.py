@@ -56,12 +56,12 @@ def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
 
 
 def step_limit_us(record: StepRecord) -> float:
-    """Returns the shortest period of steps with these buckets if gathers may run under backward as well as under the next
-    forward.
+    """Returns a lower bound of the period of steps with these buckets, in microseconds.
 
-    It is the maximum of the step's computation, the link's total wire time, and over all buckets: ready time + wire time, for
-    reduction and gather, of this bucket and all later ones - the time at which the forward reads the last of those. Ready times
-    and reads are counted without waits for parameters. Returns 0 if no parameters are gathered.
+    Gathers may run under backward as well as under the next forward. The bound is the maximum of the step's computation, the
+    link's total wire time, and over all buckets: ready time + wire time, for reduction and gather, of this bucket and all later
+    ones - the time at which the forward reads the last of these. Ready times and reads are counted without waits for parameters.
+    Returns 0 if no parameters are gathered.
     """
     if not record.gathers:
         return 0.0

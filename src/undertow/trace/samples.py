@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LEAST_US = 1e-3  # of a sample: no transfer takes zero time, whatever the clock says
-# An error in a time changes the cost of a collective by at most 1 / this factor.
+# Limits how much an error in a time is amplified in the cost of a collective: by 1 / this.
 _LEAST_APART = 0.1
 
 

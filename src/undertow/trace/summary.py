@@ -99,7 +99,7 @@ class StepReport:
 
     @property
     def gather_overlap(self) -> float | None:
-        """Hidden share of the gathers, 0 to 1; None if there are none."""
+        """Hidden share of the gathers, 0 to 1; None without gathers."""
         return max(0.0, 1 - self.gather_exposed_ms / self.gather_ms) if self.gather_ms > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +118,12 @@ class StepReport:
 def summarize(
     records: Sequence[StepRecord], plan: Plan, *, rank: int, num_skipped: int = 0, is_one_graph: bool = False
 ) -> StepReport:
-    """Returns medians over `records`, all of which were made under `plan`."""
+    """Summarizes `records`, all made under `plan`, as medians over steps.
+
+    - `rank`: the rank that made the records.
+    - `num_skipped`: optimizer steps skipped by nonfinite="skip".
+    - `is_one_graph`: True if the model is compiled as a whole.
+    """
     splits = [_split(record) for record in records]
     times = {field.name: _median(splits, field.name) for field in dataclasses.fields(_Split)}
     # Times that are parts of others are computed from the medians, so that the lines of the report add up.

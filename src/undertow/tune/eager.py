@@ -27,7 +27,7 @@ _SLACK = 0.002
 
 
 def best_eager_groups(profile: Profile, order: Sequence[int], costs: Costs, *, num_ranks: int, max_bytes: float) -> Optimum:
-    """Returns the shortest period among buckets of several sizes and the best buckets for a step with a barrier.
+    """Returns the buckets with the shortest period, among several sizes and the best buckets for a step with a barrier.
 
     A parameter above the size is cut.
     """
