@@ -49,7 +49,7 @@ class ExpertGroup:
     match: a pattern of parameter and buffer names, such as "*.experts.*"; `*`, `?` and `[...]` as in `fnmatch`.
     process_group: the torch.distributed.ProcessGroup of the ranks that hold the same experts as this rank.
     divisor: the sum over those ranks is divided by it. If tokens of all ranks reach an expert, give the number of all ranks: the
-        mean is over their batches. None uses the size of the process group.
+        mean covers their batches. None uses the size of the process group.
 
     Raises ConfigError if the pattern is not a non-empty string, or if the divisor is not a positive number.
 

@@ -7,7 +7,7 @@
     ├── PhaseError                    a call does not fit the current phase of the step
     ├── ShardedGradientError          a gradient was used of which each rank has only its shard
     ├── NonFiniteGradient             a gradient, or the norm of all, is not finite (NaN or Inf)
-    ├── ReplicaMismatch               parameters are no longer the same on all ranks
+    ├── ReplicaMismatch               parameters differ between ranks
     ├── CheckpointError               a checkpoint, or a state, cannot be saved or loaded
     ├── Desync                        ranks are in different steps, plan generations or modes
     ├── PeerFailed                    another rank reported an error in this step, or ended with one
@@ -75,7 +75,7 @@ class NonFiniteGradient(UndertowError):
 
 
 class ReplicaMismatch(UndertowError):
-    """Parameters are no longer the same on all ranks; raised on every rank."""
+    """Parameters differ between ranks; raised on every rank."""
 
 
 class CheckpointError(UndertowError):

@@ -194,7 +194,7 @@ class _Sent:
 
 
 class _Step:
-    """Issues the ops of one step, from the end of the previous step's last bucket to the end of its own.
+    """Issues the ops of one step, from the end of the previous step's last bucket to the end of this step's.
 
     An eager step follows the backward of another eager step, whose gathers it waits for.
     """

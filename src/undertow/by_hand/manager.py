@@ -51,7 +51,7 @@ class GradientBucketManager:
         self._is_closed = False
 
     def get_bucket_index(self, tensor: Tensor) -> int:
-        """Returns the index of the bucket that holds `tensor`'s gradient; raises ConfigError if there is none."""
+        """Returns the index of the bucket that holds `tensor`'s gradient; raises ConfigError if no bucket does."""
         self._require_open("get_bucket_index")
         index = self._bucket_of.get(id(tensor))
         if index is None:

@@ -6,7 +6,7 @@ ranks, with M bytes, latency a of one message and inverse bandwidth b in seconds
              all_reduce                     reduce_scatter           all_gather
     ring     2(n-1)a + 2(n-1)/n Mb          (n-1)a + (n-1)/n Mb      (n-1)a + (n-1)/n Mb
     nodes    reduce_scatter inside + all_reduce across of M/g + all_gather inside, with g ranks per node
-    mesh     the same                       the same minus the gather the all_gather inside
+    mesh     the same                       all but the gather       the all_gather inside
 """
 
 from __future__ import annotations

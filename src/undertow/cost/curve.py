@@ -62,7 +62,7 @@ class CostCurve:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Sets up the points that `us` interpolates, with a point of zero bytes in front if there is none."""
+        """Sets up the points that `us` interpolates, preceded by a point of zero bytes."""
         (first_size, first_time), (last_size, last_time) = self.points[0], self.points[-1]
         # If sizes are too few or too close, a smaller payload is assumed to be no cheaper, and a larger one no faster per byte.
         latency, us_per_byte = first_time, last_time / last_size if last_size else 0.0

@@ -28,7 +28,7 @@ def chain_comm_hooks(*stages: Stage) -> Hook:
     torch's wrappers around the hook that communicates.
 
     A hook after the communicating one runs when that is complete, perhaps in another thread and at different times on different
-    ranks: it must not communicate. Raises ConfigError if there are no stages, and WrongType for a stage that is not such a pair.
+    ranks: it must not communicate. Raises ConfigError without stages, and WrongType for a stage that is not such a pair.
     """
     if not stages:
         raise ConfigError(

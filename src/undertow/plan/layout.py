@@ -111,7 +111,7 @@ class Trailer:
 
     @cached_property
     def changed(self) -> range:
-        """One flag per rank, set if its parameters are no longer the plan's. In the last bucket only."""
+        """One flag per rank, set if its parameters differ from the plan's. In the last bucket only."""
         return range(self.failed.stop, self.failed.stop + self.num_ranks)
 
     @cached_property

@@ -130,9 +130,10 @@ def eager_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs
 
         limit = max(compute, cost of all, max over i of  r_i + C*(S_i) - last use in S_i)
 
-    S_i is as in `limit_us`; C* is the cheapest way to reduce and to gather that many bytes. All gradients ready at r_i or later
-    must be reduced and gathered before the next forward reads the last of them. A reduction has the lane no longer than a gather
-    of as many bytes, because the addition runs alongside. Updates are assumed to cost nothing.
+    S_i is the bytes of all gradients ready at r_i or later; C* is the cheapest way to reduce and to gather that many bytes. All
+    gradients ready at r_i or later must be reduced and gathered before the next forward reads the last of them. A reduction
+    occupies the communication stream no longer than a gather of as many bytes, because the addition runs alongside. Updates are
+    assumed to cost nothing.
     """
     order = sorted(range(len(params)), key=lambda param: -timing.ready_us[param])
     limit, last_use, sizes = timing.backward_end_us, 0.0, np.cumsum([params[param].num_bytes for param in order])

@@ -32,7 +32,7 @@ class Outcome:
 
     @property
     def overlap(self) -> float | None:
-        """Hidden share of the communication; None if there is none."""
+        """Hidden share of the communication; None without communication."""
         return overlap_of(self.trace).fraction
 
     @property

@@ -56,8 +56,8 @@ class StepReport:
       spent waiting for the network.
     - `limit_ms` is a lower bound: the earliest time at which the gradients of these buckets, with their ready times, could have
       been reduced. It does not include gathers.
-    - `step_limit_ms` is the shortest step with these buckets if gathers may run at any time after the reduction of their own
-      bucket (0 if there are no gathers).
+    - `step_limit_ms` is the shortest step with these buckets if gathers may run at any time after the reduction of the same
+      bucket (0 without gathers).
     """
 
     num_steps: int

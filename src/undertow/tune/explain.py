@@ -41,7 +41,7 @@ class Explanation:
 def explanation(
     plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, history: Sequence[Decided], is_eager: bool = False
 ) -> Explanation:
-    """Explains `plan`; `tuner` has the measurements of its parameters, None if there are none.
+    """Explains `plan`; `tuner` has the measurements of its parameters, None without any.
 
     `is_eager`: its buckets are stepped in backward, and times are of the whole step.
     """

@@ -123,7 +123,7 @@ class Tuner:
         )
 
     def decide(self, plan: Plan, *, has_shards: bool, is_eager: bool = False) -> Decision:
-        """Decides on the plan from the latest measurement; keeps it if there is none since the last decision.
+        """Decides on the plan from the latest measurement; keeps it without a new one.
 
         `is_eager`: its buckets are stepped in backward.
         """
