@@ -17,15 +17,15 @@ from undertow.tune.measurement import Measurement
 
 # A plan must be predicted to gain at least this share of the time until gradients are reduced to be worth its new buckets.
 _WORTHWHILE = 0.005
-# A plan with this many fewer buckets is tried anyway: the host packs, launches and binds each one in backward, which no curve
-# includes.
+# A plan with at most this share of the buckets is tried anyway: the host packs, launches and binds each one in backward, which
+# no curve includes.
 _FEWER = 0.75
 _HOST_US = 200.0  # per bucket, at least: 0.2 to 0.5 ms on the machine of docs/benchmarks.md
 # The gain of this many steps must pay for a move of optimizer state.
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
-# During a move every rank holds gradients and state of all parameters for a moment: not if the model fits only because of
-# sharding.
+# Larger models are not moved: every rank would hold gradients and state of all parameters for a moment, and a model may fit
+# only because of sharding.
 _MOST_MOVED_BYTES = 256 * 2**20
 # Buckets cost memory: a packed bucket holds its gradients twice. Small ones may be as large as without a measurement.
 _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
