@@ -355,6 +355,9 @@ def combined(kind: str, letters: str, **how: Any) -> Program:
 
 
 COMBINED = {
+    "zeros in sparse gradients are no earlier result": Program(
+        units="linear table linear", events="zero in-place, forward 012, weight 2|5, backward, step"
+    ),
     **{f"{kind}, {letters}": combined(kind, letters) for kind in ("sum", "weights") for letters in PATTERNS},
     **{
         f"{kind}, {letters}, {strategy}": combined(kind, letters, strategy=strategy)

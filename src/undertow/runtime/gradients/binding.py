@@ -310,7 +310,7 @@ class SparseBinding:
     keep = give
 
     def has_result(self) -> bool:
-        return any(param.grad is not None for param in self.params)
+        return any(grad is not None and has_values(grad) for grad in map(_grad_of, self.params))
 
     def look(self) -> None:
         self._known.look(enumerate(map(_grad_of, self.params)))
