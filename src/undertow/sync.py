@@ -230,8 +230,8 @@ class GradientSync:
         """Sets the weight of the next backward's loss, for `SyncConfig(op="weighted")`.
 
         Every `.grad` becomes the sum over ranks, divided by the sum of the weights of all ranks and micro-batches. This also
-        holds if
-        several backwards of a step synchronize. The weights cost one small fp64 all-reduce, sent when the backward begins.
+        holds if several backwards of a step synchronize. The weights cost one small fp64 all-reduce, sent when the backward
+        begins.
 
         - `n`: the number of tokens or samples of this rank that the loss is summed over; 0 if the rank has none.
 
@@ -252,8 +252,7 @@ class GradientSync:
 
         Does nothing if a synchronization has run since this rank's last training forward or optimizer step. If no forward ran, it
         also synchronizes buffers, because the other ranks' forwards did. After a training forward, an optimizer that holds one of
-        the
-        parameters calls it automatically before it steps.
+        the parameters calls it automatically before it steps.
         """
         self.require_open("finish()")
         is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
@@ -266,8 +265,7 @@ class GradientSync:
         """Sends the accumulated gradients; call `wait` on the result before the optimizer steps.
 
         - `op`: "mean" or "sum" of the ranks' `.grad`; None takes the `op` of the settings. A different `op` multiplies or divides
-          the
-          result by the number of ranks (for experts, by their divisor). It cannot be combined with weights or a communication
+          the result by the number of ranks (for experts, by their divisor). It cannot be combined with weights or a communication
           hook.
 
         Raises PhaseError inside a backward. Raises PhaseError on every rank if some rank has accumulated nothing since the last
@@ -327,8 +325,8 @@ class GradientSync:
 
         - `state`: passed to every call of `hook`.
         - `hook`: returns a future of the reduced buffer. `bucket` has the methods of torch.distributed.GradBucket, so torch's own
-          hooks run unchanged. Its gradients are not divided: the hook computes the mean. On the host, hooks run in a thread,
-          one bucket after another.
+          hooks run unchanged. Its gradients are not divided: the hook computes the mean. On the host, hooks run in a thread, one
+          bucket after another.
 
         To combine several hooks, use `undertow.chain_comm_hooks`. The next synchronization compares the names of the ranks'
         hooks.

@@ -50,8 +50,8 @@ def save_checkpoint(
     - `extra`: any JSON value, such as counters or a scheduler's state.
 
     All ranks that synchronize the model must call it; this includes a bare model under `attach`. Groups of ranks that train
-    different models save to different paths. If nothing synchronizes the model, or only a group of one rank, or several
-    different groups, the ranks of the default group must call it.
+    different models save to different paths. If nothing synchronizes the model, or only a group of one rank, or several different
+    groups, the ranks of the default group must call it.
 
     Raises CheckpointError on every rank if saving fails on one.
     """

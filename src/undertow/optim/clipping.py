@@ -24,8 +24,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales all gradients of `target` so that their total norm is at most `max_norm`; returns the norm before scaling.
 
-    A collective call, after backward. Each parameter counts once: a replicated one, an expert on whichever rank it lives, and
-    the shards of a ShardedOptimizer.
+    A collective call, after backward. Each parameter counts once: a replicated one, an expert on whichever rank it lives, and the
+    shards of a ShardedOptimizer.
 
         loss.backward()
         undertow.clip_grad_norm_(model, 1.0)

@@ -53,16 +53,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     From its first step on, gradients are reduced to shards. Updated parameters are gathered during the next forward; any other
     read of a parameter waits for it. 16-bit parameters are updated in fp32.
 
-    A model with experts needs one optimizer for each group of ranks: one for the model with its dense parameters as `params`,
-    and one for each of `sync.experts`. `undertow.clip_grad_norm_` computes their common norm.
+    A model with experts needs one optimizer for each group of ranks: one for the model with its dense parameters as `params`, and
+    one for each of `sync.experts`. `undertow.clip_grad_norm_` computes their common norm.
 
     - `cls`: an elementwise optimizer class, such as torch.optim.AdamW.
     - `target`: the result of `attach` or `DistributedDataParallel`.
     - `params`: parameters or parameter groups as in torch; None takes all trained parameters.
-    - `eager`: from the second step on, update parameters bucket by bucket during backward, with the hyper-parameters that are
-      set when it begins; `step()` confirms these updates. Clipping, a GradScaler and closures raise, because they need all
-      gradients before the update. Reading parameters or state in another thread during that backward raises PhaseError. After
-      a failed backward the parameters are whole: the first read ends the synchronization on all ranks.
+    - `eager`: from the second step on, update parameters bucket by bucket during backward, with the hyper-parameters that are set
+      when it begins; `step()` confirms these updates. Clipping, a GradScaler and closures raise, because they need all gradients
+      before the update. Reading parameters or state in another thread during that backward raises PhaseError. After a failed
+      backward the parameters are whole: the first read ends the synchronization on all ranks.
     - `state_dict`: "full", the default, makes `state_dict()` return a plain optimizer's state dict, whole on every rank; every
       rank must call it. "sharded" makes it return this rank's shards, which only torch.distributed.checkpoint can save.
     - `defaults`: the settings of `cls`.
@@ -225,8 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Brings the whole state to rank `to` of the process group, in host memory; a collective call.
 
         It is for frameworks that call `state_dict()` on one rank only, as with torch's ZeroRedundancyOptimizer; Lightning makes
-        this
-        call itself. The state is kept until the next step; until then, `state_dict()` raises PhaseError on the other ranks.
+        this call itself. The state is kept until the next step; until then, `state_dict()` raises PhaseError on the other ranks.
 
         Raises ConfigError unless `to` is a rank of the process group.
         """

@@ -36,8 +36,8 @@ class ShardedState(Tensor):
     """A state tensor of a parameter's shape of which this rank holds `pieces`, flat ranges of the parameter in memory order.
 
     It is a tensor because torch.distributed.checkpoint looks for shards only in tensors, and it has the methods that
-    torch.distributed.checkpoint saves and loads boxes by. The pieces of all ranks are stored as one tensor of this shape.
-    It can be moved and copied; every other use raises, because it has no values itself.
+    torch.distributed.checkpoint saves and loads boxes by. The pieces of all ranks are stored as one tensor of this shape. It can
+    be moved and copied; every other use raises, because it has no values itself.
     """
 
     pieces: tuple[tuple[ShardPart, Tensor], ...]

@@ -80,9 +80,8 @@ class CommHook:
         `group` is the model's: if one of its ranks is gone, the wait for the hook ends.
 
         On the host, hooks run in a thread, one bucket after another. Some hooks, such as PowerSGD, start collectives in callbacks
-        of
-        their futures; those run when other collectives complete, in a different order on every rank. On a device, callbacks run
-        immediately.
+        of their futures; those run when other collectives complete, in a different order on every rank. On a device, callbacks
+        run immediately.
         """
         if bucket.buffer().device.type != "cpu":
             return self.call(bucket)

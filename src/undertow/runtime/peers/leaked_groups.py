@@ -1,8 +1,7 @@
 """Frees gloo's resources of a broken group in a separate thread, because that may last until the group's timeout.
 
 If the other rank is gone, a message that gloo could not write never fails. Its collective never ends, whatever is tried, and
-freeing the group blocks on it. By default that happens in `torch.distributed.destroy_process_group()`, in the training
-thread.
+freeing the group blocks on it. By default that happens in `torch.distributed.destroy_process_group()`, in the training thread.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        each line is a gloo process group of two ranks
 
 When a process ends for any reason, the kernel closes its connections and gloo fails the receives posted there. This needs no
-heartbeat, no polling, and no server that could die along with a rank. The store of torch.distributed is used only while the
-ring is made.
+heartbeat, no polling, and no server that could die along with a rank. The store of torch.distributed is used only while the ring
+is made.
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ class Neighbor:
                 work.wait(timedelta(seconds=max(0.001, until_s - time.monotonic())))
 
     def close(self) -> None:
-        """Closes the connection and ends the reading thread; the process would abort if it exited with a thread waiting in
-        gloo.
-        """
+        """Closes the connection and ends the reading thread; the process would abort if it exited with a thread waiting in gloo."""
         group, self._group = self._group, None
         if group is not None:
             private.disconnect(group)
