@@ -75,7 +75,7 @@ def put_in_place(path: Path) -> None:
 
 
 def folder_for_loading(path: Path) -> Path:
-    """Returns `path`, or the complete folder that an interrupted save left next to it; raises CheckpointError if neither exists."""
+    """Returns `path`, or the complete folder that an interrupted save left next to it; CheckpointError if neither exists."""
     if path.exists() or path.is_symlink():
         return path
     found = _left_beside(path)

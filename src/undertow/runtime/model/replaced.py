@@ -19,9 +19,9 @@ _Named = Sequence[tuple[str, Tensor]]
 class Replaced:
     """Former parameters of a module, and its new parameters that no optimizer has stepped on yet.
 
-    Former parameters are referenced weakly; an optimizer that still updates them holds them. Current parameters are not in
-    `former`: torch.utils.swap_tensors requires that they have no weak references. `former` becomes empty, and steps check
-    nothing, after nobody holds a former parameter, all new ones have an optimizer, or the warning has been given.
+    Former parameters are referenced weakly; an optimizer that still updates them holds them. Current parameters are referenced
+    strongly: torch.utils.swap_tensors refuses tensors with weak references. `former` becomes empty, and steps check nothing,
+    after nobody holds a former parameter, all new ones have an optimizer, or the warning has been given.
     """
 
     def __init__(self) -> None:

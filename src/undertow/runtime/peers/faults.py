@@ -205,7 +205,7 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def stack_lines(frames: Sequence[FrameType]) -> list[str]:
-    """Returns file, line and function of the innermost frames; no values, which may be secret, and no source, which may be stale."""
+    """Returns file, line and function of the innermost frames, without values (maybe secret) or source (maybe stale)."""
     return [f"{_short(frame.f_code)}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200] for frame in frames[-_NUM_FRAMES:]]
 
 

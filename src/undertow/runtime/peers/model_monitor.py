@@ -93,7 +93,7 @@ class ModelMonitor:
         )
 
     def is_asked_by(self, asking: State) -> bool:
-        """Returns True if this rank should answer a rank that has waited too long; if several ask at once, the first one counts."""
+        """Returns True if this rank should answer a rank that has waited long; if several ask at once, the first counts."""
         now_s = time.monotonic()
         if self.asking is not None and now_s < self.asked_s + patience.ANSWERS_S:
             self.states[asking["rank"]] = asking

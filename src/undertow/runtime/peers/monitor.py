@@ -225,7 +225,7 @@ class Ring:
         return faults.stall_text(asking, member.states, gone, ranks=range(self.num_ranks))
 
     def _gone(self, member: ModelMonitor) -> dict[int, Fault]:
-        """Ranks that have left. A model's last message tells its progress, a process's only that it has ended, so it goes first."""
+        """Returns the ranks that have left. A model's last message replaces a process's, because it tells the progress."""
         return self.ended | member.left
 
     def _latch(self, fault: Fault, member: ModelMonitor | None = None) -> None:

@@ -143,7 +143,7 @@ class Neighbor:
                 work.wait(timedelta(seconds=max(0.001, until_s - time.monotonic())))
 
     def close(self) -> None:
-        """Closes the connection and ends the reading thread; the process would abort if it exited with a thread waiting in gloo."""
+        """Closes the connection and ends the reading thread; a thread waiting in gloo would abort the process at exit."""
         group, self._group = self._group, None
         if group is not None:
             private.disconnect(group)
