@@ -67,7 +67,7 @@ class GradientSync:
     settings are invalid, and PlanMismatch on every rank if ranks hold different parameters or settings.
     """
 
-    experts: Sequence[GradientSync] = ()  # One GradientSync for each group of experts, in the order of the settings.
+    experts: Sequence[GradientSync] = ()  # one for each group of experts, in the order of the settings
 
     def __init__(  # noqa: PLR0913  what users choose, and what the caller synchronizes elsewhere
         self,
@@ -81,8 +81,7 @@ class GradientSync:
         elsewhere: Container[str] = frozenset(),
         within: OwnGroup | None = None,
     ) -> None:
-        # `elsewhere` names the tensors that another GradientSync handles; ranks may differ in it. A failure here also fails
-        # `within`.
+        # `elsewhere` has the names that another GradientSync handles; ranks may differ in it. A failure here fails `within` too.
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
@@ -164,9 +163,7 @@ class GradientSync:
 
     @property
     def rescale(self) -> float:
-        """Factor for the gradients when some ranks have run out of data, from the next synchronization on; applies to the mean
-        only.
-        """
+        """Factor for the mean, and only the mean, if some ranks have run out of data; used from the next synchronization on."""
         return self._engine.rescale
 
     @rescale.setter
@@ -210,10 +207,12 @@ class GradientSync:
     def accumulate(self) -> Iterator[None]:
         """Context in which backward only accumulates gradients; the next backward outside of it synchronizes their sum.
 
-        with sync.accumulate():
-            for batch in batches[:-1]:
-                loss(batch).backward()
-        loss(batches[-1]).backward()  # synchronizes the sum
+        For example, with several micro-batches:
+
+            with sync.accumulate():
+                for batch in batches[:-1]:
+                    loss(batch).backward()
+            loss(batches[-1]).backward()  # synchronizes the sum
         """
         if self._is_closed:  # checked before the call, which every micro-batch would pay for
             self.require_open("accumulate()")
@@ -397,7 +396,7 @@ class GradientSync:
         self._engine.also_awaited += futures
 
     def watch_forwards(self) -> None:
-        """Registers hooks at the begin and the end of every forward of the module, until `close`."""
+        """Registers hooks at the start and the end of every forward of the module, until `close`."""
         begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self.forward_ends))
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),

@@ -27,7 +27,7 @@ __all__ = ["Entry", "Piece", "file_sizes", "stored_entries"]
 Sizes = tuple[int, ...]
 
 _FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-# The meaning of their values is stored elsewhere
+# The meaning of their values is stored elsewhere.
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _DTYPES = {str(it): it for it in vars(torch).values() if isinstance(it, torch.dtype) and it not in _QUANTIZED}
 _MOST = 2**63 - 1  # bytes or elements

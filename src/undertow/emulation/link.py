@@ -203,7 +203,7 @@ class _EmulatedGroup(dist.ProcessGroup):
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"undertow-link-{self.rank()}", daemon=True)
             thread.start()
-            # Set after the start, because `shutdown` joins it and cannot join a thread that has not started
+            # Set after the start, because `shutdown` joins it and cannot join a thread that has not started.
             self._thread = thread
         work = LinkWork(args[0] if args else None)
         self._launches.put(_Launch(kind=kind, num_bytes=num_bytes, launched_s=launched_s, start=start, work=work))

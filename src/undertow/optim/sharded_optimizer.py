@@ -253,7 +253,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._begin()  # they must match this rank's parts, which are known only now
             return {**found, "state": {}}  # super() loads the groups and checks their order
 
-        # User hooks that run before may change the state, and user hooks that run after see the loaded one
+        # User hooks that run before may change the state, and user hooks that run after see the loaded one.
         with ExitStack() as hooks:
             hooks.callback(self.register_load_state_dict_pre_hook(take).remove)
             hooks.callback(self.register_load_state_dict_post_hook(lambda _: self._load(given), prepend=True).remove)

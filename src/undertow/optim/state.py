@@ -24,7 +24,7 @@ ParamState = dict[str, Any]  # torch's names for the entries; values are tensors
 FullStates = dict[Tensor, ParamState]  # parameters are keys by identity
 
 MASTER = "master"  # the fp32 values of a 16-bit parameter, stored next to the optimizer's own state
-# Keys of torch's optimizers that belong to a whole parameter, not to its elements
+# Keys of torch's optimizers that belong to a whole parameter, not to its elements.
 OF_THE_WHOLE = {"step", "eta", "mu", "mu_product"}
 _COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _OF_A_COPY = {"device", "non_blocking", "memory_format"}

@@ -47,7 +47,7 @@ class BackendCollectives:
         self.divides_first = not in_order
         self._divisor = group.num_ranks if divisor is None else divisor
         self._rows = group.user.row_places
-        # A stream on which one collective waits for another, so that the host waits for neither
+        # A stream on which one collective waits for another, so that the host waits for neither.
         self._behind: torch.cuda.Stream | None = None
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:

@@ -39,8 +39,9 @@ class HookedBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Returns a view of the buffer for each parameter, of its shape; contiguous, as in torch, whatever the parameter's
-        strides.
+        """Returns a view of the buffer for each parameter, of its shape.
+
+        Views are contiguous, as in torch, whatever the strides of the parameter.
         """
         if self._buffer.is_sparse:
             return [self._buffer]
@@ -156,8 +157,9 @@ class HookHandle:
 
 @dataclass(slots=True)
 class _Calls:
-    """The calls of one synchronization. After a failed call there are no more, because they would pair with the failed one's
-    messages.
+    """The calls of one synchronization; after a failed call there are no more.
+
+    Other ranks would pair their messages with the failed call's.
     """
 
     failure: BaseException | None = None

@@ -210,8 +210,9 @@ class OwnGroup:
         return future.result()
 
     def _comes_to_an_end(self, ends: Callable[[float], bool]) -> bool:
-        """Waits for an end, and returns False if it cannot come: gloo fails operations when it closes a connection, except a
-        partly sent message.
+        """Waits until `ends` returns True; returns False if that cannot happen.
+
+        Gloo fails operations when it closes a connection, except a partly sent message.
         """
         is_broken = False
         while not ends(patience.LOOK_S):

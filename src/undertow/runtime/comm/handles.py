@@ -59,9 +59,7 @@ class ReductionHandle:
         return self.is_found_complete
 
     def on_done(self, callback: Callable[[object], None]) -> None:
-        """Calls `callback` with the backend's future when the reduction is complete: from a backend thread, or now if it already
-        is.
-        """
+        """Calls `callback` with the backend's future when the reduction is complete, from a backend thread or right away."""
         self._work.get_future().add_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, None]:

@@ -48,7 +48,7 @@ class CudaClock:
     """CUDA clock: events on the current stream; the host does not wait until times are read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # waits for collectives in place of the compute stream
+        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # waits for collectives instead of the compute stream
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ class ModelMonitor:
         self.module: Callable[[], Any] | None = None  # a weak reference
         self.thread = threading.get_ident()  # the training thread, as far as known: this one until another one trains
         self.fault: Fault | None = None  # of these groups alone
-        # For each group, a function that interrupts it and one that destroys it
+        # For each group, a function that interrupts it and one that destroys it.
         self.groups: list[tuple[Callable[[], object], Callable[[], object]]] = []
         self.asked_s = -math.inf  # when any rank last asked
         self.asking: State | None = None  # the state of the rank that asked
@@ -66,7 +66,7 @@ class ModelMonitor:
         self._num_meetings = 0
         self._places: dict[int, tuple[float, str]] = {}  # each rank's position, with the time when it reported it
         self._num_state_gathers = 0  # gathers of an optimizer's state that this rank has begun
-        # By rank, its last gather between two steps: number, synchronization
+        # By rank, its last gather between two steps: number, synchronization.
         self._state_gathers: dict[int, tuple[int, int]] = {}
 
     @property

@@ -173,7 +173,7 @@ class Ring:
             self._latch(fault, other)  # its connections last as long as that process
 
     def counts_failures(self, member: ModelMonitor) -> None:
-        """Makes a rank that has left with an error, before now or later, a fault of this model."""
+        """Latches the error of a rank that has left the model, if any, because this rank is about to wait for it."""
         for fault in self._failures(member):
             self._latch(fault, member)
 
@@ -323,7 +323,7 @@ class PeerMonitor:
         for ring in self._rings.values():
             for member in list(ring.members.values()):
                 if member.known_fault is not None:  # the process may abort if broken groups still exist when it ends
-                    # An error in one group must not stop the rest of the exit
+                    # An error in one group must not stop the rest of the exit.
                     with contextlib.suppress(RuntimeError, ValueError):
                         member.destroy()
         for ring in list(self._rings.values()):

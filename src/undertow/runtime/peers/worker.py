@@ -63,7 +63,7 @@ class _Thread(threading.Thread):
         # not started. It cannot end before it is registered, because nothing can tell it to.
         super().start()
         atexit.register(self._is_waited_for)
-        # Also if a process ends without atexit
+        # Also if a process ends without atexit.
         self._finalizer = multiprocessing.util.Finalize(None, self._is_waited_for, exitpriority=200)
 
     def run(self) -> None:

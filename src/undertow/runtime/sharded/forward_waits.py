@@ -86,7 +86,7 @@ class ForwardWaits:
 
     def _wait_in(self, part: nn.Module, buckets: Sequence[int]) -> None:
         hook = ModuleHook(part, partial(_wait_for, self._gathers, buckets))
-        # First, because other hooks may read parameters, such as weight_norm's
+        # First, because other hooks may read parameters, such as weight_norm's.
         self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
 
 

@@ -69,7 +69,7 @@ class Gathers:
         """Resets the buckets being stepped; raises PhaseError if the last backward left parameters partly updated."""
         self.being_stepped.clear()
         self._require_whole(self.owed)
-        # If no forward has waited; autograd then detects most parameters that were read too early
+        # If no forward has waited; autograd then detects most parameters that were read too early.
         self.wait(tuple(self.in_flight))
 
     def steps_begin(self) -> None:
@@ -158,7 +158,7 @@ class Gathers:
                 remedy="Call wait() of the model before processes are started that use it.",
             )
         self.require_unstepped(self.being_stepped)
-        # Compiled code would be compiled again each time for the class of a parameter in flight
+        # Compiled code would be compiled again each time for the class of a parameter in flight.
         self._is_compiled_in |= private.is_compiling()
         self.wait_for_all()
 

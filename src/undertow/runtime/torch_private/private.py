@@ -134,7 +134,7 @@ def interrupt(group: dist.ProcessGroup) -> None:
 
 
 def held_by_gloo(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, object] | None:
-    """Returns the gloo group and the object that joins its threads when freed, or None; the caller must release that object last."""
+    """Returns the gloo group and the object that joins its threads when the last reference is dropped, or None."""
     gloo = _gloo_of(group)
     return None if gloo is None else (gloo, gloo._get_backend(torch.device("cpu")))
 
