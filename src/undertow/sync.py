@@ -81,7 +81,8 @@ class GradientSync:
         elsewhere: Container[str] = frozenset(),
         within: OwnGroup | None = None,
     ) -> None:
-        # `elsewhere` has the names that another GradientSync handles; ranks may differ in it. A failure here fails `within` too.
+        # `elsewhere` has the names that another GradientSync handles; ranks may differ in it. Faults of `within` are faults here
+        # too.
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))

@@ -42,7 +42,7 @@ class _Shared:
     owners: Sequence[BufferOwner]
 
     def now(self) -> _Shared:
-        """Returns the current buffer, or the earlier one if the current one has another shape, dtype or device, or is gone."""
+        """Returns the current buffer, or the earlier one if the current one has another shape or dtype, or is gone."""
         tensor = self.owners[0].get()
         if tensor is self.tensor or tensor is None:  # the usual case: called for every buffer in every forward
             return self

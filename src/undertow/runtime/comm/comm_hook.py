@@ -159,7 +159,7 @@ class HookHandle:
 class _Calls:
     """The calls of one synchronization; after a failed call there are no more.
 
-    Other ranks would pair their messages with the failed call's.
+    On other ranks, their messages would pair with the failed call's.
     """
 
     failure: BaseException | None = None

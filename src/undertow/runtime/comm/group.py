@@ -149,7 +149,10 @@ class OwnGroup:
         return self._group is not None
 
     def open(self) -> None:
-        """Creates the clone; a collective call before any other over it. A group `within` another one is opened after that one."""
+        """Creates the clone; a collective call before any other over it.
+
+        A group `within` another one is opened after that one.
+        """
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
@@ -166,7 +169,10 @@ class OwnGroup:
             self._group = weakref.ref(self._made())
 
     def _made(self) -> dist.ProcessGroup:
-        """Returns the clone. Gloo connects in a separate thread, which is abandoned if a rank is gone and it would wait forever."""
+        """Returns the clone.
+
+        Gloo connects in a separate thread. If a rank is gone, that thread would wait forever, and it is abandoned.
+        """
         if self.backend != "gloo":
             return self.user.clone()
         made: Future[dist.ProcessGroup] = Future()

@@ -119,7 +119,10 @@ class GradientBucket:
         return self.reduction_handle
 
     def copy_back(self) -> None:
-        """Waits for the reduction and copies the result into the gradients; PhaseError if none was started or on a second call."""
+        """Waits for the reduction and copies the result into the gradients.
+
+        Raises PhaseError if no reduction was started, or if its result has been copied already.
+        """
         handle = self.require_reduced()
         if self.is_copied_back:
             raise PhaseError(

@@ -118,7 +118,10 @@ class ModuleParams:
         return is_other and all(isinstance(it, nn.Parameter) for it in self._seen.present()) and not self._is_elsewhere()
 
     def _is_elsewhere(self) -> bool:
-        """Returns True if only ignored parameters have changed, such as the experts of another group, which are not this group's."""
+        """Returns True if only ignored parameters have changed.
+
+        They may be experts of another group, which this group's ranks need not know about.
+        """
         module = self._module()
         if self._is_unseen or module is None or self._seen.has_other_modules() or self._kinds_of(module) != self._kinds:
             return False

@@ -112,7 +112,10 @@ def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
 
 
 def _weights(device: torch.device) -> Tensor:
-    """Returns odd pseudo-random numbers, by the steps of splitmix64; odd, so that a difference in one word is never lost. int64"""
+    """Returns pseudo-random odd numbers, by the steps of splitmix64. int64
+
+    A difference in a single word is never lost, because they are odd.
+    """
     number = _HOST_WORDS if device.type == "cpu" else _DEVICE_WORDS
     mixed = torch.arange(1, number + 1, dtype=torch.int64, device=device) * _ODD
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

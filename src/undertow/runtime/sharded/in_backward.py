@@ -57,7 +57,10 @@ class EagerSteps:
         self._stepper = weakref.ref(stepper)
 
     def begin_round(self, sharding: Shards) -> bool:
-        """Returns True if this synchronization steps buckets, which it does not before the optimizer's first step in this layout."""
+        """Returns True if this synchronization steps buckets.
+
+        It does not before the optimizer's first step in this layout.
+        """
         sharding.gathers.wait_for_all()
         sharding.follow_parameters()
         stepper = None if self._stepper is None else self._stepper()
@@ -71,7 +74,7 @@ class EagerSteps:
 
     @private.left_alone
     def forward_ends(self, outputs: object) -> None:
-        """Makes a second backward through these outputs raise a clear error before autograd's, if parameters are updated already."""
+        """Makes a second backward through these outputs raise a clear error, instead of autograd's, after an eager update."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in private.tensors_in(outputs):
                 if tensor.grad_fn is not None:
