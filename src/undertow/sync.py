@@ -57,11 +57,7 @@ class GradientSync:
     `attach` returns one, and `DistributedDataParallel` has one as `model.sync`:
 
         sync = undertow.attach(model)
-        for batch in batches:
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        sync.report()
+        model(batch).backward()  # gradients are averaged over ranks
 
     Construction is a collective call: every rank takes over rank 0's tensors of the kinds in `shared`. Raises ConfigError if the
     settings are invalid, and PlanMismatch on every rank if ranks hold different parameters or settings.
@@ -206,15 +202,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Context in which backward only accumulates gradients; the next backward outside of it synchronizes their sum.
-
-        For example, with several micro-batches:
-
-            with sync.accumulate():
-                for batch in batches[:-1]:
-                    loss(batch).backward()
-            loss(batches[-1]).backward()  # synchronizes the sum
-        """
+        """Context in which backward only accumulates gradients; the next backward outside of it synchronizes their sum."""
         if self._is_closed:  # checked before the call, which every micro-batch would pay for
             self.require_open("accumulate()")
         before, self.is_accumulating = self.is_accumulating, True
@@ -227,15 +215,12 @@ class GradientSync:
 
     @private.untraced
     def loss_weight(self, n: float | Tensor) -> None:
-        """Sets the weight of the next backward's loss, for `SyncConfig(op="weighted")`.
+        """Sets the weight of the next backward's loss to `n`, for `SyncConfig(op="weighted")`.
 
-        Every `.grad` becomes the sum over ranks, divided by the sum of the weights of all ranks and micro-batches. This also
-        holds if several backwards of a step synchronize. The weights cost one small fp64 all-reduce, sent when the backward
-        begins.
-
-        - `n`: the number of tokens or samples of this rank that the loss is summed over; 0 if the rank has none.
-
-        Call it before each backward; a backward without a call adds no weight. A rank that joins by `finish()` needs no call.
+        `n` is the number of tokens or samples of this rank that the loss is summed over, or 0 if the rank has none. Every `.grad`
+        becomes the sum over ranks, divided by the sum of the weights of all ranks and micro-batches, even if several backwards of
+        a step synchronize. The weights cost one small fp64 all-reduce, sent when the backward begins. Call it before each
+        backward; a backward without a call adds no weight. A rank that joins by `finish()` needs no call.
 
         Raises ConfigError for another `op`, and unless `n` is a number >= 0. Raises PhaseError on every rank at the end of a
         synchronization to which some rank gave no weight or whose weights add up to 0, and at an optimizer step before the
@@ -264,9 +249,8 @@ class GradientSync:
     def reduce_gradients_async(self, op: str | None = None) -> Reduction:
         """Sends the accumulated gradients; call `wait` on the result before the optimizer steps.
 
-        - `op`: "mean" or "sum" of the ranks' `.grad`; None takes the `op` of the settings. A different `op` multiplies or divides
-          the result by the number of ranks (for experts, by their divisor). It cannot be combined with weights or a communication
-          hook.
+        `op` is "mean" or "sum" of the ranks' `.grad`; None takes the `op` of the settings. A different `op` multiplies or divides
+        the result by the number of ranks (for experts, by their divisor), and excludes weights and a communication hook.
 
         Raises PhaseError inside a backward. Raises PhaseError on every rank if some rank has accumulated nothing since the last
         synchronization or has not waited for an earlier reduction; the error comes from this call, from `wait`, or from the next
@@ -323,15 +307,12 @@ class GradientSync:
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduces every bucket with `hook(state, bucket)` instead of an all-reduce. Call it once, and not inside a backward.
 
-        - `state`: passed to every call of `hook`.
-        - `hook`: returns a future of the reduced buffer. `bucket` has the methods of torch.distributed.GradBucket, so torch's own
-          hooks run unchanged. Its gradients are not divided: the hook computes the mean. On the host, hooks run in a thread, one
-          bucket after another.
+        The hook returns a future of the reduced buffer. `bucket` has the methods of torch.distributed.GradBucket, so torch's own
+        hooks run unchanged. Its gradients are not divided: the hook computes the mean. On the host, hooks run in a thread, one
+        bucket after another. To combine several hooks, use `undertow.chain_comm_hooks`.
 
-        To combine several hooks, use `undertow.chain_comm_hooks`. The next synchronization compares the names of the ranks'
-        hooks.
-
-        Raises PhaseError inside a backward or on a second call, and PlanMismatch on every rank if ranks have different hooks.
+        Raises PhaseError inside a backward or on a second call. The next synchronization compares the names of the ranks' hooks,
+        and raises PlanMismatch on every rank if they differ.
         """
         self.require_open("register_comm_hook()")
         if self.steps is not None:
@@ -371,7 +352,7 @@ class GradientSync:
             broadcast_in_place(self._members.common_buffers.tensors, self._group, source=source)
 
     def synchronize_buffers(self, *, source: int = 0) -> None:
-        """Copies the buffers of rank `source` or averages buffers over ranks, depending on the settings; a collective call."""
+        """Copies buffers from rank `source` or averages them, depending on the settings; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.open()
@@ -436,10 +417,7 @@ class GradientSync:
             self._recorder.forward_ends()
 
     def report(self, *, show: bool = True) -> StepReport:
-        """Returns the time breakdown of the last steps on this rank, and prints it as tables if `show` is true.
-
-        Never communicates: a single rank may call it.
-        """
+        """Returns the times of the last steps on this rank, and prints them if `show` is true; never communicates."""
         records = self._recorder.records(generation=self._engine.generation)
         num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
         one_graph = one_graph and self.num_ranks > 1 and not cut_bytes(self.plan, num_ranks=self.num_ranks)
@@ -453,9 +431,9 @@ class GradientSync:
         return tuple(record.trace() for record in self._recorder.records(generation=self._engine.generation))
 
     def explain(self, *, show: bool = True) -> Explanation:
-        """Returns the reasons for the plan: its time, the lower bound, the times of other plans, and all decisions so far.
+        """Returns, and prints if `show` is true, the reasons for the plan: its time, the limit, other plans, and all decisions.
 
-        Prints them if `show` is true. Never communicates: a single rank may call it. The decisions are the same on all ranks.
+        Never communicates: a single rank may call it. The decisions are the same on all ranks.
         """
         current_plan = self._engine.current_plan
         explanation = explanation_of(current_plan.watch, current_plan.compiled, self._config)
@@ -464,19 +442,15 @@ class GradientSync:
         return explanation
 
     def profile(self) -> Profile:
-        """Returns the measurements of the model and the network, which are all that planning and simulation need.
+        """Returns all measurements that planning and simulation need; never communicates.
 
-        Never communicates. Raises PhaseError until the first steps are measured, which takes about ten.
+        Raises PhaseError until the first steps of the model are measured, which takes about ten.
         """
         current_plan = self._engine.current_plan
         return measured_profile(current_plan.watch, current_plan.compiled, self._config)
 
     def measure_network(self) -> None:
-        """Measures the network with messages of many sizes, for plans and profiles; a collective call between steps.
-
-        Training does not need it, because the messages of the run are measured anyway. Raises PhaseError if measuring is turned
-        off.
-        """
+        """Measures the network for plans and profiles; a collective call between steps. PhaseError if measuring is off."""
         self.require_open("measure_network()")
         sweep(self._engine, self._config)
 
@@ -500,7 +474,7 @@ class GradientSync:
     def close(self) -> None:
         """Removes all hooks from the module and destroys Undertow's process group; later calls do nothing.
 
-        If a forward has run whose backward has not, that backward will warn. Raises PhaseError inside a backward.
+        A backward whose forward has already run will warn. Raises PhaseError inside a backward.
         """
         if self._is_closed:
             return

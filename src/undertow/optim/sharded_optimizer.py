@@ -167,8 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         """Scales all gradients so that their total norm is at most `max_norm`; returns the norm before scaling, in fp32.
 
-        A collective call. Every rank gets the same value, because powers are summed in fp64 and rounded once. `foreach` has no
-        effect.
+        A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` has no effect.
         """
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
         norm_type = checked_norm_type(norm_type)
@@ -209,10 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @private.untraced
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Returns this rank's part in the layout of torch's optimizers, for torch.distributed.checkpoint.
-
-        Each tensor is a `ShardedState`.
-        """
+        """Returns this rank's part in the layout of torch's optimizers, for torch.distributed.checkpoint, as `ShardedState`."""
         return self._packed(self._states)
 
     @private.untraced
@@ -277,9 +273,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group as torch does; a collective call if there is state already.
-
-        New parameters are synchronized from the next forward on.
+        """Adds a parameter group; a collective call if there is state. New parameters are synchronized from the next forward
+        on.
         """
         super().add_param_group(param_group)
         try:
@@ -456,10 +451,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state if like.dtype == param.dtype else {**state, MASTER: like}
 
     def _inner_state(self, owned: Owned, *, is_moved: bool = False) -> dict[str, Any]:
-        """Adds the fp32 values to the inner optimizer's state.
-
-        If that state is empty, it has no entry, except when state moves: then the fp32 values move along.
-        """
+        """Returns the inner optimizer's state with the fp32 values; an empty state stays empty, except when state moves."""
         state = dict(self._inners[self._place(owned)].optimizer.state.get(owned.target, {}))
         has_master = owned.target is not owned.values and (is_moved or bool(state))
         return {**state, MASTER: owned.target} if has_master else state
