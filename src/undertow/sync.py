@@ -220,11 +220,9 @@ class GradientSync:
         `n` is the number of tokens or samples of this rank that the loss is summed over, or 0 if the rank has none. Every `.grad`
         becomes the sum over ranks, divided by the sum of the weights of all ranks and micro-batches, even if several backwards of
         a step synchronize. The weights cost one small fp64 all-reduce, sent when the backward begins. Call it before each
-        backward; a backward without a call adds no weight. A rank that joins by `finish()` needs no call.
-
-        Raises ConfigError for another `op`, and unless `n` is a number >= 0. Raises PhaseError on every rank at the end of a
-        synchronization to which some rank gave no weight or whose weights add up to 0, and at an optimizer step before the
-        backward.
+        backward; a backward without a call adds no weight. A rank that joins by `finish()` needs no call. Raises ConfigError for
+        another `op`, and unless `n` is a number >= 0. Raises PhaseError on every rank at the end of a synchronization to which
+        some rank gave no weight or whose weights add up to 0, and at an optimizer step before the backward.
         """
         if self._is_closed:
             self.require_open("loss_weight(n)")
@@ -450,7 +448,10 @@ class GradientSync:
         return measured_profile(current_plan.watch, current_plan.compiled, self._config)
 
     def measure_network(self) -> None:
-        """Measures the network for plans and profiles; a collective call between steps. PhaseError if measuring is off."""
+        """Measures the network with messages of many sizes, for plans and profiles; a collective call between steps.
+
+        Training does not need it: it measures its own messages. Raises PhaseError if nothing is measured.
+        """
         self.require_open("measure_network()")
         sweep(self._engine, self._config)
 
