@@ -1,4 +1,4 @@
-"""Gradient synchronization of a module that keeps its class and its keys."""
+"""Gradient synchronization of a module whose class and state dict keys do not change."""
 
 from __future__ import annotations
 
@@ -52,15 +52,20 @@ from undertow.tune import Explanation
 
 
 class GradientSync:
-    """Synchronizes the gradients of one module; made by `attach` and by `DistributedDataParallel`.
+    """Synchronizes the gradients of one module.
 
-    Making one is a collective call, in which every rank takes over rank 0's tensors of the kinds in `shared`. Raises
-    ConfigError, and PlanMismatch on every rank if ranks hold different parameters or settings.
+    `attach` returns one, and `DistributedDataParallel` has one as `model.sync`:
+
+        sync = undertow.attach(model)
+        model(batch).backward()  # gradients are averaged over ranks
+
+    Construction is a collective call: every rank takes over rank 0's tensors of the kinds in `shared`. Raises ConfigError if the
+    settings are invalid, and PlanMismatch on every rank if ranks hold different parameters or settings.
     """
 
-    experts: Sequence[GradientSync] = ()  # what synchronizes each group of experts, in the order of the settings
+    experts: Sequence[GradientSync] = ()  # one for each group of experts, in the order of the settings
 
-    def __init__(  # noqa: PLR0913  the choices of its users, and what is not its affair
+    def __init__(  # noqa: PLR0913  what users choose, and what the caller synchronizes elsewhere
         self,
         module: nn.Module,
         *,
@@ -72,7 +77,8 @@ class GradientSync:
         elsewhere: Container[str] = frozenset(),
         within: OwnGroup | None = None,
     ) -> None:
-        # What somebody else synchronizes is `elsewhere`, maybe not the same on all ranks; what fails `within` it, fails here.
+        # `elsewhere` has the names that another GradientSync handles; ranks may differ in it. Faults of `within` are faults here
+        # too.
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
@@ -84,7 +90,7 @@ class GradientSync:
         self.steps: ShardedSteps | None = None
         self._set_up(chosen_group(process_group, mesh, config.strategy))
         if isinstance(process_group, GroupRef):
-            return  # a copy: the ranks that hold it open it when they first use it
+            return  # a copied or unpickled model: its ranks open the group when they first use it
         try:
             self._engine.open()
             self.share(shared)
@@ -93,7 +99,7 @@ class GradientSync:
             raise
 
     def _set_up(self, group: GroupRef) -> None:
-        """Makes everything that belongs to one process group; communicates nothing."""
+        """Creates everything that belongs to one process group, without communication."""
         own = self._group = OwnGroup(group, device=self._members.device, limits=self._config, within=self._within)
         own.module, self.waiting = weakref.ref(self._module), own.waiting
         self._recorder = Recorder(clock_for(own.device, own.backend), rank=own.rank, level=self._config.record)
@@ -102,27 +108,27 @@ class GradientSync:
             self._engine.use_hook(self._hook)
         attached, members, engine = contextlib.ExitStack(), self._members, self._engine
         attached.callback(self._group.close)
-        attached.callback(lambda: None if engine.is_passed_on else members.close())  # who came later has them
+        attached.callback(lambda: None if engine.is_passed_on else members.close())  # a successor has taken the members over
         attached.callback(self._engine.close)
         attached.callback(watch_steps(self, self._engine))
         self._attached = attached
-        # The garbage collector does not see through a parameter's hooks: without this a dropped model stays for ever.
+        # The garbage collector does not see through a parameter's hooks: without this, a dropped model is never freed.
         self._let_go = let_go_when_dropped(self, self._engine, attached.close)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The user's group, over whose ranks gradients are averaged; what we send travels over a clone of it."""
+        """The user's process group. Gradients are averaged over its ranks; Undertow itself communicates over a clone of it."""
         group = self._group.user.group
         return self._group.process_group if group is None else group
 
     @property
     def own_group(self) -> OwnGroup:
-        """The clone of the user's group, over which everything of ours travels."""
+        """The clone of the user's group that carries all of Undertow's messages."""
         return self._group
 
     @property
     def group_reference(self) -> GroupRef:
-        """The user's group, as far as it can be copied."""
+        """A reference to the user's group that can be copied with the model."""
         return self._group.user
 
     @property
@@ -135,7 +141,7 @@ class GradientSync:
 
     @property
     def device(self) -> torch.device:
-        """Where small tensors of exchanges between ranks live."""
+        """The device of the small tensors that ranks exchange."""
         return self._group.device
 
     @property
@@ -144,17 +150,17 @@ class GradientSync:
 
     @property
     def is_synchronizing(self) -> bool:
-        """Whether a round is under way: a backward runs, or has not ended well."""
+        """True if a synchronization is in progress: a backward is running, or one has failed."""
         return self._engine.is_busy
 
     @property
     def is_training_forward(self) -> bool:
-        """Whether a forward that begins now is one that all ranks run: in training mode, and to be differentiated."""
+        """True if a forward that starts now is a training forward: the module is in training mode and gradients are enabled."""
         return self._module.training and is_outermost_forward()
 
     @property
     def rescale(self) -> float:
-        """Factor for the mean, and for nothing else, where some ranks have run out of data; from the next round on."""
+        """Factor for the mean, and only the mean, if some ranks have run out of data; used from the next synchronization on."""
         return self._engine.rescale
 
     @rescale.setter
@@ -167,27 +173,27 @@ class GradientSync:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the last round; a re-plan takes effect when the next one begins."""
+        """The plan of the last synchronization; a new plan takes effect when the next one begins."""
         return self._engine.plan
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """All parameters of the module that are not left alone, trained or not."""
+        """Returns all parameters of the module except ignored ones, frozen parameters included."""
         return self._members.named_params()
 
     def take_part_with(self, others: Iterable[GradientSync]) -> None:
-        """From now on a backward that reaches a parameter of one of us is a synchronization of all."""
+        """Makes a backward that reaches a parameter of this or any of `others` a synchronization of all of them."""
         engines = [self._engine, *(other._engine for other in others)]
         for engine in engines:
             engine.siblings = SiblingEngines(engines)
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that got no gradient on this rank, over the micro-batches of the last step."""
+        """Names of the parameters that received no gradient on this rank in any micro-batch of the last step."""
         return self._engine.unused_parameters
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether a backward that runs now would only accumulate; `accumulate()` sets it for a while."""
+        """True if a backward that runs now only accumulates; `accumulate()` sets it temporarily."""
         return self._engine.is_accumulating
 
     @is_accumulating.setter
@@ -196,8 +202,8 @@ class GradientSync:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backwards inside only accumulate; the next one outside synchronizes the sum."""
-        if self._is_closed:  # asked here: this is called for every micro-batch
+        """Context in which backward only accumulates gradients; the next backward outside of it synchronizes their sum."""
+        if self._is_closed:  # checked before the call, which every micro-batch would pay for
             self.require_open("accumulate()")
         before, self.is_accumulating = self.is_accumulating, True
         try:
@@ -209,13 +215,14 @@ class GradientSync:
 
     @private.untraced
     def loss_weight(self, n: float | Tensor) -> None:
-        """Says, before each backward, that its loss is the sum over `n` tokens or samples of this rank; 0 where it has none.
+        """Sets the weight of the next backward's loss to `n`, for `SyncConfig(op="weighted")`.
 
-        For `SyncConfig(op="weighted")`: every `.grad` becomes the sum over ranks divided by the sum of all weights, those of all
-        ranks and micro-batches, also where several backwards of a step synchronize. One more small all-reduce, of fp64, leaves
-        when the backward begins; a backward without a call adds no weight. PhaseError on every rank at the end of a
-        synchronization to which some rank gave no weight, or whose weights add up to 0, and at a step before the backward; a rank
-        that joins by `finish()` needs none. ConfigError for another op, and unless `n` is a number >= 0.
+        `n` is the number of tokens or samples of this rank that the loss is summed over, or 0 if the rank has none. Every `.grad`
+        becomes the sum over ranks, divided by the sum of the weights of all ranks and micro-batches, even if several backwards of
+        a step synchronize. The weights cost one small fp64 all-reduce, sent when the backward begins. Call it before each
+        backward; a backward without a call adds no weight. A rank that joins by `finish()` needs no call. Raises ConfigError for
+        another `op`, and unless `n` is a number >= 0. Raises PhaseError on every rank at the end of a synchronization to which
+        some rank gave no weight or whose weights add up to 0, and at an optimizer step before the backward.
         """
         if self._is_closed:
             self.require_open("loss_weight(n)")
@@ -224,11 +231,11 @@ class GradientSync:
 
     @private.untraced
     def finish(self, *, buffers_follow: int | None = 0) -> None:
-        """Joins the other ranks where this rank's backward reached no parameter, or where it has no data at all.
+        """Joins the other ranks' synchronization if this rank's backward reached no parameter or if it has no data.
 
-        Runs a round if none has run since this rank's last training forward or step, else does nothing. Where no
-        forward ran, buffers are synchronized as well, as the other ranks' forwards have done. After a training
-        forward it is called by itself before an optimizer steps that holds one of the parameters.
+        Does nothing if a synchronization has run since this rank's last training forward or optimizer step. If no forward ran, it
+        also synchronizes buffers, because the other ranks' forwards did. After a training forward, an optimizer that holds one of
+        the parameters calls it automatically before it steps.
         """
         self.require_open("finish()")
         is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
@@ -238,14 +245,14 @@ class GradientSync:
 
     @private.untraced
     def reduce_gradients_async(self, op: str | None = None) -> Reduction:
-        """Sends the gradients that were accumulated; wait for the result before the optimizer steps.
+        """Sends the accumulated gradients; call `wait` on the result before the optimizer steps.
 
-        `op` is "mean" or "sum", of what each rank's `.grad` holds; None is that of the settings. Another one than that multiplies
-        or divides the result by the number of ranks (of experts by their divisor), and goes neither with weights nor with a hook.
+        `op` is "mean" or "sum" of the ranks' `.grad`; None takes the `op` of the settings. A different `op` multiplies or divides
+        the result by the number of ranks (for experts, by their divisor), and excludes weights and a communication hook.
 
-        PhaseError inside a backward, and on every rank where some rank has accumulated nothing since the last synchronization or
-        has not waited for an earlier reduction: here, in `wait`, or in the next synchronization of a rank that does not reduce.
-        Desync where ranks give different ops.
+        Raises PhaseError inside a backward. Raises PhaseError on every rank if some rank has accumulated nothing since the last
+        synchronization or has not waited for an earlier reduction; the error comes from this call, from `wait`, or from the next
+        synchronization of a rank that does not reduce. Raises Desync if ranks give different ops.
         """
         self.require_open("reduce_gradients_async()")
         engines = [self._engine, *(expert._engine for expert in self.experts)]
@@ -255,20 +262,20 @@ class GradientSync:
 
     @private.untraced
     def wait(self) -> None:
-        """Returns when nothing is in flight: every gradient and every parameter is what it will be."""
+        """Waits until every gradient and every parameter has its final value."""
         self._engine.complete()
         self.wait_for_parameters()
 
     def wait_for_parameters(self) -> None:
-        """Returns when every parameter is what a sharded optimizer has made of it; PhaseError beside an eager backward."""
+        """Waits until all parameters that a sharded optimizer updates have arrived; PhaseError during an eager backward."""
         if self.steps is not None:
             self.steps.wait()
 
     def shard(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool = False) -> ShardedSteps:
-        """From its first step on, only `stepper` updates the parameters, each rank a shard of them.
+        """Hands the parameters to `stepper`: from its first step on, only it updates them, and each rank updates one shard.
 
-        A collective call. ConfigError where the settings do not go with shards, and while an earlier stepper is there.
-        PlanMismatch on every rank where ranks give different `settings`.
+        A collective call. Raises ConfigError if the settings do not support shards or an earlier stepper is still in use, and
+        PlanMismatch on every rank if ranks give different `settings`.
         """
         self.require_open("ShardedOptimizer")
         if self.steps is None:
@@ -279,7 +286,7 @@ class GradientSync:
         return self.steps
 
     def require_stepper(self, optimizer: Optimizer) -> None:
-        """PhaseError for an optimizer that is not the one to update our parameters."""
+        """Raises PhaseError unless `optimizer` is the one that updates these parameters."""
         if self.steps is None:
             require_plain_strategy(self._config, optimizer)
         else:
@@ -287,21 +294,23 @@ class GradientSync:
 
     @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
-        """The mean gradient of a parameter, None where it has none; a collective call under a sharded optimizer."""
+        """Returns the mean gradient of a parameter, or None if it has none; a collective call under a sharded optimizer."""
         return full_gradient(self, param)
 
     def broadcast_parameters(self) -> None:
-        """Gives every rank rank 0's; a collective call."""
+        """Copies rank 0's parameters and buffers to every rank; a collective call."""
         self.require_open("broadcast_parameters()")
         self.share(("parameters", "buffers"))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduces every bucket by `hook(state, bucket)`, which returns a future of the reduced buffer.
+        """Reduces every bucket with `hook(state, bucket)` instead of an all-reduce. Call it once, and not inside a backward.
 
-        `bucket` has the methods of torch.distributed.GradBucket, so that torch's own hooks run unchanged. What the
-        hook sees is not divided: the mean is the hook's affair. On the host it runs in a thread, one bucket after another. Once,
-        and not within a backward (PhaseError); `undertow.chain_comm_hooks` makes one of several. The next synchronization
-        compares the names of the ranks' hooks: PlanMismatch on every rank where they differ.
+        The hook returns a future of the reduced buffer. `bucket` has the methods of torch.distributed.GradBucket, so torch's own
+        hooks run unchanged. Its gradients are not divided: the hook computes the mean. On the host, hooks run in a thread, one
+        bucket after another. To combine several hooks, use `undertow.chain_comm_hooks`.
+
+        Raises PhaseError inside a backward or on a second call. The next synchronization compares the names of the ranks' hooks,
+        and raises PlanMismatch on every rank if they differ.
         """
         self.require_open("register_comm_hook()")
         if self.steps is not None:
@@ -312,7 +321,7 @@ class GradientSync:
         self._hook = chosen
 
     def change_process_group(self, process_group: dist.ProcessGroup) -> None:
-        """Averages over the ranks of `process_group` from the next forward on; a call for each of its ranks."""
+        """Averages over the ranks of `process_group` from the next forward on; each of its ranks must call it."""
         self.require_open("_update_process_group")
         if self.steps is not None:
             raise PhaseError(
@@ -330,7 +339,7 @@ class GradientSync:
         self._engine.inherit(accumulated)
 
     def share(self, kinds: Collection[str], *, source: int = 0) -> None:
-        """Gives every rank that rank's "parameters" or "buffers"; a collective call."""
+        """Copies the "parameters" or "buffers" of rank `source` to every rank; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.open()
@@ -341,7 +350,7 @@ class GradientSync:
             broadcast_in_place(self._members.common_buffers.tensors, self._group, source=source)
 
     def synchronize_buffers(self, *, source: int = 0) -> None:
-        """Buffers follow that rank's, or become the mean over ranks, as the settings say; a collective call."""
+        """Copies buffers from rank `source` or averages them, depending on the settings; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.open()
@@ -349,25 +358,25 @@ class GradientSync:
         follow(self._members.common_buffers, self._group, source=source)
 
     def shadow(self) -> None:
-        """Keeps the other ranks company in one synchronization, without gradients of our own."""
+        """Takes part in one synchronization of the other ranks without contributing gradients."""
         self._engine.shadow()
-        self._engine.checks.require_alike()  # nothing else of this rank's asks
+        self._engine.checks.require_alike()  # no later call on this rank checks
 
     @property
     def synchronizes(self) -> bool:
-        """Whether a backward that runs now communicates."""
+        """True if a backward that runs now communicates."""
         return self._engine.synchronizes
 
     def join_ends(self) -> None:
-        """All ranks are in the same place again, and all of them count."""
+        """Ends `join`: all ranks are at the same point again and contribute gradients."""
         self._engine.join_ends()
 
     def wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Has the end of the next synchronizing backward, or the next forward, wait for these too."""
+        """Makes the end of the next synchronizing backward, or the next forward, wait for these futures too."""
         self._engine.also_awaited += futures
 
     def watch_forwards(self) -> None:
-        """Has every forward of the module report its begin and end, until `close`."""
+        """Registers hooks at the start and the end of every forward of the module, until `close`."""
         begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self.forward_ends))
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),
@@ -381,7 +390,7 @@ class GradientSync:
 
     @private.untraced
     def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
-        """Called before each forward of the module: a step begins, and buffers follow a rank, if not None."""
+        """Called before each forward of the module: starts a step and, unless `buffers_follow` is None, synchronizes buffers."""
         self._is_compiled |= is_compiled
         if self._engine.is_closed:
             if self.is_training_forward and self._engine.current_plan.has_unwatched():
@@ -390,7 +399,7 @@ class GradientSync:
             return
         if is_outermost_forward():
             self._engine.forward_begins(is_training=self._module.training)
-        if self.steps is not None:  # behind the mark of the forward, to which this wait belongs
+        if self.steps is not None:  # after the mark of the forward, which this wait belongs to
             self.steps.forward_begins(is_training=self.is_training_forward, is_compiled=is_compiled)
         if not is_outermost_forward():
             return
@@ -406,10 +415,7 @@ class GradientSync:
             self._recorder.forward_ends()
 
     def report(self, *, show: bool = True) -> StepReport:
-        """Where the time of the last steps went on this rank; prints it as tables unless `show` is false.
-
-        Never communicates: a single rank may ask.
-        """
+        """Returns the times of the last steps on this rank, and prints them if `show` is true; never communicates."""
         records = self._recorder.records(generation=self._engine.generation)
         num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
         one_graph = one_graph and self.num_ranks > 1 and not cut_bytes(self.plan, num_ranks=self.num_ranks)
@@ -419,13 +425,13 @@ class GradientSync:
         return report
 
     def traces(self) -> tuple[Trace, ...]:
-        """What happened in the recorded steps, oldest first, as far as they ran under the present plan."""
+        """Returns the traces of the recorded steps that ran under the current plan, oldest first."""
         return tuple(record.trace() for record in self._recorder.records(generation=self._engine.generation))
 
     def explain(self, *, show: bool = True) -> Explanation:
-        """Why the plan is as it is: what it takes, the limit, what other plans would take, what was decided when.
+        """Returns, and prints if `show` is true, the reasons for the plan: its time, the limit, other plans, and all decisions.
 
-        Prints it unless `show` is false. Never communicates: a single rank may ask. Which decisions there are every rank knows.
+        Never communicates: a single rank may call it. The decisions are the same on all ranks.
         """
         current_plan = self._engine.current_plan
         explanation = explanation_of(current_plan.watch, current_plan.compiled, self._config)
@@ -434,31 +440,31 @@ class GradientSync:
         return explanation
 
     def profile(self) -> Profile:
-        """What was measured of the model and of the network: all that planning and simulating other networks need.
+        """Returns all measurements that planning and simulation need; never communicates.
 
-        Never communicates. PhaseError before the first steps are measured, which takes about ten.
+        Raises PhaseError until the first steps of the model are measured, which takes about ten.
         """
         current_plan = self._engine.current_plan
         return measured_profile(current_plan.watch, current_plan.compiled, self._config)
 
     def measure_network(self) -> None:
-        """Sends messages of many sizes, for plans and profiles that know what those take; a collective call between steps.
+        """Measures the network with messages of many sizes, for plans and profiles; a collective call between steps.
 
-        Not needed for training: what the run sends is measured anyway. PhaseError where nothing is measured.
+        Training does not need it: it measures its own messages. Raises PhaseError if nothing is measured.
         """
         self.require_open("measure_network()")
         sweep(self._engine, self._config)
 
     def save_profile(self, path: str | Path) -> None:
-        """Writes the profile as JSON, for `undertow plan` and `undertow simulate`; see `profile`."""
+        """Writes the profile as JSON for `undertow plan` and `undertow simulate`; see `profile`."""
         self.profile().save(path)
 
     def save_plan(self, path: str | Path) -> None:
-        """Writes the present plan as JSON; `SyncConfig(plan=path)` pins it."""
+        """Writes the current plan as JSON; `SyncConfig(plan=path)` pins it."""
         Path(path).write_text(self.plan.to_json() + "\n", encoding="utf-8")
 
     def require_open(self, call: str) -> None:
-        """PhaseError after `close()`, when `call` would average nothing."""
+        """Raises PhaseError after `close()`, when `call` would average nothing."""
         if self._is_closed:
             raise PhaseError(
                 "this model is closed: its gradients are not averaged any more.",
@@ -467,9 +473,9 @@ class GradientSync:
             )
 
     def close(self) -> None:
-        """Takes everything off the module and destroys our process group, once.
+        """Removes all hooks from the module and destroys Undertow's process group; later calls do nothing.
 
-        A backward whose forward has run before is warned of when it comes.
+        A backward whose forward has already run will warn. Raises PhaseError inside a backward.
         """
         if self._is_closed:
             return
@@ -483,9 +489,9 @@ class GradientSync:
         is_backward_due = self._engine.is_backward_due
         try:
             if self._group.is_alive:
-                self.wait()  # else what is in flight would leave its gradients None
+                self.wait()  # gradients in flight would otherwise end up None
         finally:
-            self._let_go.detach()  # which would wait once more for what has failed, or was interrupted
+            self._let_go.detach()  # it would wait again for a synchronization that has failed or was interrupted
             self._attached.close()
             for hook in self._forward_hooks:
                 hook.remove()

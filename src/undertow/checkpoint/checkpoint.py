@@ -1,6 +1,6 @@
 """Checkpoints of a model and its optimizer, in the format of torch.distributed.checkpoint, for any number of ranks.
 
-Stored are, under the names of the parameters:  model.<name>,  optimizer.state.<name>.<key>,  optimizer.param_groups.<n>.<key>
+Entries are stored under the parameters' names:  model.<name>,  optimizer.state.<name>.<key>,  optimizer.param_groups.<n>.<key>
 """
 
 from __future__ import annotations
@@ -40,13 +40,20 @@ _MODEL, _OPTIMIZER, _STATE, _GROUPS = "model", "optimizer", "state", "param_grou
 def save_checkpoint(
     path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
 ) -> None:
-    """Saves both in the folder `path`, each rank its part; a collective call, to a place that all ranks see.
+    """Saves the model and the optimizer in the folder `path`; a collective call, and each rank writes its part.
 
-    All ranks are those over which the model is synchronized, a bare one's under `attach` too; each group of ranks that has a
-    model of its own saves it to a path of its own. They are those of the default group where nothing synchronizes the model,
-    only a group of one rank does, or different groups do. What is there is replaced when the new one is whole, and not before.
-    `extra` is saved as JSON: counters, a scheduler's state. The optimizer may be a ShardedOptimizer or a plain one.
-    CheckpointError, on every rank, where it fails on one.
+    An earlier checkpoint at `path` is replaced only after the new one is complete.
+
+    - `path`: a folder that all ranks can see.
+    - `model`: wrapped, bare, or synchronized by `attach`.
+    - `optimizer`: a ShardedOptimizer or a plain optimizer; None saves the model only.
+    - `extra`: any JSON value, such as counters or a scheduler's state.
+
+    All ranks that synchronize the model must call it; this includes a bare model under `attach`. Groups of ranks that train
+    different models save to different paths. If nothing synchronizes the model, or only a group of one rank, or several different
+    groups, the ranks of the default group must call it.
+
+    Raises CheckpointError on every rank if saving fails on one.
     """
     target, ranks = Path(path), _Ranks.of(model, optimizer)
     ranks.meet("save a checkpoint")
@@ -58,19 +65,26 @@ def save_checkpoint(
 
 
 def has_checkpoint(path: str | PathLike[str]) -> bool:
-    """Whether there is something for `load_checkpoint` to load; looks at the files and communicates nothing.
+    """Returns True if `load_checkpoint` has something to load at `path`; looks at files only and never communicates.
 
-    A save that was interrupted counts where it has left a whole checkpoint. One that is damaged is there, and an error to load.
+    A save that was interrupted counts if it left a complete checkpoint. A damaged checkpoint counts too; loading it raises.
     """
     return files.is_there(Path(path))
 
 
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Loads what `save_checkpoint` saved, from any number of ranks, and returns `extra`; a collective call of the same ranks.
+    """Loads a checkpoint of `save_checkpoint`, written by any number of ranks, and returns its `extra`.
 
-    CheckpointError, the same on every rank, where a file is missing, cut short or foreign, or where the model or the
-    optimizer is another one; nothing is changed then. No file outside of the folder is read. Nothing is unpickled but tensors
-    and plain values.
+    A collective call of the same ranks as for `save_checkpoint`.
+
+    - `path`: the folder of the checkpoint.
+    - `model`: the model to load into.
+    - `optimizer`: the optimizer to load into; None loads the model only.
+
+    It reads no file outside of the folder and unpickles only tensors and plain values.
+
+    Raises the same CheckpointError on every rank if a file is missing, truncated or foreign, or if the model or the optimizer
+    does not match the checkpoint. In that case nothing is changed.
     """
     target, ranks = Path(path), _Ranks.of(model, optimizer)
     ranks.meet("load a checkpoint")
@@ -82,7 +96,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
     of_optimizer = ranks.agree(lambda: None if optimizer is None else _for_optimizer(found[_OPTIMIZER], names, optimizer))
 
     def put() -> None:
-        # The model first: parameters of 16 bits are what an optimizer takes its own, wider ones from, if none were saved.
+        # Load the model first: an optimizer derives its fp32 values from 16-bit parameters if none were saved.
         names.module.load_state_dict({key: found[_MODEL][name] for name, key in names.keys.items()})
         if optimizer is not None and of_optimizer is not None:
             optimizer.load_state_dict(of_optimizer)
@@ -93,11 +107,11 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """All that save and load together; `group` is None where one is alone."""
+    """The ranks that save and load together; `group` is None for a single process."""
 
     group: dist.ProcessGroup | None
     device: torch.device
-    engines: Sequence[Any] = ()  # that synchronize the model
+    engines: Sequence[Any] = ()  # the engines that synchronize the model
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Ranks:
@@ -116,20 +130,20 @@ class _Ranks:
         return self.group is None or dist.get_rank(self.group) == 0
 
     def meet(self, doing: str) -> None:
-        """Returns when all ranks have come. What follows may take as long as it will: files may be large, and disks slow.
+        """Waits for all ranks, without a time limit for the work that follows: files may be large, and disks slow.
 
-        A backward that has failed here ends before: other ranks are in theirs, and come when this one has.
+        It first ends a backward that has failed here: other ranks are still in theirs and arrive only after that.
         """
         for engine in self.engines:
             engine.siblings.wait_for_parameters()
         self._from_all("", waits_for=f"all ranks, to {doing}")
 
     def agree(self, work: Callable[[], _Result]) -> _Result:
-        """What `work` returned; where it fails on a rank, the same CheckpointError on every one."""
+        """Returns the result of `work`; if it fails on a rank, raises the same CheckpointError on every rank."""
         result, text, cause = None, "", None
         try:
             result = work()
-        except Exception as error:  # of any kind: the other ranks are about to wait for this one
+        except Exception as error:  # of any kind, because the other ranks are about to wait for this one
             failure = error if isinstance(error, CheckpointError) else _failed("use the files of a checkpoint", error)
             text, cause = str(failure), error
         failed = [text for text in self._from_all(text) if text]
@@ -138,12 +152,12 @@ class _Ranks:
         return result  # type: ignore[return-value]  # it has not failed
 
     def agree_on_first(self, work: Callable[[], _Result]) -> _Result:
-        """What `work`, which gives a string or nothing, returned on the first rank; no other one runs it."""
+        """Runs `work` on the first rank only, and returns its string or None on every rank."""
         mine = self.agree(work if self.is_first else lambda: None)
         return json.loads(self._from_all(json.dumps(mine))[0])  # type: ignore[no-any-return]
 
     def call(self, work: Callable[[], None], *, doing: str) -> None:
-        """`work` is one of torch's, which agrees on its own; its error as ours."""
+        """Runs `work`, a function of torch's that agrees across ranks itself, and converts its error to Undertow's."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -151,7 +165,7 @@ class _Ranks:
                     work()
         except (UndertowError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
             raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
 
     def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
@@ -169,11 +183,14 @@ class _Ranks:
 
 
 def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist.ProcessGroup | None:
-    """Of the ranks that have this model; None, for the default one, where nobody synchronizes it, or parts over several."""
+    """Returns the group of the ranks that have this model.
+
+    Returns None, for the default group, if nothing synchronizes the model or different groups synchronize parts of it.
+    """
     given = optimizer if isinstance(optimizer, ShardedOptimizer) else model
     if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel):
         return given.process_group
-    # A bare model does not tell: two groups that each have one of the same names would write one checkpoint of both.
+    # A bare model does not know its group. Two groups whose models have the same names would write one mixed checkpoint.
     engines = earlier_watchers(model.named_parameters()).values()
     watching: list[OwnGroup] = [engine.current_plan.group for engine in engines if engine.current_plan.group.num_ranks > 1]
     if len({own.user.ranks for own in watching}) != 1:
@@ -192,7 +209,7 @@ def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 class _Names:
-    """What a model's tensors are called, whether it is wrapped, compiled, or neither."""
+    """The names of a model's tensors, without the prefixes that wrapping and compiling add."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = private.unwrapped(model)
@@ -240,8 +257,8 @@ def _header(optimizer: torch.optim.Optimizer | None, extra: Any) -> str:
 
 
 def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, *, is_first: bool) -> dict[str, Any]:
-    """What is stored, on this rank."""
-    # Of what all ranks have torch takes anyone's: for parameters that spreads the work, and buffers may differ.
+    """Returns this rank's entries of the checkpoint."""
+    # For tensors that all ranks have, torch picks any rank: that spreads the work for parameters, but buffers may differ.
     params = set(names.of_param.values())
     mine = {name: value for name, value in names.values.items() if is_first or name in params}
     if optimizer is None:
@@ -256,14 +273,14 @@ def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, *, is_firs
 
 
 def _paths(stored: Stored, *begin: str) -> Iterable[tuple[tuple[Any, ...], Entry]]:
-    """Everything stored below `begin`, and the rest of its path."""
+    """Yields every entry below `begin` with the rest of its path."""
     for entry in stored.entries.values():
         if entry.path[: len(begin)] == begin:
             yield entry.path[len(begin) :], entry
 
 
 def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
-    """New tensors to be read into, for a model is not to be left half loaded; None for other values."""
+    """Allocates tensors to read the model into, so that it is never left half loaded; None for other values."""
     saved: dict[str, list[Entry]] = defaultdict(list)
     for (of, *_), entry in _paths(stored, _MODEL):
         saved[of].append(entry)
@@ -287,7 +304,7 @@ def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
 
 
 def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor | None]:
-    """What this rank needs: of a sharded optimizer its parts, of a plain one everything."""
+    """Allocates tensors for this rank's parts of a sharded optimizer, or for the whole state of a plain one."""
     if optimizer is None:
         return {}
     given = _class_of(optimizer).__name__
@@ -309,7 +326,7 @@ def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Op
             what = f"has {'.'.join(map(str, keys))!r} of shape {entry.shape} in the state of {of!r}"
             raise _other_model(stored, f"{what}, and the parameter is of shape {tuple(param.shape)}")
         if parts is None:
-            if keys != [MASTER]:  # the wider values of a sharded optimizer, which a plain one does not have
+            if keys != [MASTER]:  # the fp32 values of a sharded optimizer, which a plain one does not have
                 room[entry.name] = _whole(entry)
         elif dtype is not None and entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE and param in parts:
             pieces = [(part, torch.zeros(part.numel, dtype=dtype, device=param.device)) for part in parts[param]]
@@ -320,7 +337,7 @@ def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Op
 
 
 def _is_shardable(keys: Sequence[str | int], entry: Entry, param: Tensor) -> bool:
-    """A sharded optimizer keeps of each element its own state, and of a parameter as a whole numbers."""
+    """Returns True if the entry is a number or has one value per element of the parameter, as a sharded optimizer needs."""
     return not entry.shape or (entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE)
 
 
@@ -333,7 +350,7 @@ def _whole(entry: Entry) -> Tensor | None:
 
 
 def _read(stored: Stored, room: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """What is wanted, by its name in the checkpoint."""
+    """Reads the requested entries; returns them by their names in the checkpoint."""
     targets = {name: [] if tensor is None else _targets(tensor) for name, tensor in room.items()}
     return {**room, **read_entries(stored.folder, stored.entries, targets, on_error=files.broken_data)}
 
@@ -345,7 +362,7 @@ def _targets(tensor: Tensor) -> list[Target]:
 
 
 def _nested(stored: Stored, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What was read, as it was given to be saved: torch has numbered what is in a list, and nothing else."""
+    """Restores the nesting of the saved values: torch numbers the items of lists, and nothing else."""
     found: dict[str | int, Any] = {_MODEL: {}, _OPTIMIZER: {_STATE: {}, _GROUPS: {}}}
     for name, value in flat.items():
         *path, last = stored.entries[name].path
@@ -353,7 +370,7 @@ def _nested(stored: Stored, flat: Mapping[str, Any]) -> dict[str, Any]:
         for step in path:
             place = place.setdefault(step, {})
         place[last] = value
-    return _with_lists(found)  # type: ignore[no-any-return]  # at its top it has texts
+    return _with_lists(found)  # type: ignore[no-any-return]  # the top level has string keys
 
 
 def _with_lists(found: Any) -> Any:
@@ -365,7 +382,7 @@ def _with_lists(found: Any) -> Any:
 
 
 def _for_optimizer(found: Mapping[str, Any], names: _Names, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A state dict that has the parameters in this optimizer's order, by name."""
+    """Returns a state dict with the parameters in this optimizer's order, matched by name."""
     groups, saved = [], list(found[_GROUPS])
     saved_group_of = {name: group for group in saved for name in group["params"]}
     for number, group in enumerate(optimizer.param_groups):

@@ -1,10 +1,10 @@
-"""The folder of a checkpoint: written beside the one before, complete with its last file, and renamed into its place.
+"""The folder of a checkpoint. A new one is written next to the old one, completed by its last file, and renamed into place.
 
 path        the checkpoint
 path.new    the next one while it is written; complete once it has `.metadata`, which torch writes last
-path.old    the one before, between the two renames:  path -> path.old,  path.new -> path
+path.old    the previous one, between the two renames:  path -> path.old,  path.new -> path
 
-Whenever a save ends early, one of the three is complete.
+If a save is interrupted at any point, one of the three is complete.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from undertow.foreign import parsed_json
 _HEADER, _METADATA = "undertow.json", ".metadata"
 _OURS = re.compile(r"undertow\.json|\.metadata(\.tmp)?|__[0-9]+_[0-9]+\.distcp")
 _FORMAT = 1
-_MOST_CHARACTERS = 500  # of the reason for an error
-_MOST_BYTES = 1 << 30  # of a file that is read as a whole: that of a million tensors has a sixth of it
+_MOST_CHARACTERS = 500  # of the reason in an error
+_MOST_BYTES = 1 << 30  # limit for files that are read as a whole; the metadata of a million tensors takes a sixth of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A checkpoint whose files are all there, of the sizes that they should have."""
+    """A checkpoint whose files all exist and have the right sizes."""
 
     folder: Path
-    entries: Mapping[str, Entry]  # what tensors and values there are, and where
+    entries: Mapping[str, Entry]  # the tensors and values, and their places in the files
     optimizer: str | None  # the name of its class
     extra: Any
 
 
 def folder_for_saving(path: Path, *, header: str) -> Path:
-    """A new folder beside `path`, with the `header_text` in it; what an interrupted save has left there is gone.
+    """Creates a new folder next to `path` with `header_text` in it, and removes the remains of an interrupted save.
 
-    CheckpointError where `path` is something else than a checkpoint: it would be replaced.
+    Raises CheckpointError if `path` is something other than a checkpoint, because it would be replaced.
     """
     new, old = _beside(path)
     for folder in (path, new, old):
@@ -64,7 +64,7 @@ def folder_for_saving(path: Path, *, header: str) -> Path:
 
 
 def put_in_place(path: Path) -> None:
-    """What was written beside `path` becomes the checkpoint."""
+    """Renames the folder written next to `path` to `path`."""
     new, old = _beside(path)
     _sync(new)
     if path.exists():
@@ -75,7 +75,7 @@ def put_in_place(path: Path) -> None:
 
 
 def folder_for_loading(path: Path) -> Path:
-    """`path`, or what a save that was interrupted between its renames has left in its stead. CheckpointError."""
+    """Returns `path`, or the complete folder that an interrupted save left next to it; CheckpointError if neither exists."""
     if path.exists() or path.is_symlink():
         return path
     found = _left_beside(path)
@@ -87,23 +87,23 @@ def folder_for_loading(path: Path) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is something to load at `path`, whole or not: nothing else counts as a run that has not begun."""
+    """Returns True if there is something to load at `path`, complete or damaged; otherwise the run has not begun."""
     return path.exists() or path.is_symlink() or _left_beside(path) is not None
 
 
 def _left_beside(path: Path) -> Path | None:
-    """What a save that was interrupted between its renames has left whole."""
+    """Returns the complete folder of a save that was interrupted between its renames."""
     return next((folder for folder in _beside(path) if _is_complete(folder)), None)
 
 
 def read_stored(folder: Path) -> Stored:
-    """Everything but the tensors. CheckpointError, which names the file, where one is missing, cut short or not ours."""
+    """Reads everything except the tensors. CheckpointError names the file that is missing, truncated or foreign."""
     header = _header(folder / _HEADER)
     path = folder / _METADATA
     data = _read(path)
     try:
         entries = stored_entries(data)
-    except Exception as error:  # whatever bytes that mean something else lead to
+    except Exception as error:  # arbitrary bytes can raise any exception
         raise _broken(path, f"is none that torch.distributed.checkpoint has written ({_reason(error)})") from error
     for name, size in file_sizes(entries.values()).items():
         found = _size(folder / name)
@@ -117,7 +117,7 @@ def broken_data(path: Path, error: Exception) -> CheckpointError:
 
 
 def header_text(*, optimizer: str | None, extra: Any) -> str:
-    """What is written beside the tensors. ValueError or TypeError where it would not be read back the same."""
+    """Returns the JSON stored alongside the tensors; raises ValueError or TypeError if it would not read back the same."""
     try:
         text = json.dumps({"format": _FORMAT, "optimizer": optimizer, "extra": extra})
     except RecursionError:
@@ -149,7 +149,7 @@ def _read(path: Path) -> bytes:
 
 
 def _size(path: Path) -> int:
-    """Of a file of the folder itself: a link may lead out of it, and who opens a pipe waits for ever."""
+    """Returns the size of a regular file: a link may lead out of the folder, and opening a pipe can block forever."""
     try:
         found = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -180,7 +180,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _require_ours(folder: Path) -> None:
-    """Nothing of anybody else's is ever moved or removed."""
+    """Raises CheckpointError if the folder holds foreign files: they are never moved or removed."""
     stranger: Path | None = None
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         stranger = folder
@@ -196,14 +196,14 @@ def _require_ours(folder: Path) -> None:
 
 def _remove(folder: Path) -> None:
     if folder.exists():
-        # Last what makes it complete would be wrong: half a checkpoint must not look like a whole one.
+        # Remove `.metadata` first: half a checkpoint must not look like a complete one.
         for file in sorted(folder.iterdir(), key=lambda file: file.name != _METADATA):
             file.unlink()
         folder.rmdir()
 
 
 def _sync(folder: Path) -> None:
-    """Has the folder's entries on the disk, in so far as the system can."""
+    """Flushes the folder's entries to disk, if the system supports that."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

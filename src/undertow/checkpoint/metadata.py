@@ -1,9 +1,9 @@
-"""The `.metadata` of a checkpoint: which tensors and values there are, and in which bytes of which files.
+"""The `.metadata` of a checkpoint: its tensors and values, and the bytes of the files that hold them.
 
-torch.distributed.checkpoint writes it as a pickle of its own classes. The file may come from anybody, so it is not unpickled:
-only the opcodes that Python's pickler writes for those classes are known here, and they build texts, numbers, lists, dicts
-and `_Made`, which is a note of what the pickle asks for. No class is looked up, nothing is called, and no attribute is set.
-All of it is checked before any of it is used.
+torch.distributed.checkpoint writes it as a pickle of its own classes. The file may come from an untrusted source, so it is not
+unpickled. This reader knows only the opcodes that Python's pickler writes for those classes. They build strings, numbers, lists,
+dicts and `_Made`, a record of a call that the pickle requests. No class is looked up, nothing is called, and no attribute is set.
+Everything is checked before anything is used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ __all__ = ["Entry", "Piece", "file_sizes", "stored_entries"]
 Sizes = tuple[int, ...]
 
 _FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # what they mean is stored elsewhere
+# The meaning of their values is stored elsewhere.
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _DTYPES = {str(it): it for it in vars(torch).values() if isinstance(it, torch.dtype) and it not in _QUANTIZED}
-_MOST = 2**63 - 1  # bytes, elements
+_MOST = 2**63 - 1  # bytes or elements
 
 _OF_TORCH = "torch.distributed.checkpoint.metadata"
 _METADATA, _TENSOR, _VALUE = f"{_OF_TORCH}.Metadata", f"{_OF_TORCH}.TensorStorageMetadata", f"{_OF_TORCH}.BytesStorageMetadata"
@@ -45,7 +46,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The elements of a tensor from `offsets` on, `sizes` of them, and the bytes that hold them; of a value neither."""
+    """A box of a tensor's elements, from `offsets` on and of size `sizes`, and the bytes that hold it; a value has neither."""
 
     offsets: Sizes
     sizes: Sizes
@@ -56,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor, or one value that is not a tensor: then `dtype` and `shape` are None, and it is one piece."""
+    """One tensor, or one other value, which has one piece and neither `dtype` nor `shape`."""
 
     name: str
     path: tuple[str | int, ...]
@@ -66,9 +67,9 @@ class Entry:
 
 
 def stored_entries(data: bytes) -> dict[str, Entry]:
-    """What a `.metadata` says, by name. Raises an exception of any kind where it is not as torch's writer writes it.
+    """Parses a `.metadata` and returns its entries by name; raises any exception if torch's writer cannot have written it.
 
-    The pieces of a tensor make up all of it, and no byte belongs to two of them.
+    The pieces of a tensor cover all of it, and no two pieces share a byte.
     """
     metadata = _fields(_Reader(BytesIO(data)).load(), _METADATA)
     described, paths = _table(metadata["state_dict_metadata"]), _table(metadata["planner_data"])
@@ -83,7 +84,7 @@ def stored_entries(data: bytes) -> dict[str, Entry]:
 
 
 def file_sizes(entries: Iterable[Entry]) -> dict[str, int]:
-    """The files that hold the entries, and how many bytes each has."""
+    """Returns the files that hold the entries, with their sizes in bytes."""
     sizes: dict[str, int] = {}
     for piece in itertools.chain.from_iterable(entry.pieces for entry in entries):
         sizes[piece.file] = max(sizes.get(piece.file, 0), piece.start + piece.num_bytes)
@@ -92,14 +93,14 @@ def file_sizes(entries: Iterable[Entry]) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class _Made:
-    """That the pickle asks for `name` to be called with `arguments`, and for it to have `state`."""
+    """The pickle's request to call `name` with `arguments` and to set `state` on the result."""
 
     name: str
     arguments: tuple[Any, ...]
     state: Any = field(default=None)
 
 
-_Unpickler: Any = pickle._Unpickler  # the one in Python, whose opcodes are a table
+_Unpickler: Any = pickle._Unpickler  # the pure Python version, whose opcodes are a table
 
 
 class _Reader(_Unpickler):  # type: ignore[misc]
@@ -134,7 +135,7 @@ class _Reader(_Unpickler):  # type: ignore[misc]
                 raise pickle.UnpicklingError("it has a key twice")
             into[key] = value
 
-    # Those of protocols 4 and 5. Others reach further, or reserve memory for as much as they say that there is.
+    # The opcodes of protocols 4 and 5. Others can do more, or reserve as much memory as the file claims to need.
     dispatch = {
         code[0]: _Unpickler.dispatch[code[0]]
         for code in (
@@ -173,7 +174,7 @@ def _entry(name: str, path: tuple[str | int, ...], found: Any, places: dict[tupl
 
 
 def _places(table: Any) -> dict[tuple[str, Sizes | None], Piece]:
-    """Where the bytes of each piece are, by the name of its entry and its offsets."""
+    """Returns the bytes of each piece, by the name of its entry and its offsets."""
     places: dict[tuple[str, Sizes | None], Piece] = {}
     for key, value in _checked(table, dict).items():
         index, info = _fields(key, _INDEX), _fields(value, _PLACE)
@@ -191,10 +192,10 @@ def _places(table: Any) -> dict[tuple[str, Sizes | None], Piece]:
 
 
 def _require_whole(name: str, shape: Sizes, extents: Sequence[tuple[Sizes, Sizes]]) -> None:
-    """ValueError where the pieces are not `shape` exactly: the rest would be whatever was in memory.
+    """Raises ValueError unless the pieces cover `shape` exactly: gaps would hold uninitialized memory.
 
-    Ranks write ranges of a tensor as it lies in memory: rows, and parts of rows. Neighbors that are alike in all other
-    dimensions become one, innermost first, until one is left.
+    Ranks write ranges of a tensor in memory order: rows, and parts of rows. Neighbors that match in all other dimensions are
+    merged, innermost dimension first, until one piece is left.
     """
     if math.prod(shape) > _MOST or any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in extents):
         raise ValueError(f"{brief(name)} has a shape that cannot be")
@@ -210,7 +211,7 @@ def _require_whole(name: str, shape: Sizes, extents: Sequence[tuple[Sizes, Sizes
 
 
 def _joined(extents: Sequence[tuple[Sizes, Sizes]], dim: int) -> list[tuple[Sizes, Sizes]]:
-    """With each that begins where another one ends in this dimension joined to it."""
+    """Merges each extent with the one that ends at its start in this dimension."""
 
     def others(extent: tuple[Sizes, Sizes]) -> tuple[Any, ...]:
         offsets, sizes = extent
@@ -228,7 +229,7 @@ def _joined(extents: Sequence[tuple[Sizes, Sizes]], dim: int) -> list[tuple[Size
 
 
 def _require_apart(entries: Iterable[Entry]) -> None:
-    """ValueError where two pieces share bytes: a small file could then ask for any amount of memory."""
+    """Raises ValueError if two pieces share bytes, because then a small file could request any amount of memory."""
     pieces = sorted((piece.file, piece.start, piece.num_bytes) for entry in entries for piece in entry.pieces)
     for (file, start, num_bytes), (following, later, _) in itertools.pairwise(pieces):
         if file == following and start + num_bytes > later:

@@ -1,4 +1,4 @@
-"""Reading the tensors and values of a checkpoint, each rank what it needs; no communication."""
+"""Reads tensors and values of a checkpoint, on each rank only its own; no communication."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from undertow.checkpoint.metadata import Entry, Piece
 
 __all__ = ["Target", "read_entries"]
 
-Target = tuple[Sequence[int], Tensor]  # offsets in a stored tensor, and where its elements from there on are to go
+Target = tuple[Sequence[int], Tensor]  # offsets in a stored tensor, and the tensor that takes its elements from there on
 _Read = tuple[Entry, Piece, Sequence[Target]]
 
 
@@ -27,9 +27,9 @@ def read_entries(
     *,
     on_error: Callable[[Path, Exception], Exception],
 ) -> dict[str, Any]:
-    """Fills the targets of each tensor in `targets`; returns the values by name. Of those `targets` is empty.
+    """Fills the targets of each tensor in `targets`, and returns the values by name; values have an empty list of targets.
 
-    `on_error` makes the error for a file that does not hold what `entries` says.
+    `on_error` makes the error for a file whose contents do not match `entries`.
     """
     values: dict[str, Any] = {}
     by_file: dict[str, list[_Read]] = defaultdict(list)
@@ -41,7 +41,7 @@ def read_entries(
             with (folder / file).open("rb") as stream:
                 for entry, piece, wanted in sorted(reads, key=lambda read: read[1].start):
                     _read(stream, entry, piece, wanted, values)
-        except Exception as error:  # whatever bytes that mean something else lead to
+        except Exception as error:  # arbitrary bytes can raise any exception
             raise on_error(folder / file, error) from error
     return values
 
@@ -62,7 +62,7 @@ def _read(stream: BinaryIO, entry: Entry, piece: Piece, targets: Sequence[Target
 
 
 def _loaded(stream: BinaryIO, piece: Piece) -> Any:
-    """As torch.save has written it: an archive, in the current format and not compressed."""
+    """Loads the output of torch.save: an archive in the current format, without compression."""
     with zipfile.ZipFile(_Part(stream, piece)) as archive:
         members = archive.infolist()
     if any(it.compress_type != zipfile.ZIP_STORED for it in members) or sum(it.file_size for it in members) > piece.num_bytes:
@@ -72,7 +72,7 @@ def _loaded(stream: BinaryIO, piece: Piece) -> Any:
 
 @final
 class _Part(io.RawIOBase):
-    """The bytes of a piece as a file: a tensor may be larger than the memory that is left for a second copy."""
+    """The bytes of a piece as a file, because a second copy of a large tensor may not fit in memory."""
 
     def __init__(self, stream: BinaryIO, piece: Piece) -> None:
         self._stream = stream
@@ -97,13 +97,13 @@ class _Part(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         room = memoryview(buffer).cast("B")[: max(0, self._size - self._place)]
         self._stream.seek(self._start + self._place)
-        found: int = self._stream.readinto(room)  # type: ignore[attr-defined]  # of a file that is open for reading
+        found: int = self._stream.readinto(room)  # type: ignore[attr-defined]  # a file opened for reading
         self._place += found
         return found
 
 
 def _common(piece: Piece, target: Target) -> list[range] | None:
-    """The indices that both have, in each dimension; None where they have none."""
+    """Returns the range of indices that the two share in each dimension, or None if they do not overlap."""
     offsets, tensor = target
     common = [
         range(max(mine, theirs), min(mine + size, theirs + length))

@@ -1,15 +1,15 @@
 """A torch.distributed backend that puts an emulated link around gloo.
 
-Everything that talks to the group is delayed alike, be it this library, torch's C++ reducer or a plain loop:
+Every user of the group is delayed in the same way: this library, torch's C++ reducer, or a plain loop:
 
     caller         launch ──────────────────────────────── wait
     group thread     └ last rank's launch · gloo · sleep until due ┘
     link                                [ started ── cost ── done )   one collective at a time, whatever its group
 
-A collective is done no earlier than the link allows: `max(link free, launch of the last rank) + cost`, the cost being
-that of a ring (`cost.collective_seconds`). A receive is done no earlier than `max(link free, message here) + bytes /
-bandwidth + latency`, of which the latency does not occupy the link. Sends pass: each is delayed where it is received, and
-the link is full duplex. A link that is shaped by a token bucket lets some bytes pass at once after a rest (`Wire`).
+A collective ends no earlier than the link allows: `max(link free, launch of the last rank) + cost`, with the cost of a ring
+(`cost.collective_seconds`). A receive ends no earlier than `max(link free, message here) + bytes / bandwidth + latency`; the
+latency does not occupy the link. Sends are not delayed, because each message is delayed at its receiver, and the link is full
+duplex. A link shaped by a token bucket lets some bytes pass at once after a rest (`Wire`).
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ _log = logging.getLogger("undertow")
 
 @final
 class EmulatedLink:
-    """The link of this process, shared by all groups that are made over it while it is registered."""
+    """The link of this process, shared by all groups that are created while it is registered."""
 
     def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
         self.wire = Wire(link, burst_bytes=burst_bytes)
-        self._groups: WeakSet[_EmulatedGroup] = WeakSet()  # weak: a group that torch destroys may go at once
+        self._groups: WeakSet[_EmulatedGroup] = WeakSet()  # weak, so that a group that torch destroys can be freed at once
         self._is_closed = False
 
     def register(self) -> None:
-        """Makes `backend="emulated"` known to torch.distributed; the link registered last gets the groups."""
+        """Registers `backend="emulated"` with torch.distributed; new groups use the link registered last."""
         dist.Backend.register_backend(BACKEND, self._make_group, devices=["cpu"])
 
     def take_log(self) -> tuple[Transfer, ...]:
-        """All transfers that are done and were not taken before, in the order in which they were done.
+        """Returns all transfers that ended since the last call, in the order in which they ended.
 
-        Over a link that costs nothing receives are not among them: gloo's own handles do not tell when they are done.
+        On a free link, receives are missing: gloo's own handles do not tell when they end.
         """
         return self.wire.take_log()
 
     def close(self) -> None:
-        """Ends the threads of all groups. Destroy the process groups before."""
+        """Ends the threads of all groups. Destroy the process groups first."""
         self._is_closed = True
         for group in tuple(self._groups):
             group.shutdown()
@@ -83,9 +83,9 @@ class EmulatedLink:
 
 @contextmanager
 def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLink]:
-    """Inside, `dist.init_process_group("emulated", ...)` and `dist.new_group(..., backend="emulated")` use `link`.
+    """Context in which `dist.init_process_group("emulated", ...)` and `dist.new_group(..., backend="emulated")` use `link`.
 
-    `burst_bytes` of payload pass at once on a link that has rested and is shaped by a token bucket (`tc tbf`); a cable has none.
+    `burst_bytes` of payload pass at once after a rest if a token bucket (`tc tbf`) shapes the link; a cable has no burst.
     """
     emulated = EmulatedLink(link, burst_bytes=burst_bytes)
     emulated.register()
@@ -96,7 +96,7 @@ def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLi
 
 
 def _num_bytes(payload: Any) -> int:
-    """Bytes of a tensor, or of all tensors in (nested) lists."""
+    """Returns the bytes of a tensor, or of all tensors in (nested) lists."""
     if isinstance(payload, torch.Tensor):
         return payload.numel() * payload.element_size()
     return sum(_num_bytes(part) for part in payload)
@@ -104,7 +104,7 @@ def _num_bytes(payload: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launch:
-    """What a group's thread needs to carry out one collective."""
+    """The arguments of one collective for a group's thread."""
 
     kind: str
     num_bytes: int
@@ -118,7 +118,7 @@ def _identity(work: dist.Work) -> dist.Work:
 
 
 def _collective(kind: str, name: str, *, payload: int | None, is_per_rank: bool = False) -> Callable[..., dist.Work]:
-    """The group method `name`; its argument `payload` tells the bytes (times the ranks where it holds one rank's part)."""
+    """Returns the group method `name`. Argument number `payload` has the bytes, times the ranks if it holds one rank's part."""
 
     def method(self: _EmulatedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         num_bytes = 0 if payload is None else _num_bytes(args[payload]) * (self.size() if is_per_rank else 1)
@@ -141,16 +141,16 @@ def _pass_through(name: str) -> Callable[..., dist.Work]:
 class _EmulatedGroup(dist.ProcessGroup):
     """A process group whose collectives and receives run on an inner gloo group and take as long as the link needs.
 
-    One thread per group keeps the order of collectives inside the group, which every rank has alike. Groups must not
-    wait for each other: ranks may use two groups in different orders, and one thread for both would deadlock.
+    One thread per group keeps the order of collectives within the group, which is the same on every rank. Groups must not wait
+    for each other: ranks may use two groups in different orders, and a shared thread would deadlock.
     """
 
     def __init__(self, wire: Wire, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        # Python subclasses have this constructor only, which the stub does not know.
+        # Python subclasses have only this constructor, which the stub does not know.
         super().__init__(rank, size)  # type: ignore[call-arg]
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
         self.inner: dist.ProcessGroup = dist.ProcessGroup(store, rank, size)
-        for group in (self.inner, self):  # torch asks a group for its devices and for what is not overridden here
+        for group in (self.inner, self):  # torch asks a group for its devices and for methods that are not overridden here
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._wire = wire
@@ -158,7 +158,7 @@ class _EmulatedGroup(dist.ProcessGroup):
         self._launches: SimpleQueue[_Launch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch calls it so
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return BACKEND
 
     allreduce = _collective("all_reduce", "allreduce", payload=0)
@@ -177,7 +177,7 @@ class _EmulatedGroup(dist.ProcessGroup):
     gather = _collective("gather", "gather", payload=1, is_per_rank=True)
     scatter = _collective("scatter", "scatter", payload=0, is_per_rank=True)
     barrier = _collective("barrier", "barrier", payload=None)
-    # The names of torch < 2.13 for the same.
+    # The same methods under their names in torch < 2.13.
     _allgather_base = _collective("all_gather", "_allgather_base", payload=0)
     allgather_into_tensor_coalesced = _collective("all_gather", "allgather_into_tensor_coalesced", payload=0)
     _reduce_scatter_base = _collective("reduce_scatter", "_reduce_scatter_base", payload=1)
@@ -192,7 +192,7 @@ class _EmulatedGroup(dist.ProcessGroup):
         return self._receive(partial(self.inner.recv_anysource, tensors, tag), tensors, source=None)
 
     def launch(self, kind: str, num_bytes: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
-        """Hands a collective to the group's thread, or straight to gloo where the link is free."""
+        """Passes a collective to the group's thread, or directly to gloo if the link is free."""
         launched_s = time.perf_counter()
         start: Callable[[], dist.Work] = partial(getattr(self.inner, name), *args, **kwargs)
         if self._wire.link.is_free:
@@ -203,20 +203,21 @@ class _EmulatedGroup(dist.ProcessGroup):
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"undertow-link-{self.rank()}", daemon=True)
             thread.start()
-            self._thread = thread  # now: `shutdown` waits for it, and for none that has not started
+            # Set after the start, because `shutdown` joins it and cannot join a thread that has not started.
+            self._thread = thread
         work = LinkWork(args[0] if args else None)
         self._launches.put(_Launch(kind=kind, num_bytes=num_bytes, launched_s=launched_s, start=start, work=work))
         return work
 
     def shutdown(self) -> None:
-        """Ends the group's threads once what is in flight is done; torch calls it when the group is destroyed."""
+        """Ends the group's threads after everything in flight; torch calls it when the group is destroyed."""
         self._receives.close(patience.LINK_S)
         if self._thread is None:
             return
         self._launches.put(None)
         self._thread.join(patience.LINK_S)
         if self._thread.is_alive():
-            # The thread keeps the inner group alive: gloo would block in its destructor for the same collective.
+            # The thread keeps the inner group alive: gloo's destructor would block on the same collective.
             _log.warning("an emulated group of rank %d was closed with a collective in flight.", self.rank())
         self._thread = None
 
@@ -235,7 +236,7 @@ class _EmulatedGroup(dist.ProcessGroup):
                 launch.work.finish(error)
             else:
                 launch.work.finish()
-            # Or the tensors of this collective would stay alive until the next one.
+            # Otherwise the tensors of this collective would stay alive until the next one.
             del launch
 
     def _carry(self, launch: _Launch) -> None:
@@ -259,20 +260,20 @@ class _EmulatedGroup(dist.ProcessGroup):
         )
 
     def _last_launch_s(self, launched_s: float) -> float:
-        """When the last rank launched: ranks are processes of one machine, whose monotonic clock is the same for all."""
+        """Returns the time of the last rank's launch; ranks run on one machine and share its monotonic clock."""
         latest = torch.tensor([launched_s], dtype=torch.float64)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # the stub forgets the implicit conversion
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # the stub lacks the implicit conversion
         self.inner.allreduce([latest], options).wait()
         return latest.item()
 
     def _record_when_done(self, work: dist.Work, kind: str, num_bytes: int, launched_s: float) -> bool:
-        """Lets gloo's own work tell when it is done; False where it cannot (2.13: reduce_scatter)."""
+        """Records the transfer when gloo's work ends; returns False if the work cannot tell (2.13: reduce_scatter)."""
         try:
             future = work.get_future()
         except RuntimeError:
             return False
-        wire = self._wire  # not self: the callback would keep the group alive
+        wire = self._wire  # not self, because the callback would keep the group alive
 
         def record(_: object) -> None:
             done_s = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Receives over an emulated link: one is done when the link would have carried its message.
+"""Receives over an emulated link: a receive ends when the link would have carried its message.
 
     caller             post ──────────────────────────────────────── wait
     thread of a sender   └ gloo has it · time reserved · next one
     link                                 [ started ── bytes ── due )       one message or collective at a time
     delivering thread                                            └ latency · done
 
-Messages occupy the link one after another, in the order in which they come; the latency of one does not keep the next.
+Messages occupy the link one after another, in the order of their arrival; the latency of one does not delay the next.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class _Receive:
 
     num_bytes: int
     posted_s: float
-    running: dist.Work  # gloo's
+    running: dist.Work  # gloo's handle
     work: LinkWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arrived:
-    """A message that gloo has, and its time on the link."""
+    """A message that gloo has received, and its time on the link."""
 
     receive: _Receive
     started_s: float
@@ -51,8 +51,8 @@ class _Arrived:
 class Receives:
     """The receives of one group.
 
-    Those from one sender are done in the order in which they were posted, whatever their tags. Senders do not wait for
-    each other: one may be late, or send only when it has heard of another.
+    Receives from one sender end in the order in which they were posted, whatever their tags. Senders do not wait for each other,
+    because one may be late, or send only after it has heard from another.
     """
 
     def __init__(self, wire: Wire, *, rank: int) -> None:
@@ -65,7 +65,7 @@ class Receives:
         self._delivering: threading.Thread | None = None
 
     def post(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int | None) -> LinkWork:
-        """Starts a receive of gloo's and returns the handle that is done when the link has carried it."""
+        """Starts a receive on gloo; the returned handle ends when the link has carried the message."""
         posted_s = time.perf_counter()
         running = start()
         work = LinkWork(tensors, source_rank=running._source_rank)
@@ -75,7 +75,7 @@ class Receives:
         return work
 
     def close(self, grace_s: float) -> None:
-        """Ends the threads once every message has come, or after `grace_s`."""
+        """Ends the threads after every message has arrived, or after `grace_s`."""
         until_s = time.perf_counter() + grace_s
         with self._lock:
             posted, waiting, delivering = list(self._posted.values()), list(self._waiting), self._delivering
@@ -94,7 +94,7 @@ class Receives:
             _log.warning("an emulated group of rank %d was closed with a receive in flight.", self._rank)
 
     def _queue_of(self, source: int | None) -> SimpleQueue[_Receive | None]:
-        """Where receives from `source` are posted; the first one starts the threads."""
+        """Returns the queue of receives from `source`; the first call starts the threads."""
         with self._lock:
             if source not in self._posted:
                 queue = self._posted[source] = SimpleQueue()
@@ -116,7 +116,7 @@ class Receives:
                 receive.work.finish(error)
             else:
                 self._arrive(receive)
-            # Or the tensors of this receive would stay alive until the next one.
+            # Otherwise the tensors of this receive would stay alive until the next one.
             del receive
 
     def _arrive(self, receive: _Receive) -> None:

@@ -1,1 +1,1 @@
-"""An optimizer of which every rank keeps its shard."""
+"""Sharded optimizers: each rank stores and updates its share of the optimizer state."""

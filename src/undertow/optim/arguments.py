@@ -1,4 +1,4 @@
-"""Arguments of a sharded optimizer: what is refused, and what must be the same on every rank."""
+"""Checks the arguments of a sharded optimizer, and describes those that must match on every rank."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def require_one_group_of_ranks(sync: GradientSync, params: ParamGroups | None) -
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Those of a parameter group, without its parameters."""
+    """Returns the settings of a parameter group, without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def described(cls: type[Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What must be the same on every rank."""
+    """Returns the class and the parameter groups of an optimizer, which must be the same on every rank."""
     groups = [
         {"parameters": len(group["params"]), **{name: repr(value) for name, value in hyper_parameters(group).items()}}
         for group in param_groups

@@ -1,4 +1,4 @@
-"""The norm of all gradients as one vector, wherever they are, and clipping by it."""
+"""Clips by the norm of all gradients as one vector, across shards, experts and ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,24 @@ from undertow.sync import GradientSync
 def clip_grad_norm_(
     target: GradientSync | nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scales all gradients of `target` so that their norm, as one vector, is at most `max_norm`; returns the norm before, fp32.
+    """Scales all gradients of `target` so that their total norm is at most `max_norm`; returns the norm before scaling.
 
-    `target` is what `attach` or `DistributedDataParallel` returned. Each parameter counts once: one that all ranks have, each
-    expert wherever it is, and shards of a ShardedOptimizer. A collective call, after backward; every rank gets the same value,
-    for powers are summed in fp64 and rounded once. NonFiniteGradient, if asked for, where the norm is not finite; PhaseError
-    where gradients were accumulated and are not synchronized yet.
+    A collective call, after backward. Each parameter counts once: a replicated one, an expert on whichever rank it lives, and the
+    shards of a ShardedOptimizer.
+
+        loss.backward()
+        undertow.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+
+    - `target`: the result of `attach` or `DistributedDataParallel`.
+    - `max_norm`: upper limit of the norm.
+    - `norm_type`: order of the norm; infinity takes the largest element.
+    - `error_if_nonfinite`: raise if the norm is not finite.
+
+    Returns an fp32 scalar, the same on every rank, because powers are summed in fp64 and rounded once.
+
+    Raises NonFiniteGradient if `error_if_nonfinite` is true and the norm is not finite, and PhaseError if accumulated gradients
+    are not synchronized yet.
     """
     sync = getattr(target, "sync", target)
     if not isinstance(sync, GradientSync):
@@ -42,7 +54,7 @@ def clip_grad_norm_(
         require_synchronized(each)
     parts = [_Gradients(each) for each in (sync, *sync.experts)]
     sharding = parts[0].sharding
-    # Without experts the ranks with shards of one another: on a mesh each row has all of them.
+    # Without experts, sum over the ranks that hold shards of the same parameters: on a mesh, each row has all of them.
     group = sync.own_group if sharding is None or sync.experts else sharding.group
     counted = [grad for part in parts for grad in part.counted]
     total = total_norm(counted, norm_type, device=sync.device, group=group)
@@ -55,7 +67,7 @@ def clip_grad_norm_(
 
 
 class _Gradients:
-    """What this rank has of the gradients of one group of ranks; those that it is to count are `counted`."""
+    """This rank's gradients of one group of ranks; `counted` holds the ones that it adds to the norm."""
 
     def __init__(self, sync: GradientSync) -> None:
         self.sharding: Sharding | None = None if sync.steps is None else sync.steps.begin_clipping()
@@ -65,7 +77,7 @@ class _Gradients:
             self.counted = [shard for shard in shards if shard is not None]
         else:
             self._whole = [param.grad for _, param in sync.named_parameters() if param.grad is not None]
-            self.counted = self._whole if sync.rank == 0 else []  # the same on every rank of the group
+            self.counted = self._whole if sync.rank == 0 else []  # the same gradients on every rank of the group
 
     def multiply(self, scale: Tensor) -> None:
         if self.sharding is not None:
@@ -75,7 +87,7 @@ class _Gradients:
 
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, *, device: torch.device, group: OwnGroup) -> Tensor:
-    """Of the gradients of all ranks of `group` as one vector. [] fp32 on `device`"""
+    """Returns the norm of the gradients of all ranks of `group` as one vector: a 0-dim fp32 tensor on `device`."""
     is_largest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad in map(_values, grads):
@@ -88,7 +100,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, *, device: torch.devic
 
 
 def checked_norm_type(norm_type: float) -> float:
-    """ConfigError for what is the order of no norm."""
+    """Returns `norm_type` as a float; raises ConfigError unless it is above zero."""
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ConfigError(
@@ -100,7 +112,7 @@ def checked_norm_type(norm_type: float) -> float:
 
 
 def require_finite(total: Tensor, norm_type: float, *, rank: int) -> None:
-    """NonFiniteGradient where it is not."""
+    """Raises NonFiniteGradient unless `total` is finite."""
     if not total.isfinite():
         raise NonFiniteGradient(
             f"the total norm of order {norm_type} of the gradients is {total.item()}.",
@@ -110,7 +122,7 @@ def require_finite(total: Tensor, norm_type: float, *, rank: int) -> None:
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The elements that may be other than zero, each once."""
+    """Returns the elements that may be nonzero, each once."""
     return grad.coalesce().values() if grad.is_sparse else grad
 
 

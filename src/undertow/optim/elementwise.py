@@ -1,4 +1,4 @@
-"""Whether an optimizer may be given a parameter in pieces."""
+"""Checks that an optimizer is elementwise, so that it can update a parameter in pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from undertow.errors import ConfigError
 from undertow.runtime.torch_private import private
 
-# What they would do to a shard is not what they do to a part of the whole parameter.
+# Their update of a shard differs from the same elements of an update of the whole parameter.
 _NOT_ELEMENTWISE = {
     "Adafactor": "it keeps one statistic for each row and column of a matrix",
     "LBFGS": "it takes scalar products of whole gradients, and evaluates the model several times in a step",
@@ -24,13 +24,14 @@ _NOT_ELEMENTWISE = {
     "LARS": "it scales an update by the norm of the whole parameter",
 }
 _KNOWN = frozenset(["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # from parameters or their groups
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # takes parameters or parameter groups
 _SHAPE, _CUT, _NUM_STEPS = (4, 6), 9, 3
 
 
 def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
-    """ConfigError for an optimizer that treats a parameter otherwise than each of its elements, or that keeps in its groups what
-    changes from step to step; one of torch's is known, another one is tried out on a few numbers.
+    """Raises ConfigError if an optimizer is not elementwise, or if its steps change values in its parameter groups.
+
+    torch's optimizers are in a table; any other is tried out on a few numbers.
     """
     is_torchs = cls.__module__.startswith("torch.optim")
     reason = _NOT_ELEMENTWISE.get(cls.__name__)
@@ -45,13 +46,13 @@ def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: d
 
 
 def state_of_one_element(make: MakeOptimizer, hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
-    """What the optimizer keeps of a parameter with one element, after one step."""
+    """Returns the optimizer's state of a parameter with one element, after one step."""
     return dict(_Trial(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]]).states[0])
 
 
 def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: torch.device) -> str | None:
-    """What some steps show of an optimizer that nobody knows; None where it may be sharded."""
-    generator = torch.Generator().manual_seed(0)  # leaves the user's alone
+    """Runs a few steps of an unknown optimizer; returns why it cannot be sharded, or None if it can."""
+    generator = torch.Generator().manual_seed(0)  # does not touch the user's generator
     start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
     whole = _Trial(make, hyper_parameters, [start], [[grad] for grad in grads])
     parts = _Trial(make, hyper_parameters, _cut(start), [_cut(grad) for grad in grads])
@@ -68,7 +69,7 @@ def _cut(tensor: Tensor) -> list[Tensor]:
 
 
 class _Trial:
-    """Some steps of an optimizer over parameters of their own."""
+    """Runs a few steps of an optimizer on separate parameters."""
 
     def __init__(
         self, make: MakeOptimizer, hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
@@ -87,6 +88,6 @@ class _Trial:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """As text: a function or NaN among them is not equal to a copy of itself."""
+    """Returns settings as text, because a function or NaN among them does not equal its own copy."""
     (group,) = optimizer.param_groups
     return {name: repr(value) for name, value in group.items() if name != "params"}

@@ -1,4 +1,4 @@
-"""An optimizer of which every rank keeps its shard."""
+"""An optimizer whose state and work are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -44,24 +44,31 @@ from undertow.sync import GradientSync
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """`cls` over the parameters of `target`, with 1/n of its state and of its work on each of n ranks, of a mesh those of a row.
+    """Runs optimizer `cls` over the parameters of `target`, with 1/n of its state and work on each of n ranks.
 
-    `target` is what `attach` or `DistributedDataParallel` returned, `params` as for torch (all trained parameters if None),
-    `defaults` are `cls`'s. Making one is a collective call; a model has one at a time. From its first step on gradients are
-    reduced to shards, and what every rank has updated is gathered under the next forward; any other read of a parameter waits.
-    Parameters of 16 bits are updated in fp32. Raises ConfigError for an optimizer that is not elementwise, or that counts in its
-    parameter groups, and not in its state, and while the model has another ShardedOptimizer.
+        model = undertow.DistributedDataParallel(module)
+        optimizer = undertow.ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
 
-    Of a model with experts an optimizer has the parameters of one group of ranks: make one for the model with its dense ones
-    as `params`, and one for each of `sync.experts`. Their norm is that of `undertow.clip_grad_norm_`.
+    On a mesh, the n ranks are the ranks of a row. Construction is a collective call; a model has one ShardedOptimizer at a time.
+    From its first step on, gradients are reduced to shards. Updated parameters are gathered during the next forward; any other
+    read of a parameter waits for it. 16-bit parameters are updated in fp32.
 
-    `eager`: from the second step on parameters are updated bucket by bucket while backward goes on, with the hyper-parameters
-    of its begin, and `step()` confirms that. What needs all gradients before the update raises: clipping, a GradScaler, closures.
-    So does what reads parameters, or state, in another thread beside that backward: PhaseError. After one that has failed they
-    are whole: reading them first ends it on all ranks.
+    A model with experts needs one optimizer for each group of ranks: one for the model with its dense parameters as `params`, and
+    one for each of `sync.experts`. `undertow.clip_grad_norm_` computes their common norm.
 
-    `state_dict`: by default `state_dict()` is a plain optimizer's, whole on every rank, and every rank calls it. With "sharded"
-    it holds this rank's shards, for torch.distributed.checkpoint; nothing else can save those.
+    - `cls`: an elementwise optimizer class, such as torch.optim.AdamW.
+    - `target`: the result of `attach` or `DistributedDataParallel`.
+    - `params`: parameters or parameter groups as in torch; None takes all trained parameters.
+    - `eager`: from the second step on, update parameters bucket by bucket during backward, with the hyper-parameters that are set
+      when it begins; `step()` confirms these updates. Clipping, a GradScaler and closures raise, because they need all gradients
+      before the update. Reading parameters or state in another thread during that backward raises PhaseError. After a failed
+      backward the parameters are whole: the first read ends the synchronization on all ranks.
+    - `state_dict`: "full", the default, makes `state_dict()` return a plain optimizer's state dict, whole on every rank; every
+      rank must call it. "sharded" makes it return this rank's shards, which only torch.distributed.checkpoint can save.
+    - `defaults`: the settings of `cls`.
+
+    Raises ConfigError if the optimizer is not elementwise, if its steps change values in its parameter groups instead of its
+    state, or if the model already has a ShardedOptimizer.
     """
 
     def __init__(
@@ -78,21 +85,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         require_kind_of_state_dict(state_dict)
         require_one_group_of_ranks(sync, params)
         self._cls = cls
-        make: Any = cls  # whose constructor is another one than that of its base
-        # Not the groups alone: some settings are read by a constructor only.
+        make: Any = cls  # its constructor takes other arguments than the base class's
+        # Parameter groups alone are not enough: some settings are read only by the constructor.
         self._make: MakeOptimizer = partial(make, **defaults)
         self._sync = sync
         whole = self._make([param for _, param in sync.named_parameters()] if params is None else params)
         self._is_eager = eager
-        self._inners: dict[int, InnerOptimizer] = {}  # by bucket in eager form, else one for all
+        self._inners: dict[int, InnerOptimizer] = {}  # by bucket in eager mode; otherwise one, under key 0
         self._used: list[dict[str, Any]] = []  # hyper-parameters of the updates in the last backward, by group
-        self._ours: frozenset[int] = frozenset()  # parameters that they are for, by id
+        self._ours: frozenset[int] = frozenset()  # ids of the parameters that these updates cover
         self._sharding: Sharding | None = None
         self._owned: list[Owned] = []
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
-        self._waiting: FullStates = {}  # states of parameters that are not among our parts, or not yet
+        self._waiting: FullStates = {}  # states of parameters that are not among this rank's parts, or not yet
         self._gives_shards = state_dict == "sharded"
-        self._consolidated: Consolidated | None = None  # until the state changes
+        self._consolidated: Consolidated | None = None  # valid until the state changes
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
             require_elementwise(cls, self._make, hyper_parameters(group), device=sync.device)
@@ -101,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @private.untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates this rank's shards; a collective call. `closure` is called once, before the update."""
+        """Updates this rank's shards; a collective call. Calls `closure` once, before the update."""
         loss = None
         if closure is not None:
             self._require_barrier("step(closure)", "the closure's backward would update parameters before step() is through")
@@ -125,11 +132,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @private.untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        with private.as_plain_tensors() if set_to_none else nullcontext():  # nothing is read of a parameter
+        with private.as_plain_tensors() if set_to_none else nullcontext():  # reads no values of a parameter
             super().zero_grad(set_to_none)
 
     def begin_updates(self, sharding: Sharding) -> bool:
-        """A round begins: whether buckets are updated in it, with hyper-parameters as they are now. Called by the runtime."""
+        """Called by the runtime when a synchronization begins; returns True if it updates buckets with the current settings."""
         if not self._is_eager or sharding is not self._sharding:
             return False
         self._consolidated = None
@@ -138,9 +145,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, bucket: int) -> None:
-        """Updates this rank's parts of a bucket that is reduced. Called by the runtime, from a thread of its own."""
+        """Updates this rank's parts of a reduced bucket. Called by the runtime in a separate thread."""
         sharding = self._sharding
-        assert sharding is not None  # begin_updates has said that it is there
+        assert sharding is not None  # begin_updates has checked that
         if bucket in self._inners:
             self._inners[bucket].step(self._used, sharding.settled_gradient)
         settled = ((sharding.params[index], grad) for index, grad in sharding.settled(bucket).items())
@@ -149,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     @private.untraced
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by torch's GradScaler, and by nobody else, when it is about to step."""
+        """Read only by torch's GradScaler, when it is about to step."""
         self._require_barrier("GradScaler", "it looks for infinite gradients when parameters are updated already")
         return False
 
@@ -158,9 +165,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """Scales all gradients so that their norm, as one vector, is at most `max_norm`; returns the norm before, fp32.
+        """Scales all gradients so that their total norm is at most `max_norm`; returns the norm before scaling, in fp32.
 
-        A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` is accepted.
+        A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` has no effect.
         """
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
         norm_type = checked_norm_type(norm_type)
@@ -174,11 +181,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharding.scale_gradients([owned.part for owned in self._owned], (max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
-    @property  # type: ignore[override]  # torch's is an attribute
+    @property  # type: ignore[override]  # an attribute in torch
     def state(self) -> dict[Tensor, ParamState]:
-        """What `state_dict` has of each parameter, as far as it has been stepped; changing it changes nothing.
+        """The entries of `state_dict` for each parameter that has been stepped; changing them has no effect.
 
-        On every rank it is empty until the first step, which torch.distributed.checkpoint goes by, and not later.
+        It is empty on every rank until the first step, and on no rank afterwards: torch.distributed.checkpoint relies on that.
         """
         found: defaultdict[Tensor, ParamState] = defaultdict(dict)
         found.update(self._states())
@@ -186,14 +193,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, _value: object) -> None:
-        """torch's constructor sets it."""
+        """Ignores the value that torch's constructor sets."""
 
     @private.untraced
     def state_dict(self) -> dict[str, Any]:
-        """All of the state on every rank, as the state dict of a plain optimizer; a collective call.
+        """Returns the whole state on every rank, as the state dict of a plain optimizer; a collective call.
 
-        On the rank to which `consolidate_state_dict` has brought it, it communicates nothing until the next step. An optimizer
-        made with `state_dict="sharded"` returns this rank's part instead, for torch.distributed.checkpoint.
+        After `consolidate_state_dict(to)`, rank `to` returns it without communication until the next step. With
+        `state_dict="sharded"`, the optimizer returns this rank's part instead, for torch.distributed.checkpoint.
         """
         if self._consolidated is not None:
             return self._packed(self._consolidated.states)
@@ -201,20 +208,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @private.untraced
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part, laid out as torch's optimizers do: for torch.distributed.checkpoint; each tensor a `ShardedState`."""
+        """Returns this rank's part in the layout of torch's optimizers, for torch.distributed.checkpoint, as `ShardedState`."""
         return self._packed(self._states)
 
     @private.untraced
     def full_state_dict(self) -> dict[str, Any]:
-        """All of the state on every rank, as the state dict of a plain optimizer; a collective call."""
+        """Returns the whole state on every rank, as the state dict of a plain optimizer; a collective call."""
         return self._packed(self._whole_states)
 
     @private.untraced
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings all of the state to rank `to` of the process group, on the host; a collective call.
+        """Brings the whole state to rank `to` of the process group, in host memory; a collective call.
 
-        For frameworks that call `state_dict()` on one rank only, as with torch's ZeroRedundancyOptimizer; Lightning makes this
-        call itself. It holds until the next step; until then `state_dict()` is a PhaseError on the other ranks.
+        It is for frameworks that call `state_dict()` on one rank only, as with torch's ZeroRedundancyOptimizer; Lightning makes
+        this call itself. The state is kept until the next step; until then, `state_dict()` raises PhaseError on the other ranks.
+
+        Raises ConfigError unless `to` is a rank of the process group.
         """
         num_ranks, rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
         if to not in range(num_ranks):
@@ -228,25 +237,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @private.untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict`, `full_state_dict` or a plain optimizer's `state_dict` gave, on every rank.
+        """Loads the result of `state_dict` or `full_state_dict`, or a plain optimizer's `state_dict`, on every rank.
 
-        Of whole tensors this rank keeps its parts. ValueError, as torch's, where the parameter groups are others.
+        This rank keeps its parts of whole tensors. Raises ValueError, like torch, if the parameter groups differ.
         """
         given: dict[str, Any] = {}
 
         def take(_self: object, found: dict[str, Any]) -> dict[str, Any]:
             given.update(found)
             if self._sharding is None and has_shards(found["state"].values()):
-                self._begin()  # they must be ours, which is known only now
-            return {**found, "state": {}}  # torch's own part of the work: groups, and their order
+                self._begin()  # they must match this rank's parts, which are known only now
+            return {**found, "state": {}}  # super() loads the groups and checks their order
 
-        with ExitStack() as hooks:  # between those of the user, who may change what is loaded, and may look at what was
+        # User hooks that run before may change the state, and user hooks that run after see the loaded one.
+        with ExitStack() as hooks:
             hooks.callback(self.register_load_state_dict_pre_hook(take).remove)
             hooks.callback(self.register_load_state_dict_post_hook(lambda _: self._load(given), prepend=True).remove)
             super().load_state_dict(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """The states, where the parameter groups are loaded already."""
+        """Loads the states after the parameter groups have been loaded."""
         states = state_dict["state"]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [(param, group) for group in self.param_groups for param in group["params"]]
@@ -258,12 +268,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepped, self._consolidated = set(), None
         if self._sharding is not None:
             self._steps.wait()
-            self._sharding.follow_parameters()  # what was loaded into them before
+            self._sharding.follow_parameters()  # values may have been loaded into the parameters before
             self._take_over(self._sharding)
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a collective call once there is state. New parameters are synchronized from the next forward on."""
+        """Adds a parameter group; a collective call if there is state. New parameters are synchronized from the next forward
+        on.
+        """
         super().add_param_group(param_group)
         try:
             self._require_synchronized()
@@ -282,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def _begin(self) -> Sharding:
-        """Nothing is in flight, and what this rank owns is known."""
+        """Waits for everything in flight and returns the sharding of this rank's parts."""
         before, sharding = self._sharding, self._steps.begin()
         if sharding is not before:
             if before is not None:
@@ -291,7 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return sharding
 
     def _take_over(self, sharding: Sharding) -> None:
-        """From now on these are our parts; states that wait for some of them come into their places."""
+        """Makes `sharding` the source of this rank's parts and moves waiting states to them."""
         self._sharding = sharding
         parts = self.owned_parts()
         by_group = [
@@ -317,7 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             del self._waiting[param]
 
     def _place(self, owned: Owned) -> int:
-        """Of its inner optimizer."""
+        """Returns the key of its inner optimizer."""
         return owned.part.bucket if self._is_eager else 0
 
     def _inner_over(self, by_group: Sequence[Sequence[Owned]], sharding: Sharding) -> InnerOptimizer:
@@ -326,11 +338,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group, mine in zip(self.param_groups, by_group, strict=True)
         ]
         if not any(by_group):
-            groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch wants a parameter
+            groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch requires at least one parameter
         return InnerOptimizer([owned for mine in by_group for owned in mine], self._make(groups))
 
     def _confirm(self) -> None:
-        """Parameters were updated in backward: PhaseError where that is not what step() was to do."""
+        """Raises PhaseError if the updates made during backward differ from the ones that step() should make."""
         changed = changed_settings(self._used, self._settings())
         if changed:
             raise PhaseError(
@@ -344,7 +356,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._begin()
 
     def _require_barrier(self, what: str, why: str) -> None:
-        """PhaseError in eager form."""
+        """Raises PhaseError in eager mode."""
         if self._is_eager:
             raise PhaseError(
                 f"{what} does not go with eager=True: {why}.",
@@ -353,7 +365,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _settings(self) -> list[dict[str, Any]]:
-        """Hyper-parameters that schedulers and users have set on our groups, by group; no tensor is shared."""
+        """Copies the current hyper-parameters by group, including changes by schedulers and users; shares no tensor."""
         return [
             {name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper_parameters(group).items()}
             for group in self.param_groups
@@ -361,12 +373,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group over whose ranks the state is sharded; of a mesh all ranks, whose rows have the same."""
+        """The group that the state is sharded over; on a mesh it has all ranks, and each row holds the same state."""
         return self._sync.process_group
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is of a model with experts."""
+        """True if the model has experts."""
         return bool(self._sync.config.experts)
 
     @property
@@ -374,7 +386,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._cls
 
     def owned_parts(self) -> dict[Tensor, list[ShardPart]]:
-        """What this rank owns of each parameter that is sharded, which may be nothing; by identity."""
+        """Returns the parts that this rank owns of each sharded parameter, possibly none; parameters are keys by identity."""
         sharding = self._begin() if self._sharding is None else self._sharding
         found: dict[Tensor, list[ShardPart]] = {param: [] for param in sharding.params}
         for part in sharding.parts:
@@ -382,7 +394,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return found
 
     def _packed(self, states_of: Callable[[], FullStates]) -> dict[str, Any]:
-        """torch's state dict, with these states; hooks of the user see all of it."""
+        """Returns torch's state dict filled with these states; the user's hooks see the result."""
 
         def fill(_self: object, packed: dict[str, Any]) -> None:
             states = states_of()
@@ -395,19 +407,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook.remove()
 
     def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
-        """All of every parameter's state, on `device` if given; none where this rank `keeps` nothing. A collective call."""
+        """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call."""
         self._steps.make_whole_to_gather()
         nobodys = states_without_elements(self._stepped, self._state_of_nothing)
         waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
         return nobodys | self._full_states(keeps=keeps, device=device) | waiting
 
     def _states(self) -> FullStates:
-        """What is known here of every parameter's state."""
+        """Returns this rank's knowledge of every parameter's state."""
         self._steps.make_whole()
         owned: dict[int, list[Owned]] = {}
         for each in self._owned:
             owned.setdefault(id(self._param_of(each)), []).append(each)
-        empty: dict[Any, ParamState] = {}  # of the parameters of which nothing is here, by what tells them apart
+        empty: dict[Any, ParamState] = {}  # for parameters without a part on this rank, by number of the group, dtype and device
         states = {
             param: self._state_of(param, owned.get(id(param), ()), empty.setdefault((number, param.dtype, param.device), {}))
             for number, group in enumerate(self.param_groups)
@@ -417,7 +429,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return states | self._waiting
 
     def _state_of(self, param: Tensor, owned: Sequence[Owned], empty: ParamState) -> ParamState:
-        """Scalars where this rank owns a part, and parts of tensors; `empty` is filled where it does not."""
+        """Returns scalars and shards if this rank owns a part; otherwise empty shards, from `empty`, which it fills."""
         states = [self._inner_state(each) for each in owned]
         if not owned:
             if not empty:
@@ -428,7 +440,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if isinstance(value, Tensor) and value.dim() == 1:
                 pieces = [(each.part, state[key]) for each, state in zip(owned, states, strict=False)]
                 found[key] = ShardedState(param, value.dtype, pieces)
-            elif owned or param.numel() == 0:  # nobody owns what has no elements: every rank says the same of it
+            elif owned or param.numel() == 0:  # no rank owns a parameter without elements: all report the same
                 found[key] = value
         return found
 
@@ -439,13 +451,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state if like.dtype == param.dtype else {**state, MASTER: like}
 
     def _inner_state(self, owned: Owned, *, is_moved: bool = False) -> dict[str, Any]:
-        """A plain optimizer that keeps no state has no entry; what moves takes its wide values along in any case."""
+        """Returns the inner optimizer's state with the fp32 values; an empty state stays empty, except when state moves."""
         state = dict(self._inners[self._place(owned)].optimizer.state.get(owned.target, {}))
         has_master = owned.target is not owned.values and (is_moved or bool(state))
         return {**state, MASTER: owned.target} if has_master else state
 
     def _full_states(self, *, is_moved: bool = False, keeps: bool = True, device: torch.device | None = None) -> FullStates:
-        """A collective call."""
+        """Gathers the whole state of every parameter of the current sharding; a collective call."""
         if self._sharding is None:
             return {}
         mine = {each.part: self._inner_state(each, is_moved=is_moved) for each in self._owned}

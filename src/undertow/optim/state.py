@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: in parts, whole, and from one to the other."""
+"""The state of a sharded optimizer: as shards, as whole tensors, and conversions between them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from undertow.runtime.sharded.shards import ShardPart, in_memory_order
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
 from undertow.runtime.torch_private import private
 
-ParamState = dict[str, Any]  # by torch's name for it: tensors, numbers, and ShardedState
+ParamState = dict[str, Any]  # torch's names for the entries; values are tensors, numbers, and ShardedState
 FullStates = dict[Tensor, ParamState]  # parameters are keys by identity
 
-MASTER = "master"  # the fp32 values of a 16-bit parameter, beside what the optimizer keeps
-OF_THE_WHOLE = {"step", "eta", "mu", "mu_product"}  # what torch's optimizers keep of a parameter and not of its elements
+MASTER = "master"  # the fp32 values of a 16-bit parameter, stored next to the optimizer's own state
+# Keys of torch's optimizers that belong to a whole parameter, not to its elements.
+OF_THE_WHOLE = {"step", "eta", "mu", "mu_product"}
 _COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _OF_A_COPY = {"device", "non_blocking", "memory_format"}
 
@@ -32,11 +33,11 @@ _TENSOR, _SCALAR, _VALUE = "tensor", "scalar tensor", "value"
 
 
 class ShardedState(Tensor):
-    """A tensor like a parameter, of which this rank has `pieces`: flat, of the parameter as it lies in memory.
+    """A state tensor of a parameter's shape of which this rank holds `pieces`, flat ranges of the parameter in memory order.
 
-    It is a tensor because torch.distributed.checkpoint looks for shards in tensors only, and it has the methods by which
-    that saves and loads them, as boxes; with all ranks' pieces what is stored is a tensor of this shape. It has no values
-    of its own: it can be moved and copied, and every other use of it raises.
+    It is a tensor because torch.distributed.checkpoint looks for shards only in tensors, and it has the methods that
+    torch.distributed.checkpoint saves and loads boxes by. The pieces of all ranks are stored as one tensor of this shape. It can
+    be moved and copied; every other use raises, because it has no values itself.
     """
 
     pieces: tuple[tuple[ShardPart, Tensor], ...]
@@ -49,7 +50,7 @@ class ShardedState(Tensor):
         return made
 
     def of_part(self, part: ShardPart) -> Tensor:
-        """The elements of `part`, which must lie in one of our pieces."""
+        """Returns the elements of `part`, which must lie within one piece."""
         for own, values in self.pieces:
             if own.start <= part.start and part.stop <= own.stop:
                 return values[part.start - own.start : part.stop - own.start]
@@ -59,7 +60,7 @@ class ShardedState(Tensor):
             remedy="Load through torch.distributed.checkpoint, or from full_state_dict().",
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's method is untyped
         parts = ", ".join(f"[{part.start}, {part.stop})" for part, _ in self.pieces)
         return f"ShardedState(shape={tuple(self.shape)}, dtype={self.dtype}, elements {parts or 'none'} here)"
 
@@ -84,10 +85,10 @@ class ShardedState(Tensor):
         for box, view in self.boxes():
             if index.offset is None or tuple(index.offset) == box.offsets:
                 return view
-        raise ValueError(f"{index.fqn!r} has nothing at {index.offset} on this rank")  # torch tells the other ranks
+        raise ValueError(f"{index.fqn!r} has nothing at {index.offset} on this rank")  # torch reports it to the other ranks
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
+    def __torch_dispatch__(  # type: ignore[override]  # the signature that torch documents
         cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given, first = {name: value for name, value in (kwargs or {}).items() if value is not None}, args[0] if args else None
@@ -97,7 +98,7 @@ class ShardedState(Tensor):
             if op in _COPYING and given.keys() <= _OF_A_COPY:
                 return first._with_pieces([(part, op(values, **given)) for part, values in first.pieces], **given)
             if op is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(first.shape):
-                return first._with_pieces((), **given)  # torch's staging of a checkpoint fills them in
+                return first._with_pieces((), **given)  # torch's staging of a checkpoint fills the pieces in
         raise CheckpointError(
             "the state of a sharded optimizer has no values of its own: this rank has a part of it.",
             where=f"{op}, of a state of shape {next((tuple(it.shape) for it in args if isinstance(it, cls)), '?')}",
@@ -113,8 +114,8 @@ class ShardedState(Tensor):
         return made
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
-        """Our pieces as boxes, and where their values are, in place."""
-        if self.numel() == 0:  # nobody's; that it is there must be stored all the same
+        """Returns the pieces as boxes, each with an in-place view of its values."""
+        if self.numel() == 0:  # no rank owns it, but the checkpoint must record that it exists
             box = Box(offsets=(0,) * self.dim(), sizes=tuple(self.shape), start=0)
             return [(box, torch.empty(self.shape, dtype=self.dtype, device=self.device))]
         return [
@@ -126,13 +127,13 @@ class ShardedState(Tensor):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Consolidated:
-    """All of the state of an optimizer on one rank; `mine` is None on the others."""
+    """The whole state of an optimizer on one rank; `mine` is None on the others."""
 
-    rank: int  # which has it
+    rank: int  # the rank that holds it
     mine: FullStates | None
 
     def states(self) -> FullStates:
-        """What this rank has of it; PhaseError where that is nothing."""
+        """Returns the state; raises PhaseError on a rank that does not hold it."""
         if self.mine is None:
             raise PhaseError(
                 f"the state was brought to rank {self.rank} by consolidate_state_dict(), and is asked for on another rank.",
@@ -147,7 +148,10 @@ def has_shards(states: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> ParamState:
-    """`state` with its scalars where the optimizer wants them, which a checkpoint does not know; as torch's optimizers do."""
+    """Returns `state` with scalars on the device that the optimizer expects, as torch's optimizers do when they load.
+
+    A checkpoint does not record that device.
+    """
     is_on_device = group.get("capturable") or group.get("fused")
     return {
         key: value.to(param.device) if is_on_device and key in OF_THE_WHOLE and isinstance(value, Tensor) else value
@@ -156,10 +160,10 @@ def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mappin
 
 
 def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:
-    """The state of `part` alone: of whole tensors, or of sharded ones that have it. Copies, of the dtype of our own.
+    """Returns copies of the state of `part`, cut from whole tensors or from shards that contain it, in Undertow's dtypes.
 
-    A `master` that is no wider than the parameter has been in a plain optimizer, which narrows it and leaves it behind while
-    it updates the parameter: it is left out.
+    A `master` that is no wider than the parameter is left out. It went through a plain optimizer, which narrows it and then does
+    not update it along with the parameter.
     """
     return {
         key: _part_of(key, value, part, param)
@@ -169,7 +173,7 @@ def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> 
 
 
 def states_without_elements(params: Iterable[Tensor], state_of: Callable[[Tensor], ParamState]) -> FullStates:
-    """Of parameters that have no elements, and so no owner: what plain optimizers keep even of them."""
+    """Returns the state of parameters without elements: no rank owns them, but plain optimizers keep state for them too."""
     return {
         param: {
             key: _empty_like(param, value.dtype) if isinstance(value, Tensor) and value.dim() else value
@@ -183,9 +187,9 @@ def states_without_elements(params: Iterable[Tensor], state_of: Callable[[Tensor
 def full_states(
     sharding: Sharding, mine: Mapping[ShardPart, ParamState], *, keeps: bool = True, device: torch.device | None = None
 ) -> FullStates:
-    """The whole state of every parameter that has one on some rank; a collective call. Tensors are new, of its shape.
+    """Gathers the whole state of every parameter that has state on some rank, as new tensors of its shape; a collective call.
 
-    They are on `device`, or on the parameters' own. A rank that `keeps` nothing brings its part, and returns nothing.
+    They are on `device`, or on the parameters' devices if None. A rank with `keeps=False` contributes and returns nothing.
     """
     described = _agreed_descriptions(sharding, mine)
     found: FullStates = {}
@@ -230,13 +234,13 @@ def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
 
 
 def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> dict[int, dict[str, list[Any]]]:
-    """What each parameter's state has, by the parameter's index and then by name, from all ranks together."""
+    """Describes each parameter's state entries, by parameter index and then by key, combined from all ranks."""
     own = {part.param: {key: _description(value) for key, value in state.items()} for part, state in mine.items() if state}
     if sharding.group.num_ranks == 1:
         return own
     found: dict[int, dict[str, list[Any]]] = {}
     with sharding.group.gathering_state():
-        of_ranks = gather_json(sharding.group, json.dumps(own).encode(), waits_for="")  # which has its name
+        of_ranks = gather_json(sharding.group, json.dumps(own).encode(), waits_for="")  # the wait is named inside
     for of_rank in of_ranks:
         found |= {int(index): described for index, described in of_rank.items()}
     return dict(sorted(found.items()))
@@ -253,7 +257,7 @@ def _scalar(description: list[Any], param: Tensor) -> Any:
     if description[0] == _VALUE:
         return description[1]
     _, dtype, value, device = description
-    # Where another rank has it on its own GPU, it is on ours here.
+    # A tensor on another rank's GPU belongs on this rank's GPU here.
     return torch.tensor(value, dtype=getattr(torch, dtype), device=param.device if param.device.type == device else device)
 
 

@@ -1,1 +1,1 @@
-"""Process groups of our own, collectives, and what ranks agree on."""
+"""Undertow's process groups, collectives, and agreements between ranks."""

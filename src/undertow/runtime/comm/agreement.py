@@ -1,4 +1,4 @@
-"""What ranks tell each other in full: bytes of each, and whether all have the same settings, parameters and other tensors."""
+"""Full messages between ranks: bytes from each, and the check that settings, parameters and buffers are the same on all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMPARISON = "the comparison of all ranks' parameters"
 
 
 def gather_bytes(group: OwnGroup, payload: bytes, *, waits_for: str = _COMPARISON) -> list[bytes]:
-    """What every rank has given, in rank order; nothing is unpickled. Reports call it `waits_for`."""
+    """Gathers the bytes of every rank, in rank order, without unpickling; reports name the wait `waits_for`."""
     sizes = _all_gather(group, torch.tensor([len(payload)], dtype=torch.int64), waits_for=waits_for)
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(max(1, longest), dtype=torch.uint8)
@@ -34,7 +34,7 @@ def gather_bytes(group: OwnGroup, payload: bytes, *, waits_for: str = _COMPARISO
 
 
 def gather_json(group: OwnGroup, text: bytes, *, waits_for: str = _COMPARISON) -> list[Any]:
-    """What every rank has given as JSON, in rank order. Desync, on every rank, where one has given anything else."""
+    """Gathers the JSON of every rank, in rank order; raises Desync on every rank if one sent something else."""
     found = []
     for rank, received in enumerate(gather_bytes(group, text, waits_for=waits_for)):
         try:
@@ -49,7 +49,7 @@ def gather_json(group: OwnGroup, text: bytes, *, waits_for: str = _COMPARISON) -
 
 
 def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
-    """What must be the same on every rank beside parameters and settings."""
+    """Returns what must match on every rank besides parameters and settings."""
     return {
         "torch": str(torch.__version__),
         "undertow": __version__,
@@ -60,7 +60,7 @@ def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
 
 
 class Agreement:
-    """A comparison of all ranks' settings, parameters and other tensors, under way; a collective call."""
+    """A running comparison of all ranks' settings, parameters and other tensors; a collective call."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class Agreement:
             self._work = started(dist.all_gather(self._digests, mine, group=group.process_group, async_op=True))
 
     def is_reached(self) -> bool:
-        """Whether all ranks have given the same; waits."""
+        """Waits, and returns True if all ranks have the same."""
         with self._group.waiting(_COMPARISON):
             self._group.complete(self._work)
         return all(torch.equal(digest, self._digests[0]) for digest in self._digests)
 
     def require(self) -> None:
-        """Returns where all ranks have given the same; else PlanMismatch on every one of them."""
+        """Waits, and raises PlanMismatch on every rank if ranks differ."""
         if self.is_reached():
             return
         digests = [bytes(digest.tolist()) for digest in self._digests]
@@ -126,7 +126,7 @@ def _tensor_difference(first: Sequence[dict[str, Any]], second: Sequence[dict[st
             continue
         if mine is None or theirs is None or mine["name"] != theirs["name"]:
             return f"{kind} {index} is {_named(mine)} on rank 0 and {_named(theirs)} on rank {rank}"
-        # The shape first: the others, such as the axes in memory, follow from it.
+        # The shape first: other fields, such as the order of axes in memory, follow from it.
         field = next(key for key in ("shape", *mine, *theirs) if mine.get(key) != theirs.get(key))
         text = f"{field} of {kind} {index} ({mine['name']!r}) is {mine.get(field)}"
         return f"{text} on rank 0 and {theirs.get(field)} on rank {rank}"

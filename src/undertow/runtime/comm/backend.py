@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather and an all-reduce with an order, made of the backend's own collectives, such as NCCL's."""
+"""Reduce-scatter, all-gather and an ordered all-reduce, built from the backend's own collectives, such as NCCL's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from undertow.runtime.torch_private import private
 def exchanges_over(
     group: OwnGroup, *, in_order: bool, divisor: float | None = None, wire: torch.dtype | None = None
 ) -> Collectives:
-    """The quickest exchanges for the group's backend; `in_order` has what they reduce added up in rank order.
+    """Returns the fastest exchanges for the group's backend; with `in_order`, reductions add in rank order.
 
-    `divisor` is that of means, if not the number of ranks. What is reduced travels in `wire`, if that is narrower.
+    `divisor` is the divisor of means, by default the number of ranks. Reductions are sent in `wire` if that is narrower.
     """
     if group.is_over_gloo:
         if group.device.type != "cpu":
@@ -36,7 +36,7 @@ def exchanges_over(
 
 
 class BackendCollectives:
-    """Exchanges by collectives. In order, ranks exchange their parts and each adds them up itself."""
+    """Exchanges by collectives. With `in_order`, ranks exchange their parts, and each rank adds its part itself."""
 
     may_differ_in_order = False
 
@@ -47,14 +47,15 @@ class BackendCollectives:
         self.divides_first = not in_order
         self._divisor = group.num_ranks if divisor is None else divisor
         self._rows = group.user.row_places
-        self._behind: torch.cuda.Stream | None = None  # on which one collective waits for another, and the host for none
+        # A stream on which one collective waits for another, so that the host waits for neither.
+        self._behind: torch.cuda.Stream | None = None
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
         with torch.no_grad():
             pack()
         num_ranks, pg = self.group.num_ranks, self.group.process_group
         values = storage[: num_ranks * shard.numel()]
-        # Which the backend adds up in 16 bits, for which the sum may be too large.
+        # The backend would add these values in 16 bits, and their sum may overflow.
         is_divided = self.divides_first and travels_narrower(storage.dtype, self._wire)
         parts = cast_for_wire(values.div(self._divisor) if is_divided else values, self._wire)
         own_trailer = storage[trailer.start : trailer.stop]
@@ -72,7 +73,7 @@ class BackendCollectives:
             add_up()
             if self._divisor != 1 and not is_divided:
                 shard.div_(self._divisor)
-            _used_here(parts)  # held until now: NCCL reads it
+            _used_here(parts)  # held until now, because NCCL reads it
 
         return _NativeExchange([work, started(dist.all_reduce(own_trailer, group=pg, async_op=True))], finish)
 
@@ -83,7 +84,7 @@ class BackendCollectives:
         padded[: narrow.numel()].copy_(narrow)
         total = torch.empty(padded.numel() // num_ranks, dtype=accumulation_dtype(narrow.dtype), device=narrow.device)
         work, add_up = self._exchanged(padded, into=total)
-        # In one piece, unlike the others: the second half starts on the stream, behind the first.
+        # Unlike the others, this handle covers both halves: the second one starts on the stream after the first.
         work.wait()
         add_up()
         own = total.div_(self._divisor).to(padded.dtype)
@@ -91,7 +92,7 @@ class BackendCollectives:
 
         def finish() -> None:
             tensor.copy_(_used_here(padded)[: tensor.numel()])
-            _used_here(own)  # held until now: NCCL reads it
+            _used_here(own)  # held until now, because NCCL reads it
 
         return _NativeExchange([gathering], finish)
 
@@ -113,10 +114,10 @@ class BackendCollectives:
         return _NativeExchange([private.all_gather_async(flat, own, self.group.process_group)], then)
 
     def close(self) -> None:
-        """Nothing of ours is left behind."""
+        """Does nothing: there is nothing to close."""
 
     def _stream_behind(self, tensor: Tensor) -> AbstractContextManager[object]:
-        """Where to wait for a collective without keeping the computation."""
+        """Returns the context to wait for a collective in, without blocking the compute stream."""
         if tensor.device.type != "cuda":
             return nullcontext()
         if self._behind is None:
@@ -130,16 +131,16 @@ class BackendCollectives:
 
         def add_up() -> None:
             sum_in_order([_used_here(row) for row in rows], into=into, rows=self._rows)
-            _used_here(parts)  # held until now: NCCL reads it
+            _used_here(parts)  # held until now, because NCCL reads it
 
         return started(work), add_up
 
 
 class _NativeExchange:
-    """A handle of collectives, and of what is to be done with what they bring.
+    """A handle of collectives, and of the work that follows them.
 
-    `finish` holds what they read. A backend lets go of it as soon as any stream waits for the collective, such as that of a
-    clock: the memory would be written again by a stream that has not waited.
+    `finish` holds the collectives' inputs. A backend releases them as soon as any stream, such as a clock's, waits for the
+    collective; a stream that has not waited could then overwrite the memory.
     """
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
@@ -148,7 +149,7 @@ class _NativeExchange:
         self._callbacks: list[Callable[[object], None]] = []
 
     def wait(self) -> None:
-        """Returns when it is complete; on CUDA when the current stream waits for it."""
+        """Waits until it is complete; on CUDA, makes the current stream wait."""
         finish, self._finish = self._finish, None
         if finish is None:
             return
@@ -163,12 +164,12 @@ class _NativeExchange:
         return self._finish is None
 
     def block_stream(self) -> None:
-        """Makes the current CUDA stream wait for the collectives; `wait` is still to be called."""
+        """Makes the current CUDA stream wait for the collectives; `wait` must still be called."""
         for work in self.works:
             work.wait()
 
     def on_done(self, callback: Callable[[object], None]) -> None:
-        """Calls `callback` when somebody has waited, or now if that was so before."""
+        """Calls `callback` after the first wait, or now if there was one."""
         if self._finish is None:
             callback(None)
         else:
@@ -176,7 +177,7 @@ class _NativeExchange:
 
 
 def _used_here(tensor: Tensor) -> Tensor:
-    """Its memory goes to nobody else before the current stream is through with it, which may be another one than its own."""
+    """Keeps the tensor's memory until the current stream, which may differ from the one it was allocated on, is done with it."""
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream())
     return tensor

@@ -1,4 +1,4 @@
-"""Buffers follow a rank or become the mean over ranks; parameters follow a rank."""
+"""Copies buffers from one rank or averages them over ranks; copies parameters from one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Item = TypeVar("_Item")
 class BufferOwner:
     """A place in the model where a buffer is registered; a shared buffer has several."""
 
-    buffers: dict[str, Tensor | None]  # a module's own
+    buffers: dict[str, Tensor | None]  # of one module
     name: str
 
     def get(self) -> Tensor | None:
@@ -36,13 +36,13 @@ class BufferOwner:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A buffer, and all places where it is registered: it travels once, and stays shared."""
+    """A buffer and all places where it is registered. It is sent once and stays shared."""
 
     tensor: Tensor
     owners: Sequence[BufferOwner]
 
     def now(self) -> _Shared:
-        """The buffer that is there by now; the earlier one where that is of another kind, or gone."""
+        """Returns the current buffer, or the earlier one if the current one has another shape or dtype, or is gone."""
         tensor = self.owners[0].get()
         if tensor is self.tensor or tensor is None:  # the usual case: called for every buffer in every forward
             return self
@@ -56,15 +56,15 @@ class _Shared:
 
 
 class CommonBuffers:
-    """The buffers that every rank has, as they were when the ranks compared what they have.
+    """The buffers that every rank has, as of the ranks' last comparison.
 
-    These travel and no others, whatever has become of a rank's module since: else ranks would wait for each other for
-    ever, or take one buffer for another. A buffer that was added since is left alone, and for one that has another shape
-    or dtype by now its last tensor travels, until all ranks have other buffers and compare them.
+    Only these are sent, whatever has changed in a rank's module since. Otherwise ranks would wait for each other forever or
+    confuse two buffers. A buffer that was added later is left alone. If a buffer's shape or dtype has changed, its last tensor is
+    sent, until all ranks have new buffers and compare them.
     """
 
     def __init__(self, owners: Sequence[BufferOwner], tables: Sequence[dict[str, Tensor | None]] = ()) -> None:
-        """`owners` are all places of buffers to synchronize, `tables` those of all modules, which may get more."""
+        """`owners` are all places of buffers to synchronize; `tables` are the buffer tables of all modules, which may grow."""
         places: dict[Tensor, list[BufferOwner]] = defaultdict(list)  # tensors are keys by identity
         for owner in owners:
             tensor = owner.get()
@@ -76,11 +76,11 @@ class CommonBuffers:
         self._known = self._kinds()
 
     def are_others(self) -> bool:
-        """Whether the buffers are others by now, in number or kind, than when this was last accepted."""
+        """True if the number or kind of the buffers has changed since they were last accepted."""
         return self._kinds() != self._known
 
     def accept(self) -> None:
-        """Has what is there now not count as other buffers, though it does not travel."""
+        """Accepts the current buffers as unchanged, although the new ones are not sent."""
         self._known = self._kinds()
 
     def _kinds(self) -> tuple[list[int], list[object]]:
@@ -100,16 +100,16 @@ class CommonBuffers:
 def broadcast_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0) -> None:
     """Gives every buffer the value that rank `source` of the group has.
 
-    A buffer that changes becomes a new tensor: autograd may have saved the old one for a backward that is still to
-    come, and would use whatever was written into it.
+    A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending backward, which would use
+    whatever was written into it.
     """
     _follow(common.now(), group, source)
 
 
 def average_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0) -> None:
-    """Floating-point and complex buffers become their mean over ranks, others (counters, flags) follow rank `source`.
+    """Averages floating-point and complex buffers over ranks; others (counters, flags) take the value of rank `source`.
 
-    One that changes becomes a new tensor, as in `broadcast_buffers`, here on every rank.
+    A buffer that changes becomes a new tensor, as in `broadcast_buffers`, here on every rank.
     """
     buffers = common.now()
     for chunk in _chunks([buffer for buffer in buffers if _has_mean(buffer.tensor)], _tensor_of):
@@ -118,13 +118,13 @@ def average_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0) 
 
 
 def broadcast_in_place(tensors: Sequence[Tensor], group: OwnGroup, *, source: int = 0) -> None:
-    """Writes the values of rank `source` into `tensors`: for parameters, which stay the same tensors for ever."""
+    """Writes the values of rank `source` into `tensors`; used for parameters, which must stay the same tensors."""
     for chunk in _chunks(tensors, _itself):
         _Sent(chunk, group, source).write()
 
 
 def send_in_place(tensors: Sequence[Tensor], group: OwnGroup) -> Callable[[], None]:
-    """Starts what `broadcast_in_place` does, from rank 0; what it returns waits and writes."""
+    """Starts `broadcast_in_place` from rank 0; the returned function waits and writes the values."""
     on_their_way = [_Sent(chunk, group, 0) for chunk in _chunks(tensors, _itself)]
 
     def write() -> None:
@@ -135,20 +135,20 @@ def send_in_place(tensors: Sequence[Tensor], group: OwnGroup) -> Callable[[], No
 
 
 class _Sent:
-    """The values that rank `source` has in `tensors`, of one dtype and device, on their way."""
+    """Values of rank `source` in flight, from `tensors` of one dtype and device."""
 
     def __init__(self, tensors: Sequence[Tensor], group: OwnGroup, source: int) -> None:
         self._tensors = tensors
         self._is_source = group.rank == source
         self._flat = _flat(tensors)
-        # Bytes travel, so that every dtype can, also those that the backend knows nothing of.
+        # Sent as bytes, so that every dtype works, including ones that the backend does not support.
         payload = self._flat.view(torch.uint8)
         self._group = group
         with group.waiting():
             self._work = started(dist.broadcast(payload, group=group.process_group, group_src=source, async_op=True))
 
     def values(self) -> list[Tensor] | None:
-        """What the source has; None on the source itself."""
+        """Returns the source's values, or None on the source itself."""
         with self._group.waiting("parameters or buffers of another rank"):
             self._group.complete(self._work)
         return None if self._is_source else _parts(self._flat, self._tensors)
@@ -164,8 +164,8 @@ def _has_mean(buffer: Tensor) -> bool:
 
 
 def _follow(buffers: Sequence[_Shared], group: OwnGroup, source: int) -> None:
-    # Several are sent before one is waited for: the forward stands still meanwhile, and a model with counters among its buffers
-    # pays one latency in place of two. No more, for each is a copy.
+    # Two broadcasts are in flight at a time: the forward is blocked meanwhile, and a model with counters among its buffers pays
+    # one latency instead of two. More would cost memory, because each is a copy.
     on_their_way: deque[tuple[list[_Shared], _Sent]] = deque()
     for chunk in _chunks(buffers, _tensor_of):
         if len(on_their_way) == _MOST_ON_THEIR_WAY:
@@ -181,9 +181,9 @@ def _arrive(chunk: Sequence[_Shared], sent: _Sent) -> None:
 
 
 def _replace(chunk: Sequence[_Shared], values: Sequence[Tensor]) -> None:
-    """Puts new tensors with these values where the buffers of `chunk` are."""
-    # On the host a buffer that does not change stays the same tensor, for whoever holds it. On a device the comparison
-    # would make the host wait, for every buffer of every forward: there all are replaced.
+    """Replaces the buffers of `chunk` by new tensors with these values."""
+    # On the host, an unchanged buffer stays the same tensor, for code that holds a reference. On a device, the comparison would
+    # block the host for every buffer of every forward, so all buffers are replaced.
     changed = [
         (buffer, value)
         for buffer, value in zip(chunk, values, strict=True)
@@ -191,7 +191,7 @@ def _replace(chunk: Sequence[_Shared], values: Sequence[Tensor]) -> None:
     ]
     if not changed:
         return
-    # Tensors of their own, not parts of the chunk: it must not live on because one small buffer of it does.
+    # Separate tensors, not views of the chunk: a small buffer must not keep the whole chunk alive.
     new = [torch.empty_like(buffer.tensor) for buffer, _ in changed]
     private.copy_each(new, [value for _, value in changed])
     for (buffer, _), own in zip(changed, new, strict=True):
@@ -199,10 +199,10 @@ def _replace(chunk: Sequence[_Shared], values: Sequence[Tensor]) -> None:
 
 
 def _means(chunk: Sequence[Tensor], group: OwnGroup) -> list[Tensor]:
-    """The means over ranks of the tensors of `chunk`."""
-    # A wider dtype, because buffers are averaged anew in every step: what is the same on every rank, such as a table of
-    # constants, comes back to the bit, where rounding in its own dtype would move it. Divided before the sum, which then
-    # cannot overflow either, as that of masks filled with the lowest number would. Buffers are small; the bytes are too.
+    """Returns the means of the tensors of `chunk` over ranks."""
+    # Buffers are averaged again in every step. In a wider dtype, values that are the same on every rank, such as tables of
+    # constants, come back bit-identical; rounding in their own dtype would change them. Dividing before the sum also avoids
+    # overflow, for example of masks filled with the lowest number. Buffers are small, so the extra bytes do not matter.
     flat = _flat(chunk)
     wide = flat.to(_wider(flat.dtype)).div_(group.num_ranks)
     with group.waiting("the mean of buffers"):
@@ -222,13 +222,13 @@ def _flat(chunk: Sequence[Tensor]) -> Tensor:
 
 
 def _parts(flat: Tensor, chunk: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `flat` of the shapes of the tensors that it was made of."""
+    """Returns views of `flat` with the shapes of the tensors that it was made of."""
     parts = torch.split(flat, [tensor.numel() for tensor in chunk])
     return [part.view(tensor.shape) for part, tensor in zip(parts, chunk, strict=True)]
 
 
 def _chunks(items: Sequence[_Item], tensor_of: Callable[[_Item], Tensor]) -> Iterator[list[_Item]]:
-    """Tensors, or what has one, in their order, of one dtype and device each; all ranks cut alike."""
+    """Splits items, in order, into chunks of one dtype and device; all ranks split alike."""
     open_chunks: dict[tuple[torch.dtype, torch.device], list[_Item]] = defaultdict(list)
     sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
     for item in items:

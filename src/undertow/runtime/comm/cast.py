@@ -1,4 +1,4 @@
-"""Values that travel narrower than they are."""
+"""Casts to a narrower dtype for the wire, and back."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from undertow.runtime.comm.handles import Handle
 
 
 def wire_dtype_named(name: str | None) -> torch.dtype | None:
-    """That of SyncConfig.wire_dtype."""
+    """Returns the dtype of SyncConfig.wire_dtype."""
     return None if name is None else getattr(torch, name)
 
 
 def travels_narrower(dtype: torch.dtype, wire: torch.dtype | None) -> bool:
-    """Whether values of `dtype` are cast for the wire: real numbers of more bytes."""
+    """Returns True if values of `dtype` are cast for the wire: real numbers with more bytes than `wire`."""
     return wire is not None and dtype.is_floating_point and dtype.itemsize > wire.itemsize
 
 
 def cast_for_wire(tensor: Tensor, wire: torch.dtype | None) -> Tensor:
-    """`tensor` as it travels: itself, or a copy in `wire`."""
+    """Returns `tensor`, or a copy of it in `wire` if that is narrower."""
     return tensor.to(wire) if travels_narrower(tensor.dtype, wire) and not tensor.is_sparse else tensor
 
 
 class CastBack:
-    """A reduction of a narrower copy, which `wait` brings back into what it is a copy of."""
+    """A reduction of a narrower copy; `wait` writes the result back to the original."""
 
     def __init__(self, handle: Handle, narrow: Tensor, *, into: Tensor) -> None:
         self._handle = handle

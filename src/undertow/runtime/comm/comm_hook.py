@@ -1,4 +1,4 @@
-"""The user's own reduction: a communication hook as torch's DistributedDataParallel takes it."""
+"""The user's own reduction: a communication hook in the form that torch's DistributedDataParallel accepts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from undertow.runtime.peers.worker import Worker
 
 
 class HookedBucket:
-    """A bucket as hooks see it: the methods of `torch.distributed.GradBucket`, which Python cannot make."""
+    """A bucket as hooks see it, with the methods of `torch.distributed.GradBucket`, which Python cannot construct."""
 
     def __init__(self, index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> None:
         self._index = index
@@ -31,15 +31,18 @@ class HookedBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Place of the bucket in the order in which buckets leave."""
+        """Returns the position of the bucket in the order of launches."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """The gradients one behind the other, [numel]; without padding or trailer."""
+        """Returns the gradients one after another, [numel], without padding and trailer."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """A view of the buffer for each parameter, of its shape; contiguous, as torch has them, whatever its strides."""
+        """Returns a view of the buffer for each parameter, of its shape.
+
+        Views are contiguous, as in torch, whatever the strides of the parameter.
+        """
         if self._buffer.is_sparse:
             return [self._buffer]
         pieces = torch.split(self._buffer, [param.numel() for param in self._parameters])
@@ -49,16 +52,16 @@ class HookedBucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether this bucket is the last one of the step."""
+        """Returns True if this bucket is the last one of the step."""
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replaces the buffer, of which `gradients` are views from then on; the result is what the hook's future holds."""
+        """Replaces the buffer and makes `gradients` views of it; the result is still the value of the hook's future."""
         self._buffer = tensor
 
 
 class CommHook:
-    """`hook(state, bucket)`, which returns a future of the reduced buffer. ConfigError if torch would refuse it."""
+    """The user's `hook(state, bucket)`, which returns a future of the reduced buffer; ConfigError if torch would refuse it."""
 
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
         _check_signature(hook)
@@ -69,17 +72,17 @@ class CommHook:
         self._calls = _Calls()
 
     def begin_round(self) -> None:
-        """Calls of an earlier round that have failed count no more."""
+        """Forgets failed calls of earlier synchronizations."""
         self._calls = _Calls()
 
     def start(self, bucket: HookedBucket, group: OwnGroup) -> HookHandle | ThreadHandle:
-        """Calls the hook; what its future holds at the end is written into the bucket's buffer.
+        """Calls the hook; the value of its future is written into the bucket's buffer at the end.
 
-        `group` is that of the model: where one of its ranks is gone nobody waits for the hook.
+        `group` is the model's: if one of its ranks is gone, the wait for the hook ends.
 
-        On the host in a thread, one bucket after another: some hooks, such as PowerSGD, start collectives in callbacks of
-        their futures, which run whenever others are complete, on every rank in another order. On a device callbacks run at
-        once.
+        On the host, hooks run in a thread, one bucket after another. Some hooks, such as PowerSGD, start collectives in callbacks
+        of their futures; those run when other collectives complete, in a different order on every rank. On a device, callbacks
+        run immediately.
         """
         if bucket.buffer().device.type != "cpu":
             return self.call(bucket)
@@ -90,12 +93,12 @@ class CommHook:
         return queued
 
     def close(self) -> None:
-        """Lets go of the thread, which ends when it has done what was started for the last hook that has it."""
+        """Releases the thread; it ends after the pending calls of the last hook that uses it."""
         self._thread = None
 
     @torch.no_grad()
     def call(self, bucket: HookedBucket) -> HookHandle:
-        """The same, in this thread."""
+        """Calls the hook in this thread."""
         target = bucket.buffer()
         future = self._hook(self._state, bucket)
         require_future(future, where=f"{self.name}, bucket {bucket.index()}")
@@ -107,8 +110,8 @@ def name_of(hook: Callable[..., Any]) -> str:
 
 
 def require_future(returned: object, *, where: str) -> None:
-    """WrongType for anything else that a hook has returned."""
-    if not isinstance(returned, torch._C.Future):  # of which torch.futures.Future is a subclass
+    """Raises WrongType unless a hook has returned a future."""
+    if not isinstance(returned, torch._C.Future):  # the base class of torch.futures.Future
         raise WrongType(
             f"expected the communication hook to return a torch.futures.Future, got {type(returned).__name__}.",
             where=where,
@@ -126,7 +129,7 @@ class HookHandle:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Returns when the result is in the bucket (on CUDA: when the current stream will have it there)."""
+        """Waits until the result is in the bucket (on CUDA: makes the current stream wait)."""
         result = self._future.wait()
         if isinstance(result, list | tuple) and len(result) == 1:
             (result,) = result
@@ -154,7 +157,10 @@ class HookHandle:
 
 @dataclass(slots=True)
 class _Calls:
-    """The calls of a round: behind one that has failed no other one is made, for what it sends would meet the failed one's."""
+    """The calls of one synchronization; after a failed call there are no more.
+
+    On other ranks, their messages would pair with the failed call's.
+    """
 
     failure: BaseException | None = None
 
@@ -167,7 +173,7 @@ class ThreadHandle(FutureHandle):
         self._calls = calls
 
     def run(self, call: Callable[[], HookHandle]) -> None:
-        """Calls the hook, and waits for what it has started; whoever waits for us learns of an error."""
+        """Calls the hook and waits for its result; an error is passed to `wait`."""
         try:
             if self._calls.failure is not None:
                 raise self._calls.failure
@@ -180,7 +186,7 @@ class ThreadHandle(FutureHandle):
 
 
 class _Calling:
-    """A thread in which hooks of some models are called."""
+    """A thread that calls the hooks of some models."""
 
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[OwnGroup] = weakref.WeakSet()
@@ -188,20 +194,20 @@ class _Calling:
 
 
 def _thread_beside_this_one() -> _Calling:
-    """One for the hooks of all models that train in this thread: they may send over one group, and so in one order."""
-    key = os.getpid(), threading.get_ident()  # a child process has nothing of its parent's but the name
+    """Returns the thread for the hooks of all models that train in this thread, which may share a group and so need one order."""
+    key = os.getpid(), threading.get_ident()  # a child process has none of its parent's threads, only the same ids
     thread = _threads.get(key)
-    if thread is None or any(group.is_broken for group in thread.groups):  # in which it may be stuck
+    if thread is None or any(group.is_broken for group in thread.groups):  # the thread may be stuck in a broken group
         thread = _threads[key] = _Calling()
     return thread
 
 
-# Held by the hooks: a worker that is gone has its thread end.
+# Hooks hold the workers: when the last reference is gone, the worker's thread ends.
 _threads: weakref.WeakValueDictionary[tuple[int, int], _Calling] = weakref.WeakValueDictionary()
 
 
 def no_second_hook(earlier: CommHook | None) -> PhaseError:
-    """The error where a hook is registered in a backward, or `earlier` was before."""
+    """Returns the error for a hook registered inside a backward, or after an `earlier` one."""
     return PhaseError(
         "register_comm_hook can only be called once, and not within a backward.",
         where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
@@ -210,7 +216,7 @@ def no_second_hook(earlier: CommHook | None) -> PhaseError:
 
 
 def no_hook_with_wire_dtype(wire: torch.dtype) -> ConfigError:
-    """The error where gradients are to travel in that dtype by the settings, or by what torch's mixed_precision asks for."""
+    """Returns the error for a hook combined with a wire dtype, from the settings or from torch's mixed_precision."""
     return ConfigError(
         f"a communication hook decides in which dtype gradients travel, and they are to travel in {wire}.",
         where="register_comm_hook, with wire_dtype=... or mixed_precision=...",
@@ -219,7 +225,7 @@ def no_hook_with_wire_dtype(wire: torch.dtype) -> ConfigError:
 
 
 def _check_signature(hook: object) -> None:
-    """What torch demands of a hook, in its words."""
+    """Checks the signature as torch does, with torch's messages."""
     if not callable(hook):
         raise WrongType(
             f"Communication hook must be callable, got {type(hook).__name__}.",
@@ -247,5 +253,5 @@ def _check_signature(hook: object) -> None:
 
 
 def _is_same_text(annotation: object, text: str) -> bool:
-    """Annotations are text under `from __future__ import annotations`, with whatever prefix the file imports."""
+    """Compares annotations under `from __future__ import annotations`, which are text with the file's own prefix."""
     return isinstance(annotation, str) and text.split(".")[-1].rstrip("]") in annotation

@@ -1,4 +1,4 @@
-"""Process groups of our own."""
+"""Undertow's process groups, which are clones of the user's."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from undertow.runtime.peers.worker import Worker
 from undertow.runtime.torch_private import private
 
 _Result = TypeVar("_Result")
-# Backends that divide inside the collective; for others we divide before a sum.
+# Backends that divide inside the collective; for others, gradients are divided before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 _BACKENDS_OVER_GLOO = ("gloo", "emulated")
 
 
 @dataclass(frozen=True)
 class GroupRef:
-    """A process group of the user's, as far as another one like it can be made from this; it can be pickled.
+    """A description of a process group of the user's, from which a clone can be made; it can be pickled.
 
-    The group itself is held weakly, for torch.distributed owns it: a process whose groups are held by somebody else when
-    they are destroyed may abort at exit.
+    The group itself is referenced weakly, because torch.distributed owns it: a process may abort at exit if other code holds a
+    group when it is destroyed.
     """
 
-    ranks: tuple[int, ...]  # in the world
-    backend: str  # as torch.distributed takes it: "gloo", or one for each type of device, "cpu:gloo,cuda:nccl"
+    ranks: tuple[int, ...]  # ranks of the world
+    backend: str  # as torch.distributed takes it: "gloo", or a backend for each device type, "cpu:gloo,cuda:nccl"
     timeout: timedelta | None
     held: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
-    # Of a mesh of two dimensions: ranks with shards of one another; a row for each replica.
+    # For a two-dimensional mesh: one row for each replica, with the ranks that share its shards.
     rows: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupRef:
         ranks = tuple(dist.get_process_group_ranks(group))
         backend: str = dist.get_backend(group)
-        if backend == dist.Backend.UNDEFINED:  # init_process_group() was left to choose
+        if backend == dist.Backend.UNDEFINED:  # init_process_group() chose the backend
             backend = dist.get_backend_config(group)
         return cls(ranks, backend, private.timeout_of(group), weakref.ref(group))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The user's group itself; None where it is gone, or was not pickled with us."""
+        """Returns the user's group, or None if it is gone or this is an unpickled copy."""
         group = None if self.held is None else self.held()
         if group is None and dist.is_initialized() and self.ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
@@ -64,7 +64,7 @@ class GroupRef:
 
     @property
     def rank(self) -> int:
-        """This process's place in the group. ConfigError where a copy was loaded in a process that has none."""
+        """This process's rank in the group; ConfigError if a copy was loaded in a process that is not a member."""
         if not dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is not initialized.",
@@ -81,33 +81,33 @@ class GroupRef:
 
     @property
     def row_places(self) -> tuple[tuple[int, ...], ...]:
-        """The rows with the places of their ranks in the group."""
+        """The rows, with ranks of the group instead of the world."""
         return tuple(tuple(map(self.ranks.index, row)) for row in self.rows)
 
     @property
     def inside(self) -> GroupRef:
-        """The ranks that have shards of one another, this process among them."""
+        """Returns the group of ranks that hold the other shards of this replica, this process included."""
         row = next((row for row in self.rows if dist.get_rank() in row), self.ranks)
         return GroupRef(row, self.backend, self.timeout)
 
     @property
     def across(self) -> GroupRef | None:
-        """The ranks that have the same shard as this process; None where no rank has the same."""
+        """Returns the group of ranks that hold the same shard as this process, or None if there is no other."""
         column = next((column for column in zip(*self.rows, strict=True) if dist.get_rank() in column), None)
         return None if column is None else GroupRef(tuple(sorted(column)), self.backend, self.timeout)
 
     @property
     def can_average(self) -> bool:
-        """Whether a collective can divide."""
+        """True if a collective can divide."""
         return any(name in self.backend for name in _BACKENDS_WITH_AVERAGE)
 
     def backend_for(self, device: torch.device) -> str:
-        """The backend that carries tensors of that device."""
+        """Returns the backend that transfers tensors of that device."""
         by_type = dict(pair.split(":", 1) for pair in self.backend.split(",") if ":" in pair)
         return by_type.get(device.type, self.backend)
 
     def clone(self) -> dist.ProcessGroup:
-        """A new group of the same ranks; a collective call."""
+        """Creates a new group of the same ranks; a collective call."""
         return private.new_group(self.ranks, self.backend, self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,10 +118,10 @@ class GroupRef:
 
 
 class OwnGroup:
-    """A clone of the user's process group: our collectives never interleave with the user's own.
+    """A clone of the user's process group, so that Undertow's collectives never interleave with the user's own.
 
-    It is made by `open`, and held weakly for the reason that `GroupRef` gives. One whose ranks are some of those of the group
-    that it is `within`, or all of them, has their faults: whoever waits over either wakes up.
+    `open` creates it. It is referenced weakly, for the reason given in `GroupRef`. A group may be `within` another one that has
+    all its ranks; then the two share faults, and a fault interrupts waits over either.
     """
 
     def __init__(
@@ -129,18 +129,18 @@ class OwnGroup:
     ) -> None:
         self.user = user
         self._within = within
-        self.all_meet = within is None  # before it is made, so that nobody waits there for a rank that is gone
+        self.all_meet = within is None  # before the group is made, so that no rank waits there for one that is gone
         self.rank = user.rank
         self.num_ranks = len(user.ranks)
         self.backend = user.backend_for(device)
-        self.device = device  # where small tensors of exchanges live
-        self.member: ModelMonitor | None = None  # by which we know whether the other ranks are there
+        self.device = device  # of small tensors that ranks exchange
+        self.member: ModelMonitor | None = None  # tells whether the other ranks are alive
         self.num_steps: Callable[[], int] = int
         self.is_idle: Callable[[], bool] = bool
         self.module: weakref.ref[torch.nn.Module] | None = None
-        self.hooks_use_users = False  # communication hooks, whose collectives go over the user's group
-        self.in_join = False  # which torch has go over the user's group as well
-        self._destroying = threading.RLock()  # a model that is collected here would have us destroy what we interrupt
+        self.hooks_use_users = False  # collectives of communication hooks use the user's group
+        self.in_join = False  # torch's join uses the user's group as well
+        self._destroying = threading.RLock()  # reentrant: collecting a model here may destroy the group being interrupted
         self._limits = SyncConfig() if limits is None else limits
         self._group: weakref.ref[dist.ProcessGroup] | None = None
 
@@ -149,7 +149,10 @@ class OwnGroup:
         return self._group is not None
 
     def open(self) -> None:
-        """Makes the clone; a collective call, before any other one over it. One that is `within` another comes after that."""
+        """Creates the clone; a collective call before any other over it.
+
+        A group `within` another one is opened after that one.
+        """
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
@@ -166,7 +169,10 @@ class OwnGroup:
             self._group = weakref.ref(self._made())
 
     def _made(self) -> dist.ProcessGroup:
-        """The clone. Gloo connects in a thread that is left behind where a rank is gone: it would wait for that one."""
+        """Returns the clone.
+
+        Gloo connects in a separate thread. If a rank is gone, that thread would wait forever, and it is abandoned.
+        """
         if self.backend != "gloo":
             return self.user.clone()
         made: Future[dist.ProcessGroup] = Future()
@@ -182,13 +188,13 @@ class OwnGroup:
         return member
 
     def waiting(self, what: str = "") -> Waiting:
-        """`with` it this rank waits for what other ranks bring: where one is gone, the error says so."""
+        """Context in which this rank waits for other ranks; if one is gone, the error says so."""
         return Waiting(self.member, what)
 
     def complete(self, work: dist.Work) -> None:
-        """Returns when `work` is complete (of a device: when the current stream waits for it); raises what has failed.
+        """Waits for `work` (on a device: makes the current stream wait); raises its error if it failed.
 
-        RuntimeError where it never will be, for a rank is gone.
+        Raises RuntimeError if the work cannot complete because a rank is gone.
         """
         if self.device.type != "cpu":
             work.wait()
@@ -196,21 +202,24 @@ class OwnGroup:
             raise _cut()
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Returns with the sum over ranks in `tensor`, or what else `op` makes of it."""
+        """Reduces `tensor` over ranks in place and waits for the result."""
         self.all_reduce_async(tensor, op).wait()
 
     def all_reduce_async(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> ReductionHandle:
-        """Starts the same; whoever waits for it learns where a rank is gone."""
+        """Starts to reduce `tensor` in place; waiting for the handle raises if a rank is gone."""
         return all_reduce_async(tensor, self.process_group, op, complete=self.complete)
 
     def result(self, future: Future[_Result]) -> _Result:
-        """What a thread that waits for other ranks has made of it, or what failed; RuntimeError where it never comes back."""
+        """Waits for the result of a thread that waits for other ranks; RuntimeError if the thread is stuck."""
         if not self._comes_to_an_end(lambda within_s: bool(wait([future], timeout=within_s).done)):
             raise _cut()
         return future.result()
 
     def _comes_to_an_end(self, ends: Callable[[float], bool]) -> bool:
-        """Gloo fails what is under way when it closes a connection, but for a message of which a part is in the socket."""
+        """Waits until `ends` returns True; returns False if that cannot happen.
+
+        Gloo fails operations when it closes a connection, except a partly sent message.
+        """
         is_broken = False
         while not ends(patience.LOOK_S):
             if is_broken:
@@ -219,30 +228,30 @@ class OwnGroup:
         return True
 
     def worker(self, name: str) -> Worker:
-        """A thread that waits for other ranks, and that the process does not wait for at exit where one of them is lost."""
+        """Returns a worker thread that waits for other ranks; the process does not join it at exit if one of them is lost."""
         return Worker(name, is_broken=partial(are_left, weakref.WeakSet((self,))))
 
     def places(self, mine: str) -> dict[int, str]:
-        """Where ranks stand that ask this at the same time, each in its words; of the groups of ours of one model."""
+        """Returns the positions of the ranks of this model that call this at about the same time, in their own words."""
         return {} if self.member is None else self.member.places(mine)
 
     def gathering_state(self) -> Waiting:
-        """`with` it all ranks bring what they have of an optimizer's state; where one does not come, the error says so."""
+        """Context in which all ranks contribute their optimizer state; if one does not arrive, the error says so."""
         if self.member is not None:
             self.member.gathers_state()
         return self.waiting("the state of a ShardedOptimizer, which every rank brings in state_dict()")
 
     def launching(self) -> Launching:
-        """`with` it this rank sends what other ranks expect in this order."""
+        """Context in which this rank sends messages that the other ranks expect in this order."""
         return Launching(self.member)
 
     def require_no_fault(self) -> None:
-        """Raises where another rank is gone or has failed, or this rank was too late."""
+        """Raises if another rank is gone or has failed, or if this rank was too late."""
         require_no_fault(self.member)
 
     @property
     def is_over_gloo(self) -> bool:
-        """Whether gloo carries our tensors: it posts sends and receives of the host's memory, and divides sums."""
+        """True if gloo transfers these tensors: it can send and receive host memory, and it can average."""
         return any(name in self.backend for name in _BACKENDS_OVER_GLOO)
 
     @property
@@ -260,21 +269,21 @@ class OwnGroup:
 
     @property
     def is_alive(self) -> bool:
-        """Whether torch.distributed still has the group, and every rank is there."""
+        """True if torch.distributed still has the group and every rank is alive."""
         return not self.is_broken and self._group is not None and self._group() is not None and dist.is_initialized()
 
     def trains_here(self) -> None:
-        """This thread trains: other ranks are told of an exception that ends it, and shown its stack where it is late."""
+        """Makes this the training thread: other ranks are told of an exception that ends it and shown its stack if it is late."""
         if self.member is not None:
             self.member.thread = threading.get_ident()
 
     @property
     def is_broken(self) -> bool:
-        """Whether a rank is known to be gone: the connections are closed, or are about to be."""
+        """True if a rank is known to be gone: the connections are closed or about to be."""
         return self.member is not None and self.member.known_fault is not None
 
     def close(self) -> None:
-        """Destroys the clone; does nothing if torch.distributed has done so already."""
+        """Destroys the clone unless torch.distributed has done so already."""
         _destroy(weakref.ref(self))
 
 
@@ -286,7 +295,7 @@ def _fill(future: Future[_Result], make: Callable[[], _Result]) -> None:
 
 
 def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
-    """Whether threads that wait for ranks of these groups are not waited for at exit: one may be lost, or its group is gone."""
+    """Returns True if threads waiting for these groups need not be joined at exit: a rank may be lost, or no group is left."""
     return not groups or any(group.member is None or group.is_broken for group in groups)
 
 
@@ -299,24 +308,24 @@ def _ends(work: dist.Work, within_s: float) -> bool:
     try:
         work.wait(timedelta(seconds=within_s))
     except RuntimeError:
-        if not work.is_completed():  # only the time is over
-            time.sleep(max(0.0, until_s - time.monotonic()))  # or the work cannot wait for a time
+        if not work.is_completed():  # only the time limit has passed
+            time.sleep(max(0.0, until_s - time.monotonic()))  # or the work does not support a time limit
             return False
-        work.wait()  # returns at once, or raises what has failed
+        work.wait()  # returns at once, or raises the work's error
     return True
 
 
 def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
-    """From the guard's thread."""
+    """Called from the thread that listens to other ranks."""
     own = owner()
     if own is None:
         return
-    with own._destroying:  # or the last to hold the group would be this thread, which would end it when it may not
+    with own._destroying:  # otherwise this thread might hold the last reference to the group and destroy it too early
         _break_all(own)
 
 
 def _break_all(own: OwnGroup) -> None:
-    """The group of ours, and those of the user's over which something of ours waits."""
+    """Interrupts Undertow's group and the user's groups over which it waits."""
     group = None if own._group is None else own._group()
     if group is not None and dist.is_initialized():
         users = own.user.group if own.hooks_use_users or own.in_join else None
@@ -326,7 +335,7 @@ def _break_all(own: OwnGroup) -> None:
 
 
 def _break(group: dist.ProcessGroup) -> None:
-    """Has what is under way fail, as far as it can; nobody waits for the rest when the group is destroyed."""
+    """Makes operations in flight fail, as far as possible, so that destroying the group does not wait for the rest."""
     private.interrupt(group)
     FREEING.take(group)
 
@@ -343,12 +352,12 @@ def _destroy(owner: weakref.ref[OwnGroup]) -> None:
         if group is None or not dist.is_initialized():
             return
         if member is not None and member.known_fault is not None:
-            _break(group)  # or what is under way would be waited for
+            _break(group)  # destroying would otherwise wait for operations in flight
         dist.destroy_process_group(group)
 
 
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The given group, or the default one; ConfigError, with the way out, where there is none."""
+    """Returns the given group, or the default one; raises ConfigError if there is none."""
     if process_group is not None:
         if not isinstance(process_group, dist.ProcessGroup):
             raise WrongType(

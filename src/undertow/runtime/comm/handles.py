@@ -1,4 +1,4 @@
-"""Collectives that can be waited for, polled, awaited, and timed."""
+"""Handles of collectives that can be waited for, polled, awaited, and timed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from undertow.runtime.peers.waiting import over_users
 
 
 class Handle(Protocol):
-    """Something on its way between ranks."""
+    """An exchange between ranks in flight."""
 
     def wait(self) -> None: ...
 
@@ -28,19 +28,19 @@ class Handle(Protocol):
 
 
 class ReductionHandle:
-    """A reduction on its way. Wait for it, poll it, or await it from asyncio."""
+    """A reduction in flight. Wait for it, poll it, or await it from asyncio."""
 
     def __init__(self, work: dist.Work, complete: Callable[[dist.Work], object] = dist.Work.wait) -> None:
-        """`complete` waits for the work; raises where it has failed."""
+        """`complete` waits for the work and raises if it failed."""
         self._work = work
         self._complete = complete
         self._is_waited = False
-        self.is_found_complete = False  # somebody has waited, or asked, and knows
+        self.is_found_complete = False  # set after the first wait or successful poll
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when the reduction is complete (on CUDA: when the current stream waits for it).
+        """Waits until the reduction is complete (on CUDA: makes the current stream wait).
 
-        Raises what the backend raises if it failed or did not end in time.
+        Raises the backend's error if it failed or timed out.
         """
         if self._is_waited:
             return
@@ -51,7 +51,7 @@ class ReductionHandle:
         self._is_waited = self.is_found_complete = True
 
     def block_stream(self) -> None:
-        """Makes the current CUDA stream wait for the reduction; the host goes on, and `wait` is still to be called."""
+        """Makes the current CUDA stream wait for the reduction without blocking the host; `wait` must still be called."""
         self._work.wait()
 
     def is_completed(self) -> bool:
@@ -59,9 +59,7 @@ class ReductionHandle:
         return self.is_found_complete
 
     def on_done(self, callback: Callable[[object], None]) -> None:
-        """Calls `callback`, with the backend's future, when the reduction is complete: from a thread of the backend, or
-        now if it already is.
-        """
+        """Calls `callback` with the backend's future when the reduction is complete, from a backend thread or right away."""
         self._work.get_future().add_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -81,36 +79,36 @@ class ReductionHandle:
 
 
 class Waits(Protocol):
-    """A group that knows when it is in vain to wait."""
+    """A group that knows when a wait is in vain."""
 
     def result(self, future: Future[Any]) -> Any: ...
 
 
 class FutureHandle:
-    """Something that another thread of the host completes, by what other ranks of `group` send."""
+    """A handle that another host thread completes, by messages of other ranks of `group`."""
 
     def __init__(self, group: Waits) -> None:
         self._group = group
         self._done: Future[None] = Future()
 
     def wait(self) -> None:
-        """Returns when it is complete; raises what failed, and where a rank is gone."""
+        """Waits until it is complete; raises if it failed or a rank is gone."""
         self._group.result(self._done)
 
     def is_completed(self) -> bool:
         return self._done.done()
 
     def block_stream(self) -> None:
-        """The same as `wait`: the host knows no streams."""
+        """Same as `wait`: the host has no streams."""
         self.wait()
 
     def on_done(self, callback: Callable[[object], None]) -> None:
-        """Calls `callback` when it is complete, from another thread or now."""
+        """Calls `callback` when it is complete: from another thread, or now if it already is."""
         self._done.add_done_callback(callback)
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """What torch returns where this rank is in the group, and `async_op` was asked for."""
+    """Returns the work, which torch gives if this rank is in the group and `async_op` is set."""
     assert work is not None
     return work
 
@@ -122,7 +120,10 @@ def all_reduce_async(
     *,
     complete: Callable[[dist.Work], object] | None = None,
 ) -> ReductionHandle:
-    """Starts an all-reduce of `tensor` in place; `complete` is how it is waited for, over a group of the user's if None."""
+    """Starts an all-reduce of `tensor` in place.
+
+    `complete` waits for the work; None waits as for a group of the user's.
+    """
     work = started(dist.all_reduce(tensor, op=op, group=group, async_op=True))
     return ReductionHandle(work, partial(_complete_over_users, group) if complete is None else complete)
 

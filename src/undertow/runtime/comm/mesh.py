@@ -1,4 +1,4 @@
-"""Which ranks a user means, and how they are arranged."""
+"""Chooses the ranks that a user asks for, and their arrangement."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _HOW = 'mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard
 def chosen_group(
     process_group: dist.ProcessGroup | GroupRef | None, mesh: DeviceMesh | None, strategy: str | None = None
 ) -> GroupRef:
-    """The group that users ask for by one of the two, or the default one.
+    """Returns the group that the user asks for by one of the two arguments, or the default group.
 
-    ConfigError for both, and for what does not go with the strategy.
+    Raises ConfigError if both are given, or if the choice does not fit the strategy.
     """
     if isinstance(process_group, GroupRef):
         return process_group
@@ -45,9 +45,9 @@ def chosen_group(
 
 
 def warn_of_lone_rank(process_group: object, where: str) -> None:
-    """Warns where a user gives a group of one rank in a job of several: most likely it is another group that is meant.
+    """Warns if a user gives a group of one rank in a job of several, because another group is most likely meant.
 
-    One dimension of a mesh says what it is, and is not warned of.
+    A one-dimensional mesh is explicit, so it causes no warning.
     """
     if not isinstance(process_group, dist.ProcessGroup) or process_group.size() > 1 or dist.get_world_size() == 1:
         return
@@ -63,7 +63,7 @@ def warn_of_lone_rank(process_group: object, where: str) -> None:
 
 
 def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> GroupRef:
-    """The group to go on with; ConfigError where a process group does not say what the strategy needs."""
+    """Returns a reference to the new group; ConfigError if a process group cannot express what the strategy needs."""
     if strategy == HYBRID.name:
         raise ConfigError(
             'strategy="hybrid" needs a mesh of two dimensions, got a process group.',
@@ -74,7 +74,7 @@ def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> Group
 
 
 def _arranged(mesh: DeviceMesh | None) -> GroupRef:
-    """All ranks of a mesh whose first dimension replicates and whose second shards."""
+    """Returns all ranks of a mesh, whose first dimension replicates and whose second dimension shards."""
     if mesh is None or mesh.ndim != 2:
         got = "no mesh" if mesh is None else f"{mesh}"
         raise ConfigError(
@@ -87,7 +87,7 @@ def _arranged(mesh: DeviceMesh | None) -> GroupRef:
             f"rank {dist.get_rank()} is not in {mesh}.", where=_WHERE, remedy="Wrap the model on the ranks of the mesh only."
         )
     rows = tuple(map(tuple, mesh.mesh.tolist()))
-    # Groups count their ranks in ascending order: else those of one column would have other shards.
+    # Groups number their ranks in ascending order; otherwise the ranks of a column would hold different shards.
     unordered = next((row for row in rows if list(row) != sorted(row)), None)
     if unordered is not None:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Reduce-scatter, all-gather and an all-reduce with an order, made of sends and receives that are all posted at once.
+"""Reduce-scatter, all-gather and an ordered all-reduce, built from sends and receives that are all posted at once.
 
-For gloo: its own reduce-scatter sends as much as an all-reduce, and a single one of its all-gathers does not fill a link.
-What a rank has received it adds up itself, in rank order, in fp32 where the gradients are narrower: the same bits
-whatever travels together.
+They are for gloo, whose own reduce-scatter sends as much as an all-reduce, and whose single all-gather does not fill a link. Each
+rank adds the received values itself, in rank order, and in fp32 if the gradients are narrower. The result has the same bits
+whatever bucket a gradient is sent in.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import FutureHandle, Handle, started
 from undertow.runtime.peers.worker import Worker
 
-_GATHER_TAG = 1 << 24  # gathers may start in another order on another rank: they are told apart by their number
+_GATHER_TAG = 1 << 24  # gathers may start in a different order on another rank, so a number identifies each
 _NUM_TAGS = 1 << 20
 
 
 class Collectives(Protocol):
-    """What takes tensors from one placement to another over a group."""
+    """Moves tensors from one placement to another over a group."""
 
     group: OwnGroup
-    may_differ_in_order: bool  # whether ranks may start gathers in different orders
-    divides_first: bool  # before values are cast for a narrower wire
+    may_differ_in_order: bool  # True if ranks may start gathers in different orders
+    divides_first: bool  # True if values are divided before they are cast for a narrower wire
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> Handle:
-        """Starts to write into `shard` the mean or sum over ranks of this rank's part of `storage`, which `pack` fills first.
+        """Starts to write the mean or sum over ranks of this rank's part of `storage` into `shard`; `pack` fills `storage` first.
 
-        With a divisor of its own it is the sum over ranks, divided by that.
+        With a custom divisor, the result is the sum over ranks divided by it.
 
-        storage: [number of ranks * shard.numel() or more]; parts are one behind the other. What lies in `trailer` becomes
-        its sum over ranks on every rank. shard: of `wide_dtype(storage.dtype)`. Every rank starts these, and all-reduces, in
-        the same order.
+        storage: [number of ranks * shard.numel() or more], the parts one after another. The range `trailer` becomes its sum over
+        ranks on every rank. shard: of `wide_dtype(storage.dtype)`. Every rank starts its reduce-scatters and all-reduces in the
+        same order.
         """
         ...
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Starts to replace `tensor` by its mean over ranks, or their sum, added up in rank order. [any number of elements]
+        """Starts to replace `tensor` by its mean or sum over ranks, added in rank order. [any number of elements]
 
-        Ranks that form a mesh are added up row by row, as exchanges inside and across it do.
+        Ranks of a mesh are added row by row, like exchanges inside and across its rows.
         """
         ...
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
-        """The same with a tensor that is there when `before` is complete; `trailer` becomes its sum over ranks.
+        """Starts an all-reduce of a tensor that is ready when `before` is complete; `trailer` becomes its sum over ranks.
 
-        `before` are reduce-scatters over other ranks, each of which has one of these, in the same order. Where no order is asked
-        for, `tensor` travels in the dtype of the trailer, as in an all-reduce of the backend's.
+        `before` are reduce-scatters over other ranks, each followed by one of these, in the same order. If no order is required,
+        `tensor` is sent in the trailer's dtype, as in an all-reduce of the backend's.
         """
         ...
 
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int) -> Handle:
-        """Starts to fill `flat`, of which this rank has its part, with every other rank's, and calls `then` at the end.
+        """Starts to fill `flat`, which has this rank's part, with the parts of all ranks, and calls `then` at the end.
 
-        flat: [number of ranks * part]. `number` tells gathers that are under way from each other. `first` is called before
-        anything of `flat` is sent, and may wait for it.
+        flat: [number of ranks * part]. `number` identifies a gather among those in flight. `first` is called before anything of
+        `flat` is sent, and may block.
         """
         ...
 
@@ -71,16 +71,16 @@ class Collectives(Protocol):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which values of `dtype` are added up."""
+    """Returns the dtype that values of `dtype` are added in."""
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
 class P2PCollectives:
-    """Exchanges by sends and receives; threads post and complete them in the order in which they were started.
+    """Exchanges by sends and receives; threads post and complete them in the order of their start.
 
-    `divisor` is that of means, if not the number of ranks. `in_order` sends all that was added up as wide as it is; the order of
-    adds is the same in any case. What is reduced travels in `wire`, if that is narrower, and is added up in `accumulation_dtype`.
-    `close` ends its threads.
+    `divisor` is the divisor of means, by default the number of ranks. `in_order` sends sums in full width; the order of additions
+    is the same in any case. Reductions are sent in `wire` if that is narrower, and added in `accumulation_dtype`. `close` ends
+    the threads.
     """
 
     may_differ_in_order = True
@@ -96,8 +96,8 @@ class P2PCollectives:
         self._rows = group.user.row_places
         self._tags = count()
         self._scratch = _Scratch()
-        # Not in a backward, which would wait for the copy into the bucket, and in a send for gloo: that copies into the socket,
-        # or waits while it reads from that peer.
+        # Not in the backward's thread, which would wait for the copy into the bucket and for gloo's send: that copies into the
+        # socket, or blocks while gloo reads from that peer.
         self._posting = group.worker("undertow-posts")
         self._adding = group.worker("undertow-adds")
         self._gathering = group.worker("undertow-gathers")
@@ -121,13 +121,13 @@ class P2PCollectives:
         post_both = partial(self._post_both, tensor, trailer, exchange, self._next_tag(), self._next_tag())
 
         def post() -> _Posted:
-            before.wait()  # it is over, and raises here if it has failed
+            before.wait()  # it has ended; this raises if it failed
             return post_both()
 
         def start(_before: object) -> None:
             try:
                 self._start(exchange, post, self._adding)
-            except RuntimeError as error:  # closed meanwhile
+            except RuntimeError as error:  # closed in the meantime
                 exchange.fail(error)
 
         before.on_done(start)
@@ -141,7 +141,7 @@ class P2PCollectives:
         return self._start(Exchange(self.group), post, self._gathering)
 
     def after_reductions(self, work: Callable[[], object]) -> Exchange:
-        """Starts `work` where all reductions that were started so far are complete or have failed; one at a time."""
+        """Runs `work` after all reductions started so far are complete or have failed; one call at a time."""
         return self._start(Exchange(self.group), lambda: _Posted((), work), self._adding)
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class P2PCollectives:
         num_ranks = self.group.num_ranks
         parts = list(cast_for_wire(storage[: num_ranks * shard.numel()], self._wire).view(num_ranks, -1))
         own_trailer = storage[trailer.start : trailer.stop]
-        # Of one message, of which there are then half as many, they would have to be one piece of memory.
+        # Separate messages: combining the two would halve their number but require adjacent memory.
         received, trailers = self._received_beside(parts), self._received_beside([own_trailer] * num_ranks)
         works = self._post(sent=parts, received=received, tag=tag)
         works += self._post(sent=[own_trailer] * num_ranks, received=trailers, tag=tag + 1)
@@ -176,7 +176,7 @@ class P2PCollectives:
         own, total = parts[rank], self._scratch.take(parts[rank].numel(), accumulation_dtype(tensor.dtype), tensor.device)
         received = self._received_beside([own] * num_ranks)
         works = self._post(sent=parts, received=received, tag=tag)
-        # Into what was sent: a peer has had all of our part of it before it sends what becomes of it.
+        # Received into the sent parts: a peer returns a part's result only after it has received the part.
         returning = self._receive(parts, tag=tag + 1)
 
         def add_up() -> None:
@@ -191,7 +191,7 @@ class P2PCollectives:
     def _post_both(self, tensor: Tensor, trailer: Tensor, exchange: Exchange, tag: int, trailer_tag: int) -> _Posted:
         received = self._received_beside([trailer] * self.group.num_ranks)
         works = self._post(sent=[trailer] * self.group.num_ranks, received=received, tag=trailer_tag)
-        # What was added up inside and is not divided yet may be too large for 16 bits: it is divided before they take it.
+        # Sums over the inner ranks that are not divided yet may be too large for 16 bits, so divide before the cast.
         is_divided = torch.float16 in (self._wire, trailer.dtype)
         if is_divided:
             tensor.div_(self._divisor)
@@ -214,7 +214,7 @@ class P2PCollectives:
         return 2 * (next(self._tags) % _NUM_TAGS)
 
     def _received_beside(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Room for every peer's tensor like ours of `parts`, which stands in its place for this rank."""
+        """Returns memory for every peer's tensor of the same kind as `parts`; this rank's own tensor is used as is."""
         return [
             part if peer == self.group.rank else self._scratch.take(part.numel(), part.dtype, part.device)
             for peer, part in enumerate(parts)
@@ -224,7 +224,7 @@ class P2PCollectives:
         return [received[peer] for peer in self._peers]
 
     def _post(self, *, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int) -> list[dist.Work]:
-        """Sends each peer its tensor of `sent`, and receives into that of `received`."""
+        """Sends `sent[peer]` to each peer and receives `received[peer]` from it."""
         return [*self._receive(received, tag=tag), *self._send(sent, tag=tag)]
 
     def _receive(self, received: Sequence[Tensor], *, tag: int) -> list[dist.Work]:
@@ -246,29 +246,29 @@ class P2PCollectives:
 
 @dataclass(frozen=True, slots=True)
 class _Posted:
-    """Sends and receives that are under way, and what is to be done when they are complete."""
+    """Sends and receives in flight, and the function to call after them."""
 
     works: Sequence[dist.Work]
     finish: Callable[[], object] = int
-    is_last: bool = True  # whether the exchange is complete then
+    is_last: bool = True  # True if the exchange is complete after that
 
 
 class Exchange(FutureHandle):
-    """A handle of something that is sent and received over `group`, and completed in a thread."""
+    """A handle of sends and receives over `group`, which a thread completes."""
 
     def begin(self, post: Callable[[], _Posted], thread: Worker) -> None:
-        """Posts, and has `thread` complete it; whoever waits for the exchange learns of an error."""
+        """Posts, and lets `thread` complete the exchange; an error is passed to its waiters."""
         try:
             thread.submit(self.complete, post())
         except BaseException as error:
             self.fail(error)
 
     def run(self, work: Callable[[], object]) -> None:
-        """Calls `work`; whoever waits for the exchange learns of an error, and of the end."""
+        """Runs `work` and completes the exchange; an error is passed to its waiters."""
         self.complete(_Posted((), work))
 
     def complete(self, posted: _Posted) -> None:
-        """Waits for what was posted; whoever waits for the exchange learns of an error, and of the last part's end."""
+        """Waits for the posted messages; completes the exchange after the last of them, and passes an error to its waiters."""
         try:
             for work in posted.works:
                 work.wait()
@@ -281,12 +281,12 @@ class Exchange(FutureHandle):
                 self._done.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for the exchange learns of it."""
+        """Passes `error` to the waiters."""
         self._done.set_exception(error)
 
 
 class _Scratch:
-    """Memory for what peers send, used again and again: fresh memory costs a page fault for every four KiB."""
+    """Reused memory for messages from peers, because fresh memory costs a page fault for every 4 KiB."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
@@ -298,20 +298,20 @@ class _Scratch:
             return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """From the thread that completes exchanges, while another one takes."""
+        """Called from the thread that completes exchanges, while another one takes."""
         for tensor in tensors:
             self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
 
 
 def sum_in_order(parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()) -> Tensor:
-    """A chain of adds: the order within torch.sum depends on the position of an element.
+    """Adds `parts` one after another, because the order inside torch.sum depends on the position of an element.
 
-    With `rows` of a mesh, which have the places of ranks, it is one of each row's own.
+    With the `rows` of a mesh, which list positions of ranks, it adds each row first and then the rows.
     """
     if rows:
         parts = [sum_in_order([parts[place] for place in row], into=torch.empty_like(into)) for row in rows]
     first, *rest = parts
-    if rest and first.dtype == into.dtype:  # one pass over memory less
+    if rest and first.dtype == into.dtype:  # saves one pass over memory
         torch.add(first, rest.pop(0), out=into)
     else:
         into.copy_(first)

@@ -1,4 +1,4 @@
-"""Marks when things happen in a step; turns marks into times only when somebody asks."""
+"""Marks the events of a step, and converts marks to times only when they are read."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from undertow.trace import BucketRecord, StepRecord
 
 _NUM_KEPT_IN_SUMMARY = 64
 
-Mark = Any  # seconds on a host, an event on a device: only its own clock can read it
+Mark = Any  # seconds on a host, an event on a device; only the clock that made it can read it
 
 
 class Clock(Protocol):
-    """Marks points on the compute lane, and the completion of collectives."""
+    """Marks points of the computation and completions of collectives."""
 
     def mark(self) -> Mark: ...
 
     def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
-        """Hands a mark of the handle's completion to `put`, now or later."""
+        """Passes a mark of the handle's completion to `put`, now or later."""
         ...
 
     def us_between(self, start: Mark, stop: Mark) -> float: ...
 
 
 class HostClock:
-    """For CPU: seconds of the monotonic clock."""
+    """Host clock: seconds of the monotonic clock."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -45,10 +45,10 @@ class HostClock:
 
 
 class CudaClock:
-    """For CUDA: events on the current stream; the host never waits until times are asked for."""
+    """CUDA clock: events on the current stream; the host does not wait until times are read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # waits for collectives in place of the compute stream
+        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # waits for collectives instead of the compute stream
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class CudaClock:
 
 
 def clock_for(device: torch.device, backend: str) -> Clock:
-    """Events where collectives run on streams, else the host's clock."""
+    """Returns a CUDA clock if collectives run on streams, otherwise the host clock."""
     return CudaClock(device) if device.type == "cuda" and "nccl" in backend else HostClock()
 
 
@@ -86,17 +86,18 @@ class _BucketMarks:
 
 @dataclass(slots=True)
 class _StepMarks:
-    """Marks of the step under way."""
+    """Marks of the current step."""
 
     step: int
-    after: Mark = None  # the end of the round before
+    after: Mark = None  # the end of the previous synchronization
     generation: int = 0
     arrivals: dict[int, Mark] = field(default_factory=dict)
     forwards: list[list[Mark]] = field(default_factory=list)
     backwards: list[list[Mark]] = field(default_factory=list)
     buckets: dict[int, _BucketMarks] = field(default_factory=dict)
     gathers: dict[int, _BucketMarks] = field(default_factory=dict)
-    # Those on the same link meanwhile: of the step before, and the gathers of this one, which lie under the next.
+    # Other collectives on the link meanwhile: the previous step's reductions, and the gathers of this step, which run during the
+    # next.
     reductions_before: dict[int, _BucketMarks] = field(default_factory=dict)
     gathers_after: dict[int, _BucketMarks] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()
@@ -104,16 +105,16 @@ class _StepMarks:
     stop: Mark = None
 
     def last_mark(self) -> Mark:
-        """Where the step was over as far as the gradients are concerned."""
+        """Returns the mark at which the step's gradients were complete."""
         if self.buckets:
             return self.buckets[max(self.buckets)].wait_stop
         return self.backwards[-1][1] if self.backwards else self.forwards[-1][1]
 
 
 class Observer(Protocol):
-    """Is called around every op that a model's executors issue, in the thread that issues it.
+    """Called before and after every op that a model's executors issue, in the thread that issues it.
 
-    Tests count ops with it, delay them, and let them fail; a step that has no observer pays nothing for it.
+    Tests use it to count, delay or fail ops; without an observer a step pays nothing.
     """
 
     def before(self, op: Op) -> None: ...
@@ -124,7 +125,7 @@ class Observer(Protocol):
 class Recorder:
     """The marks of the last steps. A step begins with the first forward after a synchronization.
 
-    The `observer` stays when a plan is replaced: executors belong to a plan, and all of them ask the model's recorder for it.
+    The `observer` outlives plans: each plan has its own executors, and they all read the observer of the model's recorder.
     """
 
     def __init__(self, clock: Clock, *, rank: int, level: str) -> None:
@@ -152,10 +153,10 @@ class Recorder:
             self._now.forwards[-1][1] = self._clock.mark()
 
     def backward_begins(self, *, generation: int) -> None:
-        """With the first gradient; a backward is counted from the end of the forward before it, where there is one."""
+        """Called at the first gradient. A backward is measured from the end of its forward, if there is one."""
         if not self._is_on:
             return
-        if self._now.is_synchronized:  # a second backward without a forward is a step of its own
+        if self._now.is_synchronized:  # a second backward without a forward counts as a separate step
             self._step_begins(self._clock.mark())
         now = self._now
         now.generation = generation
@@ -167,16 +168,16 @@ class Recorder:
             self._now.backwards[-1][1] = self._clock.mark()
 
     def gradient_arrives(self, param: int) -> None:
-        """Called for some steps only: it takes a while for many parameters."""
+        """Called in some steps only, because it takes time with many parameters."""
         if self._is_on:
             self._now.arrivals[param] = self._clock.mark()
 
     def forgets_buckets(self) -> None:
-        """What has left so far in this step had nothing in it."""
+        """Discards the buckets launched so far in this step, because they were empty."""
         self._now.buckets.clear()
 
     def forgets_gathers(self) -> None:
-        """Those that are on record were of another plan than the steps that come."""
+        """Discards recorded gathers, because they belong to another plan than the following steps."""
         self._gathers, self._are_gathers_seen = {}, False
 
     def ready(self, bucket: int, *, num_bytes: int, kind: str = "all_reduce") -> None:
@@ -200,7 +201,7 @@ class Recorder:
             self._now.buckets[bucket].wait_stop = self._clock.mark()
 
     def gather_launches(self, bucket: int, *, num_bytes: int) -> None:
-        """Of a parameter bucket, after an optimizer step; it counts to the step whose forward it lies under."""
+        """Records a gather after an optimizer step; it counts for the step whose forward it overlaps."""
         if not self._is_on:
             return
         if self._are_gathers_seen:
@@ -210,7 +211,7 @@ class Recorder:
         self._gathers[bucket] = _BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
 
     def gather_leaves(self, bucket: int) -> None:
-        """Of one that was launched before its bucket was stepped; from another thread."""
+        """Records the start of a gather that was launched before its bucket was stepped; called from another thread."""
         if self._is_on:
             self._gathers[bucket].launched = self._clock.mark()
 
@@ -227,7 +228,7 @@ class Recorder:
             self._gathers[bucket].wait_stop = self._clock.mark()
 
     def busy_ms(self) -> float:
-        """Host time since the previous round ended, for the trailer; known even when nothing is recorded."""
+        """Host time since the previous synchronization ended, for the trailer; works without recording."""
         return (time.perf_counter() - self._round_stop_s) * 1e3
 
     def round_ends(self, busy_ms: tuple[float, ...]) -> None:
@@ -251,7 +252,7 @@ class Recorder:
         return self._is_on
 
     def records(self, *, generation: int, at_most: int | None = None) -> tuple[StepRecord, ...]:
-        """The steps that ran under that plan, or the last ones of them. On CUDA this waits for the device.
+        """Returns the last steps that ran under that plan. On CUDA this waits for the device.
 
         The last step is complete when the next one has begun; until then it is left out, unless there is no other.
         """
@@ -267,7 +268,7 @@ class Recorder:
             return self._clock.us_between(begin, mark)
 
         buckets = [_bucket_record(bucket, row, us) for bucket, row in sorted(marks.buckets.items())]
-        # In the order in which they left; one that nobody has waited for is still on its way.
+        # In launch order; a gather that has not been waited for is still in flight.
         gathers = [_bucket_record(bucket, row, us) for bucket, row in marks.gathers.items() if row.wait_stop is not None]
         return StepRecord(
             step=marks.step,
@@ -290,7 +291,7 @@ def _bucket_record(bucket: int, row: _BucketMarks, us: Callable[[Mark], float]) 
         num_bytes=row.num_bytes,
         ready_us=us(row.ready),
         launched_us=us(row.launched),
-        # The backend's callback may come after the wait has ended.
+        # the backend's callback may come after the wait has ended
         done_us=us(row.wait_stop if row.done is None else row.done),
         waited=(us(row.wait_start), us(row.wait_stop)),
     )
@@ -301,7 +302,7 @@ def _done_us(rows: Mapping[int, _BucketMarks], us: Callable[[Mark], float]) -> l
 
 
 def _behind(done_us: Sequence[float], rows: Sequence[BucketRecord]) -> tuple[BucketRecord, ...]:
-    """What was launched while the link carried others, which were through before it, has left behind them."""
+    """Delays each launch to the end of other transfers that occupied the link before it."""
     return tuple(
         replace(row, launched_us=max([row.launched_us, *(done for done in done_us if done <= row.done_us)])) for row in rows
     )

@@ -1,6 +1,6 @@
-"""Where `param.grad` points: to a view of the bucket at rest, to nothing while the bucket is in flight.
+"""Binds `param.grad` to a view of the bucket at rest, and to None while the bucket is in flight.
 
-A sparse gradient has no place in a flat bucket: it stays a tensor of its own, and its bucket holds a trailer only.
+A sparse gradient has no place in a flat bucket: it stays a separate tensor, and its bucket holds only a trailer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from undertow.runtime.gradients.storage import GradientBucket
 from undertow.runtime.gradients.written import Known, has_values
 from undertow.runtime.torch_private import private
 
-# Python's garbage collector looks through the young objects whenever 700 more have been made than freed, and a tensor
-# that Python sees is such an object: fewer at once, and a bucket of thousands of gradients does not set it off.
+# Python's garbage collector runs over young objects after 700 net allocations, and every tensor visible to Python is one. Smaller
+# batches keep a bucket of thousands of gradients from triggering it.
 _MOST_AT_ONCE = 512
 
 _version_of, _grad_of = attrgetter("_version"), attrgetter("grad")
@@ -29,10 +29,10 @@ _version_of, _grad_of = attrgetter("_version"), attrgetter("grad")
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What the `.grad` of a parameter was that is unused on this rank."""
+    """The previous `.grad` of a parameter that is unused on this rank."""
 
     grad: Tensor | None
-    was_view: bool  # then `grad` is a copy: the reduction overwrites the view
+    was_view: bool  # if True, `grad` is a copy, because the reduction overwrites the view
 
 
 class Binding(Protocol):
@@ -42,58 +42,58 @@ class Binding(Protocol):
     params: Sequence[Tensor]
 
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
-        """Moves every gradient out of `.grad`, leaves None there, and returns the positions unused on this rank.
+        """Moves every gradient out of `.grad`, leaving None, and returns the positions unused on this rank.
 
-        None, so that what arrives while the bucket is in flight lands in a tensor of its own. A parameter that has
-        not arrived contributes what its `.grad` holds, zeros if that is None; `give` can put back what it was.
+        Because of the None, a gradient that arrives while the bucket is in flight becomes a separate tensor. A parameter in
+        `not_arrived` contributes its current `.grad`, or zeros if that is None; `give` can restore it.
         """
         ...
 
     def has_graph(self) -> bool:
-        """Whether some gradient can be differentiated again (`create_graph=True`), which no copy of it could be."""
+        """Returns True if some gradient can be differentiated again (`create_graph=True`), which a copy of it could not."""
         ...
 
     def values(self) -> Sequence[Tensor]:
-        """What was taken and is to be reduced: a dense bucket's gradients, flat, or each sparse gradient."""
+        """Returns the values to reduce: a dense bucket's flat gradients, or each sparse gradient."""
         ...
 
     def give(self, used_elsewhere: Collection[int] = ()) -> None:
         """Binds `.grad` to the reduced values.
 
-        Of the positions unused here, those in `used_elsewhere` are bound too; the others get back, to the bit, what
-        they had.
+        Positions unused here are bound too if they are in `used_elsewhere`; the others get their previous `.grad` back,
+        unchanged.
         """
         ...
 
     def stow(self) -> object:
-        """As `take`, in a backward that only accumulates: what is not sent now may stay where it is."""
+        """Like `take`, in a backward that only accumulates: gradients that are not sent yet may stay in place."""
         ...
 
     def keep(self) -> None:
-        """Binds `.grad` to what was stowed."""
+        """Binds `.grad` to the stowed values."""
         ...
 
     def has_result(self) -> bool:
-        """Whether a `.grad` is there that nobody has written zeros into since `give`. On a device the host may wait."""
+        """Returns True if some `.grad` exists that has not been zeroed since `give`. On a device, the host may wait."""
         ...
 
     def look(self) -> None:
-        """A step begins: what lies in `.grad` without being bound, somebody may have put there by hand, and is no gradient.
+        """Called when a step begins: marks an unbound tensor in `.grad` as known, because user code may have put it there.
 
-        Neither is what somebody has written into bound gradients so far, to clip them.
+        It also marks in-place changes of bound gradients, such as clipping. Neither counts as a new gradient.
         """
         ...
 
     def is_written(self, position: int) -> bool:
-        """Whether something has come into `.grad` since `give` and `look`; asked where autograd has brought nothing."""
+        """Returns True if `.grad` was written since `give` and `look`; called for positions without a gradient from autograd."""
         ...
 
     def catch_late(self) -> bool:
-        """Takes out of `.grad` what arrived after the bucket had left; whether there was anything."""
+        """Takes gradients that arrived after the bucket was launched out of `.grad`; returns True if there are any."""
         ...
 
     def late_values(self) -> Sequence[Tensor]:
-        """What arrived late on this rank, laid out like `values`, zeros where nothing did."""
+        """Returns the late gradients of this rank, laid out like `values`, with zeros for positions without one."""
         ...
 
     def add_late(self, values: Sequence[Tensor]) -> None:
@@ -108,12 +108,12 @@ class DenseBinding:
         self.bucket = bucket
         self.params: Sequence[Tensor] = tuple(params)
         self._kept: dict[int, _Kept] = {}
-        self._late: dict[int, Tensor] = {}  # what arrived after the bucket had left
-        self._versions: list[int] = []  # of the views when they were bound: they count what is written in place
-        self._versions_seen: list[int] = []  # when we last looked
-        self._known = Known()  # what lies in `.grad` and is no view
+        self._late: dict[int, Tensor] = {}  # gradients that arrived after the bucket was launched
+        self._versions: list[int] = []  # versions of the views when they were bound; in-place writes increment them
+        self._versions_seen: list[int] = []  # versions at the last look
+        self._known = Known()  # known tensors in `.grad` that are not views
         self.look()
-        self.postponed: list[Callable[[], None]] | None = None  # copies into the bucket, where somebody else makes them
+        self.postponed: list[Callable[[], None]] | None = None  # copies into the bucket, if another thread is to make them
 
     def take(self, not_arrived: Collection[int] = ()) -> list[int]:
         with torch.no_grad():
@@ -143,14 +143,14 @@ class DenseBinding:
     keep = give
 
     def release(self) -> dict[int, Tensor | None]:
-        """Ends what `take` has begun, and binds nothing: what `.grad` was of each position that is unused here."""
+        """Ends a `take` without binding; returns the previous `.grad` of each position that is unused here."""
         kept = {position: kept.grad for position, kept in self._kept.items()}
         self._kept.clear()
         return kept
 
     def has_result(self) -> bool:
         grads = [param.grad for param in self.params]
-        # Versions say it of what lies in the bucket, and without looking at values.
+        # For gradients in the bucket, versions answer this without reading values.
         if any(map(is_, grads, self.bucket.views)) and list(map(_version_of, self.bucket.views)) == self._versions:
             return True
         if all(map(is_, grads, self.bucket.views)):
@@ -186,7 +186,7 @@ class DenseBinding:
 
     @torch.no_grad()
     def add_late(self, values: Sequence[Tensor]) -> None:
-        # The mean of a sum is the sum of the means: what was reduced before stays as it is.
+        # The mean of a sum is the sum of the means, so the earlier result stays as it is.
         self.bucket.bucket_tensor.add_(values[0])
 
     def _take_new(self) -> list[int]:
@@ -216,14 +216,14 @@ class DenseBinding:
         num_in_place = sum(map(is_, grads, self.bucket.views))
         if num_in_place == len(grads) and not is_torn:
             return unused
-        # Last step's gradients may still be in somebody's hands: those must not change under them.
+        # Other code may still hold the last step's gradients, which must not change.
         if is_torn or self.bucket.is_held(num_references=num_in_place):
             self.bucket.renew()
         self._fill(self._fill_some, 0, grads)
         return unused
 
     def _fill(self, fill: Callable[[int, Any], None], start: int, grads: Sequence[Tensor | None]) -> None:
-        """Has `fill` copy the gradients of the positions from `start` on into their views, now or later."""
+        """Makes `fill` copy gradients, from position `start` on, into their views, now or later."""
         if self.postponed is None:
             self._copy(fill, start, grads)
         else:
@@ -233,14 +233,14 @@ class DenseBinding:
         try:
             fill(start, grads)
         except RuntimeError:
-            # Of a layer that makes sparse gradients without saying so. Looked for only here, where it costs nothing.
+            # A layer may make sparse gradients without declaring it. Checked only here, where it costs nothing.
             dense = [grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads]
             if all(map(is_, dense, grads)):
                 raise
             self._fill_some(start, dense)
 
     def _fill_some(self, start: int, grads: Sequence[Tensor | None]) -> None:
-        """Also where some are in place already, or None: then zeros."""
+        """Copies the gradients that are not in place already, and writes zeros for None."""
         views = self.bucket.views[start : start + len(grads)]
         targets, sources, absent = [], [], []
         for grad, view in zip(grads, views, strict=True):
@@ -266,7 +266,7 @@ def _put_back(kept: _Kept, view: Tensor) -> Tensor | None:
 
 
 class SparseBinding:
-    """The `.grad` of parameters whose gradients list rows, such as those of nn.Embedding(sparse=True)."""
+    """The `.grad` of parameters with sparse gradients, such as those of nn.Embedding(sparse=True)."""
 
     def __init__(self, bucket: GradientBucket, params: Sequence[Tensor]) -> None:
         self.bucket = bucket
@@ -300,7 +300,7 @@ class SparseBinding:
         for position, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
             if position in restored:
                 param.grad = self._kept[position]
-            else:  # dense where it was dense, because the weight is tied to a dense layer
+            else:  # dense again if it was dense, because the weight is tied to a dense layer
                 param.grad = value.to_dense() if self._are_dense[position] else value
         self._values = []
         self._kept = {}
@@ -336,7 +336,7 @@ class SparseBinding:
 
 
 def _taken(params: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The gradients that are there, by position; leaves None in their place."""
+    """Takes the gradients out of `.grad`; returns them by position."""
     grads = {position: param.grad for position, param in enumerate(params) if param.grad is not None}
     for position in grads:
         params[position].grad = None
@@ -348,7 +348,7 @@ def _has_graph(params: Sequence[Tensor]) -> bool:
 
 
 def _rows(param: Tensor, grad: Tensor | None) -> Tensor:
-    """A sparse tensor of our own with `grad`'s rows, each once; none where that is None. [rows, *] of param's shape"""
+    """Returns a new sparse tensor with `grad`'s rows merged, or without rows if it is None. [rows, *] of param's shape"""
     if grad is None:
         indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
         values = param.new_empty(0, *param.shape[1:], dtype=private.gradient_dtype(param))
@@ -361,7 +361,7 @@ def _rows(param: Tensor, grad: Tensor | None) -> Tensor:
 
 @contextlib.contextmanager
 def gradients_aside(params: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, every `.grad` is None; afterwards, what it was."""
+    """Context in which every `.grad` is None; afterwards they are restored."""
     kept = [param.grad for param in params]
     for param in params:
         param.grad = None

@@ -1,4 +1,4 @@
-"""Looks for infinities and NaN in a bucket that is about to leave, and says so in its trailer."""
+"""Looks for infinities and NaN in a bucket before its launch, and marks them in its trailer."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from undertow.runtime.torch_private import private
 
 
 class FiniteCheck:
-    """Of the buckets of one rank, in the order in which they leave.
+    """Checks the buckets of one rank, in launch order.
 
-    What counts is what travels: a gradient that becomes infinite in a narrower wire dtype is found too. On the host a bucket
-    is read once, and parameter by parameter only where something is wrong. On a device each gradient is read once, and the
-    host waits for nothing.
+    It checks the values as they are sent, so it also finds a gradient that becomes infinite in a narrower wire dtype. On the
+    host, it reads a bucket once, and parameter by parameter only if it finds something. On a device, it reads each gradient once,
+    and the host does not wait.
     """
 
     def __init__(self, reducer: Reducer) -> None:
         self.stops_updates = reducer.nonfinite == "raise"
         self._reducer = reducer
-        self._has_found: Tensor | None = None  # [] bool, in this round
+        self._has_found: Tensor | None = None  # [] bool, in this synchronization
 
     def begin(self) -> None:
-        """A round begins."""
+        """Resets the check when a synchronization begins."""
         self._has_found = None
 
     @torch.no_grad()
     def look(self, binding: Binding, layout: Bucket, trailer: TrailerCodec) -> None:
-        """Marks, in the trailer of a packed bucket, what is not finite; in the last one also that this rank has found any."""
+        """Marks non-finite gradients in the trailer of a packed bucket; the last one also tells if this rank has found any."""
         bad = self.bad_slots(binding.values() if layout.is_sparse else [binding.bucket.bucket_tensor], layout)
         if bad is not None:
             trailer.mark_nonfinite(bad)
@@ -43,11 +43,11 @@ class FiniteCheck:
             trailer.tell_nonfinite(self._has_found, rank=self._reducer.group.rank)
 
     def bad_slots(self, values: Sequence[Tensor], layout: Bucket) -> Tensor | None:
-        """Which gradients in `values`, as `Binding.values` has them, are not finite; None where the host knows that all are.
+        """Returns which gradients in `values` (as from `Binding.values`) are not finite, or None if the host knows that all are.
 
         [number of slots] bool, on the device of the values.
         """
-        if layout.is_sparse:  # whose rows travel as they are, and were counted by the host before
+        if layout.is_sparse:  # rows are sent unchanged, and the host has counted them already
             places = not_finite(values)
             return torch.tensor([place in places for place in range(len(values))], device=values[0].device) if places else None
         if not layout.slots:
@@ -61,24 +61,24 @@ class FiniteCheck:
         return self._as_sent(largest, of=parts[0].dtype).isfinite().logical_not()
 
     def _leaves_finite(self, values: Tensor) -> bool:
-        """Waits."""
+        """Waits for the values."""
         return not values.numel() or _are_finite(self._as_sent(_extremes(values), of=values.dtype))
 
     def _as_sent(self, extremes: Tensor, *, of: torch.dtype) -> Tensor:
-        """Of the largest values what becomes of them on the wire: the smaller ones stay below."""
+        """Casts the largest values as the reduction does; if they stay finite, the smaller ones do too."""
         return extremes if of.is_complex else self._reducer.as_sent(extremes)
 
 
 @torch.no_grad()
 def not_finite(gradients: Sequence[Tensor]) -> list[int]:
-    """Places of those that have an infinity or a NaN; waits when all have been looked at."""
+    """Returns the positions of gradients with an infinity or a NaN; waits once, after all have been checked."""
     parts = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     extremes = {place: _extremes(part) for place, part in enumerate(parts) if part.numel()}
     return [place for place, found in extremes.items() if not _are_finite(found)]
 
 
 def _extremes(values: Tensor) -> Tensor:
-    """Smallest and largest value, NaN where there is one; sums and norms of finite values could overflow. [2]"""
+    """Returns the smallest and the largest value, or NaN if there is one; sums and norms could overflow. [2]"""
     return torch.stack(torch.aminmax(torch.view_as_real(values) if values.is_complex() else values))
 
 

@@ -1,4 +1,4 @@
-"""How values become what all ranks have together."""
+"""Reduces values over all ranks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from undertow.runtime.comm.p2p import Collectives
 
 @dataclass(frozen=True)
 class Reducer:
-    """How values become what all ranks have together: their mean or sum, or what the user's hook makes of them."""
+    """The reduction over all ranks: their mean or sum, or the result of the user's hook."""
 
     group: OwnGroup
     average_in_collective: bool
-    divisor: float  # of the sum over ranks: how many they are, for the mean; another one for experts
+    divisor: float  # divides the sum over ranks: the number of ranks for the mean; may differ for experts
     hook: CommHook | None = None
-    in_order: Collectives | None = None  # adds up in rank order, where that is wanted
-    shard_exchanges: Collectives | None = None  # where each rank needs its shards only
-    wire: torch.dtype | None = None  # in which what is wider travels
-    nonfinite: str = "ignore"  # what to do about gradients that are infinite or no number
-    overlap: bool = True  # whether buckets leave while backward runs
-    mean_divisor: float = 1  # of the mean, also where sums are asked for
+    in_order: Collectives | None = None  # adds in rank order, if the settings ask for it
+    shard_exchanges: Collectives | None = None  # set if each rank needs only its shards
+    wire: torch.dtype | None = None  # dtype on the wire of values that are wider
+    nonfinite: str = "ignore"  # treatment of gradients with infinities or NaN
+    overlap: bool = True  # True if buckets are launched during backward
+    mean_divisor: float = 1  # the divisor of the mean, also if the settings ask for sums
 
     @classmethod
     def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
-        """As the settings have it."""
+        """Creates the reducer for these settings."""
         divisor, wire = _divisor(group, config), wire_dtype_named(config.wire_dtype)
         is_ordered = config.reduction == "ordered"
         in_order = exchanges_over(group, in_order=True, divisor=divisor, wire=wire) if is_ordered else None
@@ -45,7 +45,7 @@ class Reducer:
         return cls(group, config.average_in_collective, divisor, mean_divisor=mean_divisor, **how)  # type: ignore[arg-type]
 
     def factor(self, op: str | None) -> float:
-        """What its results are to be multiplied by for that op; None is that of the settings."""
+        """Returns the factor that turns its results into results for `op`; None is the `op` of the settings."""
         return 1.0 if op is None else self.divisor / (1 if op == "sum" else self.mean_divisor)
 
     def __post_init__(self) -> None:
@@ -54,28 +54,28 @@ class Reducer:
 
     @property
     def is_active(self) -> bool:
-        """Whether there is anything to do: one rank alone has its mean already, unless a hook or a divisor changes it."""
+        """True if there is work: a single rank has its mean already, unless a hook or a divisor changes it."""
         return self.group.num_ranks > 1 or self.hook is not None or self.divisor != 1
 
     def averages(self, dtype: torch.dtype) -> bool:
-        """Whether the backend divides; else we divide before a sum, which may be too large for 16 bits."""
+        """Returns True if the backend divides; otherwise gradients are divided before the sum, which may not fit 16 bits."""
         is_mean = self.divisor == self.group.num_ranks
-        fits = dtype is not torch.float16 or not self.group.is_over_gloo  # NCCL divides what each rank gives
+        fits = dtype is not torch.float16 or not self.group.is_over_gloo  # NCCL divides each rank's input first
         return is_mean and fits and self.average_in_collective and self.group.user.can_average and self.wire is None
 
     def trailer_divisor(self, dtype: torch.dtype) -> float:
-        """By what trailers of buckets of `dtype` come back divided: those of shards are added up."""
+        """Returns the divisor that trailers of buckets of `dtype` come back with; shards' trailers are summed."""
         is_divided = self.shard_exchanges is None and (self.averages(dtype) or self.in_order is not None)
         return self.divisor if is_divided else 1
 
     def close(self) -> None:
-        """Ends threads that hold something of ours."""
+        """Ends the threads of the exchanges and the hook."""
         for owner in (self.in_order, self.hook):
             if owner is not None:
                 owner.close()
 
     def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
-        """Starts the mean of `tensor`, or its sum, in place; what is behind `numel` elements may come back as a sum anyway."""
+        """Starts to reduce `tensor` to its mean or sum in place; elements after `numel` may come back as a sum in any case."""
         if self.in_order is not None and not tensor.is_sparse:
             return self.in_order.all_reduce(tensor)
         if self.averages(tensor.dtype) and not tensor.is_sparse:
@@ -87,26 +87,26 @@ class Reducer:
         return handle if narrow is tensor else CastBack(handle, narrow, into=tensor)
 
     def as_sent(self, values: Tensor) -> Tensor:
-        """A copy of `values` as they travel in a reduction; in their own dtype they are what they are."""
+        """Returns `values` as a reduction sends them: a cast copy, or themselves if they are not cast."""
         if not travels_narrower(values.dtype, self.wire):
             return values
         exchanges = self.shard_exchanges or self.in_order
         return cast_for_wire(values / self.divisor if exchanges is None or exchanges.divides_first else values, self.wire)
 
     def wire_bytes(self, bucket: Bucket) -> int:
-        """The bytes of a bucket that collectives are handed; 0 if a communication hook sends it."""
+        """Returns the bytes of a bucket that are passed to collectives; 0 if a communication hook sends it."""
         if self.hook is not None:
             return 0
         dtype = getattr(torch, bucket.dtype)
         if self.wire is None or not travels_narrower(dtype, self.wire):
             return bucket.wire_bytes
-        # Of shards the trailer is a message of its own.
+        # With shards, the trailer is a separate message.
         num_wide = 0 if self.shard_exchanges is None else bucket.storage_numel - bucket.trailer.start
         return (bucket.storage_numel - num_wide) * self.wire.itemsize + num_wide * bucket.itemsize
 
 
 def _divisor(group: OwnGroup, config: SyncConfig) -> float:
-    """Of the sum over ranks; the settings of a group of experts have that group, and no other ones have any."""
+    """Returns the divisor of the sum over ranks; the settings of an expert group list only that group, other settings none."""
     if config.op == "sum":
         return 1
     own = config.experts[0].divisor if config.experts else None

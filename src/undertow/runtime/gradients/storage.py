@@ -20,17 +20,26 @@ from undertow.plan import Bucket, ParamSpec
 from undertow.runtime.comm.handles import ReductionHandle, all_reduce_async
 from undertow.runtime.torch_private import private
 
-# A view that nobody else holds is referenced by our list of views and by the argument of getrefcount.
+# A view that no other code holds has two references: the list of views, and the argument of getrefcount.
 _REFERENCES_OF_OURS = 2
 
 
 class GradientBucket:
-    """Gradients that travel together, packed into one flat tensor.
+    """Gradients packed into one flat tensor, to be reduced together.
 
-    `gradients` are gradient tensors, or tensors that require grad (their `.grad` is meant). All have one dtype and
-    device. `size_in_bytes` is how much the bucket may hold; it must be enough for them. Raises ConfigError.
+    To reduce a bucket by hand:
 
-    By hand: `prepare()`, `reduce_async(...)`, `reduction_handle.wait()`, `copy_back()`.
+        bucket.prepare()
+        handle = bucket.reduce_async()
+        handle.wait()
+        bucket.copy_back()
+
+    - `bucket_index`: number of the bucket, for errors.
+    - `size_in_bytes`: capacity; it must be large enough for the gradients.
+    - `gradients`: gradient tensors, or tensors that require grad, of which it takes `.grad`. All have one dtype and device.
+    - `layout`: set by the runtime for a bucket of a plan.
+
+    Raises ConfigError if the arguments do not fit together.
     """
 
     def __init__(
@@ -43,10 +52,10 @@ class GradientBucket:
         self._layout = layout
         self._is_prepared = self.is_copied_back = False
         self._check()
-        # Of this moment: parameters may be cast or moved later.
+        # Fixed now, because parameters may be cast or moved later.
         self._dtype = self.gradients[0].dtype if layout is None else getattr(torch, layout.dtype)
         self._device = self.gradients[0].device if self.gradients or layout is None else torch.device(layout.device)
-        # Also of this moment: storage that is renewed later is laid out as that of all other ranks is.
+        # Fixed now too: renewed storage must keep the layout of the other ranks.
         self._strides = [] if layout is None else [strides_of_gradient(gradient) for gradient in self.gradients]
         self._starts = [0, *accumulate(gradient.numel() for gradient in self.gradients)]
         self.storage = torch.empty(0)
@@ -58,21 +67,24 @@ class GradientBucket:
 
     @property
     def bucket_tensor(self) -> Tensor:
-        """The gradients one behind the other, [numel]; without padding or trailer."""
+        """The gradients one after another, [numel], without padding and trailer."""
         return self.storage[: self._starts[-1]]
 
     @property
     def offsets(self) -> list[int]:
-        """Where each gradient starts in `bucket_tensor`, in elements."""
+        """Start of each gradient in `bucket_tensor`, in elements."""
         return self._starts[:-1]
 
     @property
     def is_reduced(self) -> bool:
-        """Whether a reduction of what `prepare` packed is complete."""
+        """True if the reduction of the prepared gradients is complete."""
         return self.reduction_handle is not None and self.reduction_handle.is_completed()
 
     def prepare(self) -> None:
-        """Copies the gradients into the bucket. ConfigError, naming it, if one is missing; PhaseError in flight."""
+        """Copies the gradients into the bucket.
+
+        Raises ConfigError, with its name, if a gradient is missing, and PhaseError while the bucket is in flight.
+        """
         sources = self.require_ready()
         pairs = [(view, source) for view, source in zip(self.views, sources, strict=True) if view is not source]
         if pairs:
@@ -81,8 +93,9 @@ class GradientBucket:
         self._is_prepared, self.is_copied_back = True, False
 
     def require_ready(self) -> list[Tensor]:
-        """The gradients that `prepare` is to copy; raises what that raises."""
-        # Not whether it is complete by now: that depends on the network, and ranks would disagree.
+        """Returns the gradients for `prepare` to copy; raises its errors."""
+        # Checks what the caller knows, not whether the reduction is complete by now: that depends on the network and differs
+        # between ranks.
         if self.reduction_handle is not None and not self.reduction_handle.is_found_complete:
             raise PhaseError(
                 f"bucket {self.bucket_index} is still being reduced.",
@@ -94,7 +107,7 @@ class GradientBucket:
     def reduce_async(
         self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> ReductionHandle:
-        """Starts the reduction over all ranks of `process_group`. PhaseError if nothing was prepared for it."""
+        """Starts the reduction over all ranks of `process_group`; raises PhaseError unless `prepare` was called for it."""
         if not self._is_prepared:
             raise PhaseError(
                 f"bucket {self.bucket_index} holds no new gradients to reduce.",
@@ -106,7 +119,10 @@ class GradientBucket:
         return self.reduction_handle
 
     def copy_back(self) -> None:
-        """Waits for the reduction and copies the result into the gradients, once. PhaseError if none was started."""
+        """Waits for the reduction and copies the result into the gradients.
+
+        Raises PhaseError if no reduction was started, or if its result has been copied already.
+        """
         handle = self.require_reduced()
         if self.is_copied_back:
             raise PhaseError(
@@ -123,7 +139,7 @@ class GradientBucket:
         self.is_copied_back = True
 
     def require_reduced(self) -> ReductionHandle:
-        """The reduction of what `prepare` packed; PhaseError if none was started."""
+        """Returns the handle of the reduction; raises PhaseError if none was started."""
         if self.reduction_handle is None:
             raise PhaseError(
                 f"bucket {self.bucket_index} has not been reduced.",
@@ -138,20 +154,20 @@ class GradientBucket:
         if self._row_shape is None:
             private.copy_each(self.views[first:last], sources)
         else:
-            # Rows of one shape lie one behind the other: a concatenation costs a third of as many small copies.
+            # Rows of one shape are adjacent: one concatenation costs a third of as many small copies.
             torch.cat(sources, out=self.storage[self._starts[first] : self._starts[last]].view(-1, *self._row_shape))
 
     def renew(self) -> None:
-        """Gives the bucket fresh storage; whoever holds the old one keeps it as it is."""
+        """Allocates new storage; code that holds the old one keeps its values."""
         storage_numel = self._starts[-1] if self._layout is None else self._layout.storage_numel
-        self.storage = torch.zeros(storage_numel, dtype=self._dtype, device=self._device)  # padding stays zero for ever
-        # Each counts by itself what is written into it: views share a count with what they are views of, their data does not.
+        self.storage = torch.zeros(storage_numel, dtype=self._dtype, device=self._device)  # padding stays zero
+        # `.data` gives each view a separate version counter; plain views share one with their base.
         self.views = [view.data for view in self.views_of(self.storage)]
         self._pointers = list(map(Tensor.data_ptr, self.views))
         self._num_sharing = private.storage_use_count(self.storage)
 
     def views_of(self, storage: Tensor) -> list[Tensor]:
-        """Views like `views` of something that is laid out as our storage is."""
+        """Returns views like `views` of `storage`, which has the same layout."""
         if self._layout is None:
             return [
                 storage[start:stop].view(gradient.shape)
@@ -163,15 +179,15 @@ class GradientBucket:
         ]
 
     def is_held(self, *, num_references: int = 0) -> bool:
-        """Whether anything but the caller refers to a view, so that writing here would change what it sees.
+        """Returns True if other code refers to a view, so that writing here would change the values it sees.
 
-        A view that is bound as a `.grad` counts; `num_references` are those that the caller has to views.
+        A view bound as `.grad` counts. `num_references` is the number of references to views that the caller holds.
         """
         expected = _REFERENCES_OF_OURS * len(self.views) + num_references
         return sum(map(getrefcount, self.views)) > expected or private.storage_use_count(self.storage) > self._num_sharing
 
     def is_torn(self) -> bool:
-        """Whether a view has been given other data (`param.grad.data = ...`, as casts do) and is no view any more."""
+        """Returns True if a view was given other memory (`param.grad.data = ...`, as casts do) and is not a view any more."""
         return list(map(Tensor.data_ptr, self.views)) != self._pointers
 
     def _present_gradients(self) -> list[Tensor]:
@@ -189,7 +205,7 @@ class GradientBucket:
 
     def _check(self) -> None:
         if self._layout is not None:
-            return  # a plan's bucket is right
+            return  # a plan's bucket is always valid
         if not self.gradients:
             raise ConfigError(
                 f"bucket {self.bucket_index} is empty.", where="GradientBucket", remedy="Give it at least one gradient."
@@ -202,7 +218,7 @@ class GradientBucket:
                 remedy="Put each dtype and device into buckets of its own; GradientBucketManager does.",
             )
         num_bytes = sum(gradient.numel() * gradient.element_size() for gradient in self.gradients)
-        if not self.size_in_bytes >= num_bytes or not self.size_in_bytes > 0:  # NaN is neither
+        if not self.size_in_bytes >= num_bytes or not self.size_in_bytes > 0:  # also rejects NaN
             raise ConfigError(
                 f"bucket {self.bucket_index} of {self.size_in_bytes} bytes cannot hold {num_bytes} bytes of gradients.",
                 where="GradientBucket",
@@ -211,7 +227,7 @@ class GradientBucket:
 
 
 def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
-    """What the planner needs to know of `tensor`."""
+    """Returns the planner's description of `tensor`."""
     dtype = private.gradient_dtype(tensor)
     return ParamSpec(
         name=name,
@@ -225,12 +241,12 @@ def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
 
 
 def strides_of_gradient(param: Tensor) -> tuple[int, ...]:
-    """Those that autograd and optimizers expect of a gradient: the parameter's own, such as channels-last."""
+    """Returns the strides that autograd and optimizers expect of a gradient: the parameter's, such as channels-last."""
     return torch.empty_like(param, device="meta").stride()
 
 
 def _row_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
-    """The shape of every tensor's rows where it is the same for all of several tensors."""
+    """Returns the shape of a row if all of several tensors have the same."""
     shapes = {tensor.shape[1:] for tensor in tensors if tensor.dim() > 0}
     has_rows = all(tensor.dim() > 0 and tensor.is_contiguous() for tensor in tensors)
     row_shape = shapes.pop() if len(shapes) == 1 and len(tensors) > 1 and has_rows else None

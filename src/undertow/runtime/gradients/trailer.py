@@ -1,4 +1,4 @@
-"""Writes and reads what travels behind the gradients of a bucket; undertow/plan/layout.py says where it lies."""
+"""Writes and reads the trailer after the gradients of a bucket; undertow/plan/layout.py defines its place."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from undertow.runtime.gradients.storage import GradientBucket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What one rank knows when backward is over; it leaves with the last bucket."""
+    """One rank's status at the end of backward, sent with the last bucket."""
 
     rank: int
     has_failed: bool
-    has_changed: bool  # the parameters are no longer those of the plan
-    has_other_buffers: bool  # than those that were compared
+    has_changed: bool  # the parameters are no longer the plan's
+    has_other_buffers: bool  # other buffers than at the last comparison
     late_buckets: Sequence[int]
-    busy_ms: float  # since this rank left the previous round
-    misuse: int = 0  # why a reduction by hand cannot be right here, if not 0: in place of a failure
+    busy_ms: float  # since this rank finished the previous synchronization
+    misuse: int = 0  # if not 0, the reason why a reduction by hand is wrong here; takes the place of a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a reduced trailer says."""
+    """The contents of a reduced trailer."""
 
     used: frozenset[int]  # positions of parameters that some rank used
     ranks_differ: bool
     failed_ranks: tuple[int, ...] = ()
-    misuses: tuple[tuple[int, int], ...] = ()  # of those, the ranks with a reduction by hand that cannot be right, and why
+    misuses: tuple[tuple[int, int], ...] = ()  # among these, ranks with a wrong reduction by hand, and the reason
     changed_ranks: tuple[int, ...] = ()
     other_buffers_ranks: tuple[int, ...] = ()
     late_buckets: tuple[int, ...] = ()
-    nonfinite: frozenset[int] = frozenset()  # positions of gradients that are infinite or no number on some rank
+    nonfinite: frozenset[int] = frozenset()  # positions of gradients with an infinity or NaN on some rank
     nonfinite_ranks: tuple[int, ...] = ()
-    is_overdue: bool = False  # read in a later round than the one it was sent in
+    is_overdue: bool = False  # read in a later synchronization than the one that sent it
 
 
 class TrailerCodec:
@@ -55,7 +55,7 @@ class TrailerCodec:
         self._unused: Sequence[int] = ()
 
     def write(self, *, unused: Sequence[int], signature: Tensor, verdict: Verdict | None) -> None:
-        """Writes this rank's trailer; `signature` are the flags of `signature_bits` in the bucket's dtype and device."""
+        """Writes this rank's trailer; `signature` has the flags of `signature_bits` in the bucket's dtype and device."""
         if self._unused:
             self._used.fill_(1)
         if unused:
@@ -67,20 +67,20 @@ class TrailerCodec:
             self._write_verdict(verdict)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
-        """Says which gradients are infinite or no number. [number of slots] bool; the host does not wait for it"""
+        """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
         fields = self._fields
         self._bucket.storage[fields.used.start : fields.used.stop].masked_fill_(are_bad, math.nan)
 
     def tell_nonfinite(self, has_any: Tensor, *, rank: int) -> None:
-        """Says in the verdict whether this rank has such gradients, in any bucket. [] bool"""
+        """Tells, with the last bucket, whether this rank has such gradients in any bucket. [] bool"""
         self._bucket.storage[self._fields.nonfinite[rank]].copy_(has_any)
 
     def read(self) -> Reading | None:
-        """What the reduced trailer says; None where every rank used what this one did and had nothing to report. Waits."""
+        """Waits, and reads the reduced trailer; None if every rank used the same parameters and none had anything to report."""
         return self.parse(self._trailer(), self._mine)
 
     def snapshot(self) -> Snapshot:
-        """The reduced trailer, to be read when a copy on the current stream has come to the host."""
+        """Starts to copy the reduced trailer to the host, on the current stream."""
         reduced, mine = (
             torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
             for part in (self._trailer(), self._mine)
@@ -90,13 +90,13 @@ class TrailerCodec:
         return Snapshot(self, reduced, mine, copied)
 
     def parse(self, trailer: Tensor, mine: Tensor) -> Reading | None:
-        """What `trailer` says to a rank that wrote `mine`; None where every rank wrote the same and reported nothing."""
+        """Reads `trailer` on a rank that wrote `mine`; None if every rank wrote the same and none had anything to report."""
         fields = self._fields
         stop = fields.busy.start - fields.start
         reduced, written = trailer[:stop], mine[:stop]
-        if torch.equal(reduced, written):  # the usual case, where the sum was divided
+        if torch.equal(reduced, written):  # the usual case if the sum was divided
             return None
-        # What was written are zeros and ones.
+        # Only zeros and ones were written.
         if torch.equal(reduced.bool(), written.bool()) and not reduced.isnan().any():
             return None
         flags = (trailer[:stop] != 0).tolist()
@@ -113,7 +113,7 @@ class TrailerCodec:
         )
 
     def busy_ms(self) -> tuple[float, ...]:
-        """How long each rank was busy since the previous round. Waits for the device."""
+        """Waits for the device; returns how long each rank was busy since the previous synchronization."""
         part = self._bucket.storage[self._fields.busy.start : self._fields.busy.stop]
         return tuple(float(busy) * self._divisor for busy in part.abs().tolist())
 
@@ -125,14 +125,14 @@ class TrailerCodec:
         values[fields.buffers[verdict.rank] - fields.failed.start] = float(verdict.has_other_buffers)
         for bucket in verdict.late_buckets:
             values[fields.late[bucket] - fields.failed.start] = 1.0
-        # fp16 ends at 65504: a longer time is cut, for infinity would spoil the sum.
+        # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
         values[fields.busy[verdict.rank] - fields.failed.start] = min(verdict.busy_ms, 60_000.0)
-        # Not into `_mine`: what all ranks report alike must not look as if there were nothing to read.
+        # Not into `_mine`: reports that are the same on all ranks must still be read.
         verdict_part = self._bucket.storage[fields.failed.start : fields.stop]
         verdict_part.copy_(to_device(values, self._mine.dtype, self._mine.device))
 
     def _misuses(self, failed: Tensor) -> tuple[tuple[int, int], ...]:
-        """Small whole numbers, which any dtype keeps apart, also where the sum over ranks was divided."""
+        """Decodes the reasons: small integers, which every dtype can tell apart even if the sum over ranks was divided."""
         reasons = [round(abs(value) * self._divisor) for value in failed.tolist()]
         return tuple((rank, reason) for rank, reason in enumerate(reasons) if reason > 1)
 
@@ -159,17 +159,17 @@ class Snapshot:
         return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Reading | None:
-        """What the trailer says, once it is there."""
+        """Reads the trailer after the copy is complete."""
         reading = self.codec.parse(self.reduced, self.mine)
         return None if reading is None else replace(reading, is_overdue=True)
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor on `device` without waiting for it."""
+    """Returns a small tensor on `device` without waiting for the copy."""
     on_host = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return on_host
-    # Pinned memory comes from a caching allocator that reuses it only after the copy has run.
+    # The caching allocator reuses pinned memory only after the copy has run.
     return on_host.pin_memory().to(device, non_blocking=True)
 
 

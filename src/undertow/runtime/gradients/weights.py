@@ -1,7 +1,7 @@
-"""Weights of losses that are sums: gradients are divided by the sum of all ranks' weights, not by the number of ranks.
+"""Weights of summed losses: gradients are divided by the sum of all ranks' weights instead of the number of ranks.
 
-The sum takes one small all-reduce, which leaves when a round begins. The division comes behind the reduction: before it, it would
-depend on the speed of the network which ranks have divided already.
+The sum takes one small all-reduce, sent when a synchronization begins. The division comes after the reduction. Before it, the
+network's speed would decide which ranks have divided already.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.trailer import to_device
 
-_HAS, _HAS_NO_DATA = 1.0, 2.0  # what a rank says of itself; else 0
+_HAS, _HAS_NO_DATA = 1.0, 2.0  # a rank's own status; otherwise 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What the weights of a round make of its gradients."""
+    """The factors that the weights of a synchronization give its gradients."""
 
     divisor: float  # of the mean over ranks
-    keep: float  # factor for what earlier synchronizations of the step have brought
-    total: float  # the weight of both together; sums over nothing at all are left as they are, for what comes
+    keep: float  # factor for the results of earlier synchronizations of the step
+    total: float  # the weight of both together; if it is 0, sums stay as they are, for later weights
 
 
 class RoundWeights:
-    """The weights of one round; earlier synchronizations of the step have brought gradients of the weight `before`.
+    """The weights of one synchronization; earlier ones of the step have brought gradients of total weight `before`.
 
-    The `is_last` round of a step must have some.
+    If it `is_last` in the step, the total must not be 0.
     """
 
     def __init__(self, group: OwnGroup, weight: float | None, *, before: float, is_without_data: bool, is_last: bool) -> None:
@@ -43,25 +43,25 @@ class RoundWeights:
         said = [0.0] * (1 + group.num_ranks)
         said[0] = weight or 0.0
         said[1 + group.rank] = _HAS if weight is not None else _HAS_NO_DATA if is_without_data else 0.0
-        # Of 64 bits: counts of tokens stay exact.
+        # fp64 keeps counts of tokens exact.
         self._tensor = to_device(said, torch.float64, group.device)
-        self._said: list[float] | None = None  # by all ranks
+        self._said: list[float] | None = None  # of all ranks
 
     def send(self) -> None:
         """Starts the sum over ranks; a collective call."""
         self._handle = self._group.all_reduce_async(self._tensor)
 
     def sums(self) -> Sums:
-        """Waits for the sum over ranks, on devices too, but for nothing else there."""
+        """Waits for the sum over ranks, also on a device, but not for other work there."""
         total = self._total()
         return Sums((total or 1.0) / self._group.num_ranks, (self._before or 1.0) / (total or 1.0), total)
 
     def is_sound(self) -> bool:
-        """Whether gradients may be divided by it, which all ranks find alike."""
+        """Returns True if gradients may be divided by the sum; all ranks agree."""
         return self._error("") is None
 
     def require_sound(self, where: str) -> None:
-        """PhaseError, on every rank, where some have given no weight, or all of them add up to 0."""
+        """Raises PhaseError on every rank if some gave no weight or all weights add up to 0."""
         error = self._error(where)
         if error is not None:
             raise error
@@ -95,30 +95,30 @@ class RoundWeights:
 
 
 class Weights:
-    """What this rank has said of its backwards; nothing where losses are not weighed."""
+    """This rank's weights of its backwards; empty unless losses are weighted."""
 
     def __init__(self, group: OwnGroup, *, is_weighted: bool) -> None:
         self._group = group
         self._is_weighted = is_weighted
-        self._next: float | None = None  # of the backwards that come
-        self._accumulated: float | None = None  # of those that have only accumulated
-        self._brought = 0.0  # by synchronizations, as far as it is there still
+        self._next: float | None = None  # of the next backward
+        self._accumulated: float | None = None  # of backwards that have only accumulated
+        self._brought = 0.0  # of synchronizations whose gradients still exist
 
     def give(self, weight: object) -> None:
-        """The loss of the next backward is a sum over so many; the last call before it counts.
+        """Sets the weight of the next backward's loss; the last call before the backward counts.
 
-        Of an earlier one no backward has come: its forward has failed, or was for something else.
+        An earlier weight had no backward: its forward failed or served another purpose.
         """
         self._next = _checked(weight)
 
     def forget_gradients(self, *, has_accumulated: bool) -> None:
-        """The user has thrown them away."""
+        """Forgets the weights of gradients that the user has cleared."""
         self._brought = 0.0
         if has_accumulated:
             self._accumulated = None
 
     def require_backward(self, where: str) -> None:
-        """PhaseError, once, where weights were given of which no backward has come: the next one would take them for its own."""
+        """Raises PhaseError, once, if a weight was given and no backward followed: the next backward would use it."""
         weight, self._next = self._next, None
         if weight is not None:
             raise PhaseError(
@@ -128,7 +128,7 @@ class Weights:
             )
 
     def require_none(self) -> None:
-        """ConfigError where weights were given that no synchronization has used yet: who comes after us does not know them."""
+        """Raises ConfigError if weights are not synchronized yet, because a successor does not know them."""
         if self._next is not None or self._accumulated is not None:
             raise ConfigError(
                 "weights were given for gradients that are not synchronized yet.",
@@ -137,11 +137,11 @@ class Weights:
             )
 
     def forget_accumulated(self) -> None:
-        """What backwards have accumulated is left out."""
+        """Forgets the weights of accumulated gradients, which are left out."""
         self._next = self._accumulated = None
 
     def begins(self, *, is_synchronized: bool, is_without_data: bool, is_last: bool) -> RoundWeights | None:
-        """A backward begins, or a round outside of one, on a rank `is_without_data` perhaps; the weights of a round are sent."""
+        """Called when a backward, or a synchronization outside of one, begins; sends the weights of a synchronization."""
         if self._next is not None:
             self._accumulated, self._next = (self._accumulated or 0.0) + self._next, None
         if not is_synchronized or not self._is_weighted:
@@ -152,12 +152,12 @@ class Weights:
         return made
 
     def ends(self, weighing: RoundWeights) -> None:
-        """A round has ended on every rank, well or not."""
+        """Called after a synchronization has ended on every rank, successfully or not."""
         self._brought = weighing.sums().total
 
 
 def require_weighted(op: str) -> None:
-    """ConfigError where gradients are not divided by weights."""
+    """Raises ConfigError unless gradients are divided by weights."""
     if op != "weighted":
         raise ConfigError(
             f'op="{op}" does not divide gradients by weights.',
@@ -167,7 +167,7 @@ def require_weighted(op: str) -> None:
 
 
 def _apart_from_computation(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, what the host waits for on a device is not the computation that is under way there."""
+    """Context in which the host's waits on a device do not include the computation in progress."""
     if device.type == "cpu":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""What `.grad` is known to be, so that it shows where somebody else than autograd has written it.
+"""Remembers known contents of `.grad`, to detect writes from outside of autograd.
 
-Autograd tells of every gradient that it adds, by a hook. A function of the user's may write one itself (fused weight
-gradients), or a loop assign what `torch.autograd.grad` has returned.
+Hooks report every gradient that autograd adds. But a function of the user's may write `.grad` itself (fused weight gradients), or
+a loop may assign the result of `torch.autograd.grad`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from torch import Tensor
 
 
 class Known:
-    """The `.grad` of some parameters as it was when it was last looked at, by position; held by whoever has it."""
+    """The `.grad` of some parameters at the last look, by position; holds the tensors."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def look(self, grads: Iterable[tuple[int, Tensor | None]]) -> None:
-        """From now on these are what is known, and nothing else is."""
+        """Makes these the only known gradients."""
         self._known = {position: (weakref.ref(grad), grad._version) for position, grad in grads if grad is not None}
 
     def has(self, position: int, grad: Tensor) -> bool:
-        """Whether it is the same tensor, and nobody has written into it since."""
+        """Returns True if it is the same tensor, without writes since."""
         ref, version = self._known.get(position, (None, -1))
         return ref is not None and ref() is grad and version == grad._version
 
 
 def has_values(grad: Tensor) -> bool:
-    """Whether anything but zeros is there: else a gradient has been thrown away. On a device the host waits."""
+    """Returns True if there are nonzero values; a zeroed gradient has been discarded. On a device, the host waits."""
     return bool(grad.coalesce().values().any() if grad.is_sparse else grad.any())

@@ -1,1 +1,1 @@
-"""The module: which parameters are trained, ignored or replaced."""
+"""The module: its trained, ignored and replaced parameters."""

@@ -1,4 +1,4 @@
-"""What the user wants left alone."""
+"""The parameters and buffers that the user excludes from synchronization."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from undertow.errors import ConfigError, WrongType
 
 
 def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor]) -> tuple[str, ...]:
-    """Sorted names of the parameters and buffers that `ignore` lists: by name or themselves, alone or as submodules.
+    """Returns sorted names of the parameters and buffers in `ignore`, which lists names, tensors, submodules or their names.
 
-    A tied weight is ignored as a whole, whichever of its names is given; all of them are returned. ConfigError for what
-    the module does not have, WrongType for what cannot be meant.
+    A tied weight is ignored as a whole, whichever of its names is given, and all its names are returned. Raises ConfigError for
+    an entry that the module does not have, and WrongType for an entry of another type.
     """
     if isinstance(ignore, str | Tensor | nn.Module) or not isinstance(ignore, Iterable):
         raise WrongType(
@@ -29,7 +29,7 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor
 
 
 def still_there(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names of parameters and buffers that the module still has."""
+    """Returns the names of parameters and buffers that the module still has."""
     known = {name for name, _ in _named_places(module)}
     return tuple(name for name in names if name in known)
 
@@ -39,16 +39,16 @@ class _Contents:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._tensors = dict(_named_places(module))  # also of places that hold None so far
+        self._tensors = dict(_named_places(module))  # including places that hold None so far
         self._names: dict[int, set[str]] = defaultdict(set)  # by the tensor's id
         for name, tensor in self._tensors.items():
             if tensor is not None:
                 self._names[id(tensor)].add(name)
-        # The module itself is left out: ignoring all of it is never meant.
+        # Without the module itself: ignoring all of it is never intended.
         self._parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
 
     def names_of(self, entry: object) -> set[str]:
-        """Names of the parameters and buffers that `entry` stands for."""
+        """Returns the names of the parameters and buffers that `entry` refers to."""
         match entry:
             case str():
                 return self._below(entry)
@@ -63,7 +63,7 @@ class _Contents:
         )
 
     def other_names_of(self, names: Iterable[str]) -> set[str]:
-        """All names of the tensors that these names stand for."""
+        """Returns all names of the tensors that have these names."""
         return {other for name in names for other in self._names.get(id(self._tensors[name]), ())}
 
     def _below(self, name: str) -> set[str]:
@@ -95,7 +95,7 @@ class _Contents:
 
 
 def _named_places(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Where parameters and buffers are registered, under every name; also where there is None so far."""
+    """Yields every place where a parameter or buffer is registered, under every name, also if it holds None so far."""
     for prefix, part in module.named_modules(remove_duplicate=False):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             yield (f"{prefix}.{name}" if prefix else name), tensor

@@ -1,4 +1,4 @@
-"""Which parameters of a module are trained, and whether that is still so."""
+"""Finds the trained parameters of a module, and detects when they change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _children_of = attrgetter("_modules")
 
 
 class AnyOf:
-    """Names that are in any of those."""
+    """Names that are in any of the containers."""
 
     def __init__(self, names: Sequence[Container[str]]) -> None:
         self._names = names
@@ -38,18 +38,18 @@ class AnyOf:
 
 
 class ModuleParams:
-    """The tensors of `module` that are synchronized: all but the names in `ignored`.
+    """The tensors of `module` that are synchronized: all except the names in `ignored`.
 
-    Narrower parameters accumulate their gradients in `reduce_dtype`, if that is not None, until `close`: of these members, or of
-    those that have taken over, which give back what the earlier ones have widened.
+    Narrower parameters accumulate their gradients in `reduce_dtype`, if it is not None. `close` undoes this; if a successor has
+    taken over, the successor's `close` also undoes it for its predecessors.
     """
 
-    # Of the moment when the module was last looked at: all of its parameters, and what those are that are synchronized.
+    # State at the last look at the module: all its parameters, and the kinds of the synchronized ones.
     _seen: _Census
     _kinds: list[tuple[object, ...]]
 
     def __init__(self, module: nn.Module, ignored: Container[str], *, reduce_dtype: str | None = None) -> None:
-        # Weakly: parameters' hooks hold us, and the garbage collector does not see through those.
+        # Weak, because parameters' hooks refer to this object, and the garbage collector does not see through those.
         self._module = weakref.ref(module)
         self._ignored = ignored
         self._wide: torch.dtype | None = None if reduce_dtype is None else getattr(torch, reduce_dtype)
@@ -57,12 +57,12 @@ class ModuleParams:
         self.replaced = Replaced()
         self._see(module)
         self.common_buffers = CommonBuffers(())
-        self.common_frozen: list[tuple[str, Tensor]] = []  # when the ranks last compared what they have
+        self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
 
     def trained(self, *, also: Collection[int] = ()) -> list[tuple[str, Tensor]]:
-        """Parameters to synchronize, by name, as they are now; `has_changed` compares with this moment.
+        """Returns the parameters to synchronize, by name, and resets `has_changed`.
 
-        So are those whose ids are in `also`, if they are the module's, trained or not.
+        Parameters of the module whose ids are in `also` are included even if they are frozen.
         """
         module = self._module()
         assert module is not None  # a forward of it runs, or its optimizer steps
@@ -73,19 +73,19 @@ class ModuleParams:
         return [(name, param) for name, param in named_params if param.requires_grad or id(param) in also]
 
     def trained_now(self) -> list[tuple[str, Tensor]]:
-        """The same, and `has_changed` goes on comparing with an earlier moment. None where the module is gone."""
+        """Returns the trained parameters without resetting `has_changed`; empty if the module is gone."""
         return [(name, param) for name, param in self.named_params() if param.requires_grad]
 
     def name_of(self, param: Tensor) -> str | None:
-        """What the parameter was called when the module was last looked at; None if it was another one's."""
+        """Returns the parameter's name at the last look at the module, or None if it was not the module's."""
         return self._names.get(id(param))
 
     def frozen(self) -> list[Tensor]:
-        """The parameters that are not trained now."""
+        """Returns the parameters that are not trained now."""
         return [param for _, param in self.named_params() if not param.requires_grad]
 
     def close(self) -> None:
-        """Gradients have the dtype of their parameters again."""
+        """Gives gradients the dtype of their parameters again."""
         for _, param in self.named_params() if self.gives_back else ():
             if private.gradient_dtype(param) != param.dtype:
                 grad, param.grad = param.grad, None
@@ -93,32 +93,35 @@ class ModuleParams:
                 param.grad = None if grad is None else grad.to(param.dtype)
 
     def named_params(self) -> list[tuple[str, Tensor]]:
-        """Parameters as they are now, trained or not. None where the module is gone."""
+        """Returns all current parameters, frozen ones included; empty if the module is gone."""
         module = self._module()
         return [] if module is None else self._named_params(module)
 
     def left_alone(self) -> list[tuple[str, Tensor]]:
-        """What is broadcast and never reduced: parameters that are frozen, and buffers."""
+        """Returns the tensors that are broadcast and never reduced: frozen parameters and buffers."""
         module = self._module()
         assert module is not None
         return [*self._frozen(module), *((name, buffer) for name, buffer in module.named_buffers() if name not in self._ignored)]
 
     def unsee(self) -> None:
-        """Has the module count as changed until somebody asks for its parameters again."""
+        """Makes the module count as changed until its parameters are requested again."""
         self._is_unseen = True
 
     def has_changed(self) -> bool:
-        """Whether a parameter was added, removed, replaced, frozen or unfrozen, or has another dtype, size or device."""
-        with private.as_plain_tensors():  # their values are not asked for
+        """Returns True if a parameter was added, removed, replaced, frozen or unfrozen, or changed dtype, size or device."""
+        with private.as_plain_tensors():  # this reads no values
             return self._has_changed()
 
     def _has_changed(self) -> bool:
-        # What torch.func.functional_call puts in their places for the time of a call are tensors, not parameters.
+        # During a call of torch.func.functional_call, its replacements are tensors, not parameters.
         is_other = self._is_unseen or self._seen.has_changed()
         return is_other and all(isinstance(it, nn.Parameter) for it in self._seen.present()) and not self._is_elsewhere()
 
     def _is_elsewhere(self) -> bool:
-        """Whether what has changed is not ours: the experts of another group, of which this one's ranks need not know."""
+        """Returns True if only ignored parameters have changed.
+
+        They may be experts of another group, which this group's ranks need not know about.
+        """
         module = self._module()
         if self._is_unseen or module is None or self._seen.has_other_modules() or self._kinds_of(module) != self._kinds:
             return False
@@ -126,19 +129,19 @@ class ModuleParams:
         return True
 
     def has_new_of(self, tensors: set[int]) -> bool:
-        """Whether one of these, by id, has come and is trained since a change that nobody has looked at."""
-        # At every step of an optimizer: what is known is no reason to look.
+        """Returns True if one of these (by id) was added, or unfrozen, in a change that has not been looked at yet."""
+        # This runs at every optimizer step: known parameters need no look.
         if self.ids >= tensors or not self.has_changed():
             return False
         return not tensors.isdisjoint({id(param) for _, param in self.trained_now()} - self.ids)
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter that is trained; the processor where there is none."""
+        """The device of the first trained parameter, or the CPU if there is none."""
         return next((param.device for _, param in self.trained_now()), torch.device("cpu"))
 
     def specs(self, named_params: Sequence[tuple[str, Tensor]]) -> list[ParamSpec]:
-        """What the planner needs to know of the parameters."""
+        """Returns the planner's description of the parameters."""
         module = self._module()
         sparse = set() if module is None else sparse_params(module)
         return [spec_of(name, param, is_sparse=id(param) in sparse) for name, param in named_params]
@@ -146,7 +149,7 @@ class ModuleParams:
     def compare(
         self, group: OwnGroup, specs: Sequence[ParamSpec], params: Sequence[Tensor], settings: dict[str, Any]
     ) -> Agreement:
-        """Compares these, and what is left alone, on all ranks."""
+        """Starts to compare parameters, frozen parameters and buffers on all ranks."""
         return Agreement(
             group,
             settings=settings,
@@ -155,11 +158,11 @@ class ModuleParams:
         )
 
     def compare_buffers(self, group: OwnGroup) -> Agreement:
-        """Compares what is left alone on all ranks."""
+        """Starts to compare frozen parameters and buffers on all ranks."""
         return Agreement(group, settings={}, params=[], others=self._described_others())
 
     def ranks_agree(self) -> None:
-        """All ranks have the same buffers and frozen parameters as this one now."""
+        """Records that all ranks have the same buffers and frozen parameters as this one now."""
         module = self._module()
         assert module is not None
         self.common_frozen = self._frozen(module)
@@ -172,13 +175,13 @@ class ModuleParams:
         self._is_unseen = False
         named_params = self._named_params(module)
         self.replaced.note(named_params)
-        # Of this moment: an optimizer that steps on other parameters does not concern us.
+        # As of this look: optimizers of other parameters are not this object's concern.
         self._names = {id(param): name for name, param in named_params}
         self.ids = self._names.keys()
         self._kinds = self._kinds_of(module)
 
     def _kinds_of(self, module: nn.Module) -> list[tuple[object, ...]]:
-        """All that may change of the parameters to synchronize, trained or not."""
+        """Returns every property of the synchronized parameters that may change, frozen parameters included."""
         return [
             (name, id(it), it.requires_grad, it.dtype, it.shape, it.stride(), it.device)
             for name, it in self._named_params(module)
@@ -195,15 +198,15 @@ class ModuleParams:
 
 
 class _Census:
-    """Every parameter of a module at one moment, quick to compare with a later one."""
+    """A snapshot of a module's parameters that is fast to compare with a later state."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
         self._parameters = [module._parameters for module in modules]
-        # Weakly, unlike the tables of parameters: a child may refer to its parent, and hold it for ever.
+        # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive forever.
         self._modules = list(map(weakref.ref, modules))
         params = self.present()
-        self._params = params  # held, so that no other one gets the same id
+        self._params = params  # held, so that no other tensor gets the same id
         self._child_ids = _ids(map(_children_of, modules))
         self._param_ids = _ids(self._parameters)
         self._are_trained = list(map(_is_trained, params))
@@ -219,11 +222,11 @@ class _Census:
     def has_other_modules(self) -> bool:
         try:
             return _ids(map(_children_of, [module() for module in self._modules])) != self._child_ids
-        except AttributeError:  # one is gone
+        except AttributeError:  # a module is gone
             return True
 
     def has_changed(self) -> bool:
-        # At every forward, for thousands of parameters: every line is a loop in C.
+        # This runs at every forward, for thousands of parameters, so every line is a loop in C.
         if _ids(self._parameters) != self._param_ids or self.has_other_modules():
             return True
         params = self._params
@@ -236,7 +239,7 @@ class _Census:
 
     def _has_reshaped(self) -> bool:
         pointers = list(map(Tensor.data_ptr, self._params))
-        if pointers == self._pointers:  # no new data, hence none laid out otherwise; asking for shapes takes longer
+        if pointers == self._pointers:  # no new data means no new layout; reading shapes takes longer
             return False
         if list(map(_shape_of, self._params)) != self._shapes or list(map(_stride_of, self._params)) != self._strides:
             return True
@@ -245,7 +248,7 @@ class _Census:
 
 
 def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str:
-    """The first parameter that differs, in words."""
+    """Describes the first parameter that differs."""
     old, new = {spec.name: spec for spec in before}, {spec.name: spec for spec in after}
     for name in (*old, *new):
         if name not in new:
@@ -266,7 +269,7 @@ def _ids(owned: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def _buffer_owners(module: nn.Module, ignored: Container[str]) -> list[BufferOwner]:
-    """Every place where a buffer to synchronize is registered."""
+    """Returns every place where a buffer to synchronize is registered."""
     return [
         BufferOwner(part._buffers, name)
         for prefix, part in module.named_modules()
@@ -290,16 +293,16 @@ def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]
 
 
 def sparse_params(module: nn.Module) -> set[int]:
-    """The parameters, by id, of layers that say that their gradients are sparse."""
+    """Returns the ids of parameters in layers that are declared to produce sparse gradients."""
     embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     return {id(layer.weight) for layer in embeddings if layer.sparse}
 
 
 def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
-    """What must be the same on every rank."""
+    """Returns the properties of a tensor that must be the same on every rank."""
     axes = [axis for axis, size in enumerate(tensor.shape) if size > 1]
     return {
         **spec.to_dict(),
-        "device": tensor.device.type,  # its index may well differ
+        "device": tensor.device.type,  # without the index, which may differ
         "axes in memory": sorted(axes, key=lambda axis: -tensor.stride()[axis]) if tensor.layout is torch.strided else [],
     }

@@ -1,4 +1,4 @@
-"""Parameters that were replaced behind the back of an optimizer, which goes on with those that the module had before."""
+"""Detects parameters that were replaced while an optimizer continues to update the old ones."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.errors import PhaseError
 
-_NUM_STEPS = 10  # of an optimizer that is left behind in part: by then another one has stepped on the new parameters
+_NUM_STEPS = 10  # steps of an optimizer that holds some old parameters; by then another one would have stepped on the new ones
 _REMEDY = "Make the optimizer after the change, or give it the new parameters by add_param_group()."
 _Named = Sequence[tuple[str, Tensor]]
 
 
 class Replaced:
-    """Parameters that a module had and has no more, and those that came since and that no optimizer has stepped on.
+    """Former parameters of a module, and its new parameters that no optimizer has stepped on yet.
 
-    Those weakly: an optimizer that is left behind holds them. Not the present ones, of which torch.utils.swap_tensors wants
-    to know that nobody does. `former` is empty again, and nothing is looked at in a step,
-    when nobody holds these any more, when all new ones have an optimizer, and when everything is told.
+    Former parameters are referenced weakly; an optimizer that still updates them holds them. Current parameters are referenced
+    strongly: torch.utils.swap_tensors refuses tensors with weak references. `former` becomes empty, and steps check nothing,
+    after nobody holds a former parameter, all new ones have an optimizer, or the warning has been given.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class Replaced:
         self._is_told = False
 
     def note(self, named_params: _Named) -> None:
-        """These are the parameters of the module from now on."""
+        """Records the module's current parameters."""
         now = {id(param): param for _, param in named_params}
         gone = {key: weakref.ref(param) for key, param in self._last.items() if param is not now.get(key)}
         if gone and not self._is_told:
             known = self.former | gone
-            # Those that come back were lent away for a moment, by torch.func.functional_call.
+            # Parameters that return were only swapped out for a call, by torch.func.functional_call.
             returned = {key for key, param in self.former.items() if key in now and param() is now[key]}
             self.former = {key: param for key, param in known.items() if key not in now and param() is not None}
             self._waiting |= now.keys() - (self._last.keys() - gone.keys())
@@ -46,10 +46,10 @@ class Replaced:
         self._last = now
 
     def before_step(self, optimizer: Optimizer, stepped: Collection[int], named_params: _Named, *, is_sharded: bool) -> None:
-        """`optimizer` is about to update the parameters `stepped`, by id; `named_params` are those of the module now.
+        """Checks the parameters `stepped` (ids) that `optimizer` is about to update against the module's current `named_params`.
 
-        Warns once if it updates none of these, or if no other optimizer updates the new ones. PhaseError for a sharded one, to
-        which all of them belong.
+        Warns once if it updates no current parameter, or if no other optimizer updates the new ones. Raises PhaseError for a
+        sharded optimizer, which must have all of them.
         """
         self._waiting.difference_update(stepped)
         self.former = {key: param for key, param in self.former.items() if self._waiting and param() is not None}

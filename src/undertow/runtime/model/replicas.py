@@ -1,4 +1,4 @@
-"""Whether parameters are still the same on every rank: a fingerprint of each, compared from time to time."""
+"""Checks from time to time that parameters are still the same on every rank, by comparing fingerprints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import started
 
 _WORD = 8  # bytes
-_HOST_WORDS = 1 << 16  # at once: weights and products stay in the cache
-_DEVICE_WORDS = 1 << 22  # at once: few launches
+_HOST_WORDS = 1 << 16  # processed at once, so that weights and products stay in the cache
+_DEVICE_WORDS = 1 << 22  # processed at once, for few launches
 _DOWN = 33  # bits
 _LOWER = (1 << (64 - _DOWN)) - 1
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as a signed number; odd
@@ -24,12 +24,12 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as a
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A comparison under way."""
+    """A comparison in flight."""
 
     number: int  # of the synchronization
     names: Sequence[str]
-    ranks: Sequence[int]  # what they are called
-    received: Sequence[Tensor]  # of each rank whether it counts, and its fingerprints
+    ranks: Sequence[int]  # the ranks' names
+    received: Sequence[Tensor]  # for each rank, whether it counts, and its fingerprints
     work: dist.Work
 
     def require_alike(self) -> None:
@@ -45,10 +45,10 @@ class _Sent:
 
 
 class Replicas:
-    """Compares the parameters of all ranks of `group` after every `every` synchronizations, if not None.
+    """Compares the parameters of all ranks of `group` after every `every` synchronizations, unless that is None.
 
-    What is compared is sent when a synchronization ends and looked at when the next step begins: with several models in one
-    backward, another rank may be in another one's turn.
+    Fingerprints are sent when a synchronization ends and compared when the next step begins. With several models in one backward,
+    another rank may be at another model in between.
     """
 
     def __init__(self, group: OwnGroup, every: int | None, *, names: Sequence[int]) -> None:
@@ -58,14 +58,14 @@ class Replicas:
         self._sent: list[_Sent] = []
 
     def is_due(self, number: int) -> bool:
-        """Whether parameters are compared at the end of synchronization `number`."""
+        """Returns True if parameters are compared at the end of synchronization `number`."""
         return self._every is not None and (number + 1) % self._every == 0
 
     @torch.no_grad()
     def send(self, named_params: Sequence[tuple[str, Tensor]], *, number: int, counts: bool) -> None:
-        """Starts the comparison; every rank does in the same synchronization, with parameters in the same order.
+        """Starts the comparison; every rank calls it in the same synchronization, with parameters in the same order.
 
-        Not `counts`: this rank has others, and may.
+        With `counts=False`, this rank's parameters are allowed to differ.
         """
         if not named_params:
             return
@@ -77,7 +77,7 @@ class Replicas:
         self._sent.append(_Sent(number, [name for name, _ in named_params], self._names, received, started(work)))
 
     def require_alike(self) -> None:
-        """ReplicaMismatch, on every rank, where the parameters that were sent are not the same; waits for them."""
+        """Waits for the fingerprints; raises ReplicaMismatch on every rank if they differ."""
         while self._sent:
             sent = self._sent.pop(0)
             with self._group.waiting("the comparison of all ranks' parameters"):
@@ -86,9 +86,9 @@ class Replicas:
 
 
 def fingerprints(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """Of each of `tensors` a sum over its bits, weighted by their places; -0.0 and every NaN are values of their own.
+    """Returns a sum over the bits of each tensor, weighted by position; -0.0 and each NaN have distinct values.
 
-    Another one for every tensor that differs in one word of eight bytes, and for all but one in about 2**32 of the others.
+    The fingerprint changes for every tensor that differs in a single 8-byte word, and for all but about one in 2**32 others.
     [number of tensors] int64, on `device`
     """
     weights = {used: _weights(used) for used in {tensor.device for tensor in tensors}}
@@ -98,21 +98,24 @@ def fingerprints(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
 def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    if flat.storage_offset() * flat.itemsize % _WORD:  # its bits cannot be seen as whole words
+    if flat.storage_offset() * flat.itemsize % _WORD:  # its bits cannot be viewed as whole words
         flat = flat.clone()
     num_whole = flat.numel() * flat.itemsize // _WORD * _WORD // flat.itemsize
     words, rest = flat[:num_whole].view(torch.int64), flat[num_whole:].view(torch.uint8).long()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in (*torch.split(words, weights.numel()), rest):
-        # What is upmost is brought down as well, for there a product modulo 2**64 loses the weight: by no multiple of 16 bits,
-        # or signs of one word would go down onto each other.
+        # Fold the upper bits down, because a product modulo 2**64 loses the weight of the top bits. The shift is not a multiple
+        # of 16 bits; otherwise signs within one word would fall onto each other.
         folded = (chunk >> _DOWN).bitwise_and_(_LOWER).bitwise_xor_(chunk)
         total = total * _ODD + folded.mul_(weights[: chunk.numel()]).sum()
     return total
 
 
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers without a pattern, by the steps of splitmix64: a difference in one word alone is never lost. int64"""
+    """Returns pseudo-random odd numbers, by the steps of splitmix64. int64
+
+    A difference in a single word is never lost, because they are odd.
+    """
     number = _HOST_WORDS if device.type == "cpu" else _DEVICE_WORDS
     mixed = torch.arange(1, number + 1, dtype=torch.int64, device=device) * _ODD
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -121,7 +124,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def mismatch(name: str, values: Mapping[int, int], *, where: str) -> ReplicaMismatch:
-    """The error: what most ranks have is taken for right; of as many, what the first of them has."""
+    """Returns the error. The value of most ranks counts as right, and in a tie the value of the first rank among them."""
     (common, _), *_ = Counter(values.values()).most_common()
     others = [rank for rank, value in values.items() if value != common]
     alike = [rank for rank, value in values.items() if value == common]

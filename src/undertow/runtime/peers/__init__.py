@@ -1,1 +1,1 @@
-"""Who is still there: ranks that are late, lost or have failed, and waits that say so."""
+"""Detects ranks that are late, lost or failed, and ends waits for them with an error that says so."""

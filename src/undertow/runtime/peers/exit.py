@@ -1,4 +1,4 @@
-"""How a process ends: with which exception, and who is told before."""
+"""Detects how a process ends: with which exception, and what is called before it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def raised() -> BaseException | None:
-    """The exception that this thread is leaving with; none where a script ends as if all were well."""
+    """Returns the exception that this thread is leaving with, or None if the script ends normally."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return error.__context__ if error.code else None
@@ -17,7 +17,7 @@ def raised() -> BaseException | None:
 
 
 def tell_before_end(leaves: Callable[[BaseException], object], *, trains_in: Callable[[int], bool]) -> None:
-    """Has `leaves` called with an exception that ends the process, or a thread in which, by its number, something `trains_in`."""
+    """Calls `leaves` with an exception that ends the process or one of the threads (by number) for which `trains_in` is true."""
     of_process, of_threads = sys.excepthook, threading.excepthook
 
     def process_ends(kind: type[BaseException], error: BaseException, trace: Any) -> object:

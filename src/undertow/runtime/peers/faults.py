@@ -1,4 +1,4 @@
-"""What can be wrong with other ranks, as values and as text; no torch, no sockets."""
+"""Faults and states of ranks, as values and as text; no torch, no sockets."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from undertow.foreign import printable_lines
 
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
-_MAX_TEXT = 2000  # characters of an error's or a stack's text that travel
-_UNKNOWN, _NO_MODEL = -1, -2  # in place of a number of synchronizations
+_MAX_TEXT = 2000  # limit on the characters of an error or a stack that are sent
+_UNKNOWN, _NO_MODEL = -1, -2  # special values of the number of synchronizations
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a step cannot go on: the same on every rank that learns of it."""
+    """The reason why a step cannot continue, the same on every rank that learns of it."""
 
     kind: type[UndertowError]
     what: str
     remedy: str
-    told: str = ""  # by the rank that found out, more than one line
+    told: str = ""  # details from the rank that detected it, several lines
 
     def error(self, where: str) -> UndertowError:
-        """A new error each time: one that is raised twice would carry both tracebacks."""
+        """Returns a new error each time: raising one twice would accumulate both tracebacks."""
         return self.kind(self.what, where="\n  ".join(part for part in (where, self.told) if part), remedy=self.remedy)
 
 
 class State(TypedDict):
-    """What a rank is doing, in its own words."""
+    """A rank's own report of its activity."""
 
     rank: int
-    step: int  # synchronizations it has completed; below 0 where that is not known
+    step: int  # completed synchronizations; negative if unknown
     doing: str
-    waits_for: str  # of the group that is asked about; empty where it does not wait
+    waits_for: str  # the wait of the group in question; empty if the rank does not wait
     waited_s: float
     stack: list[str]
 
@@ -52,7 +52,7 @@ def failed(rank: int, text: str) -> Fault:
 
 
 def lost(rank: int) -> Fault:
-    """A rank's process is gone, and has said nothing."""
+    """A rank's process died without a message."""
     return Fault(
         RankLost,
         f"rank {rank} is gone: its process has ended without a word, or was killed.",
@@ -61,7 +61,7 @@ def lost(rank: int) -> Fault:
 
 
 def finished(rank: int, num_steps: int) -> Fault:
-    """A rank has closed its model, or ended, as if all were well."""
+    """A rank has closed its model or exited normally."""
     return Fault(
         RankLost,
         f"rank {rank} has left: it has finished after {num_steps} synchronizations, and others wait for it.",
@@ -70,7 +70,7 @@ def finished(rank: int, num_steps: int) -> Fault:
 
 
 def stalled(text: str) -> Fault:
-    """Some rank has waited for too long."""
+    """A rank has waited too long."""
     first, _, rest = text.partition("\n")
     return Fault(
         StallTimeout,
@@ -81,7 +81,7 @@ def stalled(text: str) -> Fault:
 
 
 def timed_out(rank: int, report: str) -> Fault:
-    """A collective has ended before a stall was over: it may take no longer than the process group's timeout."""
+    """A collective ended before the stall timeout, because it exceeded the process group's timeout."""
     return Fault(
         StallTimeout,
         f"rank {rank} has waited for as long as the process group's timeout lets it.",
@@ -92,7 +92,7 @@ def timed_out(rank: int, report: str) -> Fault:
 
 
 def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
-    """Some ranks have not made the wrapper that others wait for."""
+    """Some ranks have not created the wrapper that others wait for."""
     named = ", ".join(map(str, ranks))
     return Fault(
         StallTimeout,
@@ -103,7 +103,7 @@ def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
 
 
 def gathers_alone(rank: int, *, missed_by: int) -> Fault:
-    """A rank gathers the state of an optimizer, and another one trains on."""
+    """A rank gathers the state of an optimizer while another one continues to train."""
     return Fault(
         CheckpointError,
         f"rank {rank} called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank {missed_by} did not.",
@@ -112,19 +112,19 @@ def gathers_alone(rank: int, *, missed_by: int) -> Fault:
 
 
 def stopped(rank: int) -> State:
-    """What a neighbor says of a rank that cannot speak."""
+    """The state that a neighbor reports for a rank that cannot answer."""
     return State(rank=rank, step=_UNKNOWN, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])
 
 
 def without_model(rank: int, thread: int) -> State:
-    """What a rank says, whose script runs in that thread, when it is asked about a model that it has not made."""
+    """The state of a rank that was asked about a model it has not created; its script runs in `thread`."""
     frames = frames_of(thread)
     doing = f"has made no such wrapper, {activity(frames, {})}"
     return State(rank=rank, step=_NO_MODEL, doing=doing, waits_for="", waited_s=0.0, stack=stack_lines(frames))
 
 
 def printable(said: Any) -> Any:
-    """A message, or a part of it, with control characters in texts shown as escapes: they must not steer anybody's terminal."""
+    """Escapes control characters in the texts of a message: they must not control a terminal."""
     match said:
         case str():
             return printable_lines(said)
@@ -136,17 +136,17 @@ def printable(said: Any) -> Any:
 
 
 def text_of(error: BaseException) -> str:
-    """One line of an exception, or few."""
+    """Returns an exception as one line, or a few."""
     return "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
 
 
 def late_ranks(asking: State, states: Mapping[int, State], *, ranks: Collection[int]) -> set[int]:
-    """Those that do not wait as well."""
+    """Returns the ranks that do not wait like the asking one."""
     return {rank for rank in ranks if rank != asking["rank"] and (rank not in states or not states[rank]["waits_for"])}
 
 
 def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, str], *, ranks: Collection[int]) -> str:
-    """Who waits for what, and what the others are doing; the same on every rank that knows the same states."""
+    """Describes each rank's wait or activity; ranks with the same states produce the same text."""
     late = late_ranks(asking, states, ranks=ranks)
     late = late - gone.keys() or late
     how = "has made no such wrapper" if all(_has_no_model(states.get(rank)) for rank in late) else "has not come"
@@ -172,7 +172,7 @@ def _has_no_model(state: State | None) -> bool:
 
 
 def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
-    """What a thread with these frames, the innermost last, is doing; `modules` are the model's, by id, with their names."""
+    """Describes a thread's activity from its frames, innermost last; `modules` maps ids of the model's modules to names."""
     for frame in reversed(frames):
         path = frame.f_code.co_filename
         if _lies_in(path, "torch", "utils", "data"):
@@ -190,12 +190,12 @@ def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
 
 
 def idle_since(num_steps: int) -> str:
-    """Of a rank that has left its loop, or is between two steps of it."""
+    """Describes a rank that has left its training loop or is between two steps."""
     return f", no training forward since synchronization {num_steps}" if num_steps else ", no training forward yet"
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """The stack of a thread, the innermost frame last."""
+    """Returns the stack of a thread, innermost frame last."""
     frame = sys._current_frames().get(thread)
     frames: list[FrameType] = []
     while frame is not None:
@@ -205,18 +205,18 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def stack_lines(frames: Sequence[FrameType]) -> list[str]:
-    """File, line and function of the innermost frames; no values, which may be secret, and no source, which may have changed."""
+    """Returns file, line and function of the innermost frames, without values (maybe secret) or source (maybe stale)."""
     return [f"{_short(frame.f_code)}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200] for frame in frames[-_NUM_FRAMES:]]
 
 
 def fault_from(message: Mapping[str, Any]) -> Fault:
-    """A fault that another rank has found; KeyError for what is none."""
+    """Parses a fault that another rank detected; raises KeyError if it is malformed."""
     kinds = {kind.__name__: kind for kind in (CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
     return Fault(kinds[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
 
 
 def state_from(message: Mapping[str, Any]) -> State:
-    """A state that came from another rank; ValueError, TypeError or KeyError for what is none."""
+    """Parses another rank's state; raises ValueError, TypeError or KeyError if it is malformed."""
     return State(
         rank=int(message["rank"]),
         step=int(message["step"]),
@@ -228,7 +228,7 @@ def state_from(message: Mapping[str, Any]) -> State:
 
 
 def tell(text: str) -> None:
-    """By logging; where nobody has set that up on standard error, for a report that nobody sees is none."""
+    """Logs a report, or prints it to standard error if no logging handler is set up: users must see it."""
     text = printable_lines(text)
     is_heard = any(not isinstance(handler, logging.NullHandler) for handler in (*_log.handlers, *logging.getLogger().handlers))
     if is_heard:

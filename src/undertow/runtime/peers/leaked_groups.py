@@ -1,8 +1,7 @@
-"""What gloo has of a broken group is freed by a thread of its own, for that may last until the group's timeout.
+"""Frees gloo's resources of a broken group in a separate thread, because that may last until the group's timeout.
 
-A message that gloo could not write any more, for the other rank was gone, fails nobody: the collective that it belongs to
-never ends, whatever is tried, and whoever frees the group waits for it. By default that is
-`torch.distributed.destroy_process_group()`, in the thread that trains.
+If the other rank is gone, a message that gloo could not write never fails. Its collective never ends, whatever is tried, and
+freeing the group blocks on it. By default that happens in `torch.distributed.destroy_process_group()`, in the training thread.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ __all__ = ["FREEING"]
 
 
 class LeakedGroups:
-    """Threads that hold what gloo has of broken groups, each until torch has let go of its group."""
+    """Threads that hold gloo's resources of broken groups, each until torch has released its group."""
 
     def __init__(self) -> None:
         self._threads: list[_Thread] = []
         self._taken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-        self._taking = threading.RLock()  # what is collected in between may have us called again
+        self._taking = threading.RLock()  # a garbage collection in between may call this again
 
     def take(self, group: dist.ProcessGroup) -> None:
-        """From now on nobody but a thread of ours waits when `group` is freed; does nothing for other backends than gloo."""
+        """Moves the wait for freeing `group` to a separate thread; does nothing for backends other than gloo."""
         held = private.held_by_gloo(group)
         with self._taking:
             if held is None or held[0] in self._taken:
@@ -38,15 +37,15 @@ class LeakedGroups:
             thread = _Thread(*held)
             try:
                 thread.start()
-            except RuntimeError:  # there are too many, or the interpreter ends
+            except RuntimeError:  # too many threads, or the interpreter is shutting down
                 private.keep_for_ever(held[1])
                 return
             self._threads = [*(it for it in self._threads if it.is_alive()), thread]
 
     def finish(self) -> None:
-        """Returns when all groups that torch has let go of are freed, or after half a second: that may last.
+        """Waits until all groups that torch has released are freed, but at most half a second.
 
-        Who begins anew wants the store that the old groups hold to be gone, and no thread may come back when the interpreter is.
+        A new initialization needs the old groups' store to be gone, and no thread may return after the interpreter has ended.
         """
         until_s = time.monotonic() + patience.FREES_S
         for thread in self._threads:
@@ -63,8 +62,8 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         self.is_let_go.wait()
-        self._backend = None  # the last one: here it is waited for
+        self._backend = None  # drops the last reference, so this thread waits here
 
 
-FREEING = LeakedGroups()  # of the process
-atexit.register(FREEING.finish)  # behind a destroy_process_group() that the script has registered
+FREEING = LeakedGroups()  # one for the process
+atexit.register(FREEING.finish)  # runs after a destroy_process_group() that the script has registered

@@ -1,4 +1,4 @@
-"""What one rank knows of the ranks of a model, and what it says to them."""
+"""One rank's knowledge of the other ranks of a model, and its messages to them."""
 
 from __future__ import annotations
 
@@ -15,57 +15,59 @@ from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.exit import raised
 from undertow.runtime.peers.faults import Fault, State
 
-# Of a collective that has lasted for the timeout of its group, of one whose connections another one's timeout has closed (of
-# several under way either may be the first), of the stores by which groups are made, and of connecting. The kernel's own words,
-# of a connection, are others.
+# Timeouts of a collective (also of one whose connections another collective's timeout has closed: of several in flight, either
+# may report first), of the stores that groups are made through, and of connecting. The kernel's messages about a connection are
+# worded differently.
 _TIME_IS_OVER = re.compile(
     r"time(d )?out waiting|operation timed out!|application timeout caused|(wait|socket|connect) timeout", re.IGNORECASE
 )
 
 
 class Speaker(Protocol):
-    """The ring, as far as a model speaks over it."""
+    """The part of the ring that a model's monitor uses."""
 
     rank: int
     num_ranks: int
     fault: Fault | None
     condition: threading.Condition
-    members: Any  # those of this process, by their numbers
-    opened: dict[tuple[int, int], set[int]]  # who has come to a group, by model and meeting
+    members: Any  # the monitors of this process, by number
+    opened: dict[tuple[int, int], set[int]]  # ranks that have arrived at a meeting, by model and number of the meeting
     ended: dict[int, Fault]
 
     def say(self, kind: str, **content: Any) -> None: ...
 
 
 class ModelMonitor:
-    """Groups of ours of one model, whose ranks are all of the ring or some: what this rank is doing there.
+    """This rank's activity in Undertow's groups of one model, whose ranks are all or some of the ring's.
 
-    Written where things happen, read when somebody asks.
+    Each event writes its part; a query from another rank reads them.
     """
 
     def __init__(self, ring: Speaker, number: int, limits: SyncConfig) -> None:
         self.ring = ring
         self.number = number  # the same on every rank
-        self.waits_for = ""  # empty where this rank does not wait
+        self.waits_for = ""  # empty if this rank does not wait
         self.since_s = 0.0
         self.limits = limits
         self.num_steps: Callable[[], int] = int  # synchronizations that this rank has completed
-        self.is_idle: Callable[[], bool] = bool  # whether no step has begun since the last one
+        self.is_idle: Callable[[], bool] = bool  # True if no step has begun since the last one
         self.module: Callable[[], Any] | None = None  # a weak reference
-        self.thread = threading.get_ident()  # which trains, as far as is known: this one until another one does
+        self.thread = threading.get_ident()  # the training thread, as far as known: this one until another one trains
         self.fault: Fault | None = None  # of these groups alone
-        self.groups: list[tuple[Callable[[], object], Callable[[], object]]] = []  # what interrupts each, and destroys it
-        self.asked_s = -math.inf  # when ranks were last asked, by anybody
-        self.asking: State | None = None  # who has asked
+        # For each group, a function that interrupts it and one that destroys it.
+        self.groups: list[tuple[Callable[[], object], Callable[[], object]]] = []
+        self.asked_s = -math.inf  # when any rank last asked
+        self.asking: State | None = None  # the state of the rank that asked
         self.states: dict[int, State] = {}
         self.is_told = True
-        self.told = 0, -math.inf, ""  # in which step, when, and what was reported last
+        self.told = 0, -math.inf, ""  # step, time and text of the last report
         self.left: dict[int, Fault] = {}  # ranks that have closed the model
-        self.borrowed: Any = None  # a group of the user's, to be interrupted as well
+        self.borrowed: Any = None  # a group of the user's that is interrupted as well
         self._num_meetings = 0
-        self._places: dict[int, tuple[float, str]] = {}  # since when ranks stand there
-        self._num_state_gathers = 0  # of an optimizer's state, that this rank has begun
-        self._state_gathers: dict[int, tuple[int, int]] = {}  # by rank, its last one between two steps: number, synchronization
+        self._places: dict[int, tuple[float, str]] = {}  # each rank's position, with the time when it reported it
+        self._num_state_gathers = 0  # gathers of an optimizer's state that this rank has begun
+        # By rank, its last gather between two steps: number, synchronization.
+        self._state_gathers: dict[int, tuple[int, int]] = {}
 
     @property
     def known_fault(self) -> Fault | None:
@@ -75,7 +77,7 @@ class ModelMonitor:
         return time.monotonic() - self.since_s if self.waits_for else 0.0
 
     def state(self) -> State:
-        """What this rank is doing."""
+        """Returns this rank's current activity."""
         waits_for, frames = self.waits_for, faults.frames_of(self.thread)
         model = None if self.module is None else self.module()
         names: dict[int, str] = {}
@@ -91,7 +93,7 @@ class ModelMonitor:
         )
 
     def is_asked_by(self, asking: State) -> bool:
-        """A rank has waited for long. Whether this rank should answer; of several that ask at once, the first one counts."""
+        """Returns True if this rank should answer a rank that has waited long; if several ask at once, the first counts."""
         now_s = time.monotonic()
         if self.asking is not None and now_s < self.asked_s + patience.ANSWERS_S:
             self.states[asking["rank"]] = asking
@@ -103,7 +105,7 @@ class ModelMonitor:
         return True
 
     def meet(self, patience_s: float) -> None:
-        """Returns when all ranks have come to a group that is about to be made, or with a fault where one has not in time."""
+        """Waits until all ranks are about to create a group; latches a fault if one does not arrive in time."""
         ring, at = self.ring, (self.number, self._num_meetings)
         self._num_meetings += 1
         ring.say("opens", number=self.number, meeting=at[1])
@@ -114,24 +116,24 @@ class ModelMonitor:
             self.fails(faults.never_came(sorted(late), patience_s))
 
     def places(self, mine: str) -> dict[int, str]:
-        """Where each rank stands, in its words, `mine` among them: of those that ask as well, and soon."""
+        """Returns the positions that ranks report, `mine` included, from the ranks that ask at about the same time."""
         ring = self.ring
         ring.say("stands", number=self.number, text=mine)
         with ring.condition:
-            earliest_s = time.monotonic() - patience.ANSWERS_S  # what is older was said about something else
+            earliest_s = time.monotonic() - patience.ANSWERS_S  # older reports answered another question
             self._places = {rank: place for rank, place in self._places.items() if place[0] >= earliest_s}
             ring.condition.wait_for(lambda: self.known_fault or len(self._places) == ring.num_ranks, timeout=patience.ANSWERS_S)
             places, self._places = self._places, {}
         return {rank: text for rank, (_, text) in places.items()}
 
     def hears_where(self, rank: int, text: str) -> None:
-        """From the thread that listens, or this rank's own."""
+        """Called from the listening thread or this rank's own."""
         with self.ring.condition:
             self._places[rank] = time.monotonic(), text
             self.ring.condition.notify_all()
 
     def gathers_state(self) -> None:
-        """This rank needs the other ranks' parts of an optimizer's state; between two steps they are told of it."""
+        """Registers that this rank needs the other ranks' parts of an optimizer's state; between two steps it tells them."""
         self._num_state_gathers += 1
         if self.is_idle():
             self.ring.say("gathers", number=self.number, count=self._num_state_gathers, step=self.num_steps())
@@ -140,7 +142,7 @@ class ModelMonitor:
         self._state_gathers[rank] = count, step
 
     def missed_gather_of(self) -> int | None:
-        """A rank that gathers the state, where this one has begun the next step without it: they wait for each other."""
+        """Returns a rank that gathers the state while this one has begun the next step without it: the two would deadlock."""
         if self.is_idle():
             return None
         here = self.num_steps()
@@ -148,13 +150,14 @@ class ModelMonitor:
         return next((rank for rank, (count, step) in gathers if step == here and count > self._num_state_gathers), None)
 
     def reason(self, error: BaseException) -> Fault | None:
-        """Why a collective has failed with `error`; all ranks learn of it. None where it is not known."""
+        """Returns why a collective failed with `error` and tells all ranks, or None if the reason is not known."""
         ring, is_over = self.ring, _TIME_IS_OVER.search(str(error)) is not None
         with ring.condition:
-            # Nobody need be gone where the time is over. And it is told before the ranks speak whose connections that has closed.
+            # After a timeout no rank need be gone. It must be reported before ranks speak whose connections the timeout has
+            # closed.
             patience_s = patience.ANSWERS_S if is_over else patience.VERDICT_S
             ring.condition.wait_for(lambda: self.known_fault or self.left or ring.ended, timeout=patience_s)
-            # A word that one has ended well may be overtaken by none that it has not.
+            # A message that a rank exited normally cannot be overtaken by one that says it did not.
             fault = self.known_fault or next(iter((ring.ended | self.left).values()), None)
         if fault is None and is_over:
             fault = faults.timed_out(ring.rank, self._last_report())
@@ -165,28 +168,27 @@ class ModelMonitor:
         return fault
 
     def _last_report(self) -> str:
-        """Of the wait that has just ended; empty where nothing was told of it."""
+        """Returns the report on the wait that has just ended, or "" if there was none."""
         step, told_s, text = self.told
         return text if self.waits_for and step == self.num_steps() and told_s > self.since_s else ""
 
     def fails(self, fault: Fault) -> None:
-        """All ranks of this group give up."""
+        """Makes all ranks of this group give up."""
         self.ring.say(
             "stops", number=self.number, error=fault.kind.__name__, what=fault.what, remedy=fault.remedy, told=fault.told
         )
 
     def interrupt(self) -> None:
-        """Has whoever waits over one of the groups wake up."""
+        """Interrupts every wait over one of the groups."""
         for interrupt, _ in tuple(self.groups):
             interrupt()
 
     def destroy(self) -> None:
-        """Destroys the groups."""
         for _, destroy in tuple(self.groups):
             destroy()
 
     def close(self) -> None:
-        """This rank leaves; it may be about to fail, which others are told if they wait for it."""
+        """Leaves the model; if this rank is failing, tells the ranks that wait for it."""
         error = raised()
         text = "" if error is None or self.known_fault else faults.text_of(error)
         if self.known_fault is None:

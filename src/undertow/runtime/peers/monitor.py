@@ -1,11 +1,10 @@
-"""Who is still there: what ranks tell each other beside the collectives, so that nobody waits for one that will not come.
+"""Messages between ranks outside of the collectives, so that no rank waits for one that will not arrive.
 
-    Guard     one for a process: a thread that sleeps until a neighbor says something, is gone, or a wait is long
-    Ring      the ranks of a process group: messages go round both ways, each rank passes on what is new
-    Member    the process groups of one model: what this rank waits for, and why it cannot go on
+    PeerMonitor    one for a process: a thread that sleeps until a neighbor sends, a neighbor dies, or a wait is long
+    Ring           the ranks of a process group: messages travel both ways round, and each rank forwards new ones
+    ModelMonitor   the process groups of one model: its current wait, and the reason why it cannot continue
 
-A fault is latched here first and then the groups are interrupted, so that whoever wakes up from a broken collective finds
-the reason.
+A fault is latched here before the groups are interrupted, so that a thread whose collective breaks finds the reason.
 """
 
 from __future__ import annotations
@@ -44,39 +43,39 @@ _MAX_SEEN = 4096
 
 
 class Ring:
-    """The ranks of a group, as this rank knows them."""
+    """This rank's view of the ranks of a group."""
 
     def __init__(self, neighbors: Sequence[Neighbor], *, rank: int, num_ranks: int, world: object) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.neighbors = list(neighbors)
-        # torch.distributed's. Where a stuck thread has held it to the very end, nothing is left to be done.
+        # torch.distributed's default group. If a stuck thread held it until the interpreter ended, nothing is left to do.
         self.world: Callable[[], object] = weakref.ref(world, lambda _: None if GUARD is None else GUARD.ends(self))
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every group
         self.members: weakref.WeakValueDictionary[int, ModelMonitor] = weakref.WeakValueDictionary()
-        self.opened: dict[tuple[int, int], set[int]] = {}  # ranks that have come to a meeting, by model and number
-        self.ended: dict[int, Fault] = {}  # ranks whose process has ended well
-        self._failed_s = math.inf  # since when one has ended with an error that all ranks may be about to raise
-        self._num_members = 0  # that this rank has made
-        self._early: dict[int, list[Message]] = {}  # what was said of models that this rank has not made yet
+        self.opened: dict[tuple[int, int], set[int]] = {}  # ranks that have arrived at a meeting, by model and number
+        self.ended: dict[int, Fault] = {}  # ranks whose process has ended without an error that is fatal to the others
+        self._failed_s = math.inf  # since when a rank has ended with an error that all ranks may be about to raise
+        self._num_members = 0  # models that this rank has created
+        self._early: dict[int, list[Message]] = {}  # messages about models that this rank has not created yet
         self._said = itertools.count()
         self._seen: dict[str, None] = {}
         self._has_left = False
 
     def join(self, limits: SyncConfig) -> ModelMonitor:
-        """A new model of these ranks; a call for each of them, in the same order."""
+        """Registers a new model of these ranks; each of them calls it, in the same order."""
         with self.condition:
             member = ModelMonitor(self, self._num_members, limits)
             self._num_members += 1
             self.members[member.number] = member
             for message in self._early.pop(member.number, ()):
                 self.hear(message)
-        GUARD.wake()  # there is something to watch
+        GUARD.wake()  # there is something to watch now
         return member
 
     def say(self, kind: str, **content: Any) -> None:
-        """Tells every rank, this one too."""
+        """Tells every rank, including this one."""
         message = {"kind": kind, "from": self.rank, "id": f"{self.rank}/{next(self._said)}", **content}
         with self.condition:
             self._seen[message["id"]] = None
@@ -85,7 +84,7 @@ class Ring:
         self.hear(message)
 
     def receive(self, message: Message, source: Neighbor) -> None:
-        """Passes on what is new before anything is done about it: we may not live long."""
+        """Forwards a new message before handling it, because this process may not live long."""
         number = str(message.get("id"))
         with self.condition:
             if number in self._seen:
@@ -98,14 +97,14 @@ class Ring:
                 neighbor.send(message)
         try:
             self.hear(message)
-        except Exception as error:  # whatever a message that means something else leads to
+        except Exception as error:  # a malformed message can raise any exception
             reason = f"{type(error).__name__}: {brief(str(error))}"
             _log.warning("a message of another rank made no sense and is dropped (%s): %s", reason, brief(message))
 
     def is_cut_off(self, neighbor: Neighbor) -> None:
-        """The connection to a neighbor is gone."""
+        """Handles a closed connection to a neighbor."""
         with self.condition:
-            if neighbor not in self.neighbors:  # we have left
+            if neighbor not in self.neighbors:  # this rank has left the ring
                 return
             self.neighbors.remove(neighbor)
         neighbor.close()
@@ -113,7 +112,7 @@ class Ring:
             self.say("lost", rank=neighbor.rank)
 
     def hear(self, message: Message) -> None:
-        """What this rank makes of a message."""
+        """Handles a message."""
         message = faults.printable(message)
         member = self.members.get(message.get("number", -1))
         source = self._checked_rank(message["from"])
@@ -156,7 +155,7 @@ class Ring:
         return rank
 
     def _hears_early(self, message: Message) -> None:
-        """Of a model that this rank has not made: whoever waits for it is told so."""
+        """Answers or keeps a message about a model that this rank has not created, so that a waiting rank learns that."""
         number = int(message["number"])
         if message["kind"] == "asks":
             thread = next((member.thread for member in list(self.members.values())), threading.main_thread().ident or 0)
@@ -171,10 +170,10 @@ class Ring:
             self._failed_s = min(self._failed_s, time.monotonic()) if text else self._failed_s
             self.condition.notify_all()
         for other in [it for it in list(self.members.values()) if text and it.borrowed is not None]:
-            self._latch(fault, other)  # whose connections last as long as that process
+            self._latch(fault, other)  # its connections last as long as that process
 
     def counts_failures(self, member: ModelMonitor) -> None:
-        """Who has left a model with an error is waited for from now on, if any has."""
+        """Latches the error of a rank that has left the model, if any, because this rank is about to wait for it."""
         for fault in self._failures(member):
             self._latch(fault, member)
 
@@ -185,18 +184,18 @@ class Ring:
         if not has_asked:
             self.say("does", number=member.number, **member.state())
         for neighbor in self.neighbors:
-            if neighbor.is_stopped():  # and cannot answer
+            if neighbor.is_stopped():  # it cannot answer for itself
                 self.say("does", number=member.number, **faults.stopped(neighbor.rank))
 
     def look(self) -> None:
-        """From time to time: whether this rank has waited for long."""
+        """Checks from time to time whether this rank has waited too long."""
         for member in list(self.members.values()):
             if member.known_fault is None:
                 self._look_at(member)
 
     def _look_at(self, member: ModelMonitor) -> None:
         now_s, waited_s = time.monotonic(), member.waited_s()
-        # An error of its own, and its process may be long in ending.
+        # This rank may be about to raise the same error, and the failed process may take long to end.
         if min(waited_s, now_s - self._failed_s) > patience.ENDS_S:
             for fault in self._failures(member):
                 member.fails(fault)
@@ -215,22 +214,22 @@ class Ring:
             self.say("asks", number=member.number, **member.state())
         elif has_answers and member.asking is not None:
             gone, late = self._gone(member), faults.late_ranks(member.asking, member.states, ranks=range(self.num_ranks))
-            if gone and not late - gone.keys():  # else it may be another one that is waited for
+            if gone and not late - gone.keys():  # otherwise the wait may be for another rank
                 member.fails(next(iter(gone.values())))
             elif is_over:
                 member.fails(faults.stalled(self.report(member, member.asking)))
 
     def report(self, member: ModelMonitor, asking: State) -> str:
-        """What all ranks have answered to the one that has asked."""
+        """Returns the report for the rank that asked, from all answers."""
         gone = {rank: fault.what for rank, fault in self._gone(member).items()}
         return faults.stall_text(asking, member.states, gone, ranks=range(self.num_ranks))
 
     def _gone(self, member: ModelMonitor) -> dict[int, Fault]:
-        """Ranks that have left: a model's last word says how far they have come, a process's only that it has ended."""
+        """Returns the ranks that have left. A model's last message replaces a process's, because it tells the progress."""
         return self.ended | member.left
 
     def _latch(self, fault: Fault, member: ModelMonitor | None = None) -> None:
-        """The first fault counts, and everything that waits wakes up."""
+        """Latches the first fault and wakes all waits."""
         with self.condition:
             if self.fault is not None or (member is not None and member.fault is not None):
                 return
@@ -242,13 +241,13 @@ class Ring:
         GUARD.interrupts(list(self.members.values()) if member is None else [member])
 
     def leaves(self, error: BaseException | None) -> None:
-        """This process is about to end."""
+        """Sends this rank's last message before the process ends."""
         if self._has_left:
             return
         self._has_left = True
         if self.fault is not None:
             return
-        # One of our errors every rank is about to raise, in its own words: it counts only where somebody waits for this rank.
+        # All ranks are about to raise an UndertowError themselves, so it is fatal only if a rank waits for this one.
         if error is not None and not isinstance(error, UndertowError):
             self.say("failed", text=faults.text_of(error))
         else:
@@ -257,7 +256,7 @@ class Ring:
 
 
 class PeerMonitor:
-    """All rings of this process, and the one thread that listens."""
+    """All rings of this process, and the single thread that listens to them."""
 
     def __init__(self) -> None:
         self._rings: dict[tuple[int, ...], Ring] = {}
@@ -267,12 +266,12 @@ class PeerMonitor:
         self._breaking: list[tuple[ModelMonitor, float]] = []  # groups to interrupt, and when
 
     def ring_of(self, ranks: tuple[int, ...], world: object) -> Ring | None:
-        """The ring of these ranks; none where torch.distributed has begun anew since it was made."""
+        """Returns the ring of these ranks, or None if torch.distributed was initialized again since it was made."""
         ring = self._rings.get(ranks)
         return ring if ring is not None and ring.world() is world else None
 
     def adopt(self, ranks: tuple[int, ...], ring: Ring) -> None:
-        """Listens to a ring from now on."""
+        """Starts to listen to a ring."""
         if self._thread is None:
             self._begin()
         before = self._rings.get(ranks)
@@ -284,9 +283,9 @@ class PeerMonitor:
         self.wake()
 
     def ends(self, ring: Ring) -> None:
-        """Leaves a ring: its process groups are gone, or the process is about to end."""
+        """Leaves a ring because its process groups are gone or the process is about to end."""
         ring.leaves(raised())
-        ring.world = type(None)  # or it would call this when the interpreter ends, with no module left
+        ring.world = type(None)  # otherwise the weak reference would call this at interpreter exit, after modules are gone
         with ring.condition:
             neighbors, ring.neighbors = ring.neighbors, []
         for neighbor in neighbors:
@@ -298,13 +297,13 @@ class PeerMonitor:
         self._heard.put(None)
 
     def interrupts(self, members: Iterable[ModelMonitor]) -> None:
-        """Has whoever waits there wake up, soon."""
+        """Interrupts all waits of these models after a short grace period."""
         due_s = time.monotonic() + patience.GRACE_S
         self._breaking += [(member, due_s) for member in members]
         self.wake()
 
     def leaves(self, error: BaseException | None = None) -> None:
-        """Last words of this process."""
+        """Sends the last messages of this process."""
         for ring in self._rings.values():
             ring.leaves(error)
 
@@ -314,7 +313,7 @@ class PeerMonitor:
         self._thread = thread
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
-        # Also called where multiprocessing ends a process without atexit.
+        # multiprocessing may end a process without atexit; its finalizers still run.
         multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         atexit.register(self._at_exit)
         tell_before_end(self.leaves, trains_in=self.trains_in)
@@ -323,8 +322,9 @@ class PeerMonitor:
         self.leaves(raised())
         for ring in self._rings.values():
             for member in list(ring.members.values()):
-                if member.known_fault is not None:  # the process may abort where broken groups are still there when it ends
-                    with contextlib.suppress(RuntimeError, ValueError):  # of one; the others, and who listens, come all the same
+                if member.known_fault is not None:  # the process may abort if broken groups still exist when it ends
+                    # An error in one group must not stop the rest of the exit.
+                    with contextlib.suppress(RuntimeError, ValueError):
                         member.destroy()
         for ring in list(self._rings.values()):
             self.ends(ring)
@@ -334,16 +334,16 @@ class PeerMonitor:
             self._thread.join(patience.FLUSH_S)
 
     def trains_in(self, thread: int) -> bool:
-        """Whether this is the thread that was the last to train a model of ours, or to make one."""
+        """Returns True if `thread` was the last to train or create one of the models."""
         return any(member.thread == thread for ring in self._rings.values() for member in list(ring.members.values()))
 
     def _forget(self) -> None:
-        """In a child process."""
+        """Closes all connections in a child process."""
         for ring in self._rings.values():
             for neighbor in ring.neighbors:
                 neighbor.forget()
             ring.neighbors, ring.world = [], type(None)
-        self.__init__()  # type: ignore[misc]  # it has not begun there
+        self.__init__()  # type: ignore[misc]  # the thread does not exist in the child
 
     def _listen(self) -> None:
         while not self._is_over:
@@ -373,7 +373,7 @@ class PeerMonitor:
             ring.is_cut_off(neighbor)
 
     def _tick_s(self) -> float | None:
-        """How long to sleep: for ever where nothing is trained."""
+        """Returns how long to sleep; None means forever, if nothing is trained."""
         if self._breaking:
             return max(0.0, self._breaking[0][1] - time.monotonic())
         members = [member for ring in list(self._rings.values()) for member in list(ring.members.values())]
@@ -385,4 +385,4 @@ class PeerMonitor:
         return min(patience.TICK_S, 0.25 * stalls_s)
 
 
-GUARD = PeerMonitor()  # of the process, as sys.excepthook and the exit of the process are
+GUARD = PeerMonitor()  # one for the process, like sys.excepthook

@@ -1,10 +1,10 @@
-"""Connections of every rank to its two neighbors, by which ranks learn at once that another one is gone.
+"""Connections from every rank to its two neighbors, which tell ranks at once when another one is gone.
 
-    rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        one process group of two ranks for each line, of gloo's
+    rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        each line is a gloo process group of two ranks
 
-The kernel closes a process's connections when it ends, whatever has ended it, and gloo then fails the receives that are
-posted there: no heartbeat, no polling, and no server that could be lost with a rank. The store of torch.distributed is
-needed while the ring is made, and never again.
+When a process ends for any reason, the kernel closes its connections and gloo fails the receives posted there. This needs no
+heartbeat, no polling, and no server that could die along with a rank. The store of torch.distributed is used only while the ring
+is made.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from undertow.runtime.torch_private import private
 __all__ = ["Neighbor", "Store", "close_all", "make_ring"]
 
 Message = dict[str, Any]
-Socket = tuple[int, int]  # descriptor and inode: numbers are used again
+Socket = tuple[int, int]  # descriptor and inode, because descriptors are reused
 
 _log = logging.getLogger("undertow")
 
 _MAX_LINE = 1 << 16
-_HEADER = struct.Struct("<QH")  # frames taken of those that came the other way, bytes used
-_FRAME = 4096  # bytes, of which all travel
-_NUM_POSTED = 16  # frames that a neighbor takes while its Python does not run
-_NUM_UNTOLD = 32  # frames after which it says that it has them, at the latest
-_MAX_SENT = 256  # frames of which it has not said so
+_HEADER = struct.Struct("<QH")  # number of frames taken from the opposite direction, bytes used
+_FRAME = 4096  # bytes; a frame is always sent whole
+_NUM_POSTED = 16  # frames that a neighbor accepts while its Python does not run
+_NUM_UNTOLD = 32  # frames after which it acknowledges them, at the latest
+_MAX_SENT = 256  # limit on unacknowledged frames
 _TAG = 1
-_FOR_EVER = timedelta(days=3650)  # gloo's "no limit" means that of the group
+_FOR_EVER = timedelta(days=3650)  # gloo's "no limit" means the group's timeout
 
 
 class Store(Protocol):
-    """What of torch.distributed's stores is needed; none of it waits."""
+    """The methods of torch.distributed's stores that are used here; none of them waits."""
 
     def set(self, key: str, value: str, /) -> object: ...
 
@@ -62,22 +62,22 @@ class Store(Protocol):
 
 
 class Neighbor:
-    """The connection to the next rank, or the one before. Messages are lines of JSON: nothing is unpickled.
+    """The connection to the next or the previous rank. Messages are lines of JSON; nothing is unpickled.
 
-    Lines travel in frames of one size. A send ends when the other side has a receive for it, so some are posted ahead, and
-    who sends never waits. Gloo does not tell whether a send has ended without waiting for it: the other side says so.
+    Lines are sent in frames of one size. A send ends when the other side has a receive for it, so several receives are posted
+    ahead and a sender never waits. Gloo cannot tell without waiting whether a send has ended, so the other side acknowledges it.
     """
 
     def __init__(
         self, group: Any, place: int, rank: int, process: int | None = None, sockets: frozenset[Socket] = frozenset()
     ) -> None:
         self.rank = rank
-        self._process = process  # its number, where it runs on this machine
+        self._process = process  # its process id if it runs on this machine
         self._sockets = sockets
-        self._group = group  # of two; this process is number `place`
+        self._group = group  # a group of two; this process is rank `place` in it
         self._other = 1 - place
-        self._sending = threading.RLock()  # a group that is freed in the middle of a send may have us leave
-        self._sent: deque[dist.Work] = deque()  # that the other side may not have taken, or all that follow were stuck
+        self._sending = threading.RLock()  # reentrant: freeing a group in the middle of a send may call this again
+        self._sent: deque[dist.Work] = deque()  # maybe not taken yet; releasing one could block all that follow
         self._num_sent = 0
         self._num_taken = 0
         self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -87,19 +87,19 @@ class Neighbor:
             self._post()
 
     def send(self, message: Message) -> None:
-        """From any thread. What cannot be sent is dropped: whoever reads learns that the connection is gone."""
+        """Sends a message from any thread. Drops it if the connection is gone, because reading detects that."""
         line = json.dumps(message).encode() + b"\n"
         if len(line) > _MAX_LINE:
             return
         room = _FRAME - _HEADER.size
         parts = [line[start : start + room] for start in range(0, len(line), room)]
         with self._sending:
-            if len(self._sent) + len(parts) <= _MAX_SENT:  # else it is stopped
+            if len(self._sent) + len(parts) <= _MAX_SENT:  # otherwise the neighbor is stopped
                 for part in parts:
                     self._send(part)
 
     def read(self) -> tuple[list[Message], bool]:
-        """The messages that have come, and whether the connection still stands; waits where nothing has come."""
+        """Waits for messages; returns them, and False if the connection is closed."""
         try:
             work, frame = self._posted.popleft()
             work.wait(_FOR_EVER)
@@ -114,7 +114,7 @@ class Neighbor:
         return [message for line in lines if (message := self._message(line)) is not None], True
 
     def listen(self, hear: Callable[[Neighbor, list[Message], bool], object]) -> None:
-        """Reads in a thread of its own, until the connection is gone."""
+        """Reads in a separate thread until the connection is closed."""
 
         def reads() -> None:
             is_there = True
@@ -125,10 +125,10 @@ class Neighbor:
 
         thread = threading.Thread(target=reads, name=f"undertow-hears-{self.rank}", daemon=True)
         thread.start()
-        self._thread = thread  # now: `close` waits for it, and for none that has not started
+        self._thread = thread  # set after the start, because `close` joins it and cannot join a thread that has not started
 
     def is_stopped(self) -> bool:
-        """Whether a signal keeps its process from running, as far as can be seen from here."""
+        """Returns True if a signal has stopped the neighbor's process, as far as this machine can see."""
         try:
             status = Path(f"/proc/{self._process}/stat").read_text()
         except OSError:
@@ -136,14 +136,14 @@ class Neighbor:
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def flush(self, within_s: float) -> None:
-        """Returns when what was sent is on its way, or not in time, which ends the connection."""
+        """Waits until all messages are sent; a timeout closes the connection."""
         until_s = time.monotonic() + within_s
         with contextlib.suppress(RuntimeError):
             for work in tuple(self._sent):
                 work.wait(timedelta(seconds=max(0.001, until_s - time.monotonic())))
 
     def close(self) -> None:
-        """Ends the connection, and the thread that reads: the process would abort if it ended with one that waits in gloo."""
+        """Closes the connection and ends the reading thread; a thread waiting in gloo would abort the process at exit."""
         group, self._group = self._group, None
         if group is not None:
             private.disconnect(group)
@@ -152,17 +152,20 @@ class Neighbor:
             thread.join(patience.HEARS_S)
 
     def forget(self) -> None:
-        """In a child process, which would keep the connection open when we are gone; nothing may be said over it there."""
+        """Closes the sockets in a child process, which would keep the connection open after its parent has ended.
+
+        It sends nothing.
+        """
         for number, inode in self._sockets:
             with contextlib.suppress(OSError):
                 if os.fstat(number).st_ino == inode:
                     os.close(number)
-        # Never freed: gloo would wait for threads that are not in the child.
+        # Never freed: gloo would wait for threads that do not exist in the child.
         private.keep_for_ever(self)
 
     def _post(self) -> None:
         frame, group = torch.zeros(_FRAME, dtype=torch.uint8), self._group
-        with contextlib.suppress(RuntimeError):  # the connection is gone: what was posted before tells
+        with contextlib.suppress(RuntimeError):  # the connection is gone: receives posted earlier report it
             if group is not None:
                 self._posted.append((group.recv([frame], self._other, _TAG), frame))
 
@@ -208,10 +211,10 @@ def make_ring(
     is_gone: Callable[[int], bool],
     each: Callable[[Sequence[int]], object],
 ) -> list[Neighbor] | int | None:
-    """The two neighbors of `rank`, the next one first; a call for every rank of the ring.
+    """Connects `rank` to its two neighbors and returns them, the next one first; every rank of the ring calls it.
 
-    None where gloo cannot connect some two of them: then no rank has a ring. The number of a rank that `is_gone`, where one
-    is. `each` is called now and then with the ranks that have not come, and may raise.
+    Returns None on every rank if gloo cannot connect some pair. Returns the number of a rank for which `is_gone` is true. Calls
+    `each` from time to time with the ranks that have not arrived; it may raise.
     """
     store.set(f"{key}/at/{rank}", json.dumps({"host": platform.node(), "process": os.getpid()}))
     store.add(f"{key}/here", 1)
@@ -235,11 +238,11 @@ def make_ring(
 
 
 def open_sockets() -> frozenset[Socket]:
-    """The sockets of this process, of all kinds."""
+    """Returns all sockets of this process."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # it was the one of the listing
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
                     found.add((int(name), status.st_ino))
@@ -260,7 +263,7 @@ def _meet(
     missing: Callable[[], Sequence[int]],
     each: Callable[[Sequence[int]], object],
 ) -> int | None:
-    """Returns when all ranks have counted `key` up, or with a rank that is gone."""
+    """Waits until all ranks have incremented `key`, and returns None, or returns a rank that is gone."""
     pause_s, probe_s = 0.001, time.monotonic() + patience.PROBE_S
     while store.add(key, 0) < num_ranks:
         time.sleep(pause_s)
@@ -281,7 +284,7 @@ def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neigh
     groups, sockets, within = {}, {}, timedelta(seconds=patience.CONNECT_S)
     try:
         device = private.gloo_device()
-        # Each waits for its other rank. Lines that touch have different turns: else all could wait round the ring.
+        # Each line needs both of its ranks. Adjacent lines have different turns; otherwise all ranks could wait in a circle.
         for line in sorted((rank, before), key=lambda line: (line == num_ranks - 1, line % 2)):
             were_open = open_sockets()
             groups[line] = private.pair(store, f"{key}/line/{line}", int(line != rank), device, within)
@@ -297,7 +300,7 @@ def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neigh
 
 
 def _process_of(told: bytes) -> int | None:
-    """The number of a rank's process, where it runs on this machine."""
+    """Returns the rank's process id if it runs on this machine."""
     with contextlib.suppress(ValueError):
         match parsed_json(told):
             case {"host": str(host), "process": int(process)} if host == platform.node():

@@ -1,4 +1,4 @@
-"""Waits for other ranks: named while they last, and ended with the reason where a rank does not come."""
+"""Waits for other ranks: they have a name while they last, and end with the reason if a rank does not arrive."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _log = logging.getLogger("undertow")
-# What a transport says when a connection breaks: gloo, NCCL, the store. Other errors are not made to wait for a verdict.
+# Words of transports (gloo, NCCL, the store) when a connection breaks. Other errors are raised without waiting for a reason.
 _OF_TRANSPORTS = re.compile(r"connection|closed|reset|broken pipe|time.?out|timed out|socket|gloo|nccl|peer|abort", re.IGNORECASE)
 
 
 class Waiting:
-    """`with` it something is waited for that other ranks bring; without a name it only ends with the reason.
+    """Context for a wait for other ranks; an error inside it is replaced by its reason if that is known.
 
-    In a thread of ours it has none: there is one name at a time, that of what the thread waits for which trains.
+    `what` names the wait in reports. It is ignored in Undertow's worker threads, because a rank reports one wait at a time, the
+    training thread's.
     """
 
     __slots__ = ("_before", "_member", "_what")
@@ -62,13 +63,13 @@ class Waiting:
                 fault = member.reason(error) if is_broken else None
                 if fault is not None:
                     raise _last_error(member, fault) from error
-        finally:  # until it is known why, this rank waits: it is not late
+        finally:  # only now: while it looks for the reason, this rank still counts as waiting and not as late
             if self._what:
                 member.waits_for, member.since_s = self._before
 
 
 class Launching(Waiting):
-    """`with` it something is sent of which all parts must be: a rank that fails in between sends nothing more, and says so."""
+    """Context for sending a set of messages that must be complete; if a rank fails inside, it tells the others."""
 
     __slots__ = ()
 
@@ -82,12 +83,12 @@ class Launching(Waiting):
         super().__exit__(kind, error, trace)
         member = self._member
         if error is not None and not isinstance(error, UndertowError) and member is not None and member.known_fault is None:
-            # What other ranks take for the next message would be that of another bucket, and gloo ends a process for that.
+            # The other ranks would take the next message for the missing one, and gloo ends a process for that.
             member.ring.say("failed", text=faults.text_of(error))
 
 
 def label_of(bucket: Bucket, plan: Plan) -> str:
-    """What is waited for, in messages."""
+    """Names a bucket in messages."""
     names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"bucket {bucket.index} ({shown or 'flags only'})"
@@ -99,10 +100,10 @@ def where_of(member: ModelMonitor) -> str:
 
 @contextlib.contextmanager
 def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None]:
-    """Inside it this rank waits for other ranks over a group of the user's: it ends with the reason where one is gone.
+    """Context for a wait over a group of the user's: it ends with the reason if a rank is gone.
 
-    Known is that where a model is synchronized over the same ranks. Without a name for `what` is waited for it may take as long
-    as it will: nobody is late.
+    This works if a model is synchronized over the same ranks. Without a name in `what`, the wait may take any time and no rank
+    counts as late.
     """
     ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
     ring = GUARD.ring_of(ranks, dist.group.WORLD)
@@ -112,7 +113,7 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
         return
     member.borrowed, before = group, member.borrowed
     try:
-        ring.counts_failures(member)  # behind that: what comes later interrupts the group
+        ring.counts_failures(member)  # after the assignment, so that later failures interrupt the group
         require_no_fault(member)
         with Waiting(member, what):
             yield
@@ -121,24 +122,24 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
 
 
 def require_no_fault(member: ModelMonitor | None) -> None:
-    """Raises where a rank is gone, or has failed; costs two attributes where none has."""
+    """Raises if a rank is gone or has failed; costs two attribute lookups otherwise."""
     if member is not None and (member.fault or member.ring.fault):
         fault = member.known_fault
-        assert fault is not None  # it never goes away
+        assert fault is not None  # a fault is never reset
         raise _last_error(member, fault)
 
 
 def _last_error(member: ModelMonitor, fault: Fault) -> UndertowError:
-    """From here on the script may do anything: whatever still waits over these groups, in threads of ours, ends before."""
+    """Ends waits of Undertow's threads over these groups first, because the script may do anything after this error."""
     member.interrupt()
     return fault.error(where_of(member))
 
 
 def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> ModelMonitor | None:
-    """For the groups of a new model of these ranks of the world, of which this is number `rank`; a collective call.
+    """Registers a new model's groups for `ranks` of the world, of which this is number `rank`; a collective call.
 
-    None where no ring can be made. RankLost where a rank has died before, StallTimeout where one does not come within the
-    time that process groups wait.
+    Returns None if no ring can be made. Raises RankLost if a rank has died earlier, and StallTimeout if one does not arrive
+    within the timeout of process groups.
     """
     world = dist.group.WORLD
     ring = GUARD.ring_of(ranks, world)
@@ -177,7 +178,7 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, world: obje
     try:
         number = int(store.add(f"undertow/ring/{members}/tries/{rank}", 1))
         key = f"undertow/ring/{members}/{number}"
-        over = f"{key}/over"  # for ranks that come when others have given up
+        over = f"{key}/over"  # tells ranks that arrive late that the others have given up
         each(())
         neighbors = make_ring(
             store,
@@ -189,7 +190,7 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, world: obje
         )
     except UndertowError:
         raise
-    except RuntimeError as error:  # of the store
+    except RuntimeError as error:  # from the store
         raise RankLost(
             "the store by which ranks meet is gone, and with it most likely the rank that served it.",
             where=where,

@@ -1,4 +1,4 @@
-"""A thread that does one thing after the other, and cannot keep a process from ending that has lost another rank."""
+"""A thread that runs tasks in order, and that cannot keep a process from exiting after another rank is lost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from undertow.runtime.peers import patience
 
 
 class Worker:
-    """Starts with the first `submit`. What is under way when the process ends is waited for, unless `is_broken`.
+    """A worker thread that starts at the first `submit`. The process waits for its task at exit, unless `is_broken`.
 
-    A send of gloo's that is partly in the socket never returns when its connection is gone, whatever is tried: the executors of
-    the standard library would wait for it for ever.
+    A gloo send that is partly in the socket never returns after its connection breaks, whatever is tried. The executors of the
+    standard library would wait for it forever.
     """
 
     def __init__(self, name: str, *, is_broken: Callable[[], bool]) -> None:
@@ -28,30 +28,30 @@ class Worker:
         self._is_over = False
 
     def submit(self, work: Callable[..., object], *args: Any) -> None:
-        """Does `work(*args)`, which must not raise, when all before is done. RuntimeError after `shutdown`."""
+        """Runs `work(*args)`, which must not raise, after all earlier tasks. Raises RuntimeError after `shutdown`."""
         if self._is_over:
             raise RuntimeError("cannot schedule new futures after shutdown")
         if self._thread is None:
             thread = _Thread(self._name, self._is_broken)
-            thread.start()  # before it is kept: one that cannot start would be waited for
+            thread.start()  # before the assignment: joining a thread that could not start would fail
             self._thread = thread
             weakref.finalize(self, thread.work.put, None).atexit = False
         self._thread.work.put(partial(work, *args))
 
     def shutdown(self) -> None:
-        """Ends the thread when all is done; does not wait."""
+        """Ends the thread after its last task; does not wait."""
         self._is_over = True
         if self._thread is not None:
             self._thread.work.put(None)
 
 
 def in_worker() -> bool:
-    """Whether this is the thread of a worker."""
+    """Returns True in a worker's thread."""
     return isinstance(threading.current_thread(), _Thread)
 
 
 class _Thread(threading.Thread):
-    """Nobody waits for daemons at exit; we do, before the other ranks are told."""
+    """A daemon, which the interpreter does not join at exit: this class joins it, before other ranks are told of the exit."""
 
     def __init__(self, name: str, is_broken: Callable[[], bool]) -> None:
         super().__init__(name=name, daemon=True)
@@ -59,16 +59,17 @@ class _Thread(threading.Thread):
         self._is_broken = is_broken
 
     def start(self) -> None:
-        # First: the process may end at this moment, for a worker may start another one, and no thread waits for one that has
-        # not started. It cannot end before it is registered, for nobody can tell it to.
+        # Start first. The process may be exiting, because a worker may start another one, and nothing may join a thread that has
+        # not started. It cannot end before it is registered, because nothing can tell it to.
         super().start()
         atexit.register(self._is_waited_for)
-        self._finalizer = multiprocessing.util.Finalize(None, self._is_waited_for, exitpriority=200)  # ends without atexit
+        # Also if a process ends without atexit.
+        self._finalizer = multiprocessing.util.Finalize(None, self._is_waited_for, exitpriority=200)
 
     def run(self) -> None:
         while (item := self.work.get()) is not None:
             item()
-            del item  # or its tensors would stay alive until the next one
+            del item  # otherwise its tensors would stay alive until the next task
         atexit.unregister(self._is_waited_for)
         self._finalizer.cancel()
 

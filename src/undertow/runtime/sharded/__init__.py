@@ -1,1 +1,1 @@
-"""Shards: who owns which part of parameters and gradients, and how the whole comes back."""
+"""Shards: each rank's parts of parameters and gradients, and how they become whole again."""

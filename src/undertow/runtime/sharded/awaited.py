@@ -1,8 +1,8 @@
-"""Parameters on their way: a read of one waits for it first, through whatever name it is reached.
+"""Parameters in flight: reading one first waits for it, under whatever name it is reached.
 
-While a parameter is on its way its class is a subclass that waits, as torch exchanges the class of a lazy parameter when it
-gets its shape. torch asks such a class before every function and attribute of its own; so lists that were made long ago, the
-bare module and copies need no hooks. Code in C++ that is given the parameter itself is not asked.
+While a parameter is in flight, its class is a subclass that waits, in the same way as torch exchanges the class of a lazy
+parameter when it gets its shape. torch calls such a class before every function and attribute of the tensor, so old lists of
+parameters, the bare module and copies need no hooks. C++ code that is given the parameter itself does not call it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from undertow.runtime.torch_private import private
 
-_T: Any = Tensor  # whose attributes are descriptors on the class
+_T: Any = Tensor  # its attributes are descriptors on the class
 
-# They say nothing of a parameter's values. Every `zero_grad()` asks for the first two, forwards for devices and dtypes.
-# Not `dim()`: it is all that torch.vmap asks before it takes a tensor from C++.
+# These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use devices and dtypes. `dim()` is not
+# here, because torch.vmap calls nothing else before it takes a tensor from C++.
 _READ_NO_VALUES = frozenset(
     {
         *(descriptor.__get__ for descriptor in (_T.grad, _T.requires_grad, _T.is_leaf, _T.shape, _T.dtype, _T.device)),
@@ -33,10 +33,10 @@ _READ_NO_VALUES = frozenset(
 
 
 class AwaitedReads:
-    """Calls `before_read` before a parameter that is watched is read; afterwards none that is read is watched any more."""
+    """Calls `before_read` before a watched parameter is read; afterwards that parameter is not watched any more."""
 
     def __init__(self, before_read: Callable[[], object], ids: Collection[int]) -> None:
-        """`before_read` is a method of the owner, which may go before its parameters do; `ids` are of all that may be watched."""
+        """`before_read` is a method of an owner that may be freed before its parameters; `ids` are all parameters to watch."""
         self._before_read = weakref.WeakMethod(before_read)
         self._ids = ids
         self._classes: dict[type, type] = {}
@@ -50,14 +50,14 @@ class AwaitedReads:
                 param.__class__ = self._classes[kind]
 
     def release(self, params: Iterable[Tensor]) -> None:
-        """They have come, or nothing will bring them any more."""
+        """Stops watching: they have arrived, or nothing will gather them any more."""
         for param in params:
             param.__class__ = getattr(type(param), "arrived_class", type(param))
 
 
 def _awaited_class(kind: type, before_read: Callable[[], Callable[[], object] | None], ids: Collection[int]) -> type:
     def make(_cls: type, *args: Any, **kwargs: Any) -> Any:
-        return kind(*args, **kwargs)  # of `type(param)(values)`: nobody waits for it
+        return kind(*args, **kwargs)  # `type(param)(values)` makes a new parameter that nothing waits for
 
     def arrive(cls: type, values: Any) -> None:
         wait = before_read()
@@ -76,7 +76,7 @@ def _awaited_class(kind: type, before_read: Callable[[], Callable[[], object] | 
         return function(*args, **(kwargs or {}))
 
     def deep_copy(param: Tensor, memo: dict[int, Any]) -> Any:
-        arrive(type(param), param)  # a parameter is copied by the class that it has when it is asked
+        arrive(type(param), param)  # the copy function looked up depends on the class that the parameter has now
         return copy.deepcopy(param, memo)
 
     def reduce(param: Any, protocol: Any) -> Any:
@@ -98,14 +98,14 @@ def _awaited_class(kind: type, before_read: Callable[[], Callable[[], object] | 
 
 
 def _give_back(values: Any, *, of: Any, but: Collection[int]) -> None:
-    """Tensors of the class `of` that nothing will bring get the class back that they had, all `but` those, by id."""
+    """Restores the class of tensors that nothing will gather: all of class `of` except those with an id in `but`."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, of) and id(leaf) not in but:
             leaf.__class__ = of.arrived_class
 
 
 def _is_parameter_made() -> bool:
-    """Whether this is called by `nn.Parameter(param)`, which has seen another class than its own and wants to see that again."""
+    """Returns True inside `nn.Parameter(param)`, which has seen the parameter's other class and expects to see it again."""
     frame = sys._getframe(1)
     for _ in range(4):
         if frame.f_back is None or frame.f_code is nn.Parameter.__new__.__code__:

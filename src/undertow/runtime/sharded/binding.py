@@ -1,4 +1,4 @@
-"""Where `param.grad` points under a sharded optimizer: to a placeholder, which has this rank's part of the gradient.
+"""Binds `param.grad` under a sharded optimizer to a placeholder that has this rank's part of the gradient.
 
 .grad   None ── autograd ──> gradient ── take ──> None ── reduce-scatter ──> placeholder (part) ── zero_grad ──> None
                                                                              │  autograd adds       ▲
@@ -25,9 +25,9 @@ from undertow.runtime.sharded.split import SplitParam, stand_in
 
 
 class ShardedBinding:
-    """The `.grad` of a bucket's parameters, whose gradients are reduced to `parts` of them.
+    """The `.grad` of a bucket's parameters, whose gradients are reduced to `parts`.
 
-    `placeholders` are the parameters', and `splits` has those that lie in other buckets too, both by position.
+    `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets; both are by position.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class ShardedBinding:
         self._dense = DenseBinding(self.bucket, packed)
         self._parts = tuple(parts)
         self._splits = dict(splits)
-        self._wholes: dict[int, Tensor | None] = {}  # by position, the gradients of those while the bucket is packed
+        self._wholes: dict[int, Tensor | None] = {}  # by position, the gradients of split parameters while the bucket is packed
         self._shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
-        self._aside: Tensor | None = None  # takes the place of `_shard` where that holds what must not be lost
-        self._held: dict[int, GradientPlaceholder] = {}  # by position, what `.grad` was
-        self._live: set[int] = set()  # positions of those that hold an earlier part, to which a new one is added
+        self._aside: Tensor | None = None  # used instead of `_shard` if that holds values that must be kept
+        self._held: dict[int, GradientPlaceholder] = {}  # by position, the previous `.grad`
+        self._live: set[int] = set()  # positions whose placeholder holds an earlier part, to which a new one is added
         self._unused: set[int] = set()
-        self.settled: list[Tensor | None] | None = None  # by position, what `.grad` will be
-        self._known = Known()  # what lies in `.grad` and is no placeholder
+        self.settled: list[Tensor | None] | None = None  # by position, the next `.grad`
+        self._known = Known()  # known tensors in `.grad` that are not placeholders
         self._placeholders = tuple(placeholders)
         self.look()
         for placeholder, part in zip(placeholders, parts, strict=True):
@@ -79,7 +79,7 @@ class ShardedBinding:
         return self._take(not_arrived)
 
     def stow(self) -> None:
-        """A gradient of which other buckets have pieces stays where it is until all of them take it."""
+        """Like `take`, but a gradient with pieces in other buckets stays in place until all of them take it."""
         self._held, self._live = {}, set()
         self._take()
 
@@ -97,23 +97,23 @@ class ShardedBinding:
         return unused
 
     def packing(self) -> Callable[[], None]:
-        """What copies into the bucket what was taken; for another thread, so that backward goes on."""
+        """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""
         postponed, self._dense.postponed = self._dense.postponed or [], None
 
         def pack() -> None:
             while postponed:
-                postponed.pop(0)()  # and lets the gradients go
+                postponed.pop(0)()  # popping also frees the gradients
 
         return pack
 
     def target(self, *, is_apart: bool) -> Tensor:
-        """Where this rank's shard of the reduced bucket goes; `is_apart`: a placeholder may hold an earlier one elsewhere."""
+        """Returns the tensor for this rank's shard of the reduced bucket; `is_apart` if a placeholder may hold an earlier one."""
         self._aside = torch.empty_like(self._shard) if is_apart or self._live else None
         return self.reduced
 
     @property
     def keeps_earlier(self) -> bool:
-        """Whether what was taken will be added to what an earlier reduction has brought."""
+        """True if the taken gradients will be added to the result of an earlier reduction."""
         return bool(self._live)
 
     @property
@@ -123,7 +123,7 @@ class ShardedBinding:
 
     @torch.no_grad()
     def weigh(self, *, divisor: float, keep: float) -> None:
-        """Divides what was reduced, and multiplies what placeholders hold from before, to which it will be added."""
+        """Divides the reduced values, and multiplies the earlier ones in placeholders, to which they will be added."""
         self.reduced.div_(divisor)
         for position in self._live:
             self._held[position].parts[self._index].mul_(keep)
@@ -136,7 +136,7 @@ class ShardedBinding:
 
     @torch.no_grad()
     def settle(self, used_elsewhere: Collection[int] = ()) -> None:
-        """Brings what was reduced to where it stays, and binds nothing; `give` does, in the thread in which autograd runs."""
+        """Moves the reduced values to their final place without binding them; `give` does that in autograd's thread."""
         unused = {**self._dense.release(), **self._wholes}
         reduced, self._aside = self._aside, None
         self.settled = []
@@ -170,7 +170,7 @@ class ShardedBinding:
 
     @torch.no_grad()
     def adopt(self, position: int, whole: Tensor) -> None:
-        """`whole` is the gradient there, in memory order and the same on every rank: a placeholder takes its place."""
+        """Replaces the gradient at `position` by a placeholder; `whole` is its value, in memory order, the same on every rank."""
         placeholder, part = self._placeholders[position], self._parts[position]
         placeholder.parts[self._index].copy_(whole[part.start : part.stop])
         placeholder.renew()
@@ -212,13 +212,13 @@ class ShardedBinding:
             grad.parts[self._index].add_(part.of_bucket(values[0]))
 
     def _pack_piece(self, position: int, grad: Tensor | None) -> None:
-        """Has the bucket take its piece of a gradient from what stands in for the parameter."""
+        """Gives the bucket its piece of a gradient, through the parameter's stand-in."""
         slot = self._slots[position]
         whole = None if grad is None else in_memory_order(grad, self._placeholders[position].stride())
         self._dense.params[position].grad = None if whole is None else whole[slot.first : slot.first + slot.numel]
 
     def _placed(self, position: int, held: GradientPlaceholder | None, reduced: Tensor | None) -> GradientPlaceholder:
-        """The placeholder with what was reduced, added to what it `held` where that was not cleared."""
+        """Returns the placeholder with the reduced part, added to the one that it `held` unless that was cleared."""
         placeholder = self._placeholders[position]
         if reduced is not None:
             new = self._parts[position].of_shard(reduced)

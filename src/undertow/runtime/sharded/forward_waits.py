@@ -1,4 +1,4 @@
-"""Where in a model parameters are read, and who waits there until they have come."""
+"""Makes forwards wait for parameters where they are read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from undertow.runtime.torch_private.module_hook import ModuleHook
 
 
 class ForwardWaits:
-    """Has every module wait for the parameters that its forward reads. What reads one elsewhere waits for all (`AwaitedReads`).
+    """Makes every module wait for the parameters that its forward reads. Any other read waits for all (`AwaitedReads`).
 
-    A module waits for its own. Which others are read in it (tied weights, a layer that computes with another one's), the
-    first training forward shows; until then, and for what that has not read, the forward of the whole model waits.
-    `buckets_of` has the buckets of each parameter, by id; `on_order` is called with all buckets in the order of their use.
-    Where parts of the model are compiled (`only_root`), whose graphs hooks would cut in pieces, only the whole one waits.
+    A module waits for its own parameters. The first training forward shows which others it reads (tied weights, or a layer that
+    computes with another one's parameters). Until then, and for parameters that this forward did not read, the forward of the
+    whole model waits.
+
+    `buckets_of` has the buckets of each parameter, by id. `on_order` is called with all buckets in the order of their use. If
+    parts of the model are compiled (`only_root`), only the whole model waits, because hooks would split compiled graphs.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class ForwardWaits:
         self._at_root = _in_order(buckets_of.values())
         self._is_seen = only_root or any(map(private.is_compiled, module.modules()))
         self._reads = None if self._is_seen else _Reads(module, frozenset(buckets_of))
-        # Of a backward that has failed, and has stepped nothing that would wait by itself, the other ranks wait for the end.
+        # After a failed backward that stepped nothing, no read on this rank waits, but the other ranks wait for its end.
         ends = ModuleHook(module, gathers.make_whole)
         self._hooks: list[RemovableHandle] = [module.register_state_dict_pre_hook(ends)]  # type: ignore[no-untyped-call]
         for part in module.modules() if not self._is_seen else ():
@@ -49,16 +51,16 @@ class ForwardWaits:
                 self._wait_in(part, buckets)
 
     def root_begins(self, *, is_training: bool) -> None:
-        """A forward of the whole model."""
+        """Called before a forward of the whole model."""
         if not is_training:
-            self._gathers.wait_for_all()  # what an evaluation reads, no training has shown
+            self._gathers.wait_for_all()  # an evaluation may read other parameters than the training forward showed
             return
         self._gathers.wait(self._at_root)
         if self._reads is not None:
             self._reads.begin()
 
     def root_ends(self) -> None:
-        # With which versions grow: what was read where no training forward before has read it, autograd finds out.
+        # This increments versions, so autograd detects a parameter read too early where no earlier training forward read it.
         self._gathers.wait_for_all()
         reads = self._reads
         if reads is None or not reads.is_on:
@@ -72,7 +74,7 @@ class ForwardWaits:
         self._on_order(_in_order([self._at_root, read]))
 
     def close(self) -> None:
-        """Takes all hooks off."""
+        """Removes all hooks."""
         if self._reads is not None:
             self._reads.close()
             self._reads = None
@@ -84,13 +86,14 @@ class ForwardWaits:
 
     def _wait_in(self, part: nn.Module, buckets: Sequence[int]) -> None:
         hook = ModuleHook(part, partial(_wait_for, self._gathers, buckets))
-        self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))  # others may read parameters, as weight_norm's
+        # First, because other hooks may read parameters, such as weight_norm's.
+        self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
 
 
 class _Reads(TorchFunctionMode):
-    """Notes in which modules parameters are read: `order` has them by id, as they are first read.
+    """Records the modules in which parameters are read; `order` has the parameters by id, in the order of the first read.
 
-    What is read while no module runs does not count: before the forward of the whole model we look at every parameter.
+    Reads while no module runs do not count, because Undertow itself looks at every parameter before the model's forward.
     """
 
     def __init__(self, module: nn.Module, params: frozenset[int]) -> None:
@@ -110,7 +113,7 @@ class _Reads(TorchFunctionMode):
         ]
 
     def begin(self) -> None:
-        """From now on, in this thread, until `close`."""
+        """Records in this thread from now on, until `close`."""
         if not self.is_on:
             self.is_on = True
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -126,7 +129,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def beyond_own(self) -> list[tuple[nn.Module, list[Tensor]]]:
-        """Modules, and the parameters of others that they have read."""
+        """Returns modules with the parameters of other modules that they have read."""
         found: dict[nn.Module, list[Tensor]] = {}
         for param, part in self._places:
             if all(param != id(own) for own in part.parameters(recurse=False)):
@@ -140,7 +143,7 @@ class _Reads(TorchFunctionMode):
             hook.remove()
 
     def _ends(self) -> None:
-        del self._running[-1:]  # of none, where a hook before ours has raised
+        del self._running[-1:]  # empty if an earlier hook has raised
 
 
 def _wait_for(gathers: Gathers, buckets: Sequence[int]) -> None:
@@ -151,5 +154,5 @@ def _wait_for(gathers: Gathers, buckets: Sequence[int]) -> None:
 
 
 def _in_order(groups: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """Each bucket of the groups once, in the order in which they first come."""
+    """Returns each bucket of the groups once, in the order of the first occurrence."""
     return tuple(dict.fromkeys(chain.from_iterable(groups)))

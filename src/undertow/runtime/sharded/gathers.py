@@ -1,4 +1,4 @@
-"""Parameters on their way from the ranks that own them, under the next forward."""
+"""Gathers parameters from the ranks that own them, during the next forward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from undertow.runtime.torch_private import private
 
 
 class Gathers:
-    """The gathers of a plan's buckets; a read of a parameter waits for its bucket first.
+    """The gathers of a plan's buckets; a read of a parameter first waits for its bucket.
 
-    `being_stepped` are those whose parameters may change while backward goes on, `owed` those that it is still to gather: of
-    what is stepped this rank's shards are new, and the others' are not there. `end_backward` ends one that an exception has left.
+    `being_stepped` are buckets whose parameters may change during the current backward. `owed` are buckets that it still has to
+    gather: of a stepped one, this rank's shards are new and the other ranks' are missing. `end_backward` ends a backward that an
+    exception has interrupted.
     """
 
     def __init__(
@@ -34,15 +35,15 @@ class Gathers:
         self._recorder = recorder
         self._process = os.getpid()
         self._reads = AwaitedReads(self._before_read, {id(param) for flat in flats for param in flat.params})
-        self._watched: set[int] = set()  # buckets whose parameters wait where they are read
-        self._is_compiled_in = False  # parameters are read by what torch.compile makes
-        # What is in flight, and what is watched, change together: other threads read, and so do handlers of signals in this one.
+        self._watched: set[int] = set()  # buckets whose parameters wait when they are read
+        self._is_compiled_in = False  # code of torch.compile reads the parameters
+        # `in_flight` and `_watched` must change together: other threads read them, and so do signal handlers in this one.
         self._lock = threading.RLock()
 
     def launch(self, bucket: int, *, step: Handle | None = None, is_read: bool = True) -> None:
         """Sends this rank's shard of a bucket to all others, and receives theirs.
 
-        It leaves when the `step` that updates the shard is over. What comes is not for the parameters unless it `is_read`.
+        The gather starts after the `step` that updates the shard. Its result is copied to the parameters only if it `is_read`.
         """
         params = self._flats[bucket]
         params.mark_written()
@@ -65,25 +66,26 @@ class Gathers:
         self.owed.discard(bucket)
 
     def round_begins(self) -> None:
-        """Nothing is being stepped. PhaseError where the last backward has left parameters updated in part."""
+        """Resets the buckets being stepped; raises PhaseError if the last backward left parameters partly updated."""
         self.being_stepped.clear()
         self._require_whole(self.owed)
-        self.wait(tuple(self.in_flight))  # where no forward has: of what was read too early autograd then finds most
+        # If no forward has waited; autograd then detects most parameters that were read too early.
+        self.wait(tuple(self.in_flight))
 
     def steps_begin(self) -> None:
-        """The backward under way will have every bucket stepped and gathered."""
+        """Marks every bucket as to be stepped and gathered in the current backward."""
         self.owed.update(range(len(self._flats)))
 
     def step_begins(self, bucket: int) -> None:
-        """This rank's shard is written from now on, while backward goes on in this thread."""
-        # Now, and not where it is written: what this thread has saved and not used yet must not be used any more.
+        """Marks that this rank's shard changes from now on, while backward continues in this thread."""
+        # Now, not when it is written: from here on, values that this thread has saved and not used yet are invalid.
         self._flats[bucket].mark_written()
         with self._lock:
             self._watch(bucket)
         self.being_stepped.add(bucket)
 
     def require_unstepped(self, buckets: Iterable[int]) -> None:
-        """PhaseError where parameters of these are read in the backward that has stepped them."""
+        """Raises PhaseError if parameters of these buckets are read in the backward that has stepped them."""
         if private.graph_task_id() != -1 and not self.being_stepped.isdisjoint(buckets):
             raise PhaseError(
                 "parameters are read in the backward that has updated them already.",
@@ -92,14 +94,15 @@ class Gathers:
             )
 
     def make_whole(self) -> None:
-        """Ends a backward that has failed with gathers owed. PhaseError as for `wait`."""
+        """Ends a failed backward that still owes gathers. PhaseError as for `wait`."""
         self._make_whole(self.owed)
 
     def wait(self, buckets: Collection[int]) -> None:
-        """Returns when the parameters of these are what the optimizer has made of them.
+        """Waits until the parameters of these buckets have the optimizer's new values.
 
-        A backward that has failed, and owes their gathers, is ended before, with all ranks: also where it has stepped none here,
-        for other ranks may wait for this one. PhaseError where it cannot be ended: it runs, in another thread.
+        It first ends, together with all ranks, a failed backward that owes their gathers. It does so even if nothing was stepped
+        here, because other ranks may wait for this one. Raises PhaseError if the backward cannot be ended because it runs in
+        another thread.
         """
         self._make_whole(buckets)
         for bucket in buckets:
@@ -110,29 +113,29 @@ class Gathers:
             with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
                 handle.wait()
             self._recorder.gather_wait_ends(bucket)
-            # Now, so that a wait that failed fails again. Another thread may have waited as well, and launched the next one.
+            # Only now, so that a wait that failed fails again. Another thread may have waited too, and launched the next gather.
             with self._lock:
                 if self.in_flight.get(bucket) is handle:
                     del self.in_flight[bucket]
-                    # Also now: a forward that has read too early learns of it in its backward.
+                    # Again, so that a forward that has read too early fails in its backward.
                     self._flats[bucket].mark_written()
                     self._release(bucket)
 
     def wait_for_all(self) -> None:
-        """Returns when nothing is on its way. PhaseError as for `wait`."""
+        """Waits until nothing is in flight. PhaseError as for `wait`."""
         self.make_whole()
         self.wait(tuple(self.in_flight))
-        with self._lock:  # but for what another thread has sent again
+        with self._lock:  # except buckets that another thread has launched again
             for bucket in self._watched.difference(self.in_flight, self.owed):
                 self._release(bucket)
 
     def let_go(self) -> None:
-        """Nothing waits any more where a parameter is read: nobody will bring it."""
+        """Ends all waits for reads, because nothing will gather the parameters."""
         for params in self._flats:
             self._reads.release(params.params)
 
     def is_read_unseen(self) -> bool:
-        """Whether something that is no parameter refers to the memory of one on its way, or compiled code guards its class."""
+        """Returns True if other tensors share the memory of parameters in flight, or compiled code guards their class."""
         return self._is_compiled_in or any(self._flats[bucket].is_referred_to for bucket in self.in_flight)
 
     def _watch(self, bucket: int) -> None:
@@ -155,7 +158,8 @@ class Gathers:
                 remedy="Call wait() of the model before processes are started that use it.",
             )
         self.require_unstepped(self.being_stepped)
-        self._is_compiled_in |= private.is_compiling()  # which would be compiled again for a class on its way, each time
+        # Compiled code would be compiled again each time for the class of a parameter in flight.
+        self._is_compiled_in |= private.is_compiling()
         self.wait_for_all()
 
     def _make_whole(self, buckets: Collection[int]) -> None:
@@ -168,7 +172,7 @@ class Gathers:
         if not left:
             return
         group = self._exchanges.group
-        group.require_no_fault()  # which says why, where there is one
+        group.require_no_fault()  # raises the reason if there is one
         raise PhaseError(
             "parameters are read that a backward updates: the shards of other ranks are not there yet.",
             where=f"ShardedOptimizer(..., eager=True), bucket {', '.join(map(str, left))}, rank {group.rank}",

@@ -1,4 +1,4 @@
-"""The axes along which a sharded optimizer exchanges: where ranks have shards of one another, and where they have the same.
+"""The groups that a sharded optimizer exchanges over: ranks with the other shards of a replica, and ranks with the same shard.
 
             inside ──>
 across   rank 0  rank 1      gradients: reduce-scatter inside, then all-reduce of the shards across
@@ -19,10 +19,10 @@ from undertow.runtime.comm.p2p import Exchange, P2PCollectives
 
 
 class ShardGroups:
-    """Exchanges over groups of their own, `inside` and, where ranks form a mesh, `across`; making them is a collective call.
+    """Exchanges over separate groups: `inside` and, on a mesh, `across`. Construction is a collective call.
 
-    `all_ranks` is the group of all of them. They reduce to sums over those, divided by `divisor`. `close` ends their threads and
-    destroys the groups.
+    `all_ranks` is the group of all these ranks. Reductions give sums over all of them, divided by `divisor`. `close` ends the
+    threads and destroys the groups.
     """
 
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig, *, divisor: float) -> None:
@@ -31,10 +31,10 @@ class ShardGroups:
         refs = [user] if user.across is None else [user.inside, user.across]
         self._groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref in refs]
         for group in self._groups if self.num_ranks > 1 else ():
-            group.all_meet = True  # each of them is made on every rank
+            group.all_meet = True  # every rank creates each of them
             group.open()
         in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)
-        # Sums inside are not divided: the mean is rounded once, when all summands are in it.
+        # Inner sums are not divided: the mean is rounded once, after all summands are added.
         divisors = [divisor] if user.across is None else [1, divisor]
         exchanges = [
             exchanges_over(group, in_order=in_order, divisor=divisor, wire=wire)
@@ -45,14 +45,14 @@ class ShardGroups:
 
     @property
     def can_step_in_backward(self) -> bool:
-        """Whether `after_reductions` is there."""
+        """True if `after_reductions` is supported."""
         return isinstance(self.inside, P2PCollectives)
 
     def after_reductions(self, work: Callable[[], object]) -> Handle:
-        """Starts `work`, which waits for the last reduction that was started, where it keeps no other one; one at a time."""
+        """Runs `work` in a thread that delays no reduction; `work` waits for the last reduction started. One call at a time."""
         if self.across is None and isinstance(self.inside, P2PCollectives):
             return self.inside.after_reductions(work)
-        # The threads that complete exchanges across have the next reduction to complete.
+        # The threads that complete exchanges across must complete the next reduction.
         started = Exchange(self._groups[0])
         self._updating.submit(started.run, work)
         return started

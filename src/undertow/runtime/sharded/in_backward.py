@@ -1,7 +1,7 @@
-"""Steps in eager form: a bucket is stepped as soon as it is reduced, while backward goes on.
+"""Steps in eager mode: a bucket is stepped as soon as it is reduced, while backward continues.
 
 reduce-scatter ──> settle (this rank's part of the mean) ──> update ──> all-gather        on the threads of the exchanges
-backward over ──> bind ──> step(): confirms what was updated                              on the training thread
+backward ends ──> bind ──> step(): confirms the updates                                   on the training thread
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from undertow.runtime.torch_private import private
 
 
 class Shards(Protocol):
-    """What is stepped."""
+    """The shards to step."""
 
     gathers: Gathers
 
@@ -31,33 +31,36 @@ class BucketStepper(Protocol):
     """An optimizer that can step one bucket at a time."""
 
     def begin_updates(self, sharding: Shards) -> bool:
-        """A round begins: whether it will update what `sharding` has, with hyper-parameters as they are now."""
+        """Called when a synchronization begins; returns True if it updates `sharding` with the current hyper-parameters."""
         ...
 
     def update(self, bucket: int) -> None:
-        """Steps this rank's parts of a bucket, whose gradients are settled; never two at a time, not in the training thread."""
+        """Steps this rank's parts of a bucket with settled gradients; one call at a time, not in the training thread."""
         ...
 
 
 class EagerSteps:
-    """Whose buckets are stepped in backward, and whether its `step()` is due for that.
+    """The optimizer that steps buckets in backward, and whether its `step()` is due.
 
-    `end_backward` ends a backward that an exception has left in the middle, where none runs.
+    `end_backward` ends a backward that an exception has interrupted, if none is running.
     """
 
     def __init__(self, axes: ShardGroups, end_backward: Callable[[], object]) -> None:
         self.axes = axes
         self.end_backward = end_backward
         self.is_due = False  # a backward has updated the parameters, and step() has not confirmed it
-        self._stepper: weakref.ref[BucketStepper] | None = None  # whose user holds it
+        self._stepper: weakref.ref[BucketStepper] | None = None  # the user holds it
 
     def hand_to(self, stepper: BucketStepper) -> None:
-        """From now on `stepper` steps. PhaseError where the one before has not confirmed a backward."""
+        """Makes `stepper` step from now on; raises PhaseError if the previous one has not confirmed a backward."""
         self.require_confirmed("another optimizer is made")
         self._stepper = weakref.ref(stepper)
 
     def begin_round(self, sharding: Shards) -> bool:
-        """Whether buckets are stepped in the round that begins: not before the optimizer's first step in this layout."""
+        """Returns True if this synchronization steps buckets.
+
+        It does not before the optimizer's first step in this layout.
+        """
         sharding.gathers.wait_for_all()
         sharding.follow_parameters()
         stepper = None if self._stepper is None else self._stepper()
@@ -71,14 +74,14 @@ class EagerSteps:
 
     @private.left_alone
     def forward_ends(self, outputs: object) -> None:
-        """Has a backward through these outputs say what is wrong before autograd does, if parameters are updated already."""
+        """Makes a second backward through these outputs raise a clear error, instead of autograd's, after an eager update."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in private.tensors_in(outputs):
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(partial(_require_confirmed, weakref.ref(self)))
 
     def require_confirmed(self, what: str) -> None:
-        """PhaseError where `what` comes between a backward that has updated the parameters and step()."""
+        """Raises PhaseError if `what` comes between a backward that has updated the parameters and its step()."""
         if self.is_due:
             raise PhaseError(
                 f"{what} before step(), and an eager optimizer has updated the parameters in the backward before.",
@@ -96,7 +99,7 @@ def _require_confirmed(weak: weakref.ref[EagerSteps], _gradients: object) -> Non
 
 
 def eager_steps_over(axes: ShardGroups, *, overlap: bool, end_backward: Callable[[], object]) -> EagerSteps | None:
-    """None for a rank alone, which sends nothing; ConfigError where buckets cannot be stepped in backward."""
+    """Returns None for a single rank, which sends nothing; raises ConfigError if buckets cannot be stepped in backward."""
     if not overlap:
         raise ConfigError(
             "eager=True steps under backward, and overlap=False lets nothing lie there.",

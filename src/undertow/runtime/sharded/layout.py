@@ -1,4 +1,4 @@
-"""A plan's buckets under a strategy with shards: what this rank owns of parameters and gradients."""
+"""This rank's shards of parameters and gradients in a plan's buckets."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from undertow.schedule import Strategy
 
 
 class Sharding:
-    """This rank's shards of `plan` over `params`, which move into memory of ours.
+    """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
-    `parts` are what it owns of each parameter, none of them empty.
+    `parts` are this rank's nonempty parts of the parameters.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Sharding:
         self._ids = frozenset(map(id, params))
         self.strategy = strategy
         self.exchanges, self.across = axes.inside, axes.across
-        self.rank = axes.rank  # of all; `group` has those with shards of one another
+        self.rank = axes.rank  # among all ranks; `group` has the ranks with the other shards of this replica
         self.group = group = axes.inside.group
-        # Of this moment, in which all ranks have the same: how elements lie in a bucket.
+        # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
         self._num_replicas = plan.num_ranks // group.num_ranks
         self._parts = [shard_parts(bucket, rank=group.rank, num_replicas=self._num_replicas) for bucket in plan.buckets]
@@ -58,7 +58,7 @@ class Sharding:
             FlatParams(bucket, [params[index] for index in bucket.params], parts, num_ranks=plan.num_ranks)
             for bucket, parts in zip(plan.buckets, self._parts, strict=True)
         ]
-        self.eager = eager  # where buckets are stepped in backward
+        self.eager = eager  # set if buckets are stepped in backward
         self._bindings: list[ShardedBinding] = []
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=group) for spec, param in zip(plan.params, params, strict=True)
@@ -70,7 +70,7 @@ class Sharding:
         self.gathers = Gathers(self._flats, self.exchanges, recorder, end_backward=end_backward)
 
     def binding(self, bucket: Bucket) -> ShardedBinding:
-        """Owns the `.grad` of a bucket's parameters."""
+        """Creates the owner of the `.grad` of a bucket's parameters."""
         made = ShardedBinding(
             bucket,
             [self.params[index] for index in bucket.params],
@@ -83,11 +83,11 @@ class Sharding:
         return made
 
     def shard_numel(self, bucket: Bucket) -> int:
-        """Elements that a rank owns of a bucket, padding included."""
+        """Returns the number of a bucket's elements that a rank owns, padding included."""
         return bucket.shard_numel * self._num_replicas
 
     def buckets_of(self) -> dict[int, tuple[int, ...]]:
-        """The buckets in which each parameter lies, by its id."""
+        """Returns the buckets of each parameter, by its id."""
         found: dict[int, tuple[int, ...]] = {}
         for bucket in self.plan.buckets:
             for index in bucket.params:
@@ -95,51 +95,52 @@ class Sharding:
         return found
 
     def values(self, part: ShardPart) -> Tensor:
-        """What this rank owns of a parameter, in place. [part.numel] of the parameter's dtype"""
+        """Returns this rank's part of a parameter, in place. [part.numel] of the parameter's dtype"""
         return part.of_bucket(self._flats[part.bucket].flat)
 
     def follow_parameters(self) -> None:
-        """Takes over what somebody else has written into parameters since the last step, with nothing in flight."""
+        """Takes over values written into parameters from outside since the last step; nothing may be in flight."""
         for flat in self._flats:
             flat.follow()
 
     def copy_out(self) -> None:
-        """A rank alone has updated its parameters, and nothing gathers them."""
+        """Copies updated values to the parameters on a single rank, which gathers nothing."""
         for flat in self._flats:
             flat.copy_out()
 
     def adopt_gradients(self) -> None:
-        """Has placeholders take the place of whole gradients, which are the same on every rank; one alone keeps them."""
+        """Replaces whole gradients, which are the same on every rank, by placeholders; a single rank keeps them."""
         whole = [
             (binding, position, index)
             for bucket, binding in zip(self.plan.buckets, self._bindings, strict=False)
             for position, index in enumerate(bucket.params)
             if self.params[index].grad is not None and not isinstance(self.params[index].grad, GradientPlaceholder)
-        ]  # all of them before the first is replaced: a parameter may lie in several buckets
+        ]  # collected before the first is replaced, because a parameter may lie in several buckets
         grads = {index: cast(Tensor, self.params[index].grad) for _, _, index in whole}
         for binding, position, index in whole:
             binding.adopt(position, in_memory_order(grads[index], self.strides[index]))
 
     def gradient(self, part: ShardPart) -> Tensor | None:
-        """The mean gradient of what this rank owns; None where the parameter has none. [part.numel] of the wide dtype
+        """Returns the mean gradient of this rank's part, or None if the parameter has none. [part.numel] of the wide dtype
 
-        PhaseError where a later backward has added something that is not synchronized.
+        Raises PhaseError if a later backward has added gradients that are not synchronized.
         """
         return self._gradient(part, self.params[part.param].grad)
 
     def settled_gradient(self, part: ShardPart) -> Tensor | None:
-        """The same while `.grad` is not bound yet, of a bucket that is settled."""
+        """Returns the same for a settled bucket, before its `.grad` are bound."""
         return self._gradient(part, self.settled(part.bucket).get(part.param))
 
     def settled(self, bucket: int) -> dict[int, Tensor | None]:
-        """What the `.grad` of each parameter of a settled bucket will be, by parameter."""
+        """Returns the next `.grad` of each parameter of a settled bucket."""
         grads = self._bindings[bucket].settled or ()
         return dict(zip(self.plan.buckets[bucket].params, grads, strict=True))
 
     def require_synchronized(self, params: Iterable[Tensor]) -> None:
-        """PhaseError where something was added to the gradient of one of these since it was reduced, whoever owns it.
+        """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on any rank's part.
 
-        So it is where one has a gradient and no part in the layout: it was frozen when gradients were synchronized.
+        Also raises it if a parameter has a gradient but no part in the layout, because it was frozen when gradients were
+        synchronized.
         """
         stepped = {id(param): param for param in params}
         for key, param in stepped.items():
@@ -154,7 +155,7 @@ class Sharding:
                 raise self._not_synchronized(index)
 
     def _gradient(self, part: ShardPart, grad: Tensor | None) -> Tensor | None:
-        if not isinstance(grad, GradientPlaceholder):  # a rank alone has all of it
+        if not isinstance(grad, GradientPlaceholder):  # a single rank has all of it
             whole = None if grad is None else in_memory_order(grad, self.strides[part.param])
             return None if whole is None else whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
         if grad.added is not None:
@@ -171,32 +172,32 @@ class Sharding:
 
     @torch.no_grad()
     def scale_gradients(self, parts: Sequence[ShardPart], scale: Tensor) -> None:
-        """Multiplies the gradients of these parts."""
+        """Multiplies the gradients of these parts by `scale`."""
         for part in parts:
             grad = self.params[part.param].grad
             if isinstance(grad, GradientPlaceholder):
                 grad.parts[part.bucket].mul_(scale.to(grad.device))
-            elif grad is not None:  # a rank alone, whose parts are whole parameters
+            elif grad is not None:  # on a single rank, parts are whole parameters
                 grad.mul_(scale.to(grad.device))
 
     def drop_gradients(self) -> None:
-        """No `.grad` is a placeholder any more."""
+        """Removes all placeholders from `.grad`."""
         for param in self.params:
             if isinstance(param.grad, GradientPlaceholder):
                 param.grad = None
 
     def begin_round(self) -> None:
-        """Whatever an exception has left half done in the round before."""
+        """Clears state left over by a failed synchronization."""
         for split in self._splits.values():
             split.begin_round()
 
     def holds_gradient(self, index: int) -> bool:
-        """Whether ranks have shards of a gradient of that parameter, and not zeros."""
+        """Returns True if ranks have shards of a gradient of that parameter that was not set to zero."""
         grad = self.params[index].grad
         return isinstance(grad, GradientPlaceholder) and not grad.is_cleared
 
     def full_gradient(self, index: int) -> Tensor | None:
-        """The mean gradient of a parameter, of its shape; None where it has none. A collective call."""
+        """Returns the mean gradient of a parameter, of its shape, or None if it has none; a collective call."""
         param = self.params[index]
         grad = param.grad
         if not isinstance(grad, GradientPlaceholder):
@@ -211,7 +212,7 @@ class Sharding:
         return whole.as_strided(param.shape, self.strides[index]).to(grad.dtype)
 
     def held_gradients(self) -> dict[int, HeldGradient]:
-        """What stands behind the placeholders, by parameter; a collective call."""
+        """Returns the whole gradients of the placeholders, by parameter; a collective call."""
         held = {
             index: HeldGradient(
                 param.grad, torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
@@ -230,7 +231,7 @@ class Sharding:
         return held
 
     def take_over(self, held: Mapping[int, HeldGradient]) -> None:
-        """This rank's parts of those gradients are its own from now on; `held` is what an earlier layout has held."""
+        """Takes this rank's parts of gradients that an earlier layout `held`."""
         for bucket, binding in zip(self.plan.buckets, self._bindings, strict=False):
             for position, index in enumerate(bucket.params):
                 if index in held:
@@ -240,7 +241,7 @@ class Sharding:
             mine.added, mine.is_cleared = before.added, before.is_cleared
 
     def gathered(self, bucket: int, own: Tensor) -> Tensor:
-        """Every rank's shard of something that is laid out as that bucket is; a collective call. [ranks * shard]"""
+        """Gathers every rank's shard of data in that bucket's layout; a collective call. [ranks * shard]"""
         whole = own.new_empty(self.group.num_ranks * own.numel())
         whole.view(self.group.num_ranks, -1)[self.group.rank].copy_(own)
         if self.group.num_ranks > 1:
@@ -251,14 +252,14 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldGradient:
-    """All of a gradient of which ranks have parts, and what stands for it."""
+    """A whole gradient of which ranks have parts, and its placeholder."""
 
     placeholder: GradientPlaceholder
     whole: Tensor  # [numel] of the wide dtype, in memory order
 
 
 def _require_apart(plan: Plan, params: Sequence[Tensor]) -> None:
-    """ConfigError for two parameters over one memory, each of which would be updated as if it were alone."""
+    """Raises ConfigError if two parameters share memory, because each would be updated as if it were alone."""
     places = sorted((param.data_ptr(), param.nbytes, index) for index, param in enumerate(params) if param.nbytes)
     for (start, num_bytes, first), (following, _, second) in pairwise(places):
         if following < start + num_bytes:

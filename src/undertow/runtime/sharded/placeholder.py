@@ -1,4 +1,4 @@
-"""What stands in `.grad` where a rank has only its shard of the gradient."""
+"""The placeholder in `.grad` when a rank has only its shard of the gradient."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class GradientPlaceholder(Tensor):
-    """A gradient of the parameter's shape, dtype and device without values: every use of them raises.
+    """A gradient of the parameter's shape, dtype and device without values; every use of it raises.
 
-    `parts` has this rank's elements of it by bucket, 1-D. What autograd adds to it in a later backward is kept in
-    `added`; `is_cleared` says whether it was set to zero. A GradScaler unscales the parts, and all ranks find the same.
+    `parts` has this rank's elements by bucket, 1-D. `added` collects the gradients that autograd adds in a later backward.
+    `is_cleared` is True if the gradient was set to zero. A GradScaler unscales the parts, and all ranks find the same infinities.
     """
 
     parts: dict[int, Tensor]
@@ -38,19 +38,22 @@ class GradientPlaceholder(Tensor):
         return made
 
     def renew(self) -> None:
-        """Counts as one that was just made."""
+        """Resets it to the state of a new placeholder."""
         self.added, self.is_cleared = None, False
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's method is untyped
         return f"GradientPlaceholder({self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}): a shard of it is here"
 
     def share_memory_(self) -> GradientPlaceholder:
-        """Has no values to share; torch's would look for their memory. `module.share_memory()` asks gradients too."""
+        """Does nothing, because there are no values to share; torch's method would look for their memory.
+
+        `module.share_memory()` calls it for gradients too.
+        """
         return self
 
     @classmethod
     @private.left_alone
-    def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
+    def __torch_dispatch__(  # type: ignore[override]  # the signature that torch documents
         cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if op is torch.ops.aten._foreach_zero_.default:
@@ -73,9 +76,9 @@ class GradientPlaceholder(Tensor):
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What a GradScaler does to all gradients at once; every rank, for each has seen only its shards."""
+    """Does a GradScaler's work on all gradients at once, on every rank, because each sees only its shards."""
     group = next(grad.group for grad in grads if isinstance(grad, GradientPlaceholder))
-    parts: dict[torch.dtype, list[Tensor]] = {}  # those of 16-bit parameters are wider
+    parts: dict[torch.dtype, list[Tensor]] = {}  # parts of 16-bit parameters are wider
     for grad in grads:
         for part in grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad]:
             parts.setdefault(part.dtype, []).append(part)
@@ -87,7 +90,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
 
 
 def make_gradients_whole(named_params: Iterable[tuple[str, Tensor]], *, rank: int) -> None:
-    """PhaseError where a gradient of which each rank has a part would have to go into a new plan."""
+    """Raises PhaseError if a gradient of which each rank has a part would have to move to a new plan."""
     for name, param in named_params:
         grad = param.grad
         if not isinstance(grad, GradientPlaceholder):

@@ -1,8 +1,8 @@
-"""What a rank owns of a bucket: its shard of the parameters, in the memory where the whole of them is used.
+"""A rank's shard of a bucket's parameters, in the memory that also holds the whole parameters.
 
 flat        | parameter | parameter | parameter | padding |      one allocation; each parameter is a tensor over its part
 own                     |   own shard   |                        a rank's equal part of it, gathered in place
-parts                   | part  | part  |                        of each parameter what lies in that, 1-D; may be empty
+parts                   | part  | part  |                        the part of each parameter within it, 1-D; may be empty
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from undertow.runtime.torch_private import private
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPart:
-    """What a rank owns of one parameter in one bucket: elements [start, stop) of the parameter as it lies in memory."""
+    """A rank's part of one parameter in one bucket: elements [start, stop) of the parameter in memory order."""
 
     param: int  # index into Plan.params
     bucket: int
     start: int
     stop: int
-    in_bucket: int  # where it starts in the bucket
-    in_shard: int  # where it starts in the rank's shard
+    in_bucket: int  # its start in the bucket
+    in_shard: int  # its start in the rank's shard
 
     @property
     def numel(self) -> int:
@@ -43,7 +43,7 @@ class ShardPart:
 
 
 def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[ShardPart]:
-    """One for each slot; of a slot that lies outside of the rank's shard it is empty."""
+    """Returns one part for each slot, empty if the slot lies outside of the rank's shard."""
     own, parts = bucket.shard_range(rank, num_replicas=num_replicas), []
     for slot in bucket.slots:
         first = min(max(slot.start, own.start), slot.stop)
@@ -62,15 +62,15 @@ def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[Sha
 
 
 class FlatParams:
-    """Moves the parameters of one bucket into one piece of memory.
+    """Moves the parameters of one bucket into one allocation.
 
-    Those that lie in other buckets too keep memory of their own, into which the gathered pieces are copied. So do those whose
-    memory something else refers to (a `state_dict()` that is kept, `param.data`, another process), which is to see every step.
+    Parameters that also lie in other buckets keep their memory, and gathered pieces are copied to it. So do parameters whose
+    memory other code refers to (a kept `state_dict()`, `param.data`, another process), because that code must see every step.
     """
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], parts: Sequence[ShardPart], *, num_ranks: int) -> None:
         self.params = tuple(params)
-        # The parameters' own; that of the bucket is their gradients'.
+        # The parameters' dtype; the bucket's is that of gradients.
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
         device = torch.device(bucket.device)
         self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=device)  # [ranks * shard], padded
@@ -80,17 +80,17 @@ class FlatParams:
         ]
         self.whole_params = tuple(slot.param for slot in self._slots if slot.is_whole)
         self.split_params = tuple(slot.param for slot in self._slots if not slot.is_whole)
-        self._apart: dict[int, _Slot] = {}  # by position, those with memory of their own
-        self._pointers = [-1] * len(params)  # where each was when we last looked
-        self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay theirs
+        self._apart: dict[int, _Slot] = {}  # by position, parameters with separate memory
+        self._pointers = [-1] * len(params)  # data pointers at the last look
+        self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
         self._addresses: list[int] = []
         self._copying = threading.Lock()
         self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Takes over what somebody else has written: into other memory (`param.data = ...`), or where pieces come from."""
-        moved = {position for position, slot in self._apart.items() if slot.is_whole}  # nobody may refer to them any more
+        """Takes over values written from outside, in new memory (`param.data = ...`) or in the separate memory of parameters."""
+        moved = {position for position, slot in self._apart.items() if slot.is_whole}  # other code may have released them
         if moved or self._present_pointers() != self._pointers:
             for position, slot in enumerate(self._slots):
                 if position in moved or slot.param.data_ptr() != self._pointers[position]:
@@ -98,15 +98,15 @@ class FlatParams:
             self._pointers = self._present_pointers()
             self._storages = [param.untyped_storage() for param in self.params]
             self._addresses = private.addresses_of(self._storages)
-        for slot in self._apart.values():  # of which the other ranks' parts come with the next gather
+        for slot in self._apart.values():  # the other ranks' parts of these come with the next gather
             if slot.is_whole:
                 self._place(slot).copy_(slot.param)
             else:
                 slot.part.of_bucket(self.flat).copy_(slot.in_memory()[slot.part.start : slot.part.stop])
 
     def copy_out(self) -> None:
-        """What has memory of its own gets its piece: called when all of `flat` is there, maybe from another thread."""
-        with self._copying, private.as_plain_tensors():  # which are on their way until this returns
+        """Copies gathered values to parameters with separate memory, maybe from another thread; all of `flat` must be there."""
+        with self._copying, private.as_plain_tensors():  # the parameters are in flight until this returns
             for slot in self._apart.values():
                 if slot.is_whole:
                     slot.param.copy_(self._place(slot))
@@ -115,34 +115,33 @@ class FlatParams:
 
     @property
     def is_referred_to(self) -> bool:
-        """Whether anything but a parameter refers to its memory, so that nobody knows when that is read."""
+        """True if other tensors share a parameter's memory, so that reads of it cannot be detected."""
         if not private.are_shared(self._addresses):
             return False
-        with self._copying:  # while another thread copies out, it refers to that memory too
+        with self._copying:  # another thread that copies out refers to that memory too
             return private.are_shared(self._addresses)
 
     def mark_written(self) -> None:
-        """Has autograd know that the parameters have other values now."""
+        """Tells autograd that the parameters have new values."""
         if self.params:
             torch.autograd.graph.increment_version(self.params)
 
     def _take_over(self, position: int, slot: _Slot) -> None:
         param, storage = slot.param, slot.param.untyped_storage()
-        is_of_processes = param.device.type == "cpu" and storage.is_shared()  # on GPUs all say so
+        is_of_processes = param.device.type == "cpu" and storage.is_shared()  # on GPUs this is always True
         if is_of_processes or private.are_shared(private.addresses_of([storage])) or not slot.is_whole:
             self._apart[position] = slot
             return
         self._apart.pop(position, None)
         self._place(slot).copy_(param)
-        # Torch keeps its version, so that autograd sees no change where there is none.
+        # This keeps the version counter: the values have not changed, and autograd must not see a change.
         param.data = _over(self._of(slot)).as_strided(param.shape, slot.strides)
 
     def _of(self, slot: _Slot) -> Tensor:
-        """[piece.numel]"""
         return self.flat[slot.piece.start : slot.piece.stop]
 
     def _place(self, slot: _Slot) -> Tensor:
-        """The same of a whole parameter, of its shape."""
+        """Returns the memory of a whole parameter in `flat`, in its shape."""
         return self._of(slot).as_strided(slot.param.shape, slot.strides)
 
     def _present_pointers(self) -> list[int]:
@@ -156,11 +155,11 @@ class _Slot:
     piece: Slot
     part: ShardPart
     param: Tensor
-    strides: tuple[int, ...]  # that it is to have
+    strides: tuple[int, ...]  # the strides to give it
     is_whole: bool  # no other bucket has a piece of it
 
     def in_memory(self) -> Tensor:
-        """The elements of the parameter as they lie, in place; it gets its strides. [numel]"""
+        """Returns the parameter's elements in memory order, in place, and gives it its strides. [numel]"""
         param, strides = self.param, self.strides
         if param.stride() != strides:
             param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
@@ -168,7 +167,7 @@ class _Slot:
 
 
 def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The elements of `tensor` in the order in which something dense of its shape with these strides has them. [numel]"""
+    """Returns the elements of `tensor` in the memory order of a dense tensor with these strides. [numel]"""
     if tensor.layout is torch.strided and tensor.stride() == strides:
         return tensor.detach().as_strided((tensor.numel(),), (1,))
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
@@ -177,8 +176,8 @@ def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _over(part: Tensor) -> Tensor:
-    """Returns a tensor over the memory of `part`, with a storage of just that size; it keeps the whole memory alive.
+    """Returns a tensor over the memory of `part`, with a storage of exactly that size; it keeps the whole memory alive.
 
-    Savers write storages whole, and safetensors refuses tensors that cover theirs only in part.
+    Savers write whole storages, and safetensors refuses tensors that cover only part of theirs.
     """
-    return from_dlpack(part.view(torch.uint8)).view(part.dtype)  # as bytes, because DLPack does not know every dtype
+    return from_dlpack(part.view(torch.uint8)).view(part.dtype)  # as bytes, because DLPack does not support every dtype

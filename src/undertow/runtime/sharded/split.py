@@ -1,4 +1,4 @@
-"""A parameter that lies in several buckets, and its gradient, which all of them take a piece of."""
+"""A parameter that lies in several buckets, each of which takes a piece of its gradient."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from undertow.runtime.sharded.placeholder import GradientPlaceholder
 
 
 class Taken(NamedTuple):
-    """What `.grad` was: the placeholder that stood there, and what has been added to that, or a gradient."""
+    """The previous `.grad`: a placeholder and the gradient added to it, or a gradient alone."""
 
     held: GradientPlaceholder | None
     grad: Tensor | None
-    is_live: bool = False  # the placeholder holds an earlier part; later it may hold a new one
+    is_live: bool = False  # the placeholder held an earlier part when it was taken; it may hold a new one later
 
 
 class SplitParam:
-    """The first bucket takes the whole gradient out of `.grad`, and keeps it for the others; so with one that comes late."""
+    """Takes the whole gradient out of `.grad` for the first bucket and keeps it for the others; also a late gradient."""
 
     def __init__(self, param: Tensor, num_pieces: int) -> None:
         self._param = param
@@ -30,12 +30,12 @@ class SplitParam:
         self._num_to_catch = 0
 
     def begin_round(self) -> None:
-        """Nothing has been taken."""
+        """Forgets gradients that were taken before."""
         self._taken, self._num_to_take = Taken(None, None), 0
         self._late, self._num_to_catch = None, 0
 
     def take(self) -> Taken:
-        """The same for every bucket of one round."""
+        """Returns the same gradient for every bucket of one synchronization."""
         if self._num_to_take == 0:
             self._num_to_take = self._num_pieces
             self._taken = self._out_of_grad()
@@ -46,7 +46,7 @@ class SplitParam:
         return taken
 
     def catch(self) -> Tensor | None:
-        """What has come since, the same for every bucket of one round."""
+        """Returns the same late gradient for every bucket of one synchronization."""
         if self._num_to_catch == 0:
             self._num_to_catch = self._num_pieces
             self._late, self._param.grad = self._param.grad, None
@@ -65,5 +65,5 @@ class SplitParam:
 
 
 def stand_in(slot: Slot, *, like: Tensor) -> Tensor:
-    """What a bucket packs in place of a parameter in pieces: of the piece's size, and without memory of its own."""
+    """Returns a tensor that a bucket packs instead of a split parameter: of the piece's size, without memory for it."""
     return torch.empty(1, dtype=like.dtype, device=like.device).expand(slot.numel)

@@ -1,1 +1,1 @@
-"""Everything private of torch, in one place, with a test each."""
+"""All uses of torch's private API, in one place, each with a test."""

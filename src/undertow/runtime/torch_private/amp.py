@@ -1,4 +1,4 @@
-"""Where torch's GradScaler looks for infinite gradients and unscales them; private to torch like what is in `private`."""
+"""Hooks into torch's GradScaler where it unscales gradients and looks for infinite ones; private to torch, like `private`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.runtime.torch_private import private
 
-Found = dict[torch.device, Tensor]  # by device, 1.0 where a gradient there is not finite, else 0.0
+Found = dict[torch.device, Tensor]  # by device: 1.0 if a gradient there is not finite, else 0.0
 Look = Callable[[], Found]
 Around = Callable[[Optimizer, Look], Found]
 
 
 def around_unscaling(around: Around) -> Callable[[], None]:
-    """Has `around(optimizer, look)` called wherever a scaler looks at an optimizer's gradients; returns what undoes that.
+    """Calls `around(optimizer, look)` whenever a scaler looks at an optimizer's gradients; returns a function that undoes this.
 
-    `look()` does what the scaler would have done. What is asked for first is the outermost. GradScaler.step skips by what is
-    returned, and GradScaler.update makes the next scale of it.
+    `look()` does the scaler's own work. The first `around` registered is the outermost. GradScaler.step uses the returned values
+    to decide whether it skips, and GradScaler.update to choose the next scale.
     """
     with _changing:
         _arounds.append(around)
@@ -31,7 +31,7 @@ def around_unscaling(around: Around) -> Callable[[], None]:
     def undo() -> None:
         with _changing:
             _arounds.remove(around)
-            # Not where somebody else has put something of theirs on top of it since.
+            # Not if other code has wrapped it since.
             if not _arounds and torch.amp.GradScaler._unscale_grads_ is _unscale_within:
                 torch.amp.GradScaler._unscale_grads_ = _unscale  # type: ignore[method-assign]
 
@@ -47,5 +47,5 @@ def _unscale_within(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
 
 
 _unscale = torch.amp.GradScaler._unscale_grads_
-_changing = threading.RLock()  # the garbage collector, which may undo, comes at any time
-_arounds: list[Around] = []  # of all that is attached: torch's method is its own where there is none
+_changing = threading.RLock()  # reentrant: the garbage collector may call the undo at any time
+_arounds: list[Around] = []  # of everything attached; if empty, torch has its original method

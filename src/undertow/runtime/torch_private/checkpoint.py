@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint keeps to itself, like what is in `private`."""
+"""Private parts of torch.distributed.checkpoint, like `private` for the rest of torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from undertow.boxes import Box
 
 
 def chunks(boxes: Sequence[Box]) -> list[Any]:
-    """What torch.distributed.checkpoint wants of `__create_chunk_list__`: the boxes that a rank has of a tensor."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # takes as long to import as torch itself
+    """Returns the boxes that a rank has of a tensor, in the form that `__create_chunk_list__` must return."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # importing it takes as long as importing torch itself
 
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
 
 
 def write_items(name: str, tensor: torch.Tensor, boxes: Sequence[Box]) -> list[Any]:
-    """What it wants of `__create_write_items__`: that a rank has these boxes of `tensor`, called `name`, to write."""
+    """Returns the boxes of `tensor`, named `name`, that a rank writes, in the form that `__create_write_items__` must return."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -36,9 +36,9 @@ def write_items(name: str, tensor: torch.Tensor, boxes: Sequence[Box]) -> list[A
 
 
 def save_checkpoint(state_dict: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Writes it with torch.distributed.checkpoint; a collective call. `folder` is new: nothing is overwritten."""
+    """Writes `state_dict` with torch.distributed.checkpoint into `folder`, which must be new; a collective call."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    writer = FileSystemWriter(folder)  # waits until files are on the disk
+    writer = FileSystemWriter(folder)  # returns only after files are on disk
     save(state_dict, storage_writer=writer, process_group=group, no_dist=group is None)

@@ -1,4 +1,4 @@
-"""Where torch.compile cuts graphs: where buckets end, if it compiles in a forward of torch's wrapper; private to torch."""
+"""Makes torch.compile cut graphs at the ends of buckets, as in a forward of torch's own wrapper; private to torch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from undertow.plan import Plan
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
-_LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no graph into less
+_LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
 
 
 @dataclass(frozen=True, slots=True)
 class _Cuts:
-    """What torch.compile asks the module that it takes for a DistributedDataParallel."""
+    """The attributes that torch.compile reads from a DistributedDataParallel."""
 
     bucket_bytes_cap: int
 
 
 @private.untraced
 def cut_bytes(plan: Plan, *, num_ranks: int) -> int:
-    """The size of the buckets at whose ends graphs are to be cut; 0 where they are to stay whole."""
+    """Returns the bucket size at which graphs are cut, or 0 if they stay whole."""
     largest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
     return largest if num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
 
 
 def cut_graphs(module: nn.Module, size: Callable[[], int]) -> list[RemovableHandle]:
-    """Hooks that have graphs cut which are compiled in forwards of `module`, at every `size()` bytes of parameters."""
+    """Registers hooks that cut graphs compiled in forwards of `module` at every `size()` bytes of parameters."""
 
-    around: list[DistributedDataParallel | None] = []  # what was there before, for each forward that runs
+    around: list[DistributedDataParallel | None] = []  # the previous value for each running forward
 
     @private.untraced
     def begin() -> None:
@@ -45,7 +45,7 @@ def cut_graphs(module: nn.Module, size: Callable[[], int]) -> list[RemovableHand
 
     @private.untraced
     def end() -> None:
-        if around:  # else a hook before ours has failed
+        if around:  # empty if an earlier hook has failed
             DistributedDataParallel._active_ddp_module = around.pop()
 
     return [

@@ -1,4 +1,4 @@
-"""Backwards of torch.distributed.autograd, whose gradients live in a context of their own and not in `.grad`."""
+"""Backwards of torch.distributed.autograd, which keep gradients in a separate context instead of `.grad`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from undertow.runtime.torch_private import private
 
 
 class DistributedBackwards:
-    """Calls `on_end(gradients by parameter index)` when such a backward has reached some of `params`, until `close`."""
+    """Calls `on_end(gradients by parameter index)` after such a backward has reached some of `params`, until `close`."""
 
     def __init__(
         self, params: Sequence[Tensor], *, is_local: Callable[[], bool], on_end: Callable[[dict[int, Tensor]], None]
@@ -21,12 +21,12 @@ class DistributedBackwards:
         self._on_end = on_end
         self._context: int | None = None
         self._seen_task = -1
-        # Hooks on parameters do not run there, those on the nodes that accumulate do; nobody else holds these nodes.
+        # These backwards run the hooks of the accumulating nodes, not of the parameters; only this list keeps the nodes alive.
         self._nodes = [private.accumulating_node(param) for param in params]
         self._hooks = [node.register_hook(self._arrive) for node in self._nodes]
 
     def forward_begins(self) -> None:
-        """Remembers the context of a forward: backward runs in a thread that has none."""
+        """Remembers the context of the forward, because backward runs in a thread that has none."""
         self._context = private.distributed_autograd_context()
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class DistributedBackwards:
 
     def _end(self) -> None:
         self._seen_task = -1
-        # An ordinary backward has told by now; its gradients are where they belong.
+        # An ordinary backward has reported its gradients already.
         if self._context is None or self._is_local():
             return
         gradients = private.gradients_in_context(self._context)

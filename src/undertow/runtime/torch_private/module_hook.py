@@ -1,4 +1,4 @@
-"""Hooks on modules that a copy of the module does not call."""
+"""Hooks on modules that do nothing on a copy of the module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class ModuleHook:
-    """Calls `then` where it is registered with `module`. A copy of the module has it too, where it does nothing."""
+    """Calls `then` as a hook of `module`. A deep copy of the module has the hook too, but it does nothing there."""
 
     def __init__(self, module: nn.Module, then: Callable[[], None]) -> None:
         self._module = weakref.ref(module)
@@ -25,7 +25,7 @@ class ModuleHook:
 
 
 class OutputHook(ModuleHook):
-    """The same for a hook after the forward, which calls `then` with the outputs."""
+    """A hook after the forward, which calls `then` with the outputs."""
 
     def __init__(self, module: nn.Module, then: Callable[[object], None]) -> None:
         super().__init__(module, _do_nothing)
