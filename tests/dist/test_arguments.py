@@ -1,7 +1,5 @@
 """Arguments of the constructors that cannot work: each with its whole text, and those of torch's that become settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -126,8 +126,7 @@ def test_shared_buffers_stay_shared_and_ignored_ones_are_left_alone(setting: str
         model.flag.fill_(rank == 0)
         table, empty = model.table, model.empty
         ddp(noise(1, 2))
-    followed = (dist.get_world_size() - 1) / 2 if setting == "mean" else 0
-    wanted = rank if ignored == "linear.table" else followed
+    wanted = rank if ignored == "linear.table" else ((dist.get_world_size() - 1) / 2 if setting == "mean" else 0)
     assert (model.table.tolist(), int(model.count), bool(model.flag)) == (
         [wanted] * 2,
         rank + 5 if ignored == "count" else 5,
@@ -159,11 +158,10 @@ def test_buffers_of_every_dtype_are_averaged_as_exactly_as_it_can() -> None:
 @in_ranks(2, 3)
 def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor() -> None:
     """Not all of it a number that a third can be taken of; averaged many times."""
-    lowest = torch.full((3,), torch.finfo(torch.float32).min)
     model = Buffered(
         table=noise(1000, rank=0),
         halves=noise(1000, rank=0).half(),
-        mask=torch.cat([lowest, torch.tensor([-torch.inf, torch.inf, 0.0])]),
+        mask=torch.cat([torch.full((3,), torch.finfo(torch.float32).min), torch.tensor([-torch.inf, torch.inf, 0.0])]),
         turned=noise(3, 4, rank=0).t(),
     )
     before = dict(model.named_buffers())

@@ -1,7 +1,5 @@
 """Graphs beyond what programs have: losses, outputs, hooks, gradients of gradients, other dtypes, and compiled models."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -330,8 +328,7 @@ def test_mixed_precision_cuts_no_graph() -> None:
     """fullgraph=True is an error where anything cuts the graph."""
     torch._dynamo.reset()
     narrow = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    compiled = torch.compile(Layers(SMALL), backend="aot_eager", fullgraph=True)
-    ddp = DistributedDataParallel(compiled, mixed_precision=narrow)
+    ddp = DistributedDataParallel(torch.compile(Layers(SMALL), backend="aot_eager", fullgraph=True), mixed_precision=narrow)
 
     def narrow_loss(model: nn.Module, step: int) -> Tensor:
         if model is ddp:

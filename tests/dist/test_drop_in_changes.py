@@ -1,7 +1,5 @@
 """Changes of the model that no program has: on some ranks only, within one forward, or behind the back of an optimizer."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re
@@ -248,8 +246,7 @@ def test_parts_that_are_trained_in_turns_step_on_means(how: str, turns: str, is_
         model.generator, model.discriminator = map(DistributedDataParallel, (model.generator, model.discriminator))
         syncs = list(model.children())
     else:
-        make = attach if how == "attached" else DistributedDataParallel
-        syncs = [make(model, config=SyncConfig(bucket_cap_mb=1e-6))]
+        syncs = [(attach if how == "attached" else DistributedDataParallel)(model, config=SyncConfig(bucket_cap_mb=1e-6))]
     for step in range(5):
         for each in (model, bare):
             each.discriminator.requires_grad_(not is_frozen_at_first or step > 0)
@@ -353,8 +350,7 @@ class Unfreezes(torch.autograd.Function):
 def test_a_parameter_thawed_within_a_backward_is_an_error_that_names_it() -> None:
     with wrapped(branches(frozen=2), bucket_cap_mb=1e-6) as ddp:
         first, second, last = ddp.module.layers
-        loss = second(Unfreezes.apply(first(noise(3, 4)), last)).square().sum()
-        assert text_of(PhaseError, loss.backward) == (
+        assert text_of(PhaseError, second(Unfreezes.apply(first(noise(3, 4)), last)).square().sum().backward) == (
             "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be averaged.\n"
             f"  parameter 'layers.2.bias', rank {dist.get_rank()}\n"
             "  Unfreeze parameters before their backward, and outside of functional_call."

@@ -210,8 +210,7 @@ def test_a_rank_that_closes_its_model_after_a_failure_is_not_waited_for(where: s
     with pytest.raises(Stop if dist.get_rank() == 1 else PeerFailed) as caught:
         train_until_rank_1_fails(where, tmp_path / "checkpoint")
     if dist.get_rank() == 0:
-        told = f"rank 1 has failed: {Stop.__module__}.Stop\n  synchronization 2, rank 0\n"
-        assert str(caught.value).startswith(told)
+        assert str(caught.value).startswith(f"rank 1 has failed: {Stop.__module__}.Stop\n  synchronization 2, rank 0\n")
 
 
 def train_until_rank_1_fails(where: str, path: Path) -> None:

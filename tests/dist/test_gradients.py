@@ -1,7 +1,5 @@
 """Where gradients lie, how often they are sent, and what is left out; their values are in test_programs.py."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

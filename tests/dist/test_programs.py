@@ -4,8 +4,6 @@ A drawn program that fails is printed, and can be pasted into EXAMPLES with a na
 `python -c "from support.drawn import main; main(SEED, NUM_RANKS)"` prints a smaller one that fails too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import cycle
 from typing import Any
@@ -22,8 +20,7 @@ NUM_DRAWN, NUM_DRAWN_THOROUGHLY = 10, 40
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        is_thorough = metafunc.config.getoption("thorough")
-        metafunc.parametrize("seed", range(NUM_DRAWN_THOROUGHLY if is_thorough else NUM_DRAWN))
+        metafunc.parametrize("seed", range(NUM_DRAWN_THOROUGHLY if metafunc.config.getoption("thorough") else NUM_DRAWN))
 
 
 @in_ranks(2, 3, 4)

@@ -414,8 +414,7 @@ class Elsewhere(nn.Module):
         self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.linear(x, self.layer.weight, self.layer.bias).tanh()
-        return self.head(hidden) * self.scale
+        return self.head(nn.functional.linear(x, self.layer.weight, self.layer.bias).tanh()) * self.scale
 
     # Of a method that the wrapper does not see, which reads parameters outside of every module.
     @staticmethod

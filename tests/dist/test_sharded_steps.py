@@ -137,8 +137,7 @@ def test_a_gradient_scaler_skips_on_all_ranks_or_none(set_to_none: bool) -> None
         if step == 0:
             opt.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         opt.zero_grad(set_to_none=set_to_none)
-        is_infinite = step in (0, 4) and dist.get_rank() == 0
-        opt.scaler.scale(MLP.loss(ddp, step) * (math.inf if is_infinite else 1.0)).backward()
+        opt.scaler.scale(MLP.loss(ddp, step) * (math.inf if step in (0, 4) and dist.get_rank() == 0 else 1.0)).backward()
         if step % 2:
             opt.scaler.unscale_(opt)
         opt.scaler.step(opt)

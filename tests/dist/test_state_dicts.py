@@ -171,8 +171,7 @@ def test_a_state_dict_on_one_rank_only_is_an_error_on_all() -> None:
 @pytest.mark.waits
 @in_ranks(2, is_fresh=True)
 def test_a_rank_that_gathers_the_state_alone_says_what_it_waits_for() -> None:
-    config = SyncConfig(stall_warning_s=1.0, stall_timeout_s=2.0)
-    model = DistributedDataParallel(nn.Linear(4, 3), config=config)
+    model = DistributedDataParallel(nn.Linear(4, 3), config=SyncConfig(stall_warning_s=1.0, stall_timeout_s=2.0))
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

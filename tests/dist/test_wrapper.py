@@ -1,7 +1,5 @@
 """Wrappers and attach(): what they start from, arguments that cannot work, and what of torch's there is besides training."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
