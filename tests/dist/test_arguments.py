@@ -138,8 +138,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         plan = ddp.plan.to_json()
     sharded = nn.Linear(2, 2, bias=False)
     sharded.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh["dp"], [Shard(0)]))
-    with_batch_norm = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-    model = mlp()
+    with_batch_norm, model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), mlp()
     name, weight = next(iter(model.named_parameters()))
     calls: dict[str, Callable[[], object]] = {
         "no group": lambda: attach(mlp(), process_group="world"),
@@ -211,6 +210,5 @@ def test_torchs_arguments_become_settings(arguments: dict[str, Any], settings: d
     if TORCHS_IGNORED in arguments:
         model._ddp_params_and_buffers_to_ignore = arguments.pop(TORCHS_IGNORED)
     ddp = DistributedDataParallel(model, **arguments)
-    assert ddp.sync.config == SyncConfig(**settings)
-    assert ddp.parameters_to_ignore == set(ddp.sync.config.ignore)
+    assert (ddp.sync.config, ddp.parameters_to_ignore) == (SyncConfig(**settings), set(ddp.sync.config.ignore))
     ddp.close()

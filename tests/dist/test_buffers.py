@@ -63,8 +63,7 @@ def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, fo
     of_ranks = of_all_ranks(mine)
     assert not torch.equal(of_ranks[0]["0.1.running_mean"], of_ranks[1]["0.1.running_mean"])
     wanted = {name: FOLLOWED[followed]([it[name] for it in of_ranks], buffer) for name, buffer in mine.items()}
-    assert found[0].keys() == wanted.keys()
-    assert [name for name in wanted if found[0][name].dtype != wanted[name].dtype] == []
+    assert (found[0].keys(), [name for name in wanted if found[0][name].dtype != wanted[name].dtype]) == (wanted.keys(), [])
     assert [name for name in wanted if not torch.equal(found[0][name], wanted[name])] == []
 
 
@@ -184,8 +183,7 @@ def test_any_rank_can_be_followed(setting: str) -> None:
         ddp.sync.share(("parameters",), source=last)
     followed = last / 2 if setting == "mean" else last
     assert (int(model.count), model.value.unique().tolist(), model.value.stride()) == (last, [followed], (1, 3))
-    assert (model.value is value) == (followed == rank)
-    assert model.linear.bias.tolist() == [last] * 2
+    assert (model.value is value, model.linear.bias.tolist()) == (followed == rank, [last] * 2)
 
 
 @in_ranks(2, 3)
@@ -270,5 +268,4 @@ def test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on(na
     of_first = of_all_ranks(seen)[0]
     assert name.split(",")[0] in model.seen[1]
     assert not left_alone or seen[1] == of_first[1]
-    assert seen[2:] == of_first[2:]
-    assert [*map(sorted, seen)] == [*map(sorted, of_first)]
+    assert (seen[2:], [*map(sorted, seen)]) == (of_first[2:], [*map(sorted, of_first)])

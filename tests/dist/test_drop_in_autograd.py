@@ -314,8 +314,7 @@ def test_graphs_are_cut_where_buckets_end_and_a_small_model_is_one(
         backward_alike(run, bare, partial(loss, width=width), steps=[step])
     assert ddp.report(show=False).is_one_graph == (width < WIDTH)
     ddp.close()
-    assert of_all_ranks(log) == [log] * 2
-    assert log.count("backward") == (NUM_LAYERS if width == WIDTH else 1)
+    assert (of_all_ranks(log), log.count("backward")) == ([log] * 2, NUM_LAYERS if width == WIDTH else 1)
     if width == WIDTH:
         # The gradients of the last layer are there before the next graph's backward, and so on.
         between = [set(part.split()) for part in " ".join(text.replace(" ", "_") for text in log).split("backward")[1:]]

@@ -172,8 +172,7 @@ def test_a_wrapper_may_be_called_with_the_parameters_of_another_one(in_backward:
     with wrapped(mlp(), bucket_cap_mb=1e-6) as other, wrapped_and_bare(mlp(), bucket_cap_mb=1e-6) as (ddp, bare):
 
         def loss(model: nn.Module, step: int) -> Tensor:
-            value = MLP.loss(model, step)
-            mine = dict(ddp.named_parameters())
+            value, mine = MLP.loss(model, step), dict(ddp.named_parameters())
             for lent in (mine, {name: 2 * param for name, param in mine.items()})[: 1 + in_backward if model is ddp else 0]:
                 functional_call(other, lent, (noise(5, 6),))
             return value

@@ -362,32 +362,22 @@ def step(ddp: DistributedDataParallel) -> None:
     ddp(torch.ones(2, 4)).sum().backward()
 
 
-def closes() -> None:
+def wraps_and_closes(*, has_shards: bool) -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1) if has_shards else None
     step(ddp)
+    if optimizer is not None:
+        optimizer.step()
     ddp.close()
 
 
-def closes_with_shards() -> None:
-    ddp = DistributedDataParallel(nn.Linear(4, 4))
-    optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
-    step(ddp)
-    optimizer.step()
-    ddp.close()
-
-
-def drops() -> None:
-    step(DistributedDataParallel(nn.Linear(4, 4)))
-
-
-def fails_on_all_ranks() -> None:
-    with pytest.raises(PlanMismatch):
-        DistributedDataParallel(nn.Linear(4, 4 + dist.get_rank()))
-
-
-def is_refused() -> None:
-    with pytest.raises(ConfigError):
-        DistributedDataParallel(nn.Linear(4, 4), ignore=["no such parameter"])
+WRAPS: dict[str, Callable[[], object]] = {
+    "closed": partial(wraps_and_closes, has_shards=False),
+    "closed with shards": partial(wraps_and_closes, has_shards=True),
+    "dropped": lambda: step(DistributedDataParallel(nn.Linear(4, 4))),
+    "failed on all ranks": lambda: text_of(PlanMismatch, lambda: DistributedDataParallel(nn.Linear(4, 4 + dist.get_rank()))),
+    "refused": lambda: text_of(ConfigError, lambda: DistributedDataParallel(nn.Linear(4, 4), ignore=["no such parameter"])),
+}
 
 
 def held() -> Counter[str]:
@@ -420,14 +410,13 @@ def _target(descriptor: str) -> str:
 
 @pytest.mark.slow
 @in_ranks(2)
-@pytest.mark.parametrize("once", [closes, closes_with_shards, drops, fails_on_all_ranks, is_refused])
-def test_nothing_is_left_of_many_wraps(once: Callable[[], None]) -> None:
-    for _ in range(10):
-        once()
-    dist.barrier()
-    after_10 = held()
-    for _ in range(90):
-        once()
+@pytest.mark.parametrize("name", WRAPS)
+def test_nothing_is_left_of_many_wraps(name: str) -> None:
+    for number in range(100):
+        if number == 10:
+            dist.barrier()
+            after_10 = held()
+        WRAPS[name]()
     dist.barrier()
     assert grown_since(after_10) == {}
 

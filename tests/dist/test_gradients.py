@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from support.errors import text_of
 from support.models import CASES, Branches, noise
@@ -54,17 +53,6 @@ def test_ignored_parameters_keep_their_local_gradient() -> None:
         naive_mean(bare)
         bare.layers[0].weight.grad = local.layers[0].weight.grad
         require_same_gradients(ddp, bare)
-
-
-@in_ranks(2, 3)
-def test_a_model_without_parameters_can_be_wrapped() -> None:
-    with pytest.warns(UserWarning, match="Flatten has no parameter that requires a gradient"):
-        ddp = DistributedDataParallel(nn.Flatten())
-    x = torch.ones(2, 3, requires_grad=True)
-    ddp(x).sum().backward()
-    ddp.finish()
-    assert torch.equal(x.grad, torch.ones(2, 3))
-    ddp.close()
 
 
 @in_ranks(2, 3)

@@ -16,17 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from support.alike import heard, of_all_ranks
 from support.errors import text_of
 from support.inside import late_ops
-from support.mixture import MATCH, experts_group, mixture
 from support.mixture import loss as mixture_loss
-from support.models import CASES, Branches, noise, step_in_backward
+from support.mixture import mixture, wrapped_mixture
+from support.models import Branches, noise, step_in_backward
 from support.naive import collectives, wrapped
 from support.ranks import in_ranks
-from support.sharded import Parameters, hybrid, optimizer_for, parameters, require_equal, training
+from support.sharded import MLP, Parameters, hybrid, optimizer_for, parameters, require_equal, training
 from support.units import Applied
 from undertow import (
     ConfigError,
     DistributedDataParallel,
-    ExpertGroup,
     NonFiniteGradient,
     PhaseError,
     ReplicaMismatch,
@@ -431,19 +430,16 @@ def test_of_experts_every_rank_raises_for_others_have_taken_the_step() -> None:
     Those that hold it raise at once, and the others when they next wait: nobody goes on with other dense parameters.
     """
     rank, texts = dist.get_rank(), []
-    with experts_group() as group:
-        experts = (ExpertGroup(match=MATCH, process_group=group, divisor=4),)
-        with wrapped(mixture(), experts=experts, nonfinite="raise") as ddp:
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-            if rank == 3:
-                ddp.module.experts["0"].bias.register_hook(lambda grad: grad * torch.inf)
-            mixture_loss(ddp, 3).backward()
-            for _ in range(2):
-                try:
-                    optimizer.step()
-                    mixture_loss(ddp, 4).backward()
-                except NonFiniteGradient as error:
-                    texts.append(str(error))
+    with wrapped_mixture(mixture(), reduction="native", nonfinite="raise") as (ddp, _, _):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        spoilt(ddp.module.experts["0"].bias, rank=3)
+        mixture_loss(ddp, 3).backward()
+        for _ in range(2):
+            try:
+                optimizer.step()
+                mixture_loss(ddp, 4).backward()
+            except NonFiniteGradient as error:
+                texts.append(str(error))
     at_once = EXPERTS_RAISE.format(step="0, bucket 0")
     later = [text for text in texts if text != at_once]
     assert later == [EXPERTS_RAISE.format(step=f"1, rank {rank}")] * len(later)
@@ -466,10 +462,6 @@ def test_where_a_rank_has_run_out_of_data_the_others_skip_a_step() -> None:
 
 EVERY: dict[str, Any] = {"check_replicas_every": 1}
 WRITES = "  Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again."
-
-
-def same_mlp() -> nn.Module:
-    return CASES["mlp"].model()
 
 
 def spoil(param: Tensor) -> None:
@@ -506,20 +498,20 @@ def require_found(ddp: nn.Module, optimizer: Any, other: int, *, ranks: str, ste
 )
 def test_the_first_parameter_the_ranks_and_the_step_are_named(strategy: str, every: int, step: int) -> None:
     others = ", 2" if dist.get_world_size() == 3 else ""
-    with training(same_mlp(), strategy, "SGD", check_replicas_every=every) as (ddp, optimizer):
+    with training(MLP.model(), strategy, "SGD", check_replicas_every=every) as (ddp, optimizer):
         require_found(ddp, optimizer, 1, ranks=f"rank 1 than on rank 0{others}", step=step)
 
 
 @in_ranks(2)
 def test_of_two_ranks_the_first_one_is_taken_for_right() -> None:
-    with training(same_mlp(), "ddp", "SGD", **EVERY) as (ddp, optimizer):
+    with training(MLP.model(), "ddp", "SGD", **EVERY) as (ddp, optimizer):
         require_found(ddp, optimizer, 0, ranks="rank 1 than on rank 0", step=3)
 
 
 @in_ranks(4)
 def test_rows_of_a_mesh_are_compared_too() -> None:
     """A rank writes to what its row then gathers from it: the other row has other values."""
-    with training(same_mlp(), "hybrid", "SGD", **EVERY) as (ddp, optimizer):
+    with training(MLP.model(), "hybrid", "SGD", **EVERY) as (ddp, optimizer):
         require_found(ddp, optimizer, 3, ranks="rank 3 than on rank 0, 1, 2", step=3)
 
 
@@ -529,7 +521,7 @@ def test_equal_replicas_train_as_without_a_comparison(strategy: str, eager: bool
     """Training goes on as without the comparison, where one rank is late with its gathers."""
     results = []
     for every in (1, None):
-        with training(same_mlp(), strategy, eager=eager, check_replicas_every=every, auto_tune=False) as (ddp, optimizer):
+        with training(MLP.model(), strategy, eager=eager, check_replicas_every=every, auto_tune=False) as (ddp, optimizer):
             train_and_spoil(ddp, optimizer, None, num_steps=3)
             late = [] if strategy == "ddp" else late_ops(ddp, OpKind.ALL_GATHER, 1, seconds=0.05)
             train_and_spoil(ddp, optimizer, None, num_steps=6)
@@ -543,17 +535,15 @@ def test_experts_are_compared_among_ranks_that_have_the_same() -> None:
     is_wrong = pytest.raises(
         ReplicaMismatch, match=r"^parameter 'experts\.0\.bias' has other values on rank 3 than on rank 1\.\n"
     )
-    with experts_group() as group:
-        experts = (ExpertGroup(match=MATCH, process_group=group, divisor=4),)
-        with wrapped(mixture(), experts=experts, check_replicas_every=2) as ddp:
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-            with is_wrong if dist.get_rank() % 2 else contextlib.nullcontext():
-                for step in range(4):
-                    optimizer.zero_grad()
-                    if (dist.get_rank(), step) == (3, 3):
-                        spoil(ddp.module.experts["0"].bias)
-                    mixture_loss(ddp, step).backward()
-                    optimizer.step()
+    with wrapped_mixture(mixture(), reduction="native", check_replicas_every=2) as (ddp, _, _):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        with is_wrong if dist.get_rank() % 2 else contextlib.nullcontext():
+            for step in range(4):
+                optimizer.zero_grad()
+                if (dist.get_rank(), step) == (3, 3):
+                    spoil(ddp.module.experts["0"].bias)
+                mixture_loss(ddp, step).backward()
+                optimizer.step()
 
 
 @in_ranks(2, 3, is_fresh=True, timeout_s=20.0)
@@ -563,7 +553,7 @@ def test_in_a_join_ranks_with_data_are_compared_and_the_others_are_told(num_batc
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     peers = [str(it) for it in range(last) if it > 0 or num_batches > 4]
     is_found = spoils and peers != []
-    with wrapped(same_mlp(), **EVERY) as ddp:
+    with wrapped(MLP.model(), **EVERY) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
         def train_jointly() -> None:
@@ -584,7 +574,7 @@ def test_in_a_join_ranks_with_data_are_compared_and_the_others_are_told(num_batc
 @in_ranks(2)
 def test_two_models_in_one_backward_are_both_compared() -> None:
     """The one that differs says so."""
-    with wrapped(same_mlp(), **EVERY) as first, wrapped(same_mlp(), **EVERY) as second:
+    with wrapped(MLP.model(), **EVERY) as first, wrapped(MLP.model(), **EVERY) as second:
         models = (first, second) if dist.get_rank() == 0 else (second, first)
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
         for step in range(3):
@@ -603,7 +593,7 @@ def test_two_models_in_one_backward_are_both_compared() -> None:
 @in_ranks(2)
 def test_a_frozen_parameter_is_compared_too() -> None:
     """Rank 1 has written to it; another one is unfrozen on all ranks, which is no difference."""
-    model = same_mlp()
+    model = MLP.model()
     model[0].requires_grad_(False)
     with wrapped(model, **EVERY) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -173,11 +173,9 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(7, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.out = nn.Linear(6, 7, bias=False)
+        self.embedding, self.norm = nn.Embedding(7, 6), nn.BatchNorm1d(6)
+        self.out, self.scale = nn.Linear(6, 7, bias=False), nn.Linear(6, 6)
         self.out.weight = self.embedding.weight
-        self.scale = nn.Linear(6, 6)
         self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
         self.seen: list[torch.dtype] = []
 
@@ -321,8 +319,7 @@ class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(7, 3, sparse=True)
-        self.out = nn.Linear(3, 2)
+        self.embedding, self.out = nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)
 
     def forward(self, tokens: Tensor | None) -> Tensor:
         return self.out(torch.ones(2, 3, dtype=self.out.weight.dtype) if tokens is None else self.embedding(tokens))

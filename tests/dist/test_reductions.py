@@ -92,8 +92,7 @@ def test_a_change_on_one_rank_is_told_with_weights_too() -> None:
         ddp.zero_grad()
         model.bias.requires_grad_(dist.get_rank() > 0)
         ddp.loss_weight(3)
-        with pytest.raises(PlanMismatch, match="'bias'"):
-            loss_of(ddp).backward()
+        assert "'bias'" in text_of(PlanMismatch, lambda: loss_of(ddp).backward())
 
 
 ALL = (1.0, 1.0)  # of rank 0, and of each of the others
@@ -136,8 +135,7 @@ def test_weights_that_are_not_sound_are_an_error_on_every_rank_and_update_nothin
         for _ in range(num_sound):
             backward(ALL)
             optimizer.step()
-        before = parameters(ddp)
-        found = text_of(PhaseError, lambda: backward(unsound))
+        before, found = parameters(ddp), text_of(PhaseError, lambda: backward(unsound))
         others = ", ".join(map(str, range(1, dist.get_world_size())))
         assert found == text.format(where=f"synchronization {num_sound}, rank {rank}", others=others)
         require_equal(before, parameters(ddp))
@@ -160,8 +158,7 @@ def test_a_step_of_weight_zero_is_an_error_when_it_ends(strategy: str) -> None:
         with ddp.accumulate():
             loss_of(ddp).backward()
         ddp.loss_weight(0)
-        with pytest.raises(PhaseError, match="add up to 0"):
-            loss_of(ddp).backward()
+        assert "add up to 0" in text_of(PhaseError, lambda: loss_of(ddp).backward())
 
 
 @in_ranks(2)
@@ -277,8 +274,7 @@ def test_weights_cost_one_small_all_reduce_that_leaves_first() -> None:
             ddp.loss_weight(1)
             loss_of(ddp).backward()
         numels = [call.args[0].numel() for call in called.call_args_list]
-        assert len(numels) == len(ddp.plan.buckets) + 1
-        assert numels[0] == 1 + dist.get_world_size()
+        assert (len(numels), numels[0]) == (len(ddp.plan.buckets) + 1, 1 + dist.get_world_size())
 
 
 @in_ranks(2)
@@ -333,8 +329,7 @@ def test_a_reduction_at_the_wrong_time_is_an_error() -> None:
 def test_a_backward_during_a_reduction_is_an_error() -> None:
     with wrapped(MLP.model()) as ddp:
         accumulate(ddp)
-        loss = MLP.loss(ddp, 1)
-        reduction = ddp.reduce_gradients_async()
+        loss, reduction = MLP.loss(ddp, 1), ddp.reduce_gradients_async()
         assert text_of(PhaseError, loss.backward) == (
             "a backward began while gradients are being synchronized.\n"
             "  synchronization 0\n"
@@ -505,12 +500,6 @@ def trained_by_hand(loop: Loop, *, num_ranks: int) -> nn.Module:
     return model
 
 
-def require_as_by_hand(loop: Loop) -> None:
-    for batches in BATCHES.values():
-        case = replace(loop, num_steps=batches[: dist.get_world_size()])
-        require_equal_values(trained_wrapped(case), trained_by_hand(case, num_ranks=dist.get_world_size()))
-
-
 LOOPS = {
     "plain": Loop(()),
     "momentum": Loop((), optimizer="SGD"),
@@ -530,7 +519,9 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_training_is_that_of_a_loop_over_who_has_data(name: str) -> None:
     """Parameters are those of the rank that trained longest."""
-    require_as_by_hand(LOOPS[name])
+    for batches in BATCHES.values():
+        loop = replace(LOOPS[name], num_steps=batches[: dist.get_world_size()])
+        require_equal_values(trained_wrapped(loop), trained_by_hand(loop, num_ranks=dist.get_world_size()))
 
 
 @in_ranks(2, 3, timeout_s=60.0)

@@ -190,8 +190,7 @@ def test_a_plan_that_was_saved_can_be_pinned(tmp_path: Path) -> None:
 @in_ranks(2)
 def test_keys_are_the_modules_own_or_those_of_torchs_wrapper() -> None:
     model = mlp()
-    bare = list(model.state_dict())
-    sync = attach(model)
+    bare, sync = list(model.state_dict()), attach(model)
     assert list(model.state_dict()) == bare
     sync.close()
     with wrapped(model) as ddp:

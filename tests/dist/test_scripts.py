@@ -245,8 +245,7 @@ def test_all_ways_agree_and_the_pictures_are_there(num_ranks: int, strategy: str
     settings = DemoSettings(num_ranks=num_ranks, link="none", num_steps=1, out=tmp_path, strategy=strategy)
     code, text = run_and_read(settings)
     assert verdict in text
-    assert code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"demo.png", *(f"demo-{way}.png" for way in settings.ways)}
+    assert (code, {path.name for path in tmp_path.iterdir()}) == (0, {"demo.png", *(f"demo-{way}.png" for way in settings.ways)})
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(" yes")]
     assert len(rows) == len(settings.ways)
     assert len({row[-2] for row in rows}) == 1  # their losses

@@ -338,8 +338,7 @@ CANNOT = "the state of a sharded optimizer cannot be pickled: this rank has a pa
 def test_what_a_part_of_a_state_refuses() -> None:
     with trained_by(in_shards(), num_steps=1) as (model, optimizer):
         state = optimizer.state_dict()
-        some = state["state"][0]["exp_avg"]
-        copy_of_it = copy.deepcopy(state)
+        some, copy_of_it = state["state"][0]["exp_avg"], copy.deepcopy(state)
         train(in_shards(), model, optimizer, steps=range(1, 2))
         assert not torch.equal(copy_of_it["state"][0]["exp_avg"].pieces[0][1], some.pieces[0][1])
         part, other = some.pieces[0][0], ShardedState(next(model.parameters()), torch.float32, ())
