@@ -14,18 +14,13 @@ from support.errors import text_of
 from support.models import Branches, mlp
 from support.naive import wrapped
 from support.ranks import in_ranks
+from support.sharded import destroy
 from undertow import BucketedDDPHooks, ConfigError, DistributedDataParallel, SyncConfig, WrongType, attach
 
 
-def on_two_device_types() -> nn.Module:
+def with_last(change: Callable[[nn.Module], object]) -> nn.Module:
     model = mlp()
-    model[2].to("meta")
-    return model
-
-
-def without_a_shape() -> nn.Module:
-    model = mlp()
-    model[2].weight = nn.parameter.UninitializedParameter()
+    change(model[2])
     return model
 
 
@@ -145,10 +140,12 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         "group in second place": lambda: DistributedDataParallel(mlp(), dist.group.WORLD),
         "no module": lambda: DistributedDataParallel([1]),
         "torch's wrapper": lambda: DistributedDataParallel(nn.parallel.DistributedDataParallel(mlp())),
-        "two device types": lambda: DistributedDataParallel(on_two_device_types()),
+        "two device types": lambda: DistributedDataParallel(with_last(lambda layer: layer.to("meta"))),
         "sync batch norm": lambda: DistributedDataParallel(with_batch_norm),
         "sync batch norm, attached": lambda: attach(with_batch_norm),
-        "no shape": lambda: DistributedDataParallel(without_a_shape()),
+        "no shape": lambda: DistributedDataParallel(
+            with_last(lambda layer: setattr(layer, "weight", nn.parameter.UninitializedParameter()))
+        ),
         "sharded": lambda: DistributedDataParallel(sharded),
         "sharded, attached": lambda: attach(sharded),
         "no settings": lambda: DistributedDataParallel(mlp(), config={"strategy": "zero1"}),
@@ -179,9 +176,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         text = text_of(WrongType if case in ("no group", "no module") else ConfigError, call)
         assert text.replace(str(mesh), "MESH") == ARGUMENTS[case], case
     assert calls.keys() == ARGUMENTS.keys()
-    for group in (mesh["outer"].get_group(), mesh["dp"].get_group()):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    destroy(mesh)
 
 
 TORCHS_IGNORED = "ignored by torch's name"

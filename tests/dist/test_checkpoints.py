@@ -349,8 +349,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_by_the_name_of_the_file(p
     begins_and_is_damaged(path / name, damage)
     what, where, remedy = text_of_loading(path, Setup()).splitlines()
     assert re.fullmatch(rf"the checkpoint cannot be loaded: {expected}.*", what), what
-    assert where == f"  {path / name}"
-    assert remedy.startswith("  Load another checkpoint")
+    assert (where, remedy.startswith("  Load another checkpoint")) == (f"  {path / name}", True)
 
 
 def begins_and_is_damaged(path: Path, damage: Callable[[Path], object]) -> None:

@@ -285,8 +285,7 @@ def logging_backend(log: list[str]) -> Callable[..., Any]:
 
         return make_boxed_func(run)
 
-    made = aot_autograd(fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward), bw_compiler=backward_of)
-    return made  # type: ignore[no-any-return]
+    return aot_autograd(fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward), bw_compiler=backward_of)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,17 @@ from undertow import (
     save_checkpoint,
 )
 
+
+def all_step(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def all_zero_grad(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
 ALL_EXPERTS = [f"experts.{index}.{kind}" for index in (0, 1) for kind in ("bias", "weight")]
 
 
@@ -69,8 +80,7 @@ def test_a_training_run_is_that_of_the_naive_reference(divisor: float | None, se
         optimizers = [torch.optim.SGD(model.parameters(), **SGD) for model in (ddp, bare)]
         for step in range(8):
             steps_alike(ddp, bare, group, steps=[step], divisor=2 if divisor is None else divisor)
-            for optimizer in optimizers:
-                optimizer.step()
+            all_step(optimizers)
         require_equal_values(ddp.module, bare)
 
 
@@ -437,11 +447,9 @@ def optimizers_of(ddp: DistributedDataParallel, *, eager: bool = False) -> list[
 
 def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range = range(8)) -> None:
     for step in steps:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        all_zero_grad(optimizers)
         loss(model, step).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        all_step(optimizers)
 
 
 def require_same_model(model: nn.Module, bare: nn.Module, group: dist.ProcessGroup) -> None:
@@ -511,8 +519,7 @@ def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
             backward_alike(ddp, bare, loss, steps=[step], mean=partial(reduce_naively, group=group), require=lambda *_: None)
             before = {name: param.grad for name, param in bare.named_parameters()}
             require_clipped(ddp, clip_grad_norm_(ddp, 0.01), before, distinct_norm(bare), 0.01)
-            for optimizer in optimizers:
-                optimizer.step()
+            all_step(optimizers)
             ddp.wait()
 
 
@@ -524,8 +531,7 @@ def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(way
         optimizers, scaler = optimizers_of(ddp), torch.amp.GradScaler("cpu", init_scale=2.0, enabled=way == "unscale")
         theirs = torch.optim.AdamW(bare.parameters(), **ADAMW)
         for step in range(3):
-            for optimizer in (*optimizers, theirs):
-                optimizer.zero_grad()
+            all_zero_grad((*optimizers, theirs))
             is_without = step == 2 and dist.get_rank() == 1
             for model in (ddp, bare):
                 value = loss(model, step)
@@ -592,8 +598,7 @@ def test_an_overflow_in_an_expert_is_everybodys(name: str, unscales: bool) -> No
         experts = torch.optim.SGD(bare.experts.parameters(), **how)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
         for step in range(6):
-            for optimizer in (*optimizers, dense, experts):
-                optimizer.zero_grad()
+            all_zero_grad((*optimizers, dense, experts))
             scaler.scale(with_overflow(ddp, step)).backward()
             for optimizer in optimizers if unscales else ():
                 scaler.unscale_(optimizer)
@@ -626,8 +631,7 @@ def test_experts_without_gradients_do_not_stop_a_scaler() -> None:
         optimizers = OPTIMIZERS["one for each part"][1](ddp)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
         for step, scale in enumerate([SCALE, SCALE / 2, SCALE / 2]):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
+            all_zero_grad(optimizers)
             value = ddp(noise(3, 6, step=step), (0,) if dist.get_rank() == 1 and step else ()).sum()
             scaler.scale(value * (float("inf") if dist.get_rank() == 3 and step == 1 else 1.0)).backward()
             for optimizer in optimizers:

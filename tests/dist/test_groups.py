@@ -32,7 +32,7 @@ from support.naive import (
     wrapped_and_bare,
 )
 from support.ranks import in_ranks
-from support.sharded import training
+from support.sharded import destroy, training
 from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients
 
 MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
@@ -243,8 +243,7 @@ def test_a_model_that_was_dropped_is_freed(way: str, close: bool) -> None:
     while alive and time.monotonic() < deadline_s:
         gc.collect()
         alive = [name for name, watch in watches.items() if watch() is not None]
-    assert alive == []
-    assert group not in dist.distributed_c10d._world.pg_map
+    assert (alive, group not in dist.distributed_c10d._world.pg_map) == ([], True)
 
 
 def hooks_of(model: nn.Module) -> list[str]:
@@ -327,6 +326,5 @@ def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of() -> None:
         attach(nn.Linear(2, 2), process_group=dist.group.WORLD).close()
         experts = (ExpertGroup(match="1.*", process_group=mine),)
         attach(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), config=SyncConfig(experts=experts)).close()
-    for group in (mine, mesh.get_group(0), mesh.get_group(1)):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    destroy(mesh)
+    dist.destroy_process_group(mine)

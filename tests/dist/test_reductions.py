@@ -231,14 +231,6 @@ def not_weighted(op: str) -> str:
     )
 
 
-def hook(ddp: DistributedDataParallel) -> None:
-    ddp.register_comm_hook(None, allreduce_hook)
-
-
-def shard(ddp: DistributedDataParallel) -> None:
-    ddp.optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
-
-
 def weigh(weight: Any) -> Callable[[DistributedDataParallel], None]:
     return lambda ddp: ddp.loss_weight(weight)
 
@@ -246,12 +238,11 @@ def weigh(weight: Any) -> Callable[[DistributedDataParallel], None]:
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [  # the op, what is refused, and how
     ("mean", weigh(3), ConfigError, not_weighted("mean")),
     ("sum", weigh(3), ConfigError, not_weighted("sum")),
-    ("sum", hook, ConfigError, NO_HOOK),
-    ("weighted", hook, ConfigError, NO_HOOK),
+    *((op, lambda ddp: ddp.register_comm_hook(None, allreduce_hook), ConfigError, NO_HOOK) for op in ("sum", "weighted")),
     ("weighted", weigh("3"), WrongType, f"a weight must be a number, got str.\n{ASK}"),
     ("weighted", weigh(-1), ConfigError, f"a weight must be a number from 0 on, got -1.\n{ASK}"),
     ("weighted", weigh(float("nan")), ConfigError, f"a weight must be a number from 0 on, got nan.\n{ASK}"),
-    ("weighted, alone", shard, ConfigError, NO_SHARDS_ALONE),
+    ("weighted, alone", lambda ddp: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1), ConfigError, NO_SHARDS_ALONE),
 ]
 
 

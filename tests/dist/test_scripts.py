@@ -265,8 +265,7 @@ def fail_in_rank_1(rank: int, *arguments: object) -> None:
 def test_a_failed_rank_is_exit_code_1(tmp_path: Path) -> None:
     with demo_ranks(fail_in_rank_1):
         code, text = run_and_read(DemoSettings(out=tmp_path))
-    assert code == 1
-    assert "rank 1 has failed.\n  It ended with exit code 3." in text
+    assert (code, "rank 1 has failed.\n  It ended with exit code 3." in text) == (1, True)
 
 
 @pytest.fixture
@@ -294,6 +293,5 @@ def test_ranks_do_not_outlive_the_process_that_started_them(demo: subprocess.Pop
     text, _ = demo.communicate(timeout=PATIENCE_S)
     assert psutil.wait_procs(ranks, timeout=PATIENCE_S)[1] == []
     if is_interrupted:
-        assert demo.returncode == 130
-        assert text.endswith("Interrupted; all ranks have ended.\n")
+        assert (demo.returncode, text.endswith("Interrupted; all ranks have ended.\n")) == (130, True)
         assert "Traceback" not in text

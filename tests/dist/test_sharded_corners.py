@@ -132,8 +132,7 @@ def test_after_close_and_with_strangers() -> None:
             opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         assert len(opt.param_groups) == 1
         for wrong in (0, -1, float("-inf")):
-            with pytest.raises(ConfigError, match="norm_type must be above zero"):
-                opt.clip_grad_norm_(1.0, wrong)
+            assert "norm_type must be above zero" in text_of(ConfigError, partial(opt.clip_grad_norm_, 1.0, wrong))
         assert torch.equal(opt.clip_grad_norm_(1e9, "inf"), opt.clip_grad_norm_(1e9, float("inf")))
         MLP.loss(ddp, 2).backward()
         ddp.close()

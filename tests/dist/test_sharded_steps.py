@@ -69,8 +69,7 @@ def test_a_gradient_is_a_placeholder_that_refuses_use(strategy: str) -> None:
         MLP.loss(ddp, 1).backward()
         for name, param in ddp.module.named_parameters():
             assert is_placeholder(param.grad)
-            with pytest.raises(ShardedGradientError, match=f"the gradient of '{name}' is sharded"):
-                param.grad.sum()
+            assert f"the gradient of '{name}' is sharded" in text_of(ShardedGradientError, param.grad.sum)
         assert "optimizer.clip_grad_norm_" in text_of(
             ShardedGradientError, lambda: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
         )

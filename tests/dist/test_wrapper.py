@@ -163,8 +163,7 @@ def test_ranks_with_different_models_are_told_the_first_difference(name: str, wa
     text = text_of(PlanMismatch, lambda: WRAP[way](model))
     assert of_all_ranks(text) == [text] * dist.get_world_size()
     first, second, *rest = text.splitlines()
-    assert first == what
-    assert second.startswith("  rank 0: 6 parameters, fingerprint ")
+    assert (first, second.startswith("  rank 0: 6 parameters, fingerprint ")) == (what, True)
     assert f"   rank {last}: {num_params} parameters, fingerprint " in second
     assert rest == [
         f"  first difference: {difference.format(rank=last)}",
@@ -409,8 +408,7 @@ def test_every_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose()
     with wrapped(mlp()) as ddp:
         assert (({*vars(ddp), "module"}) & names, [name for name in names if not hasattr(ddp, name)]) == (SET, [])
         assert isinstance(ddp, TorchDistributedDataParallel)
-        assert isinstance(ddp, Joinable)
-        assert {name: getattr(ddp, name) for name in values} == values
+        assert (isinstance(ddp, Joinable), {name: getattr(ddp, name) for name in values}) == (True, values)
 
 
 def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
@@ -533,10 +531,8 @@ def test_buffers_have_their_names_without_the_ignored_ones() -> None:
         assert ddp.will_sync_module_buffers()
         ddp.require_forward_param_sync = False
         assert not ddp.will_sync_module_buffers()
-    with wrapped(mlp()) as ddp:
-        assert not ddp.will_sync_module_buffers()
-    with wrapped(case.model(), buffers="off") as ddp:
-        assert not ddp.will_sync_module_buffers()
+    with wrapped(mlp()) as bare, wrapped(case.model(), buffers="off") as ddp:
+        assert (bare.will_sync_module_buffers(), ddp.will_sync_module_buffers()) == (False, False)
 
 
 @in_ranks(2, 3)
