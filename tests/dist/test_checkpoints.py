@@ -303,8 +303,8 @@ def of_another_checkpoint(metadata: Any) -> None:
 
 
 def impossible(metadata: Any) -> None:
-    found = metadata.state_dict_metadata["optimizer.state.0.weight.step"]  # which only one of two ranks may need
-    found.size = torch.Size((2**40,))
+    # Only one of two ranks may need it.
+    metadata.state_dict_metadata["optimizer.state.0.weight.step"].size = torch.Size((2**40,))
 
 
 def without_elements(metadata: Any) -> None:

@@ -313,15 +313,6 @@ def test_hooks_reduce_a_bare_models_gradients_until_they_are_closed() -> None:
 WHERE = "average_gradients(gradients, parameters)"
 
 
-def require_naive(averaged: Any, gradients: Any) -> None:
-    """The mean of each by an all-reduce of its own."""
-    holder = nn.ParameterList(nn.Parameter(torch.empty_like(gradient)) for gradient in gradients)
-    for param, gradient in zip(holder, gradients, strict=True):
-        param.grad = gradient.detach().clone(memory_format=torch.contiguous_format)
-    naive_mean(holder)
-    require_same(dict(enumerate(averaged)), {index: param.grad for index, param in enumerate(holder)})
-
-
 @in_ranks(2, 3)
 @pytest.mark.parametrize("case_name", CASES)
 def test_the_mean_is_that_of_an_all_reduce_per_gradient(case_name: str) -> None:
@@ -334,7 +325,11 @@ def test_the_mean_is_that_of_an_all_reduce_per_gradient(case_name: str) -> None:
         with collectives() as called:
             averaged = average_gradients(iter(local), model.parameters())  # generators will do
             assert called == ["all_reduce"] * num_dtypes
-        require_naive(averaged, local)
+        holder = nn.ParameterList(nn.Parameter(torch.empty_like(gradient)) for gradient in local)
+        for param, gradient in zip(holder, local, strict=True):
+            param.grad = gradient.detach().clone(memory_format=torch.contiguous_format)
+        naive_mean(holder)
+        require_same(dict(enumerate(averaged)), {index: param.grad for index, param in enumerate(holder)})
         for mean, gradient in zip(averaged, local, strict=True):
             assert mean.numel() == 0 or mean.stride() == torch.empty_like(gradient).stride()
 

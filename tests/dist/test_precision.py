@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from support.inside import readings_of_trailers
 from support.models import CASES, noise
 from support.ranks import in_ranks
 from support.sharded import Parameters, hybrid, parameters, require_equal, training
+from support.units import Applied
 from undertow import DistributedDataParallel, SyncConfig, attach
 from undertow.errors import ConfigError, PhaseError
 
@@ -340,21 +342,12 @@ def test_sparse_gradients_add_up_in_fp32_also_where_a_rank_has_none() -> None:
                 assert torch.equal(mine.grad.to_dense(), mean_of_all(grad))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.layer, self.use_reentrant = nn.Linear(4, 4), use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
-
-
 @in_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_mixed_precision_refuses_to_compute_again(use_reentrant: bool) -> None:
     """Copies of the bare module may, and a copy of the wrapper may not until it is closed."""
-    x = torch.ones(2, 4, requires_grad=True)
-    with wrapped(Checkpointed(use_reentrant), mixed={"param_dtype": BRAIN}) as ddp:
+    x, model = torch.ones(2, 4, requires_grad=True), Applied(partial(checkpoint, use_reentrant=use_reentrant))
+    with wrapped(model, mixed={"param_dtype": BRAIN}) as ddp:
         average, other = copy.deepcopy(ddp.module), copy.deepcopy(ddp)
         average(x).sum().backward()
         for model in (ddp, other):

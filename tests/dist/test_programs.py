@@ -28,16 +28,13 @@ def test_a_drawn_program_has_the_results_of_the_reference(seed: int, num_ranks: 
     run(drawn(seed, num_ranks))
 
 
-def kinds(*names: str) -> dict[str, Program]:
-    return {f"{name} units train": Program(units=f"linear {name} linear", events=ACCUMULATES) for name in names}
-
-
 ACCUMULATES = "zero, forward 012, accumulate, forward 012, backward, step"
+KINDS = [
+    *("linear", "tied", "double", "bfloat16", "half", "complex", "complex128", "odd", "strided", "channels", "table", "bag"),
+    *("norm", "twice", "checkpoint", *IN_PARTS),
+]
 OF_EVERY_KIND = {
-    **kinds(
-        "linear", "tied", "double", "bfloat16", "half", "complex", "complex128", "odd", "strided", "channels", "table", "bag"
-    ),
-    **kinds("norm", "twice", "checkpoint", *IN_PARTS),
+    **{f"{name} units train": Program(units=f"linear {name} linear", events=ACCUMULATES) for name in KINDS},
     "units of every kind train together": Program(
         units="tied double complex128 odd bfloat16 strided half channels complex table",
         events="zero, forward 0123456789, backward, step",

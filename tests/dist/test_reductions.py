@@ -23,9 +23,9 @@ from support.naive import TIMEOUT_S, groups_of, require_same, wrapped, wrapped_a
 from support.ranks import in_ranks
 from support.sharded import (
     MLP,
-    OPTIMIZERS,
     chain,
     one_step,
+    optimizer_for,
     parameters,
     require_equal,
     require_moved,
@@ -435,8 +435,7 @@ class Loop:
 def trained_wrapped(loop: Loop) -> nn.Module:
     config = SyncConfig(reduction="ordered", op="weighted" if loop.is_weighted else "mean", bucket_cap_mb=1e-4)
     ddp, rank = DistributedDataParallel(MLP.model(), config=config), dist.get_rank()
-    cls, how = OPTIMIZERS[loop.optimizer]
-    optimizer = cls(ddp.parameters(), **how)
+    optimizer = optimizer_for(ddp, "ddp", loop.optimizer)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
 
     def backward(step: int, part: int, *, zeroes: bool = False) -> None:
@@ -466,8 +465,8 @@ def trained_wrapped(loop: Loop) -> nn.Module:
 
 def trained_by_hand(loop: Loop, *, num_ranks: int) -> nn.Module:
     """The data of all ranks in one process; sums over ranks in their order, as `ordered` has them."""
-    model, (cls, how) = MLP.model(), OPTIMIZERS[loop.optimizer]
-    optimizer = cls(model.parameters(), **how)
+    model = MLP.model()
+    optimizer = optimizer_for(model, "ddp", loop.optimizer)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     for step in range(max(loop.num_steps[:num_ranks])):
         active = [rank for rank in range(num_ranks) if step < loop.num_steps[rank]]

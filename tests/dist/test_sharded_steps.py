@@ -24,13 +24,13 @@ from support.ranks import in_ranks
 from support.sharded import (
     MLP,
     NARROW,
-    OPTIMIZERS,
     ORDERED,
     TIED,
     Parameters,
     destroy,
     mesh_of,
     one_step,
+    optimizer_for,
     parameters,
     require_bits,
     require_equal,
@@ -338,12 +338,11 @@ HYBRID = SyncConfig(strategy="hybrid")
 @in_ranks(4)
 def test_a_part_of_a_larger_mesh_averages_over_its_ranks_alone() -> None:
     whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", "replicate", "shard"))
-    cls, settings = OPTIMIZERS["SGD"]
     found = []
     for mesh, strategy in ((whole["replicate", "shard"], "hybrid"), (whole["shard"], None)):
         config = SyncConfig(strategy=strategy, **ORDERED)
         with contextlib.closing(DistributedDataParallel(MLP.model(), device_mesh=mesh, config=config)) as ddp:
-            opt = ShardedOptimizer(cls, ddp, **settings) if strategy else cls(ddp.parameters(), **settings)
+            opt = optimizer_for(ddp, strategy or "ddp", "SGD")
             for step in range(4):
                 one_step(ddp, opt, step)
             found.append(parameters(ddp))
@@ -407,8 +406,7 @@ def test_a_copy_has_the_mesh() -> None:
     with stepped(2, "hybrid", **ORDERED) as (ddp, opt):
         twin = copy.deepcopy(ddp)
         assert rows_of(twin) == ((0, 1), (2, 3))
-        cls, settings = OPTIMIZERS["SGD"]
-        other = ShardedOptimizer(cls, twin, **settings)
+        other = optimizer_for(twin, "hybrid", "SGD")
         other.load_state_dict(opt.full_state_dict())
         for step in range(2, 4):
             one_step(ddp, opt, step)

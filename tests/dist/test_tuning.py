@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import undertow
 from support.alike import of_all_ranks, train
@@ -72,11 +73,6 @@ def test_rank_0_decides_for_all() -> None:
         assert (len(set(of_all_ranks(ddp.plan.fingerprint))), len(ddp.plan.buckets)) == (1, 1)
 
 
-def summing(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    tensor = bucket.buffer().div_(dist.get_world_size())
-    return dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0])
-
-
 HOOK, PINNED, DETERMINISTIC = "hook", "pinned", "deterministic"
 FIXED: dict[str, tuple[dict[str, Any], str]] = {
     "size": ({"bucket_cap_mb": 1e-4}, "bucket_cap_mb=0.0001 was asked for"),
@@ -101,7 +97,7 @@ def test_a_plan_that_was_asked_for_stays(name: str) -> None:
     try:
         with scripted(all_in_one, one_each), training(MLP.model(), "ddp", **settings) as (ddp, opt):
             if name == HOOK:
-                ddp.register_comm_hook(None, summing)
+                ddp.register_comm_hook(None, allreduce_hook)
             plans = []
             for step in range(2 * ONE_LOOK):
                 train(ddp, opt, MLP.loss, steps=[step])

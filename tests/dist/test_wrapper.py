@@ -11,18 +11,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
 from support.inside import of_version, on_device
-from support.models import CASES, mlp, noise
+from support.models import CASES, mlp
 from support.naive import wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, SyncConfig, WrongType, attach
@@ -344,8 +343,6 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
 
 # What of torch's there is besides the training step: attributes, hooks, switches, what trainers ask for.
 
-BEFORE = _BufferCommHookLocation.PRE_FORWARD
-
 # Every public attribute that torch's class has and nn.Module has not: defined by ours, inherited, or set by the constructor.
 DEFINED = {
     "broadcast_bucket_size",
@@ -467,57 +464,6 @@ def test_what_hooks_and_switches_refuse() -> None:
         ddp.register_comm_hook(None, allreduce_hook)
         again = text_of(PhaseError, lambda: ddp.register_comm_hook(None, allreduce_hook))
         assert again == ONCE.format("allreduce_hook is registered")
-
-
-class Counting(nn.Module):
-    """Two buffers, of which a forward adds to one; the forward remembers what it found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.register_buffer("table", torch.zeros(1))
-        self.register_buffer("left_alone", torch.zeros(1))
-        self.found: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.found.append(self.table.item())
-        self.table += dist.get_rank() + 1
-        return self.layer(x)
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("location", [None, *_BufferCommHookLocation], ids=str)
-def test_a_hook_of_the_users_may_synchronize_buffers(location: _BufferCommHookLocation | None) -> None:
-    model, seen, after = Counting(), [], []
-
-    def hook(state: object, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]] | None:
-        seen.append((state, list(named_buffers), torch.is_grad_enabled()))
-        works = [dist.all_reduce(buffer, async_op=True) for buffer in named_buffers.values()]
-        if location is not BEFORE:
-            return [work.get_future() for work in works]
-        for work in works:  # futures are for the end of backward, and this forward needs the result
-            work.wait()
-        return None  # as torch's usual one does
-
-    with wrapped(model, ignore=("left_alone",)) as ddp:
-        ddp._register_buffer_comm_hook("state", hook, *(() if location is None else (location,)))
-        for _ in range(2):
-            ddp(noise(1, 2)).sum().backward()
-            after.append(model.table.item())
-        with ddp.no_sync():
-            ddp(noise(1, 2)).sum().backward()
-        ddp.eval()
-        ddp(noise(1, 2)).sum().backward()
-        with torch.no_grad():
-            ddp.train()(noise(1, 2))
-        ddp.forward_sync_buffers = False
-        ddp(noise(1, 2)).sum().backward()
-    num_ranks, mine = dist.get_world_size(), dist.get_rank() + 1
-    total = sum(range(1, num_ranks + 1))
-    assert model.found[:2] == [0.0, total]
-    assert after == ([mine, total + mine] if location is BEFORE else [total, total * num_ranks + total])
-    assert model.found[3:] == [model.found[2] + step * mine for step in (1, 2, 3)]  # in none of these is the hook called
-    assert seen == [("state", ["table"], False)] * 2
 
 
 @in_ranks(2)
