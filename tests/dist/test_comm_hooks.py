@@ -116,8 +116,10 @@ def test_post_local_sgd_trains_as_under_torchs_class(post_local_gradient_allredu
     with both_classes(MLP.model) as models:
         for model in models:
             model.register_comm_hook(PostLocalSGDState(None, subgroup, 2, post_local_gradient_allreduce), post_localSGD_hook)
-        inner = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
-        optimizers = [PostLocalSGDOptimizer(each, PeriodicModelAverager(period=2, warmup_steps=2)) for each in inner]
+        optimizers = [
+            PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), PeriodicModelAverager(period=2, warmup_steps=2))
+            for model in models
+        ]
         train_both(models, optimizers, MLP.loss, num_steps=8)
     dist.destroy_process_group(subgroup)
 

@@ -354,10 +354,9 @@ def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
         optimizer.step()
 
     model, bare = Layers(), Layers()
-    ddp = DistributedDataParallel(model, config=SyncConfig(bucket_cap_mb=MIB))
     optimizer, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (model, bare))
     compiled = torch.compile(step, backend=backend)
-    with heard("torch._dynamo") as texts:
+    with wrapped(model, bucket_cap_mb=MIB) as ddp, heard("torch._dynamo") as texts:
         for number in range(4):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the output
@@ -367,7 +366,6 @@ def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
             naive_mean(bare)
             theirs.step()
             require_equal_values(model, bare)
-    ddp.close()
     assert [text for text in texts if "Profiler" not in text] == []  # that one is of torch's optimizer
     # The model, the loss, and the optimizer's step.
     assert [graph for graph in graphs if "linear" not in graph and "tanh" not in graph] == ["mean square", "add_"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
-from support.alike import backward_alike, of_all_ranks
+from support.alike import backward_alike, of_all_ranks, train
 from support.errors import text_of
 from support.inside import generation_of
 from support.models import CASES, Branches, mlp, noise
@@ -363,21 +363,18 @@ def test_a_gradient_that_was_frozen_out_of_its_synchronization_is_not_stepped_in
     with wrapped(mlp(), strategy=strategy) as ddp:
         optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
 
-        def train() -> None:
+        def train_on() -> None:
             MLP.loss(ddp, 3).backward()
             ddp.module[2].requires_grad_(True)
             optimizer.step()
 
-        for step in range(2):
-            optimizer.zero_grad()
-            MLP.loss(ddp, step).backward()
-            optimizer.step()
+        train(ddp, optimizer, MLP.loss, steps=range(2))
         optimizer.zero_grad()
         with ddp.no_sync():
             MLP.loss(ddp, 2).backward()
         ddp.module[2].requires_grad_(False)
         texts = ("the optimizer steps on a gradient that is not synchronized", "the parameters have changed while")
-        assert text_of(PhaseError, train).startswith(texts)
+        assert text_of(PhaseError, train_on).startswith(texts)
 
 
 # Optimizers that update parameters which are not the model's any more, or which another optimizer updates.

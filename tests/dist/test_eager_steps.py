@@ -359,8 +359,7 @@ def evaluated(model: Callable[[Tensor], Tensor], numel: int) -> Parameters:
 
 
 def of_optimizer(opt: Any) -> Parameters:
-    state = opt.full_state_dict()["state"]
-    return {f"{number} {key}": value for number, of_param in state.items() for key, value in of_param.items()}
+    return {f"{number} {key}": value for number, state in opt.full_state_dict()["state"].items() for key, value in state.items()}
 
 
 READS: dict[str, Read] = {

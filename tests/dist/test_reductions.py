@@ -224,11 +224,10 @@ NO_SHARDS_ALONE = (
 )
 
 
-def not_weighted(op: str) -> str:
-    return (
-        f'op="{op}" does not divide gradients by weights.\n  loss_weight(n)\n'
-        '  Set SyncConfig(op="weighted") on every rank, or leave the call out.'
-    )
+NOT_WEIGHTED = (
+    'op="{}" does not divide gradients by weights.\n  loss_weight(n)\n'
+    '  Set SyncConfig(op="weighted") on every rank, or leave the call out.'
+)
 
 
 def weigh(weight: Any) -> Callable[[DistributedDataParallel], None]:
@@ -236,8 +235,8 @@ def weigh(weight: Any) -> Callable[[DistributedDataParallel], None]:
 
 
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [  # the op, what is refused, and how
-    ("mean", weigh(3), ConfigError, not_weighted("mean")),
-    ("sum", weigh(3), ConfigError, not_weighted("sum")),
+    ("mean", weigh(3), ConfigError, NOT_WEIGHTED.format("mean")),
+    ("sum", weigh(3), ConfigError, NOT_WEIGHTED.format("sum")),
     *((op, lambda ddp: ddp.register_comm_hook(None, allreduce_hook), ConfigError, NO_HOOK) for op in ("sum", "weighted")),
     ("weighted", weigh("3"), WrongType, f"a weight must be a number, got str.\n{ASK}"),
     ("weighted", weigh(-1), ConfigError, f"a weight must be a number from 0 on, got -1.\n{ASK}"),

@@ -138,11 +138,6 @@ def output_of(name: str, folder: Path, *, num_ranks: int) -> str:
     return found[0].out
 
 
-def require_norms(text: str) -> None:
-    """Clipping saw the gradients, and not None in their place."""
-    assert min(float(norm) for norm in re.findall(r"gradient norm (\S+)", text)) > 0.0
-
-
 @pytest.mark.slow
 def test_the_sharded_example_learns_and_saves_what_a_plain_optimizer_can_load(tmp_path: Path) -> None:
     text = output_of("train_sharded.py", tmp_path, num_ranks=2)
@@ -177,7 +172,7 @@ def test_the_gpt_learns_to_repeat(tmp_path: Path) -> None:
     # Whoever does not look back can do no better than guess one of 16 tokens: a loss of log 16, 2.8.
     assert last < 0.5
     assert first > 1.5
-    require_norms(text)
+    assert min(map(float, re.findall(r"gradient norm (\S+)", text))) > 0.0  # clipping saw gradients, and not None
     assert "Where a step goes" in text
 
 
@@ -212,7 +207,7 @@ def test_the_mixture_of_experts_learns_and_reports_its_experts(tmp_path: Path) -
     text = output_of("experts.py", tmp_path, num_ranks=4)
     first, last = losses_in(text, 6)
     assert last < 0.5 * first
-    require_norms(text)
+    assert min(map(float, re.findall(r"gradient norm (\S+)", text))) > 0.0  # clipping saw gradients, and not None
     assert "Experts '*.experts.*', ranks 0, 2:" in text
 
 

@@ -24,6 +24,7 @@ from support.sharded import (
     reference,
     require_bits,
     require_equal,
+    step_of,
     trained,
     ways,
 )
@@ -105,9 +106,7 @@ ONES = Case(lambda: nn.Linear(4, 4, bias=False).bfloat16(), lambda model, step: 
 
 def tiny_step(ddp: Any, opt: torch.optim.Optimizer, step: int) -> None:
     opt.param_groups[0] |= {"lr": 1e-4, "momentum": 0.0, "weight_decay": 0.0}
-    opt.zero_grad()
-    ONES.loss(ddp, step).backward()
-    opt.step()
+    step_of(ddp, opt, ONES, step)
 
 
 @in_ranks(2)

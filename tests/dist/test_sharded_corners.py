@@ -228,8 +228,7 @@ def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(eager: bo
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn.Parameter]]:
-    groups = optimizer.param_groups
-    return [(group, param) for group in groups for param in group["params"] if param.grad is not None]
+    return [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
 
 
 class Coupled(torch.optim.SGD):

@@ -708,6 +708,5 @@ def test_torchs_arguments_become_settings(arguments: dict[str, Any], settings: d
     model = mlp()
     if TORCHS_IGNORED in arguments:
         model._ddp_params_and_buffers_to_ignore = arguments.pop(TORCHS_IGNORED)
-    ddp = DistributedDataParallel(model, **arguments)
-    assert (ddp.sync.config, ddp.parameters_to_ignore) == (SyncConfig(**settings), set(ddp.sync.config.ignore))
-    ddp.close()
+    with contextlib.closing(DistributedDataParallel(model, **arguments)) as ddp:
+        assert (ddp.sync.config, ddp.parameters_to_ignore) == (SyncConfig(**settings), set(ddp.sync.config.ignore))
