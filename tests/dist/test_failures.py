@@ -109,8 +109,7 @@ def test_a_failure_on_one_rank_is_told_to_the_others_and_the_next_step_is_right(
                     if rescue != "forward":
                         getattr(ddp, rescue)()
                 else:
-                    text = THEIRS.format(ranks=failing_rank, step=failing_step, rank=rank)
-                    assert text_of(PeerFailed, result.backward) == text
+                    assert text_of(PeerFailed, result.backward) == THEIRS.format(ranks=failing_rank, step=failing_step, rank=rank)
             step_is_right(ddp, bare, step)
 
 

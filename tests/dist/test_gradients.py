@@ -111,8 +111,9 @@ def test_a_gradient_that_is_written_too_late_for_an_eager_step_is_an_error() -> 
     with training(units, "zero1", "SGD", eager=True, bucket_cap_mb=1e-6) as (ddp, optimizer):
         ddp(noise(3, 4), "012").square().mean().backward()
         optimizer.step()
-        with pytest.raises(PhaseError, match=r"^parameters are read in the backward that has updated them already\."):
-            ddp(noise(3, 4), "012").square().mean().backward()
+        assert text_of(PhaseError, lambda: ddp(noise(3, 4), "012").square().mean().backward()).startswith(
+            "parameters are read in the backward that has updated them already."
+        )
 
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)

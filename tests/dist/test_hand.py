@@ -151,8 +151,9 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
         "  Give the manager this very tensor when you make it (the parameter, not a copy or its gradient)."
     )
     for index in (1, -1):
-        text = text_of(ConfigError, partial(manager.reduce_bucket_async, index))
-        assert text == f"there is no bucket {index}.\n  GradientBucketManager of 1 buckets"
+        assert text_of(ConfigError, partial(manager.reduce_bucket_async, index)) == (
+            f"there is no bucket {index}.\n  GradientBucketManager of 1 buckets"
+        )
     param.grad = torch.ones(2)
     bucket.prepare()
     bucket.reduce_async().wait()
@@ -193,8 +194,9 @@ def test_every_call_of_a_closed_manager_is_refused(is_context: bool) -> None:
     for _ in range(2):  # a second time does nothing
         manager.close()
     for name, call in CALLS_OF_A_MANAGER.items():
-        text = text_of(PhaseError, partial(call, manager, grads[0]))
-        assert text == f"this GradientBucketManager is closed.\n  GradientBucketManager.{name}\n  Make a new one."
+        assert text_of(PhaseError, partial(call, manager, grads[0])) == (
+            f"this GradientBucketManager is closed.\n  GradientBucketManager.{name}\n  Make a new one."
+        )
 
 
 @in_ranks(2)
@@ -448,8 +450,7 @@ NOT_AVERAGED: list[tuple[type[Exception], tuple[Any, ...], str, str]] = [
 def test_what_cannot_be_averaged_is_refused_before_anything_is_sent() -> None:
     with collectives() as called:
         for error, arguments, what, remedy in NOT_AVERAGED:
-            text = text_of(error, lambda arguments=arguments: average_gradients(*arguments))
-            assert text == f"{what}\n  {WHERE}\n  {remedy}"
+            assert text_of(error, partial(average_gradients, *arguments)) == f"{what}\n  {WHERE}\n  {remedy}"
     assert called == []
 
 

@@ -563,8 +563,9 @@ def test_in_a_join_ranks_with_data_are_compared_and_the_others_are_told(num_batc
                     step_of(ddp, optimizer, step)
 
         if is_found:
-            text = text_of(ReplicaMismatch, train_jointly)
-            assert text.startswith(f"parameter '0.bias' has other values on rank {last} than on rank {', '.join(peers)}.\n")
+            assert text_of(ReplicaMismatch, train_jointly).startswith(
+                f"parameter '0.bias' has other values on rank {last} than on rank {', '.join(peers)}.\n"
+            )
         else:
             train_jointly()
             step_of(ddp, optimizer)
@@ -583,10 +584,9 @@ def test_two_models_in_one_backward_are_both_compared() -> None:
             sum(model(noise(4, 6, step=step)).square().mean() for model in models).backward()
             if step < 2:
                 optimizer.step()
-        with pytest.raises(
-            ReplicaMismatch, match=r"'0\.bias' .* rank 1 than on rank 0\.\n  synchronization 2; 1 of 4 parameters"
-        ):
-            optimizer.step()
+        assert text_of(ReplicaMismatch, optimizer.step).startswith(
+            "parameter '0.bias' has other values on rank 1 than on rank 0.\n  synchronization 2; 1 of 4 parameters"
+        )
 
 
 @in_ranks(2)

@@ -128,8 +128,9 @@ def test_hooks_of_others_read_parameters_that_have_come() -> None:
 @in_ranks(2)
 def test_after_close_and_with_strangers() -> None:
     with stepped(2) as (ddp, opt):
-        with pytest.raises(ConfigError, match=r"of shape \(3,\), is none that is synchronized"):
-            opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        assert "of shape (3,), is none that is synchronized" in text_of(
+            ConfigError, lambda: opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        )
         assert len(opt.param_groups) == 1
         for wrong in (0, -1, float("-inf")):
             assert "norm_type must be above zero" in text_of(ConfigError, partial(opt.clip_grad_norm_, 1.0, wrong))
@@ -283,8 +284,9 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     with training(MLP.model(), "ddp") as (ddp, _):
         for what, (kind, text, arguments) in NOT_MADE.items():
             assert text_of(kind, lambda arguments=arguments: ShardedOptimizer(*arguments(ddp), lr=0.1)).startswith(text), what
-        whole = text_of(ConfigError, lambda: ShardedOptimizer(SGD, ddp, lr=0.1))
-        assert whole.startswith("strategy='ddp' keeps all of the optimizer on every rank")
+        assert text_of(ConfigError, lambda: ShardedOptimizer(SGD, ddp, lr=0.1)).startswith(
+            "strategy='ddp' keeps all of the optimizer on every rank"
+        )
 
 
 @in_ranks(2)

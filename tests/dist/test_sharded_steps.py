@@ -394,11 +394,13 @@ def test_parameters_and_buffers_of_all_rows_follow_rank_0() -> None:
 def test_all_rows_compare_parameters_and_meshes() -> None:
     with mesh_of(2, 2) as mesh:
         odd = nn.Linear(6, 5 if dist.get_rank() == 3 else 4)
-        text = text_of(PlanMismatch, lambda: attach(odd, mesh=mesh, config=HYBRID))
-        assert "shape of parameter 0 ('weight') is [4, 6] on rank 0 and [5, 6] on rank 3" in text
+        assert "shape of parameter 0 ('weight') is [4, 6] on rank 0 and [5, 6] on rank 3" in text_of(
+            PlanMismatch, lambda: attach(odd, mesh=mesh, config=HYBRID)
+        )
     rows = ((0, 1), (2, 3)) if dist.get_rank() < 2 else ((0, 2), (1, 3))
-    text = text_of(PlanMismatch, lambda: open_with_rows(MLP.model(), rows))
-    assert "mesh is [[0, 1], [2, 3]] on rank 0 and [[0, 2], [1, 3]] on rank 2" in text
+    assert "mesh is [[0, 1], [2, 3]] on rank 0 and [[0, 2], [1, 3]] on rank 2" in text_of(
+        PlanMismatch, lambda: open_with_rows(MLP.model(), rows)
+    )
 
 
 @in_ranks(4)

@@ -88,8 +88,9 @@ def test_who_follows_rank_0_at_the_start_is_as_torchs_arguments_say(
         warnings.simplefilter("always")
         ddp = DistributedDataParallel(model, **arguments)
     ddp.close()
-    found = [(str(each.message), each.category, each.filename == __file__) for each in caught]
-    assert found == [(text, FutureWarning, True) for text in said]
+    assert [(str(each.message), each.category, each.filename == __file__) for each in caught] == [
+        (text, FutureWarning, True) for text in said
+    ]
     expected = [dist.get_rank() if source < 0 else source for source in (parameters_of, buffers_of)]
     assert [model.weight.item(), model.table.item(), ddp.forward_sync_buffers] == [*expected, follows]
 
@@ -472,8 +473,9 @@ def test_what_hooks_and_switches_refuse() -> None:
         MLP.loss(ddp, 0).backward()
         ddp._check_reducer_finalized()
         ddp.register_comm_hook(None, allreduce_hook)
-        again = text_of(PhaseError, lambda: ddp.register_comm_hook(None, allreduce_hook))
-        assert again == ONCE.format("allreduce_hook is registered")
+        assert text_of(PhaseError, lambda: ddp.register_comm_hook(None, allreduce_hook)) == ONCE.format(
+            "allreduce_hook is registered"
+        )
 
 
 @in_ranks(2)
@@ -518,8 +520,9 @@ def test_switches_of_torchs_are_accepted() -> None:
         }
         ddp._remove_autograd_hooks()
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
-    said = [(str(each.message), each.filename == __file__) for each in caught]
-    assert said == [("You've set static_graph to be True, no need to set it again.", True)]
+    assert [(str(each.message), each.filename == __file__) for each in caught] == [
+        ("You've set static_graph to be True, no need to set it again.", True)
+    ]
 
 
 def with_last(change: Callable[[nn.Module], object]) -> nn.Module:
