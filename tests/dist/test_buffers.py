@@ -238,10 +238,14 @@ def test_a_buffer_that_changes_its_shape_on_one_rank_is_left_alone_there(changin
         model.table[:2] += 1
         ddp(torch.ones(1, 2)).sum().backward()
     first, *later = model.seen
-    assert first == {"table": [1.0, 1.0], "count": [0.0]}
-    assert [step["count"] for step in later] == [[1.5 if setting == "mean" else 1.0]] * 3
-    assert [step.get("added") for step in later] == [[7.0] * 5 if is_changing else None] * 3
-    assert [step["table"] for step in later[:2]] == [[9.0] * 3 if is_changing else [1.0] * 2] * 2
+    assert (first, [step["count"] for step in later]) == (
+        {"table": [1.0, 1.0], "count": [0.0]},
+        [[1.5 if setting == "mean" else 1.0]] * 3,
+    )
+    assert ([step.get("added") for step in later], [step["table"] for step in later[:2]]) == (
+        [[7.0] * 5 if is_changing else None] * 3,
+        [[9.0] * 3 if is_changing else [1.0] * 2] * 2,
+    )
     if setting == "rank0":
         assert later[2]["table"] == ([5.0, 5.0] if changing == 0 else [2.0, 2.0])
 
@@ -304,7 +308,9 @@ def test_a_hook_of_the_users_may_synchronize_buffers(location: _BufferCommHookLo
     num_ranks, mine = dist.get_world_size(), dist.get_rank() + 1
     total = sum(range(1, num_ranks + 1))
     found = [step["table"][0] for step in model.seen]
-    assert found[:2] == [0.0, total]
-    assert after == ([mine, total + mine] if location is BEFORE else [total, total * num_ranks + total])
+    assert (found[:2], after) == (
+        [0.0, total],
+        [mine, total + mine] if location is BEFORE else [total, total * num_ranks + total],
+    )
     assert found[3:] == [found[2] + step * mine for step in (1, 2, 3)]  # in none of these is the hook called
     assert seen == [("state", ["table"], False)] * 2

@@ -74,8 +74,10 @@ def test_the_means_of_parameters_come_back_into_their_gradients() -> None:
             require_same_gradients(model, bare)
             pointers.append([bucket.bucket_tensor.data_ptr() for bucket in manager.buckets])
         for bucket in manager.buckets:
-            assert len({grad.dtype for grad in bucket.gradients}) == 1
-            assert bucket.bucket_tensor.numel() == sum(grad.numel() for grad in bucket.gradients)
+            assert (len({grad.dtype for grad in bucket.gradients}), bucket.bucket_tensor.numel()) == (
+                1,
+                sum(grad.numel() for grad in bucket.gradients),
+            )
     assert pointers == pointers[:1] * 3
 
 

@@ -215,8 +215,10 @@ def test_torchs_mixed_precision_computes_in_its_dtype(options: dict[str, torch.d
         if options.keys() != {"buffer_dtype"}:  # torch's batch norm takes no buffers that are wider than what it computes
             backward_alike(ddp, reference, loss)
             assert set(ddp.module.seen) == {dtype}
-        assert {param.dtype for param in ddp.parameters()} == {torch.float32}
-        assert ddp.module.norm.running_mean.dtype == options.get("buffer_dtype", torch.float32)
+        assert ({param.dtype for param in ddp.parameters()}, ddp.module.norm.running_mean.dtype) == (
+            {torch.float32},
+            options.get("buffer_dtype", torch.float32),
+        )
         assert ddp.module.norm.num_batches_tracked.dtype == torch.int64
 
 

@@ -50,8 +50,10 @@ def test_parameters_and_buffers_of_rank_0_arrive_everywhere(way: str) -> None:
         buffer.fill_(dist.get_rank() + len(name))
     wanted = of_all_ranks(copy.deepcopy(model.state_dict()))[0]
     WRAP[way](model).close()
-    assert model.state_dict().keys() == wanted.keys()
-    assert [name for name, value in model.state_dict().items() if not torch.equal(value, wanted[name])] == []
+    assert (
+        model.state_dict().keys(),
+        [name for name, value in model.state_dict().items() if not torch.equal(value, wanted[name])],
+    ) == (wanted.keys(), [])
 
 
 # Arguments, the warning that they cause, whose parameters and buffers are there afterwards (-1: each rank's own), and
