@@ -282,14 +282,12 @@ def test_a_recomputation_with_updated_parameters_is_an_error_on_every_rank(calls
         assert found in text_of(kind, lambda: backward(ddp, opt, 2))
 
 
-CAPS = {"bucket_cap_mb": (1e-4, 1e-3)}
-
-
 @in_ranks(2)
 def test_rank_0_plans_the_lane_and_all_follow() -> None:
     orders = []
     before = lambda ddp, _opt, _step: orders.append(gathers_behind(ddp))  # noqa: E731
-    require_bits(TIED, "AdamW", num_steps=17, before=before, among=[IN_BACKWARD], plans=[CAPS])  # enough for a look
+    plan = {"bucket_cap_mb": (1e-4, 1e-3)}
+    require_bits(TIED, "AdamW", num_steps=17, before=before, among=[IN_BACKWARD], plans=[plan])  # enough for a look
     assert orders[0] is None  # behind the last reduction, while nothing is known
     assert all(of_rank == orders for of_rank in of_all_ranks(orders))
     assert sorted(bucket for behind in orders[-1] for bucket in behind) == list(range(len(orders[-1])))

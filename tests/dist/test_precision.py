@@ -363,15 +363,10 @@ def test_mixed_precision_refuses_to_compute_again(use_reentrant: bool) -> None:
         model.module(x).sum().backward()
 
 
-class Steep(nn.Module):
-    """Every gradient is 40,000: two of them are more than fp16 has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self) -> Tensor:
-        return (self.weight * 4e4).sum()
+def steep(wire: str | None) -> tuple[nn.Module, Tensor]:
+    """A model and an input with which every gradient is 40,000: two of them are more than fp16 has."""
+    dtype = torch.float32 if wire else torch.float16
+    return nn.Linear(8, 1, bias=False, dtype=dtype), torch.full((1, 8), 4e4, dtype=dtype)
 
 
 @in_ranks(4)
@@ -379,14 +374,14 @@ class Steep(nn.Module):
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(reduction: str, shape: tuple[int, int], wire: str | None) -> None:
-    model = Steep() if wire else Steep().half()
+    model, x = steep(wire)
     with hybrid(model, "SGD", shape=shape, reduction=reduction, wire_dtype=wire) as (ddp, opt):
         for step in range(3):
             opt.zero_grad()
-            ddp().backward()
+            ddp(x).sum().backward()
             grad = ddp.full_gradient(ddp.module.weight)
             # The first step is one of whole gradients, of which gloo adds up those of 16 bits before it divides.
-            assert step == 0 or torch.equal(grad.float(), torch.full((8,), 4e4))  # a multiple of 32: fp16 has it
+            assert step == 0 or torch.equal(grad.float(), torch.full((1, 8), 4e4))  # a multiple of 32: fp16 has it
             opt.step()
 
 
@@ -394,10 +389,10 @@ def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(reduction: str, shape
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_a_mean_of_halves_does_not_overflow(wire: str | None, reduction: str) -> None:
-    model = Steep() if wire else Steep().half()
+    model, x = steep(wire)
     with wrapped(model, wire_dtype=wire, reduction=reduction) as ddp:
-        ddp().backward()
-        assert torch.equal(model.weight.grad.float(), torch.full((8,), 4e4))
+        ddp(x).sum().backward()
+        assert torch.equal(model.weight.grad.float(), torch.full((1, 8), 4e4))
 
 
 @in_ranks(2, 3)
