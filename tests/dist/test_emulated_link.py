@@ -128,9 +128,7 @@ def test_a_handle_can_be_polled_and_waited_for_with_a_timeout(link: EmulatedLink
         text_of(RuntimeError, lambda: work.wait(timedelta(milliseconds=1)))
         == "Operation timed out! The link has not carried it after 0.001 s."
     )
-    assert work.wait()
-    assert work.is_completed()
-    assert work.get_future().done()
+    assert all((work.wait(), work.is_completed(), work.get_future().done()))
     assert work.get_future().value()[0][0] == 2.0
 
 
@@ -236,9 +234,7 @@ def test_sends_and_receives_take_what_they_would_on_the_link(
 
 @over_link("none", num_ranks=3)
 def test_a_free_link_leaves_sends_and_receives_alone(link: EmulatedLink) -> None:
-    assert exchange_parts(link).is_right
-    assert scatter_and_gather(link).is_right
-    assert link.take_log() == ()
+    assert (exchange_parts(link).is_right, scatter_and_gather(link).is_right, link.take_log()) == (True, True, ())
 
 
 @over_link("1gbit")
