@@ -1,11 +1,13 @@
 """Buffers follow rank 0 or become the mean over ranks before a training forward."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from support.alike import of_all_ranks
 from support.models import CASES, noise
@@ -13,6 +15,7 @@ from support.naive import collectives, wrapped
 from support.ranks import in_ranks
 
 CASE = CASES["convolutions"]
+BEFORE = _BufferCommHookLocation.PRE_FORWARD
 WIDE = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float64),
     **dict.fromkeys((torch.complex64, torch.complex128), torch.complex128),
@@ -63,8 +66,7 @@ def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, fo
     of_ranks = of_all_ranks(mine)
     assert not torch.equal(of_ranks[0]["0.1.running_mean"], of_ranks[1]["0.1.running_mean"])
     wanted = {name: FOLLOWED[followed]([it[name] for it in of_ranks], buffer) for name, buffer in mine.items()}
-    assert found[0].keys() == wanted.keys()
-    assert [name for name in wanted if found[0][name].dtype != wanted[name].dtype] == []
+    assert (found[0].keys(), [name for name in wanted if found[0][name].dtype != wanted[name].dtype]) == (wanted.keys(), [])
     assert [name for name in wanted if not torch.equal(found[0][name], wanted[name])] == []
 
 
@@ -126,16 +128,14 @@ def test_shared_buffers_stay_shared_and_ignored_ones_are_left_alone(setting: str
         model.flag.fill_(rank == 0)
         table, empty = model.table, model.empty
         ddp(noise(1, 2))
-    followed = (dist.get_world_size() - 1) / 2 if setting == "mean" else 0
-    wanted = rank if ignored == "linear.table" else followed
+    wanted = rank if ignored == "linear.table" else ((dist.get_world_size() - 1) / 2 if setting == "mean" else 0)
     assert (model.table.tolist(), int(model.count), bool(model.flag)) == (
         [wanted] * 2,
         rank + 5 if ignored == "count" else 5,
         True,
     )
-    assert model.table is model.linear.table
+    assert (model.table is model.linear.table, model.empty is empty) == (True, True)
     assert (model.table is not table, table.tolist()) == (wanted != rank, [rank] * 2)  # what changes becomes a new tensor
-    assert model.empty is empty
 
 
 @in_ranks(2, 3)
@@ -159,11 +159,10 @@ def test_buffers_of_every_dtype_are_averaged_as_exactly_as_it_can() -> None:
 @in_ranks(2, 3)
 def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor() -> None:
     """Not all of it a number that a third can be taken of; averaged many times."""
-    lowest = torch.full((3,), torch.finfo(torch.float32).min)
     model = Buffered(
         table=noise(1000, rank=0),
         halves=noise(1000, rank=0).half(),
-        mask=torch.cat([lowest, torch.tensor([-torch.inf, torch.inf, 0.0])]),
+        mask=torch.cat([torch.full((3,), torch.finfo(torch.float32).min), torch.tensor([-torch.inf, torch.inf, 0.0])]),
         turned=noise(3, 4, rank=0).t(),
     )
     before = dict(model.named_buffers())
@@ -186,8 +185,7 @@ def test_any_rank_can_be_followed(setting: str) -> None:
         ddp.sync.share(("parameters",), source=last)
     followed = last / 2 if setting == "mean" else last
     assert (int(model.count), model.value.unique().tolist(), model.value.stride()) == (last, [followed], (1, 3))
-    assert (model.value is value) == (followed == rank)
-    assert model.linear.bias.tolist() == [last] * 2
+    assert (model.value is value, model.linear.bias.tolist()) == (followed == rank, [last] * 2)
 
 
 @in_ranks(2, 3)
@@ -240,10 +238,14 @@ def test_a_buffer_that_changes_its_shape_on_one_rank_is_left_alone_there(changin
         model.table[:2] += 1
         ddp(torch.ones(1, 2)).sum().backward()
     first, *later = model.seen
-    assert first == {"table": [1.0, 1.0], "count": [0.0]}
-    assert [step["count"] for step in later] == [[1.5 if setting == "mean" else 1.0]] * 3
-    assert [step.get("added") for step in later] == [[7.0] * 5 if is_changing else None] * 3
-    assert [step["table"] for step in later[:2]] == [[9.0] * 3 if is_changing else [1.0] * 2] * 2
+    assert (first, [step["count"] for step in later]) == (
+        {"table": [1.0, 1.0], "count": [0.0]},
+        [[1.5 if setting == "mean" else 1.0]] * 3,
+    )
+    assert ([step.get("added") for step in later], [step["table"] for step in later[:2]]) == (
+        [[7.0] * 5 if is_changing else None] * 3,
+        [[9.0] * 3 if is_changing else [1.0] * 2] * 2,
+    )
     if setting == "rank0":
         assert later[2]["table"] == ([5.0, 5.0] if changing == 0 else [2.0, 2.0])
 
@@ -272,5 +274,43 @@ def test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on(na
     of_first = of_all_ranks(seen)[0]
     assert name.split(",")[0] in model.seen[1]
     assert not left_alone or seen[1] == of_first[1]
-    assert seen[2:] == of_first[2:]
-    assert [*map(sorted, seen)] == [*map(sorted, of_first)]
+    assert (seen[2:], [*map(sorted, seen)]) == (of_first[2:], [*map(sorted, of_first)])
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("location", [None, *_BufferCommHookLocation], ids=str)
+def test_a_hook_of_the_users_may_synchronize_buffers(location: _BufferCommHookLocation | None) -> None:
+    model, seen, after = Buffered(table=torch.zeros(1), left_alone=torch.zeros(1)), [], []
+    model.register_forward_hook(lambda *_: setattr(model, "table", model.table.add_(dist.get_rank() + 1)))
+
+    def hook(state: object, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]] | None:
+        seen.append((state, list(named_buffers), torch.is_grad_enabled()))
+        works = [dist.all_reduce(buffer, async_op=True) for buffer in named_buffers.values()]
+        if location is not BEFORE:
+            return [work.get_future() for work in works]
+        for work in works:  # futures are for the end of backward, and this forward needs the result
+            work.wait()
+        return None  # as torch's usual one does
+
+    with wrapped(model, ignore=("left_alone",)) as ddp:
+        ddp._register_buffer_comm_hook("state", hook, *(() if location is None else (location,)))
+        for _ in range(2):
+            ddp(noise(1, 2)).sum().backward()
+            after.append(model.table.item())
+        with ddp.no_sync():
+            ddp(noise(1, 2)).sum().backward()
+        ddp.eval()
+        ddp(noise(1, 2)).sum().backward()
+        with torch.no_grad():
+            ddp.train()(noise(1, 2))
+        ddp.forward_sync_buffers = False
+        ddp(noise(1, 2)).sum().backward()
+    num_ranks, mine = dist.get_world_size(), dist.get_rank() + 1
+    total = sum(range(1, num_ranks + 1))
+    found = [step["table"][0] for step in model.seen]
+    assert (found[:2], after) == (
+        [0.0, total],
+        [mine, total + mine] if location is BEFORE else [total, total * num_ranks + total],
+    )
+    assert found[3:] == [found[2] + step * mine for step in (1, 2, 3)]  # in none of these is the hook called
+    assert seen == [("state", ["table"], False)] * 2

@@ -246,8 +246,7 @@ KILLED = {
 def test_a_save_that_is_killed_leaves_a_whole_checkpoint(
     fresh_pair: Ranks, two_ranks: Ranks, path: Path, at: str, number: int, which: int
 ) -> None:
-    with pytest.raises(RanksFailed, match="exit code 3"):
-        fresh_pair.run(saves_and_is_killed, path, at, number, timeout_s=30.0)
+    assert "exit code 3" in text_of(RanksFailed, lambda: fresh_pair.run(saves_and_is_killed, path, at, number, timeout_s=30.0))
     two_ranks.run(loads_one_of_both, path, which)
     assert [it.name for it in path.parent.iterdir()] == ["saved"]
 
@@ -304,8 +303,8 @@ def of_another_checkpoint(metadata: Any) -> None:
 
 
 def impossible(metadata: Any) -> None:
-    found = metadata.state_dict_metadata["optimizer.state.0.weight.step"]  # which only one of two ranks may need
-    found.size = torch.Size((2**40,))
+    # Only one of two ranks may need it.
+    metadata.state_dict_metadata["optimizer.state.0.weight.step"].size = torch.Size((2**40,))
 
 
 def without_elements(metadata: Any) -> None:
@@ -350,8 +349,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_by_the_name_of_the_file(p
     begins_and_is_damaged(path / name, damage)
     what, where, remedy = text_of_loading(path, Setup()).splitlines()
     assert re.fullmatch(rf"the checkpoint cannot be loaded: {expected}.*", what), what
-    assert where == f"  {path / name}"
-    assert remedy.startswith("  Load another checkpoint")
+    assert (where, remedy.startswith("  Load another checkpoint")) == (f"  {path / name}", True)
 
 
 def begins_and_is_damaged(path: Path, damage: Callable[[Path], object]) -> None:
@@ -365,8 +363,9 @@ def begins_and_is_damaged(path: Path, damage: Callable[[Path], object]) -> None:
 @in_ranks(2)
 def test_a_state_of_another_shape_than_its_parameter_is_refused(path: Path) -> None:
     begins_and_is_damaged(path / ".metadata", rewritten(without_elements))
-    text = text_of_loading(path, Setup())
-    assert text.startswith("the checkpoint has 'exp_avg' of shape (0,) in the state of '0.weight', and the parameter is of ")
+    assert text_of_loading(path, Setup()).startswith(
+        "the checkpoint has 'exp_avg' of shape (0,) in the state of '0.weight', and the parameter is of "
+    )
 
 
 @in_ranks(2)
@@ -504,8 +503,8 @@ def test_a_snippet_holds(tmp_path: Path, snippet: Snippet) -> None:
 
 def test_every_section_has_a_snippet_that_can_fail_and_is_in_the_contents() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    others = [snippet for snippet in snippets(PAGE) if snippet.mark == "with transformers"]
-    assert text.count("```") == 2 * (len(SNIPPETS) + len(others))  # none has slipped through
+    # None has slipped through.
+    assert text.count("```") == 2 * sum(snippet.mark in ("two ranks", "with transformers") for snippet in snippets(PAGE))
     assert [snippet.section for snippet in SNIPPETS] == titles(text)
     assert all(any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(snippet.code))) for snippet in SNIPPETS)
     anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(text)]

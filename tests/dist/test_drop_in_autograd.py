@@ -1,7 +1,5 @@
 """Graphs beyond what programs have: losses, outputs, hooks, gradients of gradients, other dtypes, and compiled models."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -287,8 +285,7 @@ def logging_backend(log: list[str]) -> Callable[..., Any]:
 
         return make_boxed_func(run)
 
-    made = aot_autograd(fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward), bw_compiler=backward_of)
-    return made  # type: ignore[no-any-return]
+    return aot_autograd(fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward), bw_compiler=backward_of)
 
 
 @pytest.mark.slow
@@ -316,8 +313,7 @@ def test_graphs_are_cut_where_buckets_end_and_a_small_model_is_one(
         backward_alike(run, bare, partial(loss, width=width), steps=[step])
     assert ddp.report(show=False).is_one_graph == (width < WIDTH)
     ddp.close()
-    assert of_all_ranks(log) == [log] * 2
-    assert log.count("backward") == (NUM_LAYERS if width == WIDTH else 1)
+    assert (of_all_ranks(log), log.count("backward")) == ([log] * 2, NUM_LAYERS if width == WIDTH else 1)
     if width == WIDTH:
         # The gradients of the last layer are there before the next graph's backward, and so on.
         between = [set(part.split()) for part in " ".join(text.replace(" ", "_") for text in log).split("backward")[1:]]
@@ -330,8 +326,7 @@ def test_mixed_precision_cuts_no_graph() -> None:
     """fullgraph=True is an error where anything cuts the graph."""
     torch._dynamo.reset()
     narrow = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    compiled = torch.compile(Layers(SMALL), backend="aot_eager", fullgraph=True)
-    ddp = DistributedDataParallel(compiled, mixed_precision=narrow)
+    ddp = DistributedDataParallel(torch.compile(Layers(SMALL), backend="aot_eager", fullgraph=True), mixed_precision=narrow)
 
     def narrow_loss(model: nn.Module, step: int) -> Tensor:
         if model is ddp:
@@ -359,10 +354,9 @@ def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
         optimizer.step()
 
     model, bare = Layers(), Layers()
-    ddp = DistributedDataParallel(model, config=SyncConfig(bucket_cap_mb=MIB))
     optimizer, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (model, bare))
     compiled = torch.compile(step, backend=backend)
-    with heard("torch._dynamo") as texts:
+    with wrapped(model, bucket_cap_mb=MIB) as ddp, heard("torch._dynamo") as texts:
         for number in range(4):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the output
@@ -372,7 +366,6 @@ def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
             naive_mean(bare)
             theirs.step()
             require_equal_values(model, bare)
-    ddp.close()
     assert [text for text in texts if "Profiler" not in text] == []  # that one is of torch's optimizer
     # The model, the loss, and the optimizer's step.
     assert [graph for graph in graphs if "linear" not in graph and "tanh" not in graph] == ["mean square", "add_"]

@@ -1,7 +1,5 @@
 """Changes of the model that no program has: on some ranks only, within one forward, or behind the back of an optimizer."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
-from support.alike import backward_alike, of_all_ranks
+from support.alike import backward_alike, of_all_ranks, train
 from support.errors import text_of
 from support.inside import generation_of
 from support.models import CASES, Branches, mlp, noise
@@ -174,8 +172,7 @@ def test_a_wrapper_may_be_called_with_the_parameters_of_another_one(in_backward:
     with wrapped(mlp(), bucket_cap_mb=1e-6) as other, wrapped_and_bare(mlp(), bucket_cap_mb=1e-6) as (ddp, bare):
 
         def loss(model: nn.Module, step: int) -> Tensor:
-            value = MLP.loss(model, step)
-            mine = dict(ddp.named_parameters())
+            value, mine = MLP.loss(model, step), dict(ddp.named_parameters())
             for lent in (mine, {name: 2 * param for name, param in mine.items()})[: 1 + in_backward if model is ddp else 0]:
                 functional_call(other, lent, (noise(5, 6),))
             return value
@@ -248,8 +245,7 @@ def test_parts_that_are_trained_in_turns_step_on_means(how: str, turns: str, is_
         model.generator, model.discriminator = map(DistributedDataParallel, (model.generator, model.discriminator))
         syncs = list(model.children())
     else:
-        make = attach if how == "attached" else DistributedDataParallel
-        syncs = [make(model, config=SyncConfig(bucket_cap_mb=1e-6))]
+        syncs = [(attach if how == "attached" else DistributedDataParallel)(model, config=SyncConfig(bucket_cap_mb=1e-6))]
     for step in range(5):
         for each in (model, bare):
             each.discriminator.requires_grad_(not is_frozen_at_first or step > 0)
@@ -353,8 +349,7 @@ class Unfreezes(torch.autograd.Function):
 def test_a_parameter_thawed_within_a_backward_is_an_error_that_names_it() -> None:
     with wrapped(branches(frozen=2), bucket_cap_mb=1e-6) as ddp:
         first, second, last = ddp.module.layers
-        loss = second(Unfreezes.apply(first(noise(3, 4)), last)).square().sum()
-        assert text_of(PhaseError, loss.backward) == (
+        assert text_of(PhaseError, second(Unfreezes.apply(first(noise(3, 4)), last)).square().sum().backward) == (
             "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be averaged.\n"
             f"  parameter 'layers.2.bias', rank {dist.get_rank()}\n"
             "  Unfreeze parameters before their backward, and outside of functional_call."
@@ -368,21 +363,18 @@ def test_a_gradient_that_was_frozen_out_of_its_synchronization_is_not_stepped_in
     with wrapped(mlp(), strategy=strategy) as ddp:
         optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
 
-        def train() -> None:
+        def train_on() -> None:
             MLP.loss(ddp, 3).backward()
             ddp.module[2].requires_grad_(True)
             optimizer.step()
 
-        for step in range(2):
-            optimizer.zero_grad()
-            MLP.loss(ddp, step).backward()
-            optimizer.step()
+        train(ddp, optimizer, MLP.loss, steps=range(2))
         optimizer.zero_grad()
         with ddp.no_sync():
             MLP.loss(ddp, 2).backward()
         ddp.module[2].requires_grad_(False)
         texts = ("the optimizer steps on a gradient that is not synchronized", "the parameters have changed while")
-        assert text_of(PhaseError, train).startswith(texts)
+        assert text_of(PhaseError, train_on).startswith(texts)
 
 
 # Optimizers that update parameters which are not the model's any more, or which another optimizer updates.

@@ -1,12 +1,15 @@
-"""Wrappers that are closed, dropped, copied, or followed by another one: a closed one averages nothing, and says so."""
+"""Wrappers that are closed, dropped, copied, or followed by another one: a closed one averages nothing, and leaves nothing."""
 
-from __future__ import annotations
-
+import contextlib
 import copy
 import gc
 import io
+import os
 import pickle
+import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +25,7 @@ from support.errors import text_of
 from support.models import CASES, mlp, noise, step_in_backward
 from support.naive import TIMEOUT_S, groups_of, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
-from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, attach
+from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig, attach
 
 WRAP = pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
 
@@ -118,8 +121,7 @@ def test_what_asks_a_closed_one_to_synchronize_is_the_same_error(wrap: Callable[
     model = wrap(module)
     module(batch()).sum().backward()
     model.close()
-    calls = [*CALLS["both"].items(), *(CALLS["a wrapper"].items() if wrap is DistributedDataParallel else ())]
-    for name, call in calls:
+    for name, call in [*CALLS["both"].items(), *(CALLS["a wrapper"].items() if wrap is DistributedDataParallel else ())]:
         require_closed(name, lambda call=call: call(model))
     model.wait()
     assert (model.report(show=False).rank, len(model.plan.params)) == (dist.get_rank(), 2)
@@ -349,6 +351,103 @@ def test_the_process_group_can_be_changed(bucket_cap_mb: float | None) -> None:
         for number, current in enumerate([dist.group.WORLD, group, dist.group.WORLD]):
             if number > 0:
                 ddp._update_process_group(current)
-            steps = (2 * number, 2 * number + 1)
-            backward_alike(ddp, bare, MLP.loss, steps=steps, mean=partial(naive_mean, group=current))
+            backward_alike(ddp, bare, MLP.loss, steps=(2 * number, 2 * number + 1), mean=partial(naive_mean, group=current))
     dist.destroy_process_group(group)
+
+
+PATIENCE_S = 10.0
+
+
+def step(ddp: DistributedDataParallel) -> None:
+    ddp(torch.ones(2, 4)).sum().backward()
+
+
+def wraps_and_closes(*, has_shards: bool) -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1) if has_shards else None
+    step(ddp)
+    if optimizer is not None:
+        optimizer.step()
+    ddp.close()
+
+
+WRAPS: dict[str, Callable[[], object]] = {
+    "closed": partial(wraps_and_closes, has_shards=False),
+    "closed with shards": partial(wraps_and_closes, has_shards=True),
+    "dropped": lambda: step(DistributedDataParallel(nn.Linear(4, 4))),
+    "failed on all ranks": lambda: text_of(PlanMismatch, lambda: DistributedDataParallel(nn.Linear(4, 4 + dist.get_rank()))),
+    "refused": lambda: text_of(ConfigError, lambda: DistributedDataParallel(nn.Linear(4, 4), ignore=["no such parameter"])),
+}
+
+
+def held() -> Counter[str]:
+    gc.collect()
+    threads = Counter(f"thread {thread.name}" for thread in threading.enumerate())
+    descriptors = Counter(_target(entry) for entry in os.listdir("/proc/self/fd"))
+    groups = {"process groups": len(dist.distributed_c10d._world.pg_map), "tasks": len(os.listdir("/proc/self/task"))}
+    # What ranks tell each other all the time is in bytes and whole numbers: parameters, gradients and buckets are not.
+    tensors = {"tensors": sum(isinstance(each, torch.Tensor) and each.is_floating_point() for each in gc.get_objects())}
+    return threads + descriptors + Counter(groups) + Counter(tensors)
+
+
+def grown_since(before: Counter[str]) -> dict[str, tuple[int, int]]:
+    """What there is more of, or less, than then. A thread may hold something for a moment: it is looked for again."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        now = held()
+        changed = {name: (before[name], now[name]) for name in before.keys() | now.keys() if before[name] != now[name]}
+        if not changed or time.monotonic() > deadline:
+            return changed
+        time.sleep(0.1)
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").split(":")[0]
+    except FileNotFoundError:
+        return "the one that lists them"
+
+
+@pytest.mark.slow
+@in_ranks(2)
+@pytest.mark.parametrize("name", WRAPS)
+def test_nothing_is_left_of_many_wraps(name: str) -> None:
+    for number in range(100):
+        if number == 10:
+            dist.barrier()
+            after_10 = held()
+        WRAPS[name]()
+    dist.barrier()
+    assert grown_since(after_10) == {}
+
+
+def storages() -> dict[int, int]:
+    """Address and bytes of every storage above 1 KB of a tensor that Python sees, except messages, which are of bytes."""
+    kinds = (torch.Tensor, nn.Parameter)
+    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.dtype != torch.uint8]
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {pointer: size for pointer, size in found.items() if size > 1024}
+
+
+@in_ranks(2)
+def test_after_a_change_of_plan_the_gradients_are_still_there_once() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(6)]
+    # They run in another order than they are registered in, so that the second step has another plan.
+    module = nn.ModuleList(layers)
+    module.forward = nn.Sequential(*reversed(layers)).forward
+    gc.collect()
+    gc.disable()  # what only the garbage collector frees is held for long
+    try:
+        before = storages()
+        with contextlib.closing(DistributedDataParallel(module, config=SyncConfig(bucket_cap_mb=0.04))) as model:
+            first_plan = model.plan.fingerprint
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.ones(2, 64)).sum().backward()
+            held = sum(size for pointer, size in storages().items() if pointer not in before)
+    finally:
+        gc.enable()
+    assert model.plan.fingerprint != first_plan
+    # Trailers and padding: some 60 elements for each of the eight buckets or fewer.
+    gradient_bytes = sum(param.nbytes for param in module.parameters())
+    assert gradient_bytes <= held <= gradient_bytes + 8 * 100 * 4

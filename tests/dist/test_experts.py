@@ -1,9 +1,9 @@
-"""Experts on 2 x 2 ranks: reduced over ranks of their own, with a divisor of their own, beside the dense parameters."""
+"""Experts on 2 x 2 ranks: reduced over ranks of their own, with a divisor of their own; and steps that scalers leave out."""
 
 import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,14 @@ from support.mixture import (
     trained_naively,
     wrapped_mixture,
 )
-from support.models import Fails
+from support.models import Branches, Fails, noise
+from support.naive import TIMEOUT_S, wrapped
 from support.ranks import in_ranks
-from support.sharded import MLP, training
+from support.sharded import MLP, require_same_everywhere, training
 from undertow import (
     CheckpointError,
     ConfigError,
+    Desync,
     DistributedDataParallel,
     ExpertGroup,
     PeerFailed,
@@ -45,6 +47,17 @@ from undertow import (
     clip_grad_norm_,
     save_checkpoint,
 )
+
+
+def all_step(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def all_zero_grad(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
 
 ALL_EXPERTS = [f"experts.{index}.{kind}" for index in (0, 1) for kind in ("bias", "weight")]
 
@@ -67,9 +80,13 @@ def test_a_training_run_is_that_of_the_naive_reference(divisor: float | None, se
         optimizers = [torch.optim.SGD(model.parameters(), **SGD) for model in (ddp, bare)]
         for step in range(8):
             steps_alike(ddp, bare, group, steps=[step], divisor=2 if divisor is None else divisor)
-            for optimizer in optimizers:
-                optimizer.step()
+            all_step(optimizers)
         require_equal_values(ddp.module, bare)
+
+
+def come_late(model: Any, rank: int) -> None:
+    for param in model.experts.parameters() if dist.get_rank() == rank else ():
+        param.register_hook(lambda _: time.sleep(0.05))
 
 
 CHANGES: dict[str, Callable[[Any, int], object]] = {
@@ -83,32 +100,23 @@ CHANGES: dict[str, Callable[[Any, int], object]] = {
         if dist.get_rank() % 2 == 0 and step == 2
         else None
     ),
+    # The gradients of others arrive, and leave, in another order.
+    "late on rank 0": lambda model, step: step > 0 or come_late(model, 0),
+    "late on rank 3": lambda model, step: step > 0 or come_late(model, 3),
 }
 
 
 @pytest.mark.slow
 @in_ranks(4)
 @pytest.mark.parametrize("name", CHANGES)
-def test_experts_may_change(name: str) -> None:
-    with wrapped_mixture(mixture()) as (ddp, bare, group):
+def test_experts_may_change_and_their_gradients_may_come_late(name: str) -> None:
+    with wrapped_mixture(mixture(), **({"bucket_cap_mb": 1e-4} if "late" in name else {})) as (ddp, bare, group):
         for step in range(6):
             for model in (ddp.module, bare):
                 CHANGES[name](model, step)
             steps_alike(ddp, bare, group, steps=[step])
 
 
-# The gradients of others arrive, and leave, in another order.
-@pytest.mark.slow
-@in_ranks(4)
-@pytest.mark.parametrize("rank", [0, 3])
-def test_gradients_of_experts_may_come_late(rank: int) -> None:
-    with wrapped_mixture(mixture(), bucket_cap_mb=1e-4) as (ddp, bare, group):
-        for param in ddp.module.experts.parameters() if dist.get_rank() == rank else ():
-            param.register_hook(lambda _: time.sleep(0.05))
-        steps_alike(ddp, bare, group, steps=range(3))
-
-
-# Experts by their numbers among those of all ranks.
 @in_ranks(4)
 def test_a_copy_has_groups_of_its_own_and_experts_their_own_names() -> None:
     """Experts by their numbers among those of all ranks."""
@@ -387,8 +395,7 @@ def test_clipping_counts_each_parameter_once(norm_type: float) -> None:
         assert len(set(of_all_ranks(total.item()))) == 1
         assert torch.equal(clip_grad_norm_(ddp.sync, 1e9, norm_type), clip_grad_norm_(ddp, 1e9, norm_type))
         ddp.module.experts["0"].weight.grad[0, 0] = float("inf") if dist.get_rank() % 2 == 1 else 0.0
-        with pytest.raises(RuntimeError, match="is inf"):
-            clip_grad_norm_(ddp, 0.1, norm_type, error_if_nonfinite=True)
+        assert "is inf" in text_of(RuntimeError, lambda: clip_grad_norm_(ddp, 0.1, norm_type, error_if_nonfinite=True))
 
 
 @in_ranks(2)
@@ -440,11 +447,9 @@ def optimizers_of(ddp: DistributedDataParallel, *, eager: bool = False) -> list[
 
 def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range = range(8)) -> None:
     for step in steps:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        all_zero_grad(optimizers)
         loss(model, step).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        all_step(optimizers)
 
 
 def require_same_model(model: nn.Module, bare: nn.Module, group: dist.ProcessGroup) -> None:
@@ -514,8 +519,7 @@ def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
             backward_alike(ddp, bare, loss, steps=[step], mean=partial(reduce_naively, group=group), require=lambda *_: None)
             before = {name: param.grad for name, param in bare.named_parameters()}
             require_clipped(ddp, clip_grad_norm_(ddp, 0.01), before, distinct_norm(bare), 0.01)
-            for optimizer in optimizers:
-                optimizer.step()
+            all_step(optimizers)
             ddp.wait()
 
 
@@ -527,8 +531,7 @@ def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(way
         optimizers, scaler = optimizers_of(ddp), torch.amp.GradScaler("cpu", init_scale=2.0, enabled=way == "unscale")
         theirs = torch.optim.AdamW(bare.parameters(), **ADAMW)
         for step in range(3):
-            for optimizer in (*optimizers, theirs):
-                optimizer.zero_grad()
+            all_zero_grad((*optimizers, theirs))
             is_without = step == 2 and dist.get_rank() == 1
             for model in (ddp, bare):
                 value = loss(model, step)
@@ -547,3 +550,119 @@ def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(way
             theirs.step()
         ddp.wait()
         require_equal_values(ddp, bare)
+
+
+SCALE = 2.0**10
+OVERFLOWS = {1: 1, 4: 2}  # by step, the rank whose expert has an infinity; its peer of the group gets it too
+
+
+def parts(ddp: DistributedDataParallel) -> list[Any]:
+    """The dense parameters' synchronization and the experts', each with its parameters."""
+    return [(part, [param for _, param in part.named_parameters()]) for part in (ddp.sync, *ddp.sync.experts)]
+
+
+# Settings, and one optimizer for all, or one for each part.
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[DistributedDataParallel], list[torch.optim.Optimizer]]]] = {
+    "one": ({}, lambda ddp: [torch.optim.SGD(ddp.parameters(), **SGD)]),
+    "fused": ({}, lambda ddp: [torch.optim.SGD(ddp.parameters(), fused=True, **SGD)]),  # scalers leave unscaling to it
+    "one for each part": ({}, lambda ddp: [torch.optim.SGD(params, **SGD) for _, params in parts(ddp)]),
+    **{
+        strategy: (
+            {"strategy": strategy},
+            lambda ddp: [ShardedOptimizer(torch.optim.SGD, part, params, **SGD) for part, params in parts(ddp)],
+        )
+        for strategy in ("zero1", "zero2")
+    },
+}
+
+
+def with_overflow(ddp: DistributedDataParallel, step: int) -> Tensor:
+    """Of an expert's weight alone: the dense gradients stay finite on every rank."""
+    value = loss(ddp, step)
+    if dist.get_rank() == OVERFLOWS.get(step):
+        value = value + ddp.module.experts["1"].weight[0, 0] * float("inf")
+    return value
+
+
+@in_ranks(4, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_, clip, step"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_overflow_in_an_expert_is_everybodys(name: str, unscales: bool) -> None:
+    """The references know which steps to leave out; scales are powers of two, which change no bit but the exponent."""
+    settings, make = OPTIMIZERS[name]
+    scales = []
+    with wrapped_mixture(mixture(), **settings) as (ddp, bare, group):
+        optimizers = make(ddp)
+        how = {**SGD, "fused": name == "fused" or None}  # its kernel rounds otherwise
+        dense = torch.optim.SGD([*bare.before.parameters(), *bare.after.parameters()], **how)
+        experts = torch.optim.SGD(bare.experts.parameters(), **how)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
+        for step in range(6):
+            all_zero_grad((*optimizers, dense, experts))
+            scaler.scale(with_overflow(ddp, step)).backward()
+            for optimizer in optimizers if unscales else ():
+                scaler.unscale_(optimizer)
+            if unscales:
+                clip_grad_norm_(ddp, 1e9)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            loss(bare, step).backward()
+            reduce_naively(bare, group)
+            if step not in OVERFLOWS:
+                experts.step()
+            elif unscales:  # and clipped by an infinite norm
+                for param in dense.param_groups[0]["params"]:
+                    param.grad.zero_()
+            if step not in OVERFLOWS or len(optimizers) == 2:  # a scaler leaves out the step of one optimizer, not of others
+                dense.step()
+            ddp.wait()
+            require_equal_values(ddp.module, bare)
+    assert scales == [SCALE, SCALE / 2, SCALE / 2, SCALE, SCALE / 2, SCALE / 2]
+
+
+@in_ranks(4, timeout_s=TIMEOUT_S)
+def test_experts_without_gradients_do_not_stop_a_scaler() -> None:
+    """Experts of some ranks are not trained at all, those of others have no gradients: theirs looks at nothing."""
+    model = mixture()
+    model.experts.requires_grad_(dist.get_rank() % 2 == 1)
+    with wrapped_mixture(model) as (ddp, _, _):
+        optimizers = OPTIMIZERS["one for each part"][1](ddp)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        for step, scale in enumerate([SCALE, SCALE / 2, SCALE / 2]):
+            all_zero_grad(optimizers)
+            value = ddp(noise(3, 6, step=step), (0,) if dist.get_rank() == 1 and step else ()).sum()
+            scaler.scale(value * (float("inf") if dist.get_rank() == 3 and step == 1 else 1.0)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == scale
+        require_same_everywhere({name: param.detach() for name, param in ddp.module.before.named_parameters()})
+
+
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+def test_rounds_of_different_steps_do_not_pair_off() -> None:
+    """Rank 0 synchronizes twice in a step, rank 1's second backward reaches nothing, and it cannot know of the round.
+
+    Before an optimizer has stepped for the first time nobody can: a rank may leave that to others.
+    """
+    with wrapped(Branches()) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
+
+        def train() -> None:
+            for step in range(4):
+                optimizer.zero_grad()
+                ddp(noise(2, 4, step=step)).sum().backward()
+                second = ddp(noise(2, 4, step=step + 10)).sum()
+                if dist.get_rank() == 0:
+                    second.backward()
+                optimizer.step()
+
+        assert text_of(Desync, train) == (
+            "ranks are not in the same step.\n"
+            f"  synchronization 3, rank {dist.get_rank()}\n"
+            "  rank 0: synchronization 3, without an optimizer step since the one before\n"
+            "  rank 1: synchronization 3, after an optimizer step\n"
+            "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish()."
+        )

@@ -3,8 +3,6 @@
 More than the few of every day, or those of --thorough: FUZZ_CASES=10000 make test ARGS="tests/dist/test_fuzz.py --timeout 0"
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -198,8 +196,7 @@ def texts(folder: Path, num_cases: int) -> Fuzz:
         text, use = JSON[kind]
         changed = mutated_json(random.Random(f"0/{number}"), text)
         found = fuzz.ends(lambda: use(changed, folder))  # noqa: B023  # called at once
-        is_right = found == "success" or found.startswith("ConfigError")
-        fuzz.count(kind, found, is_right=is_right, case=(number, changed))
+        fuzz.count(kind, found, is_right=found == "success" or found.startswith("ConfigError"), case=(number, changed))
     return fuzz
 
 

@@ -32,7 +32,7 @@ from support.naive import (
     wrapped_and_bare,
 )
 from support.ranks import in_ranks
-from support.sharded import training
+from support.sharded import destroy, training
 from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients
 
 MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
@@ -78,7 +78,6 @@ def test_parts_of_a_model_can_be_attached_one_by_one() -> None:
 @in_ranks(3, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("way", WRAP)
 def test_gradients_are_averaged_inside_subgroups_one_after_another(way: str) -> None:
-    """Ranks may be in different numbers of other groups, late to theirs, and have let go of a wrapper that others still have."""
     rank, groups, kept = dist.get_rank(), [dist.new_group([0], use_local_synchronization=True)], []
     for members, mean, late_s in (([0, 2], 2.0, 0.0), ([2, 1], 2.5, 0.0), ([0, 2], 2.0, 1.0)):
         groups.append(dist.new_group(members))
@@ -108,8 +107,7 @@ def test_gradients_by_hand_are_averaged_within_a_group_and_one_rank_alone_has_no
     (group,) = groups_of([0, 1], [2])
     with collectives() as called:
         (averaged,) = average_gradients([torch.full((2,), dist.get_rank() + 1.0)], process_group=group)
-    assert averaged.tolist() == [1.5 if dist.get_rank() < 2 else 3.0] * 2
-    assert (called == []) == (dist.get_rank() == 2)
+    assert (averaged.tolist(), called == []) == ([1.5 if dist.get_rank() < 2 else 3.0] * 2, dist.get_rank() == 2)
     dist.destroy_process_group(group)
 
 
@@ -126,8 +124,7 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, member
     own = sync.own_group.process_group
     assert sync.process_group is holder.process_group is group
     assert own is not group
-    assert timeout_of(own) == timeout_of(group)
-    assert (timeout_of(own) == timedelta(seconds=77)) == (not is_world)
+    assert (timeout_of(own), timeout_of(own) == timedelta(seconds=77)) == (timeout_of(group), not is_world)
     assert (dist.get_process_group_ranks(own), own.group_desc) == (members, "undertow")
     if not is_world:
         dist.destroy_process_group(group)
@@ -240,15 +237,13 @@ def test_a_model_that_was_dropped_is_freed(way: str, close: bool) -> None:
     if close:
         sync.close()
     del model, holder, sync, watched, bucket
-    alive = list(watches)
-    deadline_s = time.monotonic() + 10
+    alive, deadline_s = list(watches), time.monotonic() + 10
     # The first collection finds that nobody has the model, and takes the hooks off that keep the engine; a thread of
     # gloo lets go of the last tensor when it comes to it.
     while alive and time.monotonic() < deadline_s:
         gc.collect()
         alive = [name for name, watch in watches.items() if watch() is not None]
-    assert alive == []
-    assert group not in dist.distributed_c10d._world.pg_map
+    assert (alive, group not in dist.distributed_c10d._world.pg_map) == ([], True)
 
 
 def hooks_of(model: nn.Module) -> list[str]:
@@ -331,6 +326,5 @@ def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of() -> None:
         attach(nn.Linear(2, 2), process_group=dist.group.WORLD).close()
         experts = (ExpertGroup(match="1.*", process_group=mine),)
         attach(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), config=SyncConfig(experts=experts)).close()
-    for group in (mine, mesh.get_group(0), mesh.get_group(1)):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    destroy(mesh)
+    dist.destroy_process_group(mine)

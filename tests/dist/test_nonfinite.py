@@ -1,4 +1,4 @@
-"""Gradients that are infinite or no number: named alike on every rank, and a step that all ranks skip."""
+"""Gradients that are infinite or no number, and parameters that are no longer the same on all ranks: found on every rank."""
 
 import contextlib
 import copy
@@ -15,22 +15,24 @@ from torch.utils.checkpoint import checkpoint
 
 from support.alike import heard, of_all_ranks
 from support.errors import text_of
-from support.mixture import MATCH, experts_group, mixture
+from support.inside import late_ops
 from support.mixture import loss as mixture_loss
+from support.mixture import mixture, wrapped_mixture
 from support.models import Branches, noise, step_in_backward
 from support.naive import collectives, wrapped
 from support.ranks import in_ranks
-from support.sharded import Parameters, hybrid, optimizer_for, parameters, require_equal, training
+from support.sharded import MLP, Parameters, hybrid, optimizer_for, parameters, require_equal, training
 from support.units import Applied
 from undertow import (
     ConfigError,
     DistributedDataParallel,
-    ExpertGroup,
     NonFiniteGradient,
     PhaseError,
+    ReplicaMismatch,
     ShardedOptimizer,
     SyncConfig,
 )
+from undertow.schedule import OpKind
 
 EACH_ALONE, ALL_IN_ONE = 1e-6, 25.0  # MiB
 BAD_STEP = 2
@@ -68,10 +70,6 @@ def train(ddp: nn.Module, optimizer: Any, step: int, *, factor: float | None = N
 
 def found(rank: int, *, step: int = BAD_STEP) -> str:
     return f"{WHAT.format('first.weight', f'rank {rank}')}\n  synchronization {step}, bucket 0"
-
-
-def has_skipped(ddp: Any) -> int:
-    return ddp.report(show=False).num_skipped
 
 
 @in_ranks(2, 3)
@@ -156,7 +154,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(strategy: str, optimizer_nam
         with training(Layers(), strategy, optimizer_name, **settings) as (ddp, optimizer):
             for step in steps:
                 train(ddp, optimizer, step, factor=torch.inf if step in bad else None)
-            assert has_skipped(ddp) == len(steps) - 3
+            assert ddp.report(show=False).num_skipped == len(steps) - 3
             results.append((parameters(ddp), state_of(optimizer)))
     require_same_state(*results)
 
@@ -169,7 +167,7 @@ def require_one_skipped(ddp: nn.Module, step: Callable[[int, float | None], obje
         assert all(torch.equal(value, before[0][name]) == (number == 2) for name, value in parameters(ddp).items())
         if number == 2 and optimizer is not None:
             require_same_state(state_of(optimizer), before[1])
-    assert has_skipped(ddp) == 1
+    assert ddp.report(show=False).num_skipped == 1
 
 
 @in_ranks(4)
@@ -193,7 +191,7 @@ def test_what_a_scaler_deals_with_stays_its_own(policy: str, strategy: str, opti
             scaler.update()
             scales.append(scaler.get_scale())
         assert all(param.isfinite().all() for param in parameters(ddp).values())
-        assert has_skipped(ddp) == 0
+        assert ddp.report(show=False).num_skipped == 0
     assert of_all_ranks(scales) == [scales] * 2
     assert scales[0] == 2.0**106  # the first step has overflowed
     assert scales[-1] == scales[-2]  # and the last one has not
@@ -295,10 +293,6 @@ def loss_of_layers(ddp: Any) -> Tensor:
     return ddp(noise(5, 4)).square().mean()
 
 
-def loss_of_all(ddp: Any) -> Tensor:
-    return ddp(noise(5, 4)).square().mean() * (torch.inf if dist.get_rank() == 1 else 1.0)
-
-
 def loss_of_two_branches(ddp: Any) -> Tensor:
     """Only rank 1 uses the second one, and badly; nobody uses the third one."""
     spoilt(ddp.module.layers[1].bias, factor=torch.nan)
@@ -319,7 +313,14 @@ ALL = "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more a
 MIDDLE = "the gradients of '1.layer.weight', '1.layer.bias' are infinite or no number on some rank."
 # A model, the most MiB of a bucket, what is done before, its loss, what is found, and in which buckets.
 FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] | None, Callable[[Any], Tensor], str, str]] = {
-    "all": (Layers, EACH_ALONE, None, loss_of_all, ALL, "0, 1, 2 and 1 more"),
+    "all": (
+        Layers,
+        EACH_ALONE,
+        None,
+        lambda ddp: ddp(noise(5, 4)).square().mean() * (torch.inf if dist.get_rank() == 1 else 1.0),
+        ALL,
+        "0, 1, 2 and 1 more",
+    ),
     "before a hook": (
         Layers,
         ALL_IN_ONE,
@@ -428,19 +429,16 @@ def test_of_experts_every_rank_raises_for_others_have_taken_the_step() -> None:
     Those that hold it raise at once, and the others when they next wait: nobody goes on with other dense parameters.
     """
     rank, texts = dist.get_rank(), []
-    with experts_group() as group:
-        experts = (ExpertGroup(match=MATCH, process_group=group, divisor=4),)
-        with wrapped(mixture(), experts=experts, nonfinite="raise") as ddp:
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-            if rank == 3:
-                ddp.module.experts["0"].bias.register_hook(lambda grad: grad * torch.inf)
-            mixture_loss(ddp, 3).backward()
-            for _ in range(2):
-                try:
-                    optimizer.step()
-                    mixture_loss(ddp, 4).backward()
-                except NonFiniteGradient as error:
-                    texts.append(str(error))
+    with wrapped_mixture(mixture(), reduction="native", nonfinite="raise") as (ddp, _, _):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        spoilt(ddp.module.experts["0"].bias, rank=3)
+        mixture_loss(ddp, 3).backward()
+        for _ in range(2):
+            try:
+                optimizer.step()
+                mixture_loss(ddp, 4).backward()
+            except NonFiniteGradient as error:
+                texts.append(str(error))
     at_once = EXPERTS_RAISE.format(step="0, bucket 0")
     later = [text for text in texts if text != at_once]
     assert later == [EXPERTS_RAISE.format(step=f"1, rank {rank}")] * len(later)
@@ -459,3 +457,152 @@ def steps_in_join(steps: list[int], bad: int | None) -> Parameters:
 @in_ranks(2, 3)
 def test_where_a_rank_has_run_out_of_data_the_others_skip_a_step() -> None:
     require_equal(steps_in_join([0, 1, 2, 3, 4], 3), steps_in_join([0, 1, 2, 4], None))
+
+
+EVERY: dict[str, Any] = {"check_replicas_every": 1}
+WRITES = "  Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again."
+
+
+def spoil(param: Tensor) -> None:
+    param.detach().add_(1.0)
+
+
+def step_of(ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+    ddp(noise(4, 6, step=step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_and_spoil(ddp: nn.Module, optimizer: torch.optim.Optimizer, other: int | None, *, num_steps: int = 9) -> None:
+    """In the forward of step 3 the rank `other` writes to two parameters, to one of them the last bit of an element."""
+    for step in range(num_steps):
+        ddp.steps_begun = step
+        if step == 3 and dist.get_rank() == other:
+            ddp.wait()
+            ddp.module[2].weight.detach().view(torch.int32).view(-1)[5].add_(1)
+            spoil(ddp.module[2].bias)
+        step_of(ddp, optimizer, step)
+
+
+def require_found(ddp: nn.Module, optimizer: Any, other: int, *, ranks: str, step: int) -> None:
+    assert text_of(ReplicaMismatch, lambda: train_and_spoil(ddp, optimizer, other)) == (
+        f"parameter '2.weight' has other values on {ranks}.\n  synchronization {step}; 2 of 4 parameters differ\n{WRITES}"
+    )
+    assert ddp.steps_begun == step
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("strategy", "every", "step"), [("ddp", 1, 3), ("ddp", 4, 3), ("ddp", 3, 5), ("ddp", 7, 6), ("zero1", 1, 3), ("zero2", 1, 3)]
+)
+def test_the_first_parameter_the_ranks_and_the_step_are_named(strategy: str, every: int, step: int) -> None:
+    others = ", 2" if dist.get_world_size() == 3 else ""
+    with training(MLP.model(), strategy, "SGD", check_replicas_every=every) as (ddp, optimizer):
+        require_found(ddp, optimizer, 1, ranks=f"rank 1 than on rank 0{others}", step=step)
+
+
+@in_ranks(2)
+def test_of_two_ranks_the_first_one_is_taken_for_right() -> None:
+    with training(MLP.model(), "ddp", "SGD", **EVERY) as (ddp, optimizer):
+        require_found(ddp, optimizer, 0, ranks="rank 1 than on rank 0", step=3)
+
+
+@in_ranks(4)
+def test_rows_of_a_mesh_are_compared_too() -> None:
+    """A rank writes to what its row then gathers from it: the other row has other values."""
+    with training(MLP.model(), "hybrid", "SGD", **EVERY) as (ddp, optimizer):
+        require_found(ddp, optimizer, 3, ranks="rank 3 than on rank 0, 1, 2", step=3)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize(("strategy", "eager"), [("ddp", False), ("zero1", False), ("zero1", True), ("zero2", False)])
+def test_equal_replicas_train_as_without_a_comparison(strategy: str, eager: bool) -> None:
+    """Training goes on as without the comparison, where one rank is late with its gathers."""
+    results = []
+    for every in (1, None):
+        with training(MLP.model(), strategy, eager=eager, check_replicas_every=every, auto_tune=False) as (ddp, optimizer):
+            train_and_spoil(ddp, optimizer, None, num_steps=3)
+            late = [] if strategy == "ddp" else late_ops(ddp, OpKind.ALL_GATHER, 1, seconds=0.05)
+            train_and_spoil(ddp, optimizer, None, num_steps=6)
+            results.append(parameters(ddp))
+            assert (strategy != "ddp" and dist.get_rank() == 1) == (late != [])
+    require_equal(*results)
+
+
+@in_ranks(4)
+def test_experts_are_compared_among_ranks_that_have_the_same() -> None:
+    is_wrong = pytest.raises(
+        ReplicaMismatch, match=r"^parameter 'experts\.0\.bias' has other values on rank 3 than on rank 1\.\n"
+    )
+    with wrapped_mixture(mixture(), reduction="native", check_replicas_every=2) as (ddp, _, _):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        with is_wrong if dist.get_rank() % 2 else contextlib.nullcontext():
+            for step in range(4):
+                optimizer.zero_grad()
+                if (dist.get_rank(), step) == (3, 3):
+                    spoil(ddp.module.experts["0"].bias)
+                mixture_loss(ddp, step).backward()
+                optimizer.step()
+
+
+@in_ranks(2, 3, is_fresh=True, timeout_s=20.0)
+@pytest.mark.parametrize(("num_batches", "spoils"), [(3, False), (2, True), (5, True)])
+def test_in_a_join_ranks_with_data_are_compared_and_the_others_are_told(num_batches: int, spoils: bool) -> None:
+    """Rank 0 has so many batches, and keeps its parameters until the others are through; in step 4 the last rank writes."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    peers = [str(it) for it in range(last) if it > 0 or num_batches > 4]
+    is_found = spoils and peers != []
+    with wrapped(MLP.model(), **EVERY) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+        def train_jointly() -> None:
+            with ddp.join():
+                for step in range(num_batches if rank == 0 else 6):
+                    if is_found and (rank, step) == (last, 4):
+                        spoil(ddp.module[0].bias)
+                    step_of(ddp, optimizer, step)
+
+        if is_found:
+            assert text_of(ReplicaMismatch, train_jointly).startswith(
+                f"parameter '0.bias' has other values on rank {last} than on rank {', '.join(peers)}.\n"
+            )
+        else:
+            train_jointly()
+            step_of(ddp, optimizer)
+
+
+@in_ranks(2)
+def test_two_models_in_one_backward_are_both_compared() -> None:
+    """The one that differs says so."""
+    with wrapped(MLP.model(), **EVERY) as first, wrapped(MLP.model(), **EVERY) as second:
+        models = (first, second) if dist.get_rank() == 0 else (second, first)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            if (dist.get_rank(), step) == (1, 2):
+                spoil(second.module[0].bias)
+            sum(model(noise(4, 6, step=step)).square().mean() for model in models).backward()
+            if step < 2:
+                optimizer.step()
+        assert text_of(ReplicaMismatch, optimizer.step).startswith(
+            "parameter '0.bias' has other values on rank 1 than on rank 0.\n  synchronization 2; 1 of 4 parameters"
+        )
+
+
+@in_ranks(2)
+def test_a_frozen_parameter_is_compared_too() -> None:
+    """Rank 1 has written to it; another one is unfrozen on all ranks, which is no difference."""
+    model = MLP.model()
+    model[0].requires_grad_(False)
+    with wrapped(model, **EVERY) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+        def train() -> None:
+            for step in range(4):
+                model[0].bias.requires_grad_(step > 0)
+                if step == 2 and dist.get_rank() == 1:
+                    spoil(model[0].weight)
+                step_of(ddp, optimizer, step)
+
+        with pytest.raises(ReplicaMismatch, match=r"'0\.weight' .* rank 1 than on rank 0\.\n.*; 1 of 4 parameters differ"):
+            train()

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from support.inside import readings_of_trailers
 from support.models import CASES, noise
 from support.ranks import in_ranks
 from support.sharded import Parameters, hybrid, parameters, require_equal, training
+from support.units import Applied
 from undertow import DistributedDataParallel, SyncConfig, attach
 from undertow.errors import ConfigError, PhaseError
 
@@ -173,11 +175,9 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(7, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.out = nn.Linear(6, 7, bias=False)
+        self.embedding, self.norm = nn.Embedding(7, 6), nn.BatchNorm1d(6)
+        self.out, self.scale = nn.Linear(6, 7, bias=False), nn.Linear(6, 6)
         self.out.weight = self.embedding.weight
-        self.scale = nn.Linear(6, 6)
         self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
         self.seen: list[torch.dtype] = []
 
@@ -215,8 +215,10 @@ def test_torchs_mixed_precision_computes_in_its_dtype(options: dict[str, torch.d
         if options.keys() != {"buffer_dtype"}:  # torch's batch norm takes no buffers that are wider than what it computes
             backward_alike(ddp, reference, loss)
             assert set(ddp.module.seen) == {dtype}
-        assert {param.dtype for param in ddp.parameters()} == {torch.float32}
-        assert ddp.module.norm.running_mean.dtype == options.get("buffer_dtype", torch.float32)
+        assert ({param.dtype for param in ddp.parameters()}, ddp.module.norm.running_mean.dtype) == (
+            {torch.float32},
+            options.get("buffer_dtype", torch.float32),
+        )
         assert ddp.module.norm.num_batches_tracked.dtype == torch.int64
 
 
@@ -321,12 +323,10 @@ class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(7, 3, sparse=True)
-        self.out = nn.Linear(3, 2)
+        self.embedding, self.out = nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)
 
     def forward(self, tokens: Tensor | None) -> Tensor:
-        rows = torch.ones(2, 3, dtype=self.out.weight.dtype) if tokens is None else self.embedding(tokens)
-        return self.out(rows)
+        return self.out(torch.ones(2, 3, dtype=self.out.weight.dtype) if tokens is None else self.embedding(tokens))
 
 
 @in_ranks(2)
@@ -344,21 +344,12 @@ def test_sparse_gradients_add_up_in_fp32_also_where_a_rank_has_none() -> None:
                 assert torch.equal(mine.grad.to_dense(), mean_of_all(grad))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.layer, self.use_reentrant = nn.Linear(4, 4), use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
-
-
 @in_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_mixed_precision_refuses_to_compute_again(use_reentrant: bool) -> None:
     """Copies of the bare module may, and a copy of the wrapper may not until it is closed."""
-    x = torch.ones(2, 4, requires_grad=True)
-    with wrapped(Checkpointed(use_reentrant), mixed={"param_dtype": BRAIN}) as ddp:
+    x, model = torch.ones(2, 4, requires_grad=True), Applied(partial(checkpoint, use_reentrant=use_reentrant))
+    with wrapped(model, mixed={"param_dtype": BRAIN}) as ddp:
         average, other = copy.deepcopy(ddp.module), copy.deepcopy(ddp)
         average(x).sum().backward()
         for model in (ddp, other):
@@ -372,15 +363,10 @@ def test_mixed_precision_refuses_to_compute_again(use_reentrant: bool) -> None:
         model.module(x).sum().backward()
 
 
-class Steep(nn.Module):
-    """Every gradient is 40,000: two of them are more than fp16 has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self) -> Tensor:
-        return (self.weight * 4e4).sum()
+def steep(wire: str | None) -> tuple[nn.Module, Tensor]:
+    """A model and an input with which every gradient is 40,000: two of them are more than fp16 has."""
+    dtype = torch.float32 if wire else torch.float16
+    return nn.Linear(8, 1, bias=False, dtype=dtype), torch.full((1, 8), 4e4, dtype=dtype)
 
 
 @in_ranks(4)
@@ -388,14 +374,14 @@ class Steep(nn.Module):
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(reduction: str, shape: tuple[int, int], wire: str | None) -> None:
-    model = Steep() if wire else Steep().half()
+    model, x = steep(wire)
     with hybrid(model, "SGD", shape=shape, reduction=reduction, wire_dtype=wire) as (ddp, opt):
         for step in range(3):
             opt.zero_grad()
-            ddp().backward()
+            ddp(x).sum().backward()
             grad = ddp.full_gradient(ddp.module.weight)
             # The first step is one of whole gradients, of which gloo adds up those of 16 bits before it divides.
-            assert step == 0 or torch.equal(grad.float(), torch.full((8,), 4e4))  # a multiple of 32: fp16 has it
+            assert step == 0 or torch.equal(grad.float(), torch.full((1, 8), 4e4))  # a multiple of 32: fp16 has it
             opt.step()
 
 
@@ -403,10 +389,10 @@ def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(reduction: str, shape
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_a_mean_of_halves_does_not_overflow(wire: str | None, reduction: str) -> None:
-    model = Steep() if wire else Steep().half()
+    model, x = steep(wire)
     with wrapped(model, wire_dtype=wire, reduction=reduction) as ddp:
-        ddp().backward()
-        assert torch.equal(model.weight.grad.float(), torch.full((8,), 4e4))
+        ddp(x).sum().backward()
+        assert torch.equal(model.weight.grad.float(), torch.full((1, 8), 4e4))
 
 
 @in_ranks(2, 3)

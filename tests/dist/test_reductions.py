@@ -1,8 +1,9 @@
-"""Sums over ranks, means over all tokens and reductions by hand: what is refused, and what programs cannot say."""
+"""Sums over ranks, means over all tokens, reductions by hand, and join(): what is refused, and what programs cannot say."""
 
-from __future__ import annotations
-
+import contextlib
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -13,12 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 
+from support.alike import backward_alike, require_equal_values
 from support.errors import text_of
-from support.models import Branches, noise
-from support.naive import TIMEOUT_S, groups_of, wrapped
+from support.models import Branches, mlp, noise
+from support.naive import TIMEOUT_S, groups_of, require_same, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
-from support.sharded import MLP, one_step, parameters, require_equal, require_moved, require_same_everywhere, stepped, training
+from support.sharded import (
+    MLP,
+    chain,
+    one_step,
+    optimizer_for,
+    parameters,
+    require_equal,
+    require_moved,
+    require_same_everywhere,
+    stepped,
+    training,
+)
 from undertow import (
     ConfigError,
     Desync,
@@ -78,8 +92,7 @@ def test_a_change_on_one_rank_is_told_with_weights_too() -> None:
         ddp.zero_grad()
         model.bias.requires_grad_(dist.get_rank() > 0)
         ddp.loss_weight(3)
-        with pytest.raises(PlanMismatch, match="'bias'"):
-            loss_of(ddp).backward()
+        assert "'bias'" in text_of(PlanMismatch, lambda: loss_of(ddp).backward())
 
 
 ALL = (1.0, 1.0)  # of rank 0, and of each of the others
@@ -122,8 +135,7 @@ def test_weights_that_are_not_sound_are_an_error_on_every_rank_and_update_nothin
         for _ in range(num_sound):
             backward(ALL)
             optimizer.step()
-        before = parameters(ddp)
-        found = text_of(PhaseError, lambda: backward(unsound))
+        before, found = parameters(ddp), text_of(PhaseError, lambda: backward(unsound))
         others = ", ".join(map(str, range(1, dist.get_world_size())))
         assert found == text.format(where=f"synchronization {num_sound}, rank {rank}", others=others)
         require_equal(before, parameters(ddp))
@@ -146,8 +158,7 @@ def test_a_step_of_weight_zero_is_an_error_when_it_ends(strategy: str) -> None:
         with ddp.accumulate():
             loss_of(ddp).backward()
         ddp.loss_weight(0)
-        with pytest.raises(PhaseError, match="add up to 0"):
-            loss_of(ddp).backward()
+        assert "add up to 0" in text_of(PhaseError, lambda: loss_of(ddp).backward())
 
 
 @in_ranks(2)
@@ -213,19 +224,10 @@ NO_SHARDS_ALONE = (
 )
 
 
-def not_weighted(op: str) -> str:
-    return (
-        f'op="{op}" does not divide gradients by weights.\n  loss_weight(n)\n'
-        '  Set SyncConfig(op="weighted") on every rank, or leave the call out.'
-    )
-
-
-def hook(ddp: DistributedDataParallel) -> None:
-    ddp.register_comm_hook(None, allreduce_hook)
-
-
-def shard(ddp: DistributedDataParallel) -> None:
-    ddp.optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
+NOT_WEIGHTED = (
+    'op="{}" does not divide gradients by weights.\n  loss_weight(n)\n'
+    '  Set SyncConfig(op="weighted") on every rank, or leave the call out.'
+)
 
 
 def weigh(weight: Any) -> Callable[[DistributedDataParallel], None]:
@@ -233,14 +235,13 @@ def weigh(weight: Any) -> Callable[[DistributedDataParallel], None]:
 
 
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [  # the op, what is refused, and how
-    ("mean", weigh(3), ConfigError, not_weighted("mean")),
-    ("sum", weigh(3), ConfigError, not_weighted("sum")),
-    ("sum", hook, ConfigError, NO_HOOK),
-    ("weighted", hook, ConfigError, NO_HOOK),
+    ("mean", weigh(3), ConfigError, NOT_WEIGHTED.format("mean")),
+    ("sum", weigh(3), ConfigError, NOT_WEIGHTED.format("sum")),
+    *((op, lambda ddp: ddp.register_comm_hook(None, allreduce_hook), ConfigError, NO_HOOK) for op in ("sum", "weighted")),
     ("weighted", weigh("3"), WrongType, f"a weight must be a number, got str.\n{ASK}"),
     ("weighted", weigh(-1), ConfigError, f"a weight must be a number from 0 on, got -1.\n{ASK}"),
     ("weighted", weigh(float("nan")), ConfigError, f"a weight must be a number from 0 on, got nan.\n{ASK}"),
-    ("weighted, alone", shard, ConfigError, NO_SHARDS_ALONE),
+    ("weighted, alone", lambda ddp: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1), ConfigError, NO_SHARDS_ALONE),
 ]
 
 
@@ -248,8 +249,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [  # the op, what is refu
 def test_what_does_not_go_with_weights_is_refused() -> None:
     alone = groups_of([0], [1])[0]
     for op, refused, error, text in REFUSED:
-        group = alone if "alone" in op else None
-        with wrapped(nn.Linear(3, 2), process_group=group, op=op.partition(",")[0]) as ddp:
+        with wrapped(nn.Linear(3, 2), process_group=alone if "alone" in op else None, op=op.partition(",")[0]) as ddp:
             assert text_of(error, partial(refused, ddp)) == text
     dist.destroy_process_group(alone)
 
@@ -264,15 +264,16 @@ def test_weights_cost_one_small_all_reduce_that_leaves_first() -> None:
             ddp.loss_weight(1)
             loss_of(ddp).backward()
         numels = [call.args[0].numel() for call in called.call_args_list]
-        assert len(numels) == len(ddp.plan.buckets) + 1
-        assert numels[0] == 1 + dist.get_world_size()
+        assert (len(numels), numels[0]) == (len(ddp.plan.buckets) + 1, 1 + dist.get_world_size())
 
 
 @in_ranks(2)
 def test_weights_are_a_setting_of_all_ranks() -> None:
     assert SyncConfig.from_json(SyncConfig(op="weighted").to_json()).op == "weighted"
-    with pytest.raises(PlanMismatch, match="op is 'weighted' on rank 0 and 'mean' on rank 1"):
-        DistributedDataParallel(nn.Linear(3, 2), config=SyncConfig(op=("weighted", "mean")[dist.get_rank()]))
+    assert "op is 'weighted' on rank 0 and 'mean' on rank 1" in text_of(
+        PlanMismatch,
+        lambda: DistributedDataParallel(nn.Linear(3, 2), config=SyncConfig(op=("weighted", "mean")[dist.get_rank()])),
+    )
 
 
 def accumulate(ddp: nn.Module, step: int = 0) -> None:
@@ -320,8 +321,7 @@ def test_a_reduction_at_the_wrong_time_is_an_error() -> None:
 def test_a_backward_during_a_reduction_is_an_error() -> None:
     with wrapped(MLP.model()) as ddp:
         accumulate(ddp)
-        loss = MLP.loss(ddp, 1)
-        reduction = ddp.reduce_gradients_async()
+        loss, reduction = MLP.loss(ddp, 1), ddp.reduce_gradients_async()
         assert text_of(PhaseError, loss.backward) == (
             "a backward began while gradients are being synchronized.\n"
             "  synchronization 0\n"
@@ -402,3 +402,184 @@ def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
             "  reduce_gradients_async(), synchronization 2\n"
             "  Call zero_grad() before the accumulation, or set op in SyncConfig."
         )
+
+
+BATCHES = {
+    "rank 0 ends first": (1, 3, 4, 2),
+    "rank 0 ends last": (4, 2, 1, 3),
+    "even": (2, 2, 2, 2),
+    "rank 1 has none": (2, 0, 1, 3),
+}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How each rank trains, by hand or wrapped; `num_steps` are those of each rank."""
+
+    num_steps: tuple[int, ...]
+    optimizer: str = "AdamW"
+    num_micro: int = 1  # backwards of a step, of which the last synchronizes
+    is_weighted: bool = False
+    schedules: bool = False
+    zeroes_late: bool = False  # between forward and backward
+    by_active: bool = False
+    ends_within: bool = False  # a rank's data may end behind a backward that only accumulates
+
+    def loss(self, model: nn.Module, step: int, part: int, rank: int) -> Tensor:
+        losses = model(noise(self.rows(rank), 6, step=10 * step + part, rank=rank)).square()
+        return losses.sum() if self.is_weighted else losses.mean()
+
+    def rows(self, rank: int) -> int:
+        return 5 + 2 * rank if self.is_weighted else 5
+
+
+def trained_wrapped(loop: Loop) -> nn.Module:
+    config = SyncConfig(reduction="ordered", op="weighted" if loop.is_weighted else "mean", bucket_cap_mb=1e-4)
+    ddp, rank = DistributedDataParallel(MLP.model(), config=config), dist.get_rank()
+    optimizer = optimizer_for(ddp, "ddp", loop.optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+
+    def backward(step: int, part: int, *, zeroes: bool = False) -> None:
+        loss = loop.loss(ddp, step, part, rank)
+        if zeroes:
+            optimizer.zero_grad()
+        if loop.is_weighted:
+            ddp.loss_weight(loop.rows(rank))
+        loss.backward()
+
+    with ddp.join(divide_by_initial_world_size=not loop.by_active):
+        for step in range(loop.num_steps[rank]):
+            if not loop.zeroes_late:
+                optimizer.zero_grad()
+            for part in range(loop.num_micro):
+                with ddp.no_sync() if part + 1 < loop.num_micro else contextlib.nullcontext():
+                    backward(step, part, zeroes=loop.zeroes_late and part == 0)
+            optimizer.step()
+            if loop.schedules:
+                schedule.step()
+        if loop.ends_within and loop.num_steps[rank] < max(loop.num_steps):
+            with ddp.no_sync():
+                backward(loop.num_steps[rank], 0)
+    ddp.close()
+    return ddp.module
+
+
+def trained_by_hand(loop: Loop, *, num_ranks: int) -> nn.Module:
+    """The data of all ranks in one process; sums over ranks in their order, as `ordered` has them."""
+    model = MLP.model()
+    optimizer = optimizer_for(model, "ddp", loop.optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    for step in range(max(loop.num_steps[:num_ranks])):
+        active = [rank for rank in range(num_ranks) if step < loop.num_steps[rank]]
+        of_ranks = []
+        for rank in active:
+            model.zero_grad()
+            for part in range(loop.num_micro):
+                loop.loss(model, step, part, rank).backward()
+            of_ranks.append([param.grad.clone() for param in model.parameters()])
+        means = [chain(grads) / num_ranks for grads in zip(*of_ranks, strict=True)]
+        if loop.is_weighted:
+            total = sum(loop.num_micro * loop.rows(rank) for rank in active)
+            means = [mean / (total / num_ranks) for mean in means]
+        elif loop.by_active:
+            means = [mean * (num_ranks / len(active)) for mean in means]
+        for param, grad in zip(model.parameters(), means, strict=True):
+            param.grad = grad
+        optimizer.step()
+        if loop.schedules:
+            schedule.step()
+    return model
+
+
+LOOPS = {
+    "plain": Loop(()),
+    "momentum": Loop((), optimizer="SGD"),
+    "by active ranks": Loop((), by_active=True),
+    "accumulates": Loop((), num_micro=2),
+    "weights": Loop((), is_weighted=True),
+    "weights, accumulates": Loop((), is_weighted=True, num_micro=2),
+    "what was only accumulated when data ends is left out with its weight": Loop(
+        (), is_weighted=True, num_micro=2, ends_within=True
+    ),
+    "schedules": Loop((), schedules=True),
+    "zeroes before backward": Loop((), zeroes_late=True),
+}
+
+
+@in_ranks(2, 3, timeout_s=120.0)
+@pytest.mark.parametrize("name", LOOPS)
+def test_training_is_that_of_a_loop_over_who_has_data(name: str) -> None:
+    """Parameters are those of the rank that trained longest."""
+    for batches in BATCHES.values():
+        loop = replace(LOOPS[name], num_steps=batches[: dist.get_world_size()])
+        require_equal_values(trained_wrapped(loop), trained_by_hand(loop, num_ranks=dist.get_world_size()))
+
+
+@in_ranks(2, 3, timeout_s=60.0)
+def test_every_rank_ends_an_epoch_with_the_model_of_the_rank_that_trained_longest() -> None:
+    """Parameters and buffers."""
+    with wrapped(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)), reduction="ordered") as ddp:
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        for _ in range(2):
+            with ddp.join():
+                for step in range(1 + dist.get_rank()):
+                    optimizer.zero_grad()
+                    ddp(torch.full((2, 6), float(step))).sum().backward()
+                    optimizer.step()
+        require_same_everywhere(dict(ddp.state_dict()))
+        assert ddp.module[0].running_mean[0] > 0.0  # of rank 0 alone, which has seen zeros, it would be 0
+
+
+@in_ranks(2, timeout_s=20.0)
+def test_a_rank_without_data_does_not_wait_for_buffers_while_others_accumulate() -> None:
+    """Rank 1 has one more step than rank 0, of two micro-batches. As under torch's class."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    with wrapped(model) as ours:
+        for ddp in (ours, theirs):
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
+            with ddp.join():
+                for step in range(2 + dist.get_rank()):
+                    with ddp.no_sync():
+                        ddp(noise(4, 6, step=2 * step)).square().mean().backward()
+                    ddp(noise(4, 6, step=2 * step + 1)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        require_same(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
+@in_ranks(2, 3, timeout_s=20.0)
+def test_join_can_throw_on_all_ranks_when_one_has_run_out() -> None:
+    """In torch's words."""
+    others = r"^Detected at least one rank that exhausted inputs\. Throwing across all ranks\.$"
+    told = pytest.raises(RuntimeError, match=r"^Rank 0 exhausted all inputs\.$" if dist.get_rank() == 0 else others)
+    with wrapped(mlp()) as ddp, told, ddp.join(throw_on_early_termination=True):
+        for step in range(1 + dist.get_rank()):
+            MLP.loss(ddp, step).backward()
+
+
+@in_ranks(2, 3, timeout_s=20.0)
+def test_join_can_be_switched_off() -> None:
+    with wrapped_and_bare(mlp()) as (ddp, bare), ddp.join(enable=False):
+        backward_alike(ddp, bare, MLP.loss)
+
+
+NOT_WITH_SHARDS = (
+    "join() does not go with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.\n"
+    "  join\n"
+    "  Give every rank as many batches: drop_last=True of a DataLoader, or a sampler that pads, as DistributedSampler does."
+)
+
+
+@in_ranks(2, timeout_s=60.0)
+def test_join_does_not_go_with_shards() -> None:
+    """Nor among other participants, nor where the optimizer is made inside."""
+    with wrapped(mlp()) as ddp:
+        ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.01)
+        with ddp.join(enable=False):  # nobody runs out of data
+            MLP.loss(ddp, 0).backward()
+        for join in (ddp.join, lambda: Join([ddp])):
+            assert text_of(PhaseError, join) == NOT_WITH_SHARDS
+    with wrapped(mlp()) as ddp, ddp.join():
+        assert text_of(PhaseError, lambda: ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.01)) == NOT_WITH_SHARDS
+        MLP.loss(ddp, 0).backward()

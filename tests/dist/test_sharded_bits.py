@@ -24,6 +24,7 @@ from support.sharded import (
     reference,
     require_bits,
     require_equal,
+    step_of,
     trained,
     ways,
 )
@@ -105,9 +106,7 @@ ONES = Case(lambda: nn.Linear(4, 4, bias=False).bfloat16(), lambda model, step: 
 
 def tiny_step(ddp: Any, opt: torch.optim.Optimizer, step: int) -> None:
     opt.param_groups[0] |= {"lr": 1e-4, "momentum": 0.0, "weight_decay": 0.0}
-    opt.zero_grad()
-    ONES.loss(ddp, step).backward()
-    opt.step()
+    step_of(ddp, opt, ONES, step)
 
 
 @in_ranks(2)
@@ -253,8 +252,6 @@ BARRIER_STEPS = {
     "a backward that fails on one": Program(events=f"{STEP}, zero, fail |backward, {STEP}"),
     "a backward that fails on another one": Program(events=f"{STEP}, zero, fail backward|, {STEP}"),
 }
-IN_SHARDS = {"zero1": ("zero1", False), "zero2": ("zero2", False), "eager": ("zero1", True), "eager zero2": ("zero2", True)}
-ON_A_MESH = {"barrier": ("hybrid", False), "eager": ("hybrid", True)}
 LATE = ["pack", "reduce_scatter", "bind", "all_gather"]
 CAPS_IN_TURN = cycle(["each", "pieces", "several", "default"])
 
@@ -282,7 +279,11 @@ def examples(ways: dict[str, tuple[str, bool]]) -> dict[str, Program]:
     return {**found, **late}
 
 
-EXAMPLES, MESHES = {**OVERFLOWS, **examples(IN_SHARDS)}, examples(ON_A_MESH)
+EXAMPLES = {
+    **OVERFLOWS,
+    **examples({"zero1": ("zero1", False), "zero2": ("zero2", False), "eager": ("zero1", True), "eager zero2": ("zero2", True)}),
+}
+MESHES = examples({"barrier": ("hybrid", False), "eager": ("hybrid", True)})
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

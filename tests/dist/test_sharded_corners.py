@@ -1,4 +1,4 @@
-"""Corners of the sharded step in which numbers were once silently wrong, and mistakes that are refused."""
+"""Corners of the sharded step in which numbers were once silently wrong, mistakes that are refused, and hooks of optimizers."""
 
 import contextlib
 import copy
@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from support import inside
 from support.alike import of_all_ranks
 from support.errors import text_of
 from support.inside import call_before, post
 from support.models import noise
+from support.naive import wrapped
 from support.ranks import in_ranks
 from support.sharded import (
     MLP,
@@ -124,18 +128,17 @@ def test_hooks_of_others_read_parameters_that_have_come() -> None:
 @in_ranks(2)
 def test_after_close_and_with_strangers() -> None:
     with stepped(2) as (ddp, opt):
-        with pytest.raises(ConfigError, match=r"of shape \(3,\), is none that is synchronized"):
-            opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        assert "of shape (3,), is none that is synchronized" in text_of(
+            ConfigError, lambda: opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        )
         assert len(opt.param_groups) == 1
         for wrong in (0, -1, float("-inf")):
-            with pytest.raises(ConfigError, match="norm_type must be above zero"):
-                opt.clip_grad_norm_(1.0, wrong)
+            assert "norm_type must be above zero" in text_of(ConfigError, partial(opt.clip_grad_norm_, 1.0, wrong))
         assert torch.equal(opt.clip_grad_norm_(1e9, "inf"), opt.clip_grad_norm_(1e9, float("inf")))
         MLP.loss(ddp, 2).backward()
         ddp.close()
         assert all(param.grad is None for param in ddp.module.parameters())
-        with pytest.raises(PhaseError, match="the model of this optimizer is closed"):
-            opt.step()
+        assert "the model of this optimizer is closed" in text_of(PhaseError, opt.step)
         before = parameters(ddp)
         one_step(ddp.module, torch.optim.SGD(ddp.module.parameters(), lr=0.1), 3)
         require_moved(before, parameters(ddp))
@@ -226,8 +229,7 @@ def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(eager: bo
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn.Parameter]]:
-    groups = optimizer.param_groups
-    return [(group, param) for group in groups for param in group["params"] if param.grad is not None]
+    return [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
 
 
 class Coupled(torch.optim.SGD):
@@ -282,8 +284,9 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     with training(MLP.model(), "ddp") as (ddp, _):
         for what, (kind, text, arguments) in NOT_MADE.items():
             assert text_of(kind, lambda arguments=arguments: ShardedOptimizer(*arguments(ddp), lr=0.1)).startswith(text), what
-        whole = text_of(ConfigError, lambda: ShardedOptimizer(SGD, ddp, lr=0.1))
-        assert whole.startswith("strategy='ddp' keeps all of the optimizer on every rank")
+        assert text_of(ConfigError, lambda: ShardedOptimizer(SGD, ddp, lr=0.1)).startswith(
+            "strategy='ddp' keeps all of the optimizer on every rank"
+        )
 
 
 @in_ranks(2)
@@ -298,30 +301,26 @@ def test_mistakes_are_told() -> None:
     with contextlib.closing(DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1"))) as ddp:
         plain = SGD(ddp.parameters(), lr=0.1)
         MLP.loss(ddp, 0).backward()
-        with pytest.raises(PhaseError, match="strategy='zero1' needs a sharded optimizer, and SGD is none"):
-            plain.step()
+        assert "strategy='zero1' needs a sharded optimizer, and SGD is none" in text_of(PhaseError, plain.step)
         newer = ShardedOptimizer(SGD, ddp, lr=0.1)
-        with pytest.raises(PhaseError, match="SGD steps on parameters that a ShardedOptimizer updates"):
-            plain.step()
+        assert "SGD steps on parameters that a ShardedOptimizer updates" in text_of(PhaseError, plain.step)
         newer.step()
-        with pytest.raises(WrongType, match="cannot be pickled or copied"):
-            copy.deepcopy(newer)
-        with pytest.raises(ConfigError, match="communication hooks reduce whole gradients"):
-            ddp.register_comm_hook(None, lambda _state, bucket: None)
+        assert "cannot be pickled or copied" in text_of(WrongType, lambda: copy.deepcopy(newer))
+        assert "communication hooks reduce whole gradients" in text_of(
+            ConfigError, lambda: ddp.register_comm_hook(None, lambda _state, bucket: None)
+        )
         newer.zero_grad()
         for step in range(1, 4):
             with contextlib.nullcontext() if step == 2 else ddp.no_sync():
                 MLP.loss(ddp, step).backward()
-        with pytest.raises(PhaseError, match="accumulated and not synchronized"):
-            newer.step()
+        assert "accumulated and not synchronized" in text_of(PhaseError, newer.step)
 
 
 @in_ranks(2)
 def test_sparse_gradients_are_refused() -> None:
     with training(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)), "zero1", "SGD") as (ddp, opt):
         ddp(torch.tensor([1, 2])).sum().backward()
-        with pytest.raises(ConfigError, match=r"the gradient of '0\.weight' is sparse: it cannot be cut into shards"):
-            opt.step()
+        assert "the gradient of '0.weight' is sparse: it cannot be cut into shards" in text_of(ConfigError, opt.step)
 
 
 @in_ranks(2)
@@ -329,3 +328,59 @@ def test_ranks_with_other_settings_are_found_out() -> None:
     disagree = pytest.raises(PlanMismatch, match=r"ranks disagree on the settings")
     with contextlib.closing(DistributedDataParallel(MLP.model())) as ddp, disagree:
         ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.1 * (1 + dist.get_rank()))
+
+
+class StepsAsItsBase(torch.optim.AdamW):
+    """torch calls the hooks of all optimizers around the step of the base once more."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class WithOwnHook(torch.optim.AdamW):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_steps = 0
+        self.register_step_pre_hook(lambda *_: setattr(self, "num_steps", self.num_steps + 1))
+
+
+@contextlib.contextmanager
+def two_models(cls: type[Any], *, eager: bool) -> Iterator[tuple[DistributedDataParallel, Any]]:
+    """The first one, and its optimizer; both are there and neither has to do with the other."""
+    settings = {"strategy": "zero1", **SMALL}
+    with wrapped(MLP.model(), **settings) as ddp, wrapped(MLP.model(), **settings):
+        yield ddp, ShardedOptimizer(cls, ddp, lr=0.01, eager=eager)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, StepsAsItsBase, WithOwnHook])
+def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(cls: type[Any], eager: bool) -> None:
+    """In the thread that trains: at a forward, at the step of another model. Hooks of the optimizer's own are called."""
+    with two_models(cls, eager=eager) as (ddp, opt):
+        for step in range(2):
+            one_step(ddp, opt, step)
+        assert len(ddp.plan.buckets) > 2
+        with inside.looks_at_parameters() as threads:
+            one_step(ddp, opt, 2)
+        if cls is WithOwnHook:
+            assert {inner.num_steps for inner in inside.inner_optimizers(opt)} == {3}
+    assert threads == [threading.get_ident()] * 2
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+def test_the_users_hooks_for_all_optimizers_are_called_once_a_step(eager: bool) -> None:
+    called: list[tuple[str, str, int]] = []
+
+    def note(when: str) -> Any:
+        return lambda optimizer, *_: called.append((when, type(optimizer).__name__, threading.get_ident()))
+
+    with two_models(torch.optim.AdamW, eager=eager) as (ddp, opt):
+        hooks = [register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))]
+        for step in range(3):
+            called.clear()
+            one_step(ddp, opt, step)
+            assert called == [(when, "ShardedOptimizer", threading.get_ident()) for when in ("before", "after")]
+        for hook in hooks:
+            hook.remove()

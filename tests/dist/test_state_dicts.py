@@ -171,8 +171,7 @@ def test_a_state_dict_on_one_rank_only_is_an_error_on_all() -> None:
 @pytest.mark.waits
 @in_ranks(2, is_fresh=True)
 def test_a_rank_that_gathers_the_state_alone_says_what_it_waits_for() -> None:
-    config = SyncConfig(stall_warning_s=1.0, stall_timeout_s=2.0)
-    model = DistributedDataParallel(nn.Linear(4, 3), config=config)
+    model = DistributedDataParallel(nn.Linear(4, 3), config=SyncConfig(stall_warning_s=1.0, stall_timeout_s=2.0))
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -339,8 +338,7 @@ CANNOT = "the state of a sharded optimizer cannot be pickled: this rank has a pa
 def test_what_a_part_of_a_state_refuses() -> None:
     with trained_by(in_shards(), num_steps=1) as (model, optimizer):
         state = optimizer.state_dict()
-        some = state["state"][0]["exp_avg"]
-        copy_of_it = copy.deepcopy(state)
+        some, copy_of_it = state["state"][0]["exp_avg"], copy.deepcopy(state)
         train(in_shards(), model, optimizer, steps=range(1, 2))
         assert not torch.equal(copy_of_it["state"][0]["exp_avg"].pieces[0][1], some.pieces[0][1])
         part, other = some.pieces[0][0], ShardedState(next(model.parameters()), torch.float32, ())

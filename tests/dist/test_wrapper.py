@@ -1,7 +1,5 @@
 """Wrappers and attach(): what they start from, arguments that cannot work, and what of torch's there is besides training."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
@@ -13,21 +11,30 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
 from support.inside import of_version, on_device
-from support.models import CASES, mlp, noise
+from support.models import CASES, Branches, mlp
 from support.naive import wrapped, wrapped_and_bare
 from support.ranks import in_ranks
-from undertow import ConfigError, DistributedDataParallel, PhaseError, PlanMismatch, SyncConfig, WrongType, attach
+from support.sharded import destroy
+from undertow import (
+    BucketedDDPHooks,
+    ConfigError,
+    DistributedDataParallel,
+    PhaseError,
+    PlanMismatch,
+    SyncConfig,
+    WrongType,
+    attach,
+)
 
 WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
 MLP = CASES["mlp"]
@@ -43,8 +50,10 @@ def test_parameters_and_buffers_of_rank_0_arrive_everywhere(way: str) -> None:
         buffer.fill_(dist.get_rank() + len(name))
     wanted = of_all_ranks(copy.deepcopy(model.state_dict()))[0]
     WRAP[way](model).close()
-    assert model.state_dict().keys() == wanted.keys()
-    assert [name for name, value in model.state_dict().items() if not torch.equal(value, wanted[name])] == []
+    assert (
+        model.state_dict().keys(),
+        [name for name, value in model.state_dict().items() if not torch.equal(value, wanted[name])],
+    ) == (wanted.keys(), [])
 
 
 # Arguments, the warning that they cause, whose parameters and buffers are there afterwards (-1: each rank's own), and
@@ -81,8 +90,9 @@ def test_who_follows_rank_0_at_the_start_is_as_torchs_arguments_say(
         warnings.simplefilter("always")
         ddp = DistributedDataParallel(model, **arguments)
     ddp.close()
-    found = [(str(each.message), each.category, each.filename == __file__) for each in caught]
-    assert found == [(text, FutureWarning, True) for text in said]
+    assert [(str(each.message), each.category, each.filename == __file__) for each in caught] == [
+        (text, FutureWarning, True) for text in said
+    ]
     expected = [dist.get_rank() if source < 0 else source for source in (parameters_of, buffers_of)]
     assert [model.weight.item(), model.table.item(), ddp.forward_sync_buffers] == [*expected, follows]
 
@@ -159,15 +169,13 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str, int, str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_ranks_with_different_models_are_told_the_first_difference(name: str, way: str) -> None:
     change, what, num_params, difference = CHANGES[name]
-    last = dist.get_world_size() - 1
-    model = nn.Sequential(*mlp(), nn.Linear(4, 2))
+    last, model = dist.get_world_size() - 1, nn.Sequential(*mlp(), nn.Linear(4, 2))
     if dist.get_rank() == last:
         change(model)
     text = text_of(PlanMismatch, lambda: WRAP[way](model))
     assert of_all_ranks(text) == [text] * dist.get_world_size()
     first, second, *rest = text.splitlines()
-    assert first == what
-    assert second.startswith("  rank 0: 6 parameters, fingerprint ")
+    assert (first, second.startswith("  rank 0: 6 parameters, fingerprint ")) == (what, True)
     assert f"   rank {last}: {num_params} parameters, fingerprint " in second
     assert rest == [
         f"  first difference: {difference.format(rank=last)}",
@@ -296,7 +304,7 @@ NOTHING = (
 )
 
 
-@in_ranks(2, is_fresh=True)
+@in_ranks(2, 3, is_fresh=True)
 @pytest.mark.parametrize("kind", ["Linear", "Flatten"])
 @pytest.mark.parametrize("way", WRAP)
 def test_a_rank_that_trains_nothing_needs_no_other_one(way: str, kind: str) -> None:
@@ -313,6 +321,7 @@ def test_a_rank_that_trains_nothing_needs_no_other_one(way: str, kind: str) -> N
         model.finish()
         called(x).sum().backward()
         optimizer.step()
+    assert x.grad is None or kind == "Linear" or torch.equal(x.grad, torch.full((2, 4), 4.0))
     model.close()
     store.set(f"left {way}", "")
 
@@ -346,8 +355,6 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
 
 
 # What of torch's there is besides the training step: attributes, hooks, switches, what trainers ask for.
-
-BEFORE = _BufferCommHookLocation.PRE_FORWARD
 
 # Every public attribute that torch's class has and nn.Module has not: defined by ours, inherited, or set by the constructor.
 DEFINED = {
@@ -394,8 +401,7 @@ SET = {
 @in_ranks(2)
 def test_every_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose() -> None:
     names = {name for name in dir(TorchDistributedDataParallel(mlp())) if not name.startswith("_")} - set(dir(nn.Module()))
-    assert names == DEFINED | INHERITED | SET
-    assert {name for name in names if name in vars(DistributedDataParallel)} == DEFINED
+    assert (names, {name for name in names if name in vars(DistributedDataParallel)}) == (DEFINED | INHERITED | SET, DEFINED)
     values = {
         "dim": 0,
         "device_ids": None,
@@ -410,11 +416,9 @@ def test_every_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose()
         "join_device": torch.device("cpu"),
     }
     with wrapped(mlp()) as ddp:
-        assert ({*vars(ddp), "module"}) & names == SET
-        assert [name for name in names if not hasattr(ddp, name)] == []
+        assert (({*vars(ddp), "module"}) & names, [name for name in names if not hasattr(ddp, name)]) == (SET, [])
         assert isinstance(ddp, TorchDistributedDataParallel)
-        assert isinstance(ddp, Joinable)
-        assert {name: getattr(ddp, name) for name in values} == values
+        assert (isinstance(ddp, Joinable), {name: getattr(ddp, name) for name in values}) == (True, values)
 
 
 def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
@@ -471,59 +475,9 @@ def test_what_hooks_and_switches_refuse() -> None:
         MLP.loss(ddp, 0).backward()
         ddp._check_reducer_finalized()
         ddp.register_comm_hook(None, allreduce_hook)
-        again = text_of(PhaseError, lambda: ddp.register_comm_hook(None, allreduce_hook))
-        assert again == ONCE.format("allreduce_hook is registered")
-
-
-class Counting(nn.Module):
-    """Two buffers, of which a forward adds to one; the forward remembers what it found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.register_buffer("table", torch.zeros(1))
-        self.register_buffer("left_alone", torch.zeros(1))
-        self.found: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.found.append(self.table.item())
-        self.table += dist.get_rank() + 1
-        return self.layer(x)
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("location", [None, *_BufferCommHookLocation], ids=str)
-def test_a_hook_of_the_users_may_synchronize_buffers(location: _BufferCommHookLocation | None) -> None:
-    model, seen, after = Counting(), [], []
-
-    def hook(state: object, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]] | None:
-        seen.append((state, list(named_buffers), torch.is_grad_enabled()))
-        works = [dist.all_reduce(buffer, async_op=True) for buffer in named_buffers.values()]
-        if location is not BEFORE:
-            return [work.get_future() for work in works]
-        for work in works:  # futures are for the end of backward, and this forward needs the result
-            work.wait()
-        return None  # as torch's usual one does
-
-    with wrapped(model, ignore=("left_alone",)) as ddp:
-        ddp._register_buffer_comm_hook("state", hook, *(() if location is None else (location,)))
-        for _ in range(2):
-            ddp(noise(1, 2)).sum().backward()
-            after.append(model.table.item())
-        with ddp.no_sync():
-            ddp(noise(1, 2)).sum().backward()
-        ddp.eval()
-        ddp(noise(1, 2)).sum().backward()
-        with torch.no_grad():
-            ddp.train()(noise(1, 2))
-        ddp.forward_sync_buffers = False
-        ddp(noise(1, 2)).sum().backward()
-    num_ranks, mine = dist.get_world_size(), dist.get_rank() + 1
-    total = sum(range(1, num_ranks + 1))
-    assert model.found[:2] == [0.0, total]
-    assert after == ([mine, total + mine] if location is BEFORE else [total, total * num_ranks + total])
-    assert model.found[3:] == [model.found[2] + step * mine for step in (1, 2, 3)]  # in none of these is the hook called
-    assert seen == [("state", ["table"], False)] * 2
+        assert text_of(PhaseError, lambda: ddp.register_comm_hook(None, allreduce_hook)) == ONCE.format(
+            "allreduce_hook is registered"
+        )
 
 
 @in_ranks(2)
@@ -531,17 +485,14 @@ def test_buffers_have_their_names_without_the_ignored_ones() -> None:
     case = CASES["convolutions"]
     with wrapped(case.model(), ignore=("0.1.running_mean",)) as ddp:
         names = [name for name, _ in ddp.module.named_buffers() if name != "0.1.running_mean"]
-        assert list(ddp.named_module_buffers) == names
-        assert len(names) == 5
+        assert (list(ddp.named_module_buffers), len(names)) == (names, 5)
         assert [id(it) for it in ddp.named_module_buffers.values()] == [id(ddp.module.get_buffer(name)) for name in names]
         assert list(map(id, ddp.modules_buffers)) == list(map(id, ddp.named_module_buffers.values()))
         assert ddp.will_sync_module_buffers()
         ddp.require_forward_param_sync = False
         assert not ddp.will_sync_module_buffers()
-    with wrapped(mlp()) as ddp:
-        assert not ddp.will_sync_module_buffers()
-    with wrapped(case.model(), buffers="off") as ddp:
-        assert not ddp.will_sync_module_buffers()
+    with wrapped(mlp()) as bare, wrapped(case.model(), buffers="off") as ddp:
+        assert (bare.will_sync_module_buffers(), ddp.will_sync_module_buffers()) == (False, False)
 
 
 @in_ranks(2, 3)
@@ -571,5 +522,196 @@ def test_switches_of_torchs_are_accepted() -> None:
         }
         ddp._remove_autograd_hooks()
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
-    said = [(str(each.message), each.filename == __file__) for each in caught]
-    assert said == [("You've set static_graph to be True, no need to set it again.", True)]
+    assert [(str(each.message), each.filename == __file__) for each in caught] == [
+        ("You've set static_graph to be True, no need to set it again.", True)
+    ]
+
+
+def with_last(change: Callable[[nn.Module], object]) -> nn.Module:
+    model = mlp()
+    change(model[2])
+    return model
+
+
+ONLY_ON_DEVICES = (
+    "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules, but got "
+    "device_ids {}, output_device {}, and module parameters {}.\n"
+    "  DistributedDataParallel(...)\n"
+    "  Leave both out on CPU and for modules on several devices."
+)
+BOTH_OR_NONE = (
+    "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.\n"
+    "  DistributedDataParallel(...)\n"
+    "  Leave both out: Undertow sends every bucket as soon as it can."
+)
+ONE_MESH = (
+    "Only 1D device mesh is supported, but got MESH.\n"
+    "  the ranks over which gradients are averaged, with strategy=None\n"
+    '  Give one dimension of it, such as mesh["dp"], or set strategy="hybrid", under which the first of two dimensions '
+    "replicates and the second shards."
+)
+MESH_OR_GROUP = (
+    "Cannot specify both process_group and device_mesh arguments.\n"
+    "  the ranks over which gradients are averaged\n"
+    '  Give process_group=, or one dimension of a mesh, such as mesh["dp"].'
+)
+SIZE = (
+    "bucket_cap_mb must be a positive number of MiB, got {}.\n"
+    "  SyncConfig\n"
+    "  Give a size above zero, or leave it out for a planned one."
+)
+BATCH_NORM = (
+    "SyncBatchNorm layers only work with GPU modules.\n"
+    "  {}(...)\n"
+    "  Keep the BatchNorm layers on CPU: their running statistics follow rank 0."
+)
+SHARDED = (
+    "parameter 'weight' is sharded already, by torch's fully_shard or by tensor parallelism.\n"
+    "  {}(...)\n"
+    "  Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension."
+)
+ARGUMENTS = {
+    "no group": "process_group must be a torch.distributed.ProcessGroup, got str.\n"
+    "  the group over which gradients are averaged\n"
+    "  Pass what torch.distributed.new_group() returned; a rank outside of the group does not wrap.",
+    "group in second place": "a process group stands where device_ids belongs.\n"
+    "  DistributedDataParallel, second argument\n"
+    "  Write DistributedDataParallel(module, process_group=group).",
+    "no module": "module must be a torch.nn.Module, got list.\n"
+    "  DistributedDataParallel, first argument\n"
+    "  Pass the model itself.",
+    "torch's wrapper": "this module is wrapped already, by torch's own DistributedDataParallel.\n"
+    "  DistributedDataParallel(torch.nn.parallel.DistributedDataParallel(...))\n"
+    "  Give the bare module.",
+    "two device types": "DistributedDataParallel's input module must be on the same type of devices, but input module "
+    "parameters locate in ['cpu', 'meta'].\n"
+    "  DistributedDataParallel(...)\n"
+    "  Move the whole module with module.to(device) before.",
+    "sync batch norm": BATCH_NORM.format("DistributedDataParallel"),
+    "sync batch norm, attached": BATCH_NORM.format("attach"),
+    "no shape": "Modules with uninitialized parameters can't be used with `DistributedDataParallel`.\n"
+    "  parameter '2.weight' has no shape yet\n"
+    "  Run a dummy forward pass to correctly initialize the modules.",
+    "sharded": SHARDED.format("DistributedDataParallel"),
+    "sharded, attached": SHARDED.format("attach"),
+    "no settings": "config must be a SyncConfig, got dict.\n"
+    "  the settings of a wrapper or of attach\n"
+    "  Write config=SyncConfig(**settings) for a dict of settings.",
+    "no settings, attached": "config must be a SyncConfig, got str.\n"
+    "  the settings of a wrapper or of attach\n"
+    "  Write config=SyncConfig(...).",
+    "devices": "device_ids can only be None or contain a single element, got [0, 1].\n"
+    "  DistributedDataParallel(...)\n"
+    "  Start one process per device, and move the module to its device before wrapping it.",
+    "device on CPU": ONLY_ON_DEVICES.format("[device(type='cpu')]", "None", "['cpu']"),
+    "output device on CPU": ONLY_ON_DEVICES.format("None", "1", "['cpu']"),
+    "devices without parameters": ONLY_ON_DEVICES.format("[0]", "0", "[]"),
+    "nothing hooked": BOTH_OR_NONE,
+    "nothing delayed": BOTH_OR_NONE,
+    "another's delayed": "delay_all_reduce_named_params: '0.weight' is no parameter of the module.\n"
+    "  DistributedDataParallel(...)\n"
+    "  Give what module.named_parameters() gives, or leave the argument out.",
+    "mixed precision": "mixed_precision has no dtypes: 'half'.\n"
+    "  DistributedDataParallel(...)\n"
+    "  Pass torch's _MixedPrecision(param_dtype=torch.bfloat16), or use torch.autocast around the forward.",
+    "twice": "settings are given twice: bucket_cap_mb, buffers by arguments of torch's, and config.\n"
+    "  DistributedDataParallel(...)\n"
+    "  Put bucket_cap_mb, buffers into config=SyncConfig(...).",
+    "twice, in a list": "settings are given twice: bucket_cap_mb by arguments of torch's, and config.\n"
+    "  DistributedDataParallel(...)\n"
+    "  Put bucket_cap_mb into config=SyncConfig(...).",
+    "ignore": "there is no '3.weight' to ignore.\n  ignore, for a model of type Sequential\n  Did you mean '2.weight'?",
+    "mesh": ONE_MESH,
+    "mesh and group": MESH_OR_GROUP,
+    "device mesh": ONE_MESH,
+    "device mesh and group": MESH_OR_GROUP,
+    "plan": "the saved plan is for another model.\n"
+    "  it has 'layers.0.weight' (4, 4) float32 where the model has '0.weight' (8, 6) float32\n"
+    "  Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+    "size": SIZE.format("nan"),
+    "negative": SIZE.format("-1"),
+    "no size in a list": SIZE.format("-2"),
+}
+
+
+@pytest.mark.slow
+@in_ranks(2)
+def test_arguments_that_cannot_work_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("outer", "dp"))
+    with wrapped(Branches(1)) as ddp:
+        plan = ddp.plan.to_json()
+    sharded = nn.Linear(2, 2, bias=False)
+    sharded.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh["dp"], [Shard(0)]))
+    with_batch_norm, model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), mlp()
+    name, weight = next(iter(model.named_parameters()))
+    calls: dict[str, Callable[[], object]] = {
+        "no group": lambda: attach(mlp(), process_group="world"),
+        "group in second place": lambda: DistributedDataParallel(mlp(), dist.group.WORLD),
+        "no module": lambda: DistributedDataParallel([1]),
+        "torch's wrapper": lambda: DistributedDataParallel(nn.parallel.DistributedDataParallel(mlp())),
+        "two device types": lambda: DistributedDataParallel(with_last(lambda layer: layer.to("meta"))),
+        "sync batch norm": lambda: DistributedDataParallel(with_batch_norm),
+        "sync batch norm, attached": lambda: attach(with_batch_norm),
+        "no shape": lambda: DistributedDataParallel(
+            with_last(lambda layer: setattr(layer, "weight", nn.parameter.UninitializedParameter()))
+        ),
+        "sharded": lambda: DistributedDataParallel(sharded),
+        "sharded, attached": lambda: attach(sharded),
+        "no settings": lambda: DistributedDataParallel(mlp(), config={"strategy": "zero1"}),
+        "no settings, attached": lambda: attach(mlp(), config="zero1"),
+        "devices": lambda: DistributedDataParallel(mlp(), [0, 1]),
+        "device on CPU": lambda: DistributedDataParallel(mlp(), [torch.device("cpu")]),
+        "output device on CPU": lambda: DistributedDataParallel(mlp(), output_device=1),
+        "devices without parameters": lambda: DistributedDataParallel(nn.Flatten(), [0], 0),
+        "nothing hooked": lambda: DistributedDataParallel(model, delay_all_reduce_named_params=[(name, weight)]),
+        "nothing delayed": lambda: DistributedDataParallel(model, param_to_hook_all_reduce=weight),
+        "another's delayed": lambda: DistributedDataParallel(
+            mlp(), delay_all_reduce_named_params=[(name, weight)], param_to_hook_all_reduce=weight
+        ),
+        "mixed precision": lambda: DistributedDataParallel(mlp(), mixed_precision="half"),
+        "twice": lambda: DistributedDataParallel(mlp(), bucket_cap_mb=1, forward_sync_buffers=False, config=SyncConfig()),
+        "twice, in a list": lambda: DistributedDataParallel(mlp(), bucket_cap_mb_list=[1], config=SyncConfig()),
+        "ignore": lambda: attach(mlp(), config=SyncConfig(ignore=("3.weight",))),
+        "mesh": lambda: attach(mlp(), mesh=mesh),
+        "mesh and group": lambda: attach(mlp(), mesh=mesh["dp"], process_group=dist.group.WORLD),
+        "device mesh": lambda: DistributedDataParallel(mlp(), device_mesh=mesh),
+        "device mesh and group": lambda: DistributedDataParallel(mlp(), device_mesh=mesh["dp"], process_group=dist.group.WORLD),
+        "plan": lambda: attach(mlp(), config=SyncConfig(plan=plan)),
+        "size": lambda: BucketedDDPHooks(mlp(), bucket_size_mb=float("nan")),
+        "negative": lambda: DistributedDataParallel(mlp(), bucket_cap_mb=-1),
+        "no size in a list": lambda: DistributedDataParallel(mlp(), bucket_cap_mb_list=[1, -2]),
+    }
+    for case, call in calls.items():
+        text = text_of(WrongType if case in ("no group", "no module") else ConfigError, call)
+        assert text.replace(str(mesh), "MESH") == ARGUMENTS[case], case
+    assert calls.keys() == ARGUMENTS.keys()
+    destroy(mesh)
+
+
+TORCHS_IGNORED = "ignored by torch's name"
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ({}, {}),
+        ({"bucket_cap_mb": 3, "forward_sync_buffers": False}, {"bucket_cap_mb": 3, "buffers": "off"}),
+        ({"bucket_cap_mb": 3, "bucket_cap_mb_list": [1, 2]}, {"bucket_cap_mb": (1, 2)}),
+        ({"bucket_cap_mb": 3, "bucket_cap_mb_list": []}, {"bucket_cap_mb": 3}),
+        ({"forward_sync_buffers": True}, {}),
+        ({"ignore": ["2.weight", "0.bias"]}, {"ignore": ("0.bias", "2.weight")}),
+        ({TORCHS_IGNORED: ["2.bias"], "ignore": ["0.bias"]}, {"ignore": ("0.bias", "2.bias")}),
+        (
+            {"config": SyncConfig(overlap=False, ignore=("2.bias",)), "ignore": ["0"]},
+            {"overlap": False, "ignore": ("0.bias", "0.weight", "2.bias")},
+        ),
+    ],
+    ids=str,
+)
+def test_torchs_arguments_become_settings(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+    model = mlp()
+    if TORCHS_IGNORED in arguments:
+        model._ddp_params_and_buffers_to_ignore = arguments.pop(TORCHS_IGNORED)
+    with contextlib.closing(DistributedDataParallel(model, **arguments)) as ddp:
+        assert (ddp.sync.config, ddp.parameters_to_ignore) == (SyncConfig(**settings), set(ddp.sync.config.ignore))

@@ -120,7 +120,7 @@ def test_pip_installs_extras_that_there_are(command: str) -> None:
 
 @pytest.mark.parametrize("command", DEMOS)
 def test_the_demo_takes_the_options(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways themselves are run by tests/dist/test_demo.py."""
+    """The ways themselves are run by tests/dist/test_scripts.py."""
     seen: list[demo.DemoSettings] = []
     monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 0)
     assert call(*command.split()[1:], monkeypatch=monkeypatch) == 0
