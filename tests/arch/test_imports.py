@@ -1,7 +1,5 @@
 """What modules import and export, how long they are, and the words in them."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

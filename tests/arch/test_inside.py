@@ -1,7 +1,5 @@
 """Tests reach inside of the library through tests/support/inside.py alone, but for the unit tests of those very modules."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterator

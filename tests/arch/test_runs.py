@@ -1,7 +1,5 @@
 """Runs of pytest that must not pass for good ones (an unknown marker, an unexpected skip), and one that is interrupted."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

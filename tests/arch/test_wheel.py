@@ -1,7 +1,5 @@
 """The wheel has the library and nothing else, and works where only its dependencies are installed, with and without extras."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

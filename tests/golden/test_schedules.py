@@ -1,7 +1,5 @@
 """The text files beside this one are the schedules we promise; a refactoring leaves them unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

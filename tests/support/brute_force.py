@@ -1,7 +1,5 @@
 """Every grouping of a few random parameters, timed one event after another: what the planner is compared with."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

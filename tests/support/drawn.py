@@ -1,7 +1,5 @@
 """Programs drawn at random, the same on every rank, and how one that fails is made smaller."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Iterator

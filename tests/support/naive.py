@@ -1,7 +1,5 @@
 """What tests in ranks compare with, count, and form groups of: a bare model, and after backward an all-reduce per parameter."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence

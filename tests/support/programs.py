@@ -4,8 +4,6 @@ A program is data, the same on every rank: a model of a few units, and events. A
 and words for it. Words may differ from rank to rank: "forward 012|02" leaves out unit 1 on every second rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings
@@ -162,7 +160,7 @@ def stop(*_: object) -> None:
 
 
 # How a rank whose loss reaches nothing may join a synchronization, besides `finish`.
-JOINS: dict[str, Callable[[Run], object]] = {
+JOINS: dict[str, Callable[["Run"], object]] = {
     "by-step": lambda run: torch.optim.SGD(run.module.parameters(), lr=0.0).step(),
     "by-own-step": lambda run: run.optimizers[0].step(),
     "by-norm": lambda run: clip_grad_norm_(run.handle, 1e9),

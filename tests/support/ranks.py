@@ -1,7 +1,5 @@
 """Ranks that stay: processes with a gloo group among them, for which a test is a function to run."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """Hypothesis strategies for values of the pure half."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from hypothesis import strategies as st

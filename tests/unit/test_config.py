@@ -1,7 +1,5 @@
 """Settings: their defaults, as JSON, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """What comes from elsewhere is refused by our own errors and shown without effect; the tree of those errors."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import pickle

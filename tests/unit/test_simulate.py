@@ -1,7 +1,5 @@
 """Steps that are simulated: by hand, and against what the planner reckons."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Checkpoints that torch has written, and such that somebody has changed: nothing outside of the folder is read, nothing runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -388,7 +386,7 @@ class InRows(torch.Tensor):
     rows: torch.Tensor
 
     @staticmethod
-    def __new__(cls, rows: torch.Tensor) -> InRows:
+    def __new__(cls, rows: torch.Tensor) -> "InRows":
         made = private.wrapper_tensor(cls, rows, dtype=torch.float32, device=torch.device("cpu"))
         made.rows = rows
         return made

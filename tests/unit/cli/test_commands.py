@@ -1,7 +1,5 @@
 """The commands: their help and exit codes, what they show, what they refuse, and the questions that they ask the simulator."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What collectives cost: by formula, by measurement, over links and networks by name."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import replace

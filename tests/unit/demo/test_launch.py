@@ -1,7 +1,5 @@
 """Ranks as processes: started, listened to, and always ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

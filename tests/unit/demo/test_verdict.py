@@ -1,7 +1,5 @@
 """The text that the demo trains on, its steps as traces, and its verdict on ways to train."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Emulated links: when one is free, and receives whose messages come when the test says so."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading
@@ -32,7 +30,7 @@ class Message(dist.Work):
         self.error: Exception | None = None
         self._has_come = threading.Event()
 
-    def come(self, error: Exception | None = None) -> Message:
+    def come(self, error: Exception | None = None) -> "Message":
         self.error = error
         self._has_come.set()
         return self  # for a message that is there from the beginning

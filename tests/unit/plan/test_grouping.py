@@ -1,7 +1,5 @@
 """Groups of parameters, their order, and the plan that a configuration asks for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Optimal plans, and the order of an eager step: against brute force, and by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Plans as values: the layout of their buckets, as JSON, from files, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

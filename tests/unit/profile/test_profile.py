@@ -1,7 +1,5 @@
 """Profiles as values and as files: what is written, what is read, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports of steps as a terminal shows them, and as pictures."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

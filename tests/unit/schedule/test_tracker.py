@@ -1,7 +1,5 @@
 """Who hears of arrivals, one by one, and which ops a round releases as they come."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

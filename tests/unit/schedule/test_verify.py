@@ -1,7 +1,5 @@
 """Schedules as text, by strategy, and each fault that one line of a schedule can have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report of steps whose times are known, their overlap, and what collectives cost in them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ranks tell each other: the times of some steps, and the plan that was made of them; what they tell the user."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A tuner in a closed loop with a simulated model and network."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Communication hooks that torch takes, one by one and in chains, without ranks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Reduce-scatter, all-gather and an all-reduce in rank order, posted and native, beside a chain of adds on one rank."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What the readings of a round mean, and what weights make of it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters and buffers that a wrapper leaves alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is told of other ranks, as text."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

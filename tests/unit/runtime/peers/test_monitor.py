@@ -1,7 +1,5 @@
 """Threads beside the one that trains: what the guard hears, what a rank waits for, workers, and broken groups that are freed."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import multiprocessing.util

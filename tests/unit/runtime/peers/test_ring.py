@@ -1,7 +1,5 @@
 """Rings of pairs, among threads of one process."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Parameters in the memory of their bucket, the optimizer over the parts of a rank, and placeholders of gradients."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A step that is skipped changes nothing; fingerprints of parameters."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

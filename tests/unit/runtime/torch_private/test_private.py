@@ -1,7 +1,5 @@
 """What we rely on of torch's private parts: if one of these fails, a version of torch has changed it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
