@@ -12,9 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fidelity.solve import solve
-from undertow.plan import ParamSpec, plan_from_groups
-from undertow.plan.optimal import optimal_groups
-from undertow.plan.timing import StepTiming
+from undertow.plan import ParamSpec, StepTiming, optimal_groups, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
 from undertow.simulate import Conditions, simulate

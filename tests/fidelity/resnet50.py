@@ -10,9 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from undertow.cost import Costs, Link, RingCosts
-from undertow.plan import GroupEntry, ParamSpec, plan_from_groups
-from undertow.plan.optimal import optimal_groups
-from undertow.plan.timing import StepTiming
+from undertow.plan import GroupEntry, ParamSpec, StepTiming, optimal_groups, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
 from undertow.simulate import simulate

@@ -24,9 +24,7 @@ import undertow.demo.run
 import undertow.sync
 from undertow import GradientSync, SyncConfig
 from undertow.checkpoint.metadata import Entry, stored_entries
-from undertow.emulation.link import BACKEND as BACKEND
-from undertow.emulation.link import EmulatedLink as EmulatedLink
-from undertow.emulation.link import emulated_backend as emulated_backend
+from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.plan import ParamSpec
 from undertow.runtime.comm import agreement
 from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
@@ -50,9 +48,7 @@ from undertow.runtime.sharded.placeholder import GradientPlaceholder
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.private import interrupt as interrupt
-from undertow.runtime.torch_private.private import is_gone as is_gone
-from undertow.runtime.torch_private.private import timeout_of as timeout_of
+from undertow.runtime.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
 from undertow.schedule import Op, OpKind
 
 NUM_STEPS_OF_A_LOOK = NUM_STEPS_MEASURED + 4  # from a plan's first step until the plan that was decided on is taken

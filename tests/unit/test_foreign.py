@@ -12,9 +12,8 @@ import pytest
 from support.cli import Undertow
 from support.records import printed, record
 from support.strategies import spec
-from undertow import SyncConfig, errors
+from undertow import ConfigError, SyncConfig, UndertowError, errors
 from undertow.cost import CostCurve
-from undertow.errors import ConfigError, UndertowError
 from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_lines
 from undertow.plan import ParamSpec, Plan, plan_from_groups
 from undertow.profile import Profile, profile_from_file, profile_from_json

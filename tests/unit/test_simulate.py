@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from support.errors import refusal
 from support.steps import FREE, lines, profile_of, random_profile
 from undertow.cost import Costs, NodeCosts
-from undertow.plan import Piece, Plan, eager_order, lane_period_us, plan_from_groups
-from undertow.plan.timing import StepTiming, finish_us
+from undertow.plan import Piece, Plan, StepTiming, eager_order, finish_us, lane_period_us, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import (
     DDP,

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from support.records import GATHERS, record, report, row
 from undertow.cost import curve_from_samples
-from undertow.trace import StepReport, Transfer, cost_samples
-from undertow.trace.event import Event, Trace
-from undertow.trace.overlap import Overlap, limit_us, overlap_of, union_us
+from undertow.trace import Event, Overlap, StepReport, Trace, Transfer, cost_samples, limit_us, overlap_of, union_us
 
 PLAIN, SHARDED = report(record()), report(record(gathers=GATHERS))
 ALONE = report(record(buckets=(), busy_ms=()))
