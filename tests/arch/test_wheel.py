@@ -84,8 +84,7 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
 def test_without_extras_a_step_runs_and_the_command_says_what_to_install(wheel: Path, tmp_path: Path) -> None:
     bin_ = environment_with(wheel, at=tmp_path)
     step = run(bin_ / "python", "-c", STEP, cwd=tmp_path)
-    assert step.returncode == 0, step.stderr
-    assert step.stdout.startswith(f"{tmp_path}/lib")
+    assert (step.returncode, step.stdout.startswith(f"{tmp_path}/lib")) == (0, True), step.stderr
     command = run(bin_ / "undertow", "demo")
     told = 'The command needs typer, which is not installed.\n  Install it with: pip install "undertow[cli]"\n'
     assert (command.returncode, command.stdout, command.stderr) == (1, "", told)

@@ -127,8 +127,7 @@ def test_an_earlier_cell_is_kept_where_nothing_could_be_measured(
 ) -> None:
     monkeypatch.setattr(run, "measure_cell", Mock(side_effect=NoNamespaces("ip netns add: no")))
     write(out, at())
-    assert start(out, "--resume", "--ranks", "2", systems=("fsdp2",)) == 1
-    assert written(out) == [at()]
+    assert (start(out, "--resume", "--ranks", "2", systems=("fsdp2",)), written(out)) == (1, [at()])
     told = "gpt, 2 ranks, 1gbit (shaped): nothing could be measured; the figures of an earlier run are kept"
     assert told in capsys.readouterr().err
 
@@ -168,13 +167,11 @@ def test_a_new_run_sets_aside_what_an_earlier_one_has_written(
     out: Path, measured: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(out, at(link="5gbit"))
-    assert start(out, "--ranks", "2") == 0
-    assert written(out, "matrix.previous.jsonl") == [at(link="5gbit")]
+    assert (start(out, "--ranks", "2"), written(out, "matrix.previous.jsonl")) == (0, [at(link="5gbit")])
     assert [one["link"] for one in written(out)] == ["1gbit"]
     assert f"the matrix that was in {out} is matrix.previous.jsonl and .md now" in capsys.readouterr().err
     assert len(measured) == 1
-    assert start(out, "--ranks", "2") == 0
-    assert [one["link"] for one in written(out, "matrix.previous-2.jsonl")] == ["1gbit"]
+    assert (start(out, "--ranks", "2"), [one["link"] for one in written(out, "matrix.previous-2.jsonl")]) == (0, ["1gbit"])
 
 
 def test_what_shared_a_run_that_failed_is_measured_one_by_one_and_the_cell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +212,7 @@ def test_a_run_that_is_resumed_measures_what_is_missing(out: Path, monkeypatch: 
     assert start(out, "--link", "none", "--resume") == 1  # for nothing was measured
     missing = [(("gpt", ranks, link, "shaped", "cpu"), False) for ranks, link in ((4, "1gbit"), (2, "none"), (4, "none"))]
     # The workload's first cell, where start-up is measured, is there already.
-    assert measured == missing
-    assert written(out) == kept
+    assert (measured, written(out)) == (missing, kept)
     measured.clear()
     start(out, "--link", "none")
     assert measured == [(("gpt", 2, "1gbit", "shaped", "cpu"), True), *missing]

@@ -63,8 +63,7 @@ def test_a_shaped_link_counts_what_each_rank_sends(measure: Measure) -> None:
 def test_a_rank_that_dies_leaves_nothing(measure: Measure) -> None:
     dying = SystemSpec(name="bad", title="bad", module="tests.support.bad_systems", variants={"": {"how": "dies"}})
     rows = measure("bare", "per-parameter", dying, kind="shaped")
-    assert "rank 1 was killed by SIGKILL" in rows["bad"]["error"]
-    assert rows["per-parameter"]["error"] is None
+    assert ("rank 1 was killed by SIGKILL" in rows["bad"]["error"], rows["per-parameter"]["error"]) == (True, None)
     assert namespaces_of(os.getpid()) == []
     assert [it for it in psutil.Process().children() if "benchmarks.matrix.worker" in it.cmdline()] == []
 
@@ -85,8 +84,7 @@ def test_an_exception_inside_leaves_nothing() -> None:
 def test_an_interrupted_matrix_tears_down(number: signal.Signals, runner: subprocess.Popen[str]) -> None:
     ranks = wait_for_its_ranks(runner)
     runner.send_signal(number)
-    assert runner.wait(PATIENCE_S) == 130
-    assert namespaces_of(runner.pid) == []
+    assert (runner.wait(PATIENCE_S), namespaces_of(runner.pid)) == (130, [])
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
 
 
@@ -99,5 +97,4 @@ def test_what_a_killed_matrix_leaves_is_removed_by_the_next(runner: subprocess.P
     psutil.wait_procs(ranks, timeout=PATIENCE_S)  # the kernel ends them with their parent
     assert not any(rank.is_running() for rank in ranks)
     removed, not_removed = remove_abandoned()
-    assert (set(left) <= set(removed), not_removed) == (True, None)
-    assert namespaces_of(runner.pid) == []
+    assert (set(left) <= set(removed), not_removed, namespaces_of(runner.pid)) == (True, None, [])

@@ -179,8 +179,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("line", ANSWERS)
 def test_the_command_names_what_exists(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split()) == 2
-    assert f"benchmarks matrix: {ANSWERS[line]}" in capsys.readouterr().err
+    assert (main(line.split()), f"benchmarks matrix: {ANSWERS[line]}" in capsys.readouterr().err) == (2, True)
 
 
 @pytest.mark.parametrize("line", ["--ranks 1", "--ranks x", "--steps 0"])
@@ -316,8 +315,7 @@ def test_every_peer_has_the_torch_of_the_project_and_names_it_first(peer: str) -
 def test_torch_is_installed_before_anything_else_and_nothing_is_resolved_after_it() -> None:
     _venv, torch, rest, check = install.commands_for("megatron")
     assert torch[-1] == install.torch_pin(environments.pins_of("megatron")) == f"torch=={pins(ROOT / 'constraints.txt')['torch']}"
-    assert "--no-deps" in rest
-    assert check[-1] == "check"
+    assert ("--no-deps" in rest, check[-1]) == (True, "check")
 
 
 def test_a_peer_that_cannot_be_made_does_not_stop_the_others(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,11 +326,9 @@ def test_a_peer_that_cannot_be_made_does_not_stop_the_others(elsewhere: Path, ca
         "no wheel for this machine",
         "Not made: bad. The matrix goes on without, its rows say so.",
     )
-    assert [text for text in expected if text not in told] == []
-    assert environments.python_of("bad") is None
+    assert ([text for text in expected if text not in told], environments.python_of("bad")) == ([], None)
     why = "the virtual environment .venv-peers/bad could not be made; .venv-peers/bad.log says why"
-    assert environments.why_absent("bad") == why
-    assert environments.python_of("good") == elsewhere / "good" / "bin" / "python"
+    assert (environments.why_absent("bad"), environments.python_of("good")) == (why, elsewhere / "good" / "bin" / "python")
     assert not environments.log_of("good").exists()
 
 
@@ -341,8 +337,7 @@ def test_an_environment_is_made_once(
 ) -> None:
     assert install.main(["good"]) == 0
     monkeypatch.setattr(install, "commands_for", None)  # nothing is asked for
-    assert install.main(["good"]) == 0
-    assert f"good: {elsewhere}/good is up to date" in capsys.readouterr().out
+    assert (install.main(["good"]), f"good: {elsewhere}/good is up to date" in capsys.readouterr().out) == (0, True)
 
 
 def half_made() -> None:
@@ -373,8 +368,7 @@ ABSENT = {
 @pytest.mark.parametrize("make", ABSENT)
 def test_an_environment_that_is_not_whole_is_absent(make: Callable[[], None]) -> None:
     make()
-    assert environments.python_of("good") is None
-    assert ABSENT[make] in (None, environments.why_absent("good"))
+    assert (environments.python_of("good"), ABSENT[make] in (None, environments.why_absent("good"))) == (None, True)
 
 
 def test_an_unknown_peer_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,8 +78,7 @@ def quiet(directory: Path) -> Iterator[io.StringIO]:
 def test_every_command_is_run_or_in_a_list() -> None:
     listed = {*MADE, *INSTALLED, *DEMOS, *LAUNCHED}
     found = {*NAMED, *(command for block in BLOCKS if block not in RUN for command in block)}
-    assert found == listed
-    assert {command.split()[0] for block in RUN for command in block} == {".venv/bin/undertow", "echo"}
+    assert (found, {command.split()[0] for block in RUN for command in block}) == (listed, {".venv/bin/undertow", "echo"})
     assert TEXT.count("```") == 2 * len(SNIPPETS) == 2 * len(PYTHON) + 2 * len(BLOCKS)
 
 
@@ -123,8 +122,7 @@ def test_the_demo_takes_the_options(command: str, monkeypatch: pytest.MonkeyPatc
     """The ways themselves are run by tests/dist/test_demo.py."""
     seen: list[demo.DemoSettings] = []
     monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 0)
-    assert call(*command.split()[1:], monkeypatch=monkeypatch) == 0
-    assert [settings.strategy for settings in seen] == ["zero2"]
+    assert (call(*command.split()[1:], monkeypatch=monkeypatch), [settings.strategy for settings in seen]) == (0, ["zero2"])
 
 
 @in_ranks(2)

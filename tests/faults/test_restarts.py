@@ -70,9 +70,7 @@ GONE = "RankLost: rank 1 is gone: its process has ended without a word, or was k
 def test_torchrun_has_a_job_go_on(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     options = [*KILLED, "--sample-log", "2"]
     done = run_under_torchrun(DEAF_EXAMPLE, *options, num_ranks=2, folder=tmp_path, max_restarts=1)
-    assert done.exit_code == 0, done.log
-    assert "rank 1 is killed in step 11" in done.out
-    assert GONE in done.log
+    assert (done.exit_code, "rank 1 is killed in step 11" in done.out, GONE in done.log) == (0, True, True), done.log
     require_as_undisturbed(tmp_path, done.out, undisturbed, killed_in=11, goes_on_in=9)
 
 
@@ -87,8 +85,7 @@ def test_a_job_goes_on_behind_its_last_checkpoint_with_the_same_bits(
 ) -> None:
     found = run(tmp_path, *KILLED, num_ranks=2, max_restarts=1)
     assert exit_codes(found) == [1, -signal.SIGKILL, 0, 0], found[-1].log
-    assert "rank 1 is killed in step 11" in found[1].out
-    assert GONE in found[0].log
+    assert ("rank 1 is killed in step 11" in found[1].out, GONE in found[0].log) == (True, True)
     require_as_undisturbed(tmp_path, found[2].out, undisturbed, killed_in=11, goes_on_in=9)
 
 
@@ -132,8 +129,7 @@ def test_three_ranks_go_on_where_one_of_four_was_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_batch_that_is_smaller_than_the_ranks_leaves_one_without_data(tmp_path: Path) -> None:
     found = run(tmp_path, *OPTIONS, "--batch", "159", num_ranks=4)  # 159, 159, 159 and 3
-    assert exit_codes(found) == [0] * 4, found[0].log
-    assert [step.samples for step in steps_of(tmp_path / "4")] == batches(159)
+    assert (exit_codes(found), [step.samples for step in steps_of(tmp_path / "4")]) == ([0] * 4, batches(159)), found[0].log
     require_trained_alone(tmp_path, batch=159)
 
 
@@ -162,8 +158,7 @@ def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path:
     assert "Fatal Python error" not in said, said
     assert {path.name for path in tmp_path.iterdir()} <= {"2", *(f"elastic_checkpoint{end}" for end in ("", ".new", ".old"))}
     first, second = run(tmp_path, "--epochs", "1", num_ranks=2)  # so many steps may be over
-    assert (first.exit_code, second.exit_code) == (0, 0), first.log
-    assert "2 ranks go on behind sample" in first.out
+    assert (first.exit_code, second.exit_code, "2 ranks go on behind sample" in first.out) == (0, 0, True), first.log
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("elastic")] == ["elastic_checkpoint"]
 
 

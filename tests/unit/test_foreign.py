@@ -187,8 +187,7 @@ each_name = pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
     ],
 )
 def test_a_character_that_could_steer_a_terminal_is_shown_as_its_escape(text: str, expected: str) -> None:
-    assert printable(text) == expected
-    assert printable_lines(f"{text}\n{text}") == "\n".join([expected.replace("\\n", "\n")] * 2)
+    assert (printable(text), printable_lines(f"{text}\n{text}")) == (expected, "\n".join([expected.replace("\\n", "\n")] * 2))
 
 
 def plan_of(name: str, **changes: Any) -> Plan:
@@ -285,8 +284,7 @@ def test_text_has_what_where_and_remedy_on_a_line_each_as_far_as_they_are_given(
 @pytest.mark.parametrize("name", TREE)
 def test_an_error_has_its_bases_is_drawn_and_can_be_pickled(name: str) -> None:
     kind: type[UndertowError] = getattr(errors, name)
-    assert kind.__bases__ == TREE[name]
-    assert f" {name} " in errors.__doc__.replace("\n", " ")
+    assert (kind.__bases__, f" {name} " in errors.__doc__.replace("\n", " ")) == (TREE[name], True)
     error = kind("it broke.", where="rank 2", remedy="Mend it.")
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy)) == (kind, str(error))

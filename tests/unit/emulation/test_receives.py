@@ -103,8 +103,7 @@ def test_a_handle_tells_its_result_and_its_sender(receives: Receives) -> None:
     work = receives.post(lambda: message, [torch.ones(2)], source=None)
     assert (work.is_completed(), work.get_future().done()) == (False, False)
     message.come()
-    assert work.wait()
-    assert (work.is_completed(), work.is_success(), work._source_rank()) == (True, True, 3)
+    assert (work.wait(), work.is_completed(), work.is_success(), work._source_rank()) == (True, True, True, 3)
     assert work.get_future().value()[0].tolist() == work.result()[0].tolist() == [1, 1]
 
 

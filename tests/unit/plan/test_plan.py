@@ -97,8 +97,7 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
 )
 def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> None:
     found = [[(slot.param, slot.start, slot.stop, slot.first) for slot in bucket.slots] for bucket in plan.buckets]
-    assert found == slots
-    assert [len(bucket.trailer.used) for bucket in plan.buckets] == [len(of_bucket) for of_bucket in slots]
+    assert (found, [len(bucket.trailer.used) for bucket in plan.buckets]) == (slots, [len(of_bucket) for of_bucket in slots])
     assert [bucket.numel for bucket in plan.buckets] == [of_bucket[-1][2] if of_bucket else 0 for of_bucket in slots]
     assert plan.buckets[-1].trailer.has_verdict
 
@@ -117,8 +116,7 @@ def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_ha
     assert len(group_by_size(NARROW, (0, 1), SizeCaps(cap_bytes=1e6))) == 2
     assert "narrow" in text_of(ConfigError, lambda: planned([(0, 1)], NARROW))
     plan = planned([(0,), (1,)], NARROW)
-    assert [bucket.own_dtype for bucket in plan.buckets] == [None, "bfloat16"]
-    assert Plan.from_json(plan.to_json()) == plan
+    assert ([bucket.own_dtype for bucket in plan.buckets], Plan.from_json(plan.to_json())) == ([None, "bfloat16"], plan)
     assert "own_dtype" not in planned([(0,)], NARROW[:1]).to_json()  # as plans were saved before
 
 
@@ -355,8 +353,7 @@ def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> Non
 
 def test_signature_is_the_bits_and_their_complements() -> None:
     bits = signature_bits(step=5, generation=2, mode=1)
-    assert bits[:24] == (1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0)
-    assert bits[24:] == tuple(1 - bit for bit in bits[:24])
+    assert (bits[:24], bits[24:]) == ((1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0), tuple(1 - bit for bit in bits[:24]))
     assert bits == signature_bits(step=4096 + 5, generation=256 + 2, mode=1)  # steps wrap around
 
 

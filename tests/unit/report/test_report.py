@@ -42,8 +42,7 @@ SHOWN = {
 @pytest.mark.parametrize(("made", "parts", "others"), SHOWN.values(), ids=SHOWN)
 def test_a_report_shows(made: StepReport, parts: tuple[str, ...], others: tuple[str, ...]) -> None:
     text = printed(print_report, made)
-    assert [part for part in parts if part not in text] == []
-    assert [other for other in others if other in text] == []
+    assert ([part for part in parts if part not in text], [other for other in others if other in text]) == ([], [])
 
 
 def test_bytes_that_were_really_sent_are_added_up() -> None:

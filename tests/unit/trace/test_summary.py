@@ -274,8 +274,7 @@ STEPS: dict[str, tuple[list[list[Transfer]], Sequence[int]]] = {
 @pytest.mark.parametrize(("steps", "sizes"), STEPS.values(), ids=STEPS)
 def test_what_each_costs_is_found(steps: list[list[Transfer]], sizes: Sequence[int]) -> None:
     samples = cost_samples(steps)
-    assert samples[: len(sizes)] == exact(sizes)
-    assert len(samples) == sum(map(len, steps))
+    assert (samples[: len(sizes)], len(samples)) == (exact(sizes), sum(map(len, steps)))
 
 
 @pytest.mark.parametrize(

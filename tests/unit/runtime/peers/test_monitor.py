@@ -183,8 +183,7 @@ def test_any_other_thread_may_be_the_one_that_trains(member: Any) -> None:
     begins, ends = threading.Event(), threading.Event()
     with ThreadPoolExecutor() as threads:
         threads.submit(wait_here, member, "bucket 3", begins, ends)
-        assert begins.wait(10.0)
-        assert member.waits_for == "bucket 3"
+        assert (begins.wait(10.0), member.waits_for) == (True, "bucket 3")
         ends.set()
     assert member.waits_for == ""
 
@@ -240,8 +239,7 @@ def test_a_group_is_freed_once_torch_has_let_go() -> None:
     dist.destroy_process_group(group)
     del group
     thread.join(10.0)
-    assert not thread.is_alive()
-    assert backend() is None
+    assert (thread.is_alive(), backend()) == (False, None)
 
 
 @in_ranks(2)

@@ -140,8 +140,7 @@ def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Neighb
     heard = []
     while (said := second.read())[1]:
         heard += said[0]
-    assert heard == [{"text": "x" * 3 * ring._FRAME}]
-    assert second.read() == ([], False)
+    assert (heard, second.read()) == ([{"text": "x" * 3 * ring._FRAME}], ([], False))
     second.send({"a": 1})  # is dropped
 
 

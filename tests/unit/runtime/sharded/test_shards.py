@@ -74,8 +74,7 @@ def test_an_interrupted_update_of_sixteen_bits_loses_nothing() -> None:
                 actual.step([{}], lambda _part: grad)
         else:
             actual.step([{}], lambda _part: grad)
-        assert torch.equal(mine.target, whole.target)
-        assert torch.equal(mine.values, whole.target.bfloat16())
+        assert (torch.equal(mine.target, whole.target), torch.equal(mine.values, whole.target.bfloat16())) == (True, True)
 
 
 UNWATCHED: Any = SimpleNamespace(order=None)

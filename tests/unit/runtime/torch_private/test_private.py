@@ -80,8 +80,7 @@ def test_an_untraced_function_is_called_as_it_is() -> None:
         return x + 1
 
     compiled = torch.compile(lambda x: look(x) * 2, backend="eager")
-    assert [compiled(torch.ones(1)).item() for _ in range(3)] == [4.0] * 3
-    assert seen == [False] * 3
+    assert ([compiled(torch.ones(1)).item() for _ in range(3)], seen) == ([4.0] * 3, [False] * 3)
 
 
 def test_a_hook_that_is_left_alone_is_not_compiled_with_the_backward_that_calls_it() -> None:
@@ -157,8 +156,7 @@ def test_a_hook_can_be_made_to_run_last() -> None:
         param.sum().backward()
     ours.remove()
     param.sum().backward()
-    assert order == ["a", "b", "ours", "a", "b", "ours", "a", "b"]
-    assert len(others) == len(private.post_accumulate_hooks(param))
+    assert (order, len(others)) == (["a", "b", "ours", "a", "b", "ours", "a", "b"], len(private.post_accumulate_hooks(param)))
 
 
 def test_rpc_and_the_profiler_are_seen_only_if_they_run() -> None:
