@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from support import markers, skips
-from support.products import without_products
+from support import selection
 from support.ranks import RankPools, Ranks
 
 # Machines are shared: how long an example takes says nothing about the code.
@@ -17,18 +16,18 @@ POOLS = RankPools()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="every product of parameters but in slow tests, and more examples")
-    skips.add_option(parser)
+    selection.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    markers.require_known(config)
+    selection.require_known(config)
     settings.load_profile("thorough" if config.getoption("thorough") else "default")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_thorough = config.getoption("thorough")
     thinned = [item for item in items if not is_thorough or item.get_closest_marker("slow")]
-    dropped = set(thinned) - without_products(thinned)
+    dropped = set(thinned) - selection.without_products(thinned)
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
 
@@ -54,11 +53,11 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    skips.fail_if_unexpected(session)
+    selection.fail_if_unexpected(session)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skips.summarize(terminalreporter)
+    selection.summarize(terminalreporter)
 
 
 @pytest.fixture(scope="session")

@@ -77,8 +77,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         importlib.import_module("undertow").nonsense  # noqa: B018
 
 
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 
 
 def test_a_file_can_be_read_in_one_sitting() -> None:

@@ -39,7 +39,6 @@ def runner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_its_ranks(runner: subprocess.Popen[str]) -> list[psutil.Process]:
-    assert runner.stderr is not None
     for line in runner.stderr:
         if ": bare, " in line:
             break

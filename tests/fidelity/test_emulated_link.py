@@ -57,7 +57,6 @@ def measured(strategy: str, num_ranks: int) -> tuple[Profile, float]:
 
 
 def simulated_ms(profile: Profile) -> float:
-    assert profile.groups is not None
     plan = plan_from_groups(profile.params, profile.groups, num_ranks=profile.num_ranks)
     return simulate(profile, plan, strategy_named(profile.strategy), profile.costs()).step_us / 1e3
 

@@ -66,11 +66,9 @@ def wrapped_mixture(
     """`model` under our wrapper, a bare copy of what it is then, and the group of its experts."""
     with experts_group() as group:
         experts = (ExpertGroup(match=MATCH, process_group=group, divisor=divisor),)
-        ddp = DistributedDataParallel(model, config=SyncConfig(**{"reduction": "ordered", **settings}, experts=experts))
-        try:
+        config = SyncConfig(**{"reduction": "ordered", **settings}, experts=experts)
+        with contextlib.closing(DistributedDataParallel(model, config=config)) as ddp:
             yield ddp, copy.deepcopy(model), group
-        finally:
-            ddp.close()
 
 
 def reduce_naively(model: nn.Module, group: dist.ProcessGroup, *, divisor: float = 4, dense_divisor: float = 4) -> None:

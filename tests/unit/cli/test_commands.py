@@ -61,7 +61,6 @@ def test_help_names_every_option_and_the_exit_codes(command: str, undertow: Unde
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_the_example_of_the_help_runs(command: str, undertow: Undertow, folder: Path) -> None:
     example = re.search(rf"Example: undertow ({command} .*)", undertow(f"{command} --help").out)
-    assert example is not None
     shutil.copytree(ROOT / "examples" / "profiles", folder / "examples" / "profiles")
     assert undertow(example[1]).code == 0
 
@@ -141,7 +140,6 @@ def test_a_plan_is_shown_as_buckets_and_a_schedule(undertow: Undertow) -> None:
 )
 def test_options_choose_the_schedule(options: str, golden: str, undertow: Undertow) -> None:
     params = source_from_file(Path("table.json"))
-    assert isinstance(params, tuple)
     # Each parameter in a bucket of its own, whatever the strategy.
     Path("plan.json").write_text(plan_from_groups(params, [[2], [1], [0]], num_ranks=2).to_json())
     code, printed, _ = undertow(f"plan plan.json {options}")

@@ -246,7 +246,6 @@ def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) ->
     scaler.scale(param.sum()).backward()
     if how == "unscale_":
         scaler.unscale_(optimizer)
-        assert param.grad is not None
         assert param.grad.tolist() == [1.0, 1.0]
     scaler.step(optimizer)
     scaler.update()
