@@ -47,8 +47,7 @@ def test_lowering_gives_the_golden_text_which_parses_to_what_was_lowered(
     name: str, schedule: Schedule, strategy: Strategy, num_buckets: int
 ) -> None:
     golden = (GOLDEN / f"{name}.txt").read_text()
-    assert verify(schedule, strategy, num_buckets=num_buckets).to_text() == golden
-    assert schedule_from_text(golden) == schedule
+    assert (verify(schedule, strategy, num_buckets=num_buckets).to_text(), schedule_from_text(golden)) == (golden, schedule)
 
 
 def test_every_golden_file_has_its_test() -> None:
