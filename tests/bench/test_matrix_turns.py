@@ -101,12 +101,9 @@ def test_a_gradient_that_never_came_is_said_to_be_lacking() -> None:
         _ = system.arrivals.ready_s
 
 
-SECOND_PER_BYTE = Wire(seconds_per_byte=1.0, least_s=0.0)
-SLOW_START = Wire(seconds_per_byte=1e-9, least_s=0.5)
-GIGABIT = Wire(seconds_per_byte=1 / 119.5e6, least_s=0.0)
-LAYERS = [2_000_000] * 24
-READY = [0.130 + 0.010 * layer for layer in range(24)]
-USED = [0.115 - 0.005 * layer for layer in range(24)]
+SECOND_PER_BYTE, SLOW_START = Wire(seconds_per_byte=1.0, least_s=0.0), Wire(seconds_per_byte=1e-9, least_s=0.5)
+GIGABIT, LAYERS = Wire(seconds_per_byte=1 / 119.5e6, least_s=0.0), [2_000_000] * 24
+READY, USED = [0.130 + 0.010 * layer for layer in range(24)], [0.115 - 0.005 * layer for layer in range(24)]
 TWO_LAYERS = Compute(ready_s=[12.0, 8.0], used_s=[0.0, 2.0], backward_s=12.0, update_s=1.0)
 REPLAYED = Compute(
     ready_s=[0.360 - 0.010 * layer for layer in range(24)],

@@ -1,4 +1,4 @@
-"""Runs of the harness: the entry and ranks of `make bench`, cells of the matrix, and with root what shaped links carry and leave."""
+"""Runs of the harness: the entry and ranks of `make bench`, cells of the matrix, and with root what shaped links carry."""
 
 import json
 import os
@@ -274,8 +274,7 @@ def test_an_interrupted_matrix_tears_down(number: signal.Signals, runner: subpro
 @pytest.mark.root
 @pytest.mark.usefixtures("needs_namespaces")
 def test_what_a_killed_matrix_leaves_is_removed_by_the_next(runner: subprocess.Popen[str]) -> None:
-    ranks = wait_for_its_ranks(runner)
-    left = namespaces_of(runner.pid)
+    ranks, left = wait_for_its_ranks(runner), namespaces_of(runner.pid)
     assert len(left) == 3
     runner.kill()
     runner.wait(PATIENCE_S)

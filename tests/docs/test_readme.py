@@ -42,10 +42,8 @@ def commands(block: str) -> list[str]:
 BLOCKS = [commands(snippet.code) for snippet in SNIPPETS if snippet.language == ""]
 NAMED = re.findall(r"`((?:make|pip|torchrun|undertow|python) [^`]+)`", TEXT)
 # These take minutes, a network, or processes: how each is checked stands beside its list.
-MADE = ["make demo", "make test", "make docs", "make bench"]
-INSTALLED = ["pip install .", "pip install '.[cli]'"]
-DEMOS = ["undertow demo --strategy zero2"]
-LAUNCHED = ["torchrun --nproc-per-node=2 script.py"]
+MADE, INSTALLED = ["make demo", "make test", "make docs", "make bench"], ["pip install .", "pip install '.[cli]'"]
+DEMOS, LAUNCHED = ["undertow demo --strategy zero2"], ["torchrun --nproc-per-node=2 script.py"]
 RUN = [block for block in BLOCKS if not set(block) & set(MADE)]
 
 
@@ -163,8 +161,7 @@ class Tokens(nn.Module):
 
 @in_ranks(2)
 def test_a_model_is_changed_and_weighted() -> None:
-    num_tokens = dist.get_rank() + 1
-    params = [torch.ones(2, requires_grad=True)]
+    num_tokens, params = dist.get_rank() + 1, [torch.ones(2, requires_grad=True)]
     names = {"undertow": undertow, "torch": torch, "DistributedDataParallel": DistributedDataParallel, "model": Tokens()}
     model = execute(CHANGE, **names, params=params, loss=params[0].sum(), num_tokens=num_tokens)["model"]
     model(torch.zeros(num_tokens, dtype=torch.int64)).sum().backward()

@@ -148,8 +148,7 @@ class Trainable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        self.extra = nn.Linear(6, 1)
+        self.net, self.extra = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), nn.Linear(6, 1)
 
     def train_step(self, x: Tensor, *, with_extra: bool) -> dict[str, Tensor]:
         return {"loss": (self.net(x) + (self.extra(x) if with_extra else 0.0)).square().mean()}

@@ -104,8 +104,7 @@ def _table(rng: random.Random, sizes: range, shape: str) -> list[float]:
 
 
 SHAPES = ("affine", "concave", "steps", "monotone", "wild")
-NOT_DECREASING = SHAPES[:-1]
-NUM_RANKS = 2
+NOT_DECREASING, NUM_RANKS = SHAPES[:-1], 2
 
 
 def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> Case:

@@ -42,8 +42,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from support.naive import require_same
 from undertow import DistributedDataParallel, SyncConfig
 
-Wrapper = type[TorchDistributedDataParallel]
-Recipe = Callable[..., dict[str, Tensor]]
+Wrapper, Recipe = type[TorchDistributedDataParallel], Callable[..., dict[str, Tensor]]
 
 TIMEOUT_S = 120.0  # the first recipe imports its framework, on both ranks at once
 

@@ -14,8 +14,7 @@ from support.alike import backward_alike, require_equal_gradients, require_equal
 from support.sharded import chain, of_ranks
 from undertow import DistributedDataParallel, ExpertGroup, SyncConfig
 
-MATCH = "*experts.*"
-WIDTH = 6
+MATCH, WIDTH = "*experts.*", 6
 SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 # Which of its two experts a rank uses in which step: both, one, none, or one that its peer does not use.

@@ -13,8 +13,7 @@ from undertow.plan.layout import GroupEntry, piece_of
 from undertow.trace import Transfer, cost_samples
 from undertow.tune import Decision, Measurement, Tuner
 
-Groups = tuple[tuple[GroupEntry, ...], ...]
-Cost = Callable[[float], float]
+Groups, Cost = tuple[tuple[GroupEntry, ...], ...], Callable[[float], float]
 
 NUM_STEPS, FORWARD_US = 5, 10_000.0
 

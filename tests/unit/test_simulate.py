@@ -33,8 +33,7 @@ FIXED = lines((8, 0), gather=(6, 0))  # a reduction of whatever size takes 8 us,
 # Inside a reduce-scatter takes 3 us and a gather 6, across an all-reduce takes 5: a reduction takes 8 as above.
 MESH = NodeCosts(inside=lines((3, 0), gather=(6, 0)), across=lines((5, 0)), per_node=2, is_mesh=True)
 TWO = profile_of([20, 10], backward_us=20)  # p1 is ready first, half of backward before p0
-LATE = profile_of([1, 18, 2], backward_us=20)
-NONE = replace(TWO, params=(), ready_us=(), update_us=0)
+LATE, NONE = profile_of([1, 18, 2], backward_us=20), replace(TWO, params=(), ready_us=(), update_us=0)
 
 
 def simulated(
@@ -227,8 +226,7 @@ def test_the_report_tells_the_wire_from_a_late_rank() -> None:
 
 
 # Random steps: gradient sizes, ready times and where buckets end, and a line of costs per kind.
-TIMES = st.floats(0, 1000)
-COSTS = st.tuples(st.floats(0, 100), st.floats(0, 1))
+TIMES, COSTS = st.floats(0, 1000), st.tuples(st.floats(0, 100), st.floats(0, 1))
 some_strategy = st.sampled_from([DDP, ZERO1])
 
 

@@ -186,8 +186,7 @@ PICKLES = {
 
 def replaced(path: Path, name: str, data: bytes) -> None:
     """The stored bytes of `name` become `data`; the metadata follows."""
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    parts, start = [], 0
+    metadata, parts, start = pickle.loads((path / ".metadata").read_bytes()), [], 0
     whole = (path / DATA).read_bytes()
     for index, info in sorted(metadata.storage_data.items(), key=lambda item: item[1].offset):
         part = data if index.fqn == name else whole[info.offset : info.offset + info.length]
@@ -328,8 +327,7 @@ def test_an_extra_state_of_a_module_comes_back_whole(tmp_path: Path) -> None:
 def ranges(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
     """A tensor of the numbers in its memory, in any order of its dimensions, and a range of them."""
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    order = draw(st.permutations(range(len(shape))))
-    numel = math.prod(shape)
+    order, numel = draw(st.permutations(range(len(shape)))), math.prod(shape)
     tensor = torch.arange(numel).view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
     start = draw(st.integers(0, numel))
     return tensor, start, draw(st.integers(start, numel))

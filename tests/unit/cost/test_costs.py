@@ -28,8 +28,7 @@ from undertow.cost import (
 from undertow.cost.curve import Line, line_through
 
 # A byte per microsecond and 10 or 100 us per hop, so that a cost shows its parts.
-LINK = Link(name="plain", hop_s=10e-6, bytes_per_s=1e6)
-SLOW = Link(name="slow", hop_s=100e-6, bytes_per_s=1e6)
+LINK, SLOW = Link(name="plain", hop_s=10e-6, bytes_per_s=1e6), Link(name="slow", hop_s=100e-6, bytes_per_s=1e6)
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 OF_KINDS = ", ".join(KINDS)
 NODES = NodeCosts(inside=RingCosts(LINK, num_ranks=4), across=RingCosts(SLOW, num_ranks=3), per_node=4)
@@ -73,8 +72,7 @@ def test_costs_have_the_shape_of_the_sizes(costs: Costs) -> None:
     ]
 
 
-POSITIVE = "Give a positive number of ranks."
-MEASURE = "Measure it, or name a link."
+POSITIVE, MEASURE = "Give a positive number of ranks.", "Measure it, or name a link."
 IMPOSSIBLE = "A point is a size of zero bytes or more and a time of more than zero microseconds."
 ONCE = "Sort the points by size, each size once."
 REFUSALS: dict[str, tuple[Call, str]] = {
@@ -286,9 +284,7 @@ def test_a_line_through_many_points_is_that_of_some() -> None:
     assert (line.latency_us, line.us_per_byte) == pytest.approx((50, 1e-3), rel=1e-9)
 
 
-NETWORK_SIZES = [0.0, 1.0, 1e4, 1e8]
-MIB = 1024 * 1024
-FAST = link_from_text("100gbit,5us")
+NETWORK_SIZES, MIB, FAST = [0.0, 1.0, 1e4, 1e8], 1024 * 1024, link_from_text("100gbit,5us")
 INSIDE = RingCosts(link_from_text("900gbit,2us"), num_ranks=8)
 NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
 

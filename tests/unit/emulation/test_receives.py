@@ -17,8 +17,7 @@ from undertow.cost import Link
 from undertow.emulation.receives import Receives
 from undertow.emulation.wire import LinkWork, Wire
 
-HOP_S = 0.3
-NUMEL = 10_000
+HOP_S, NUMEL = 0.3, 10_000
 
 
 class Message(dist.Work):

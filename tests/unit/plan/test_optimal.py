@@ -430,8 +430,7 @@ def test_an_order_can_be_lowered_and_is_no_worse_than_none(seed: int, num: int) 
 def test_no_period_is_below_the_limit(seed: int, num: int) -> None:
     profile, costs = random_profile(seed, num), lines((2, 0.02), gather=(1, 0.015))
     plan = plan_from_groups(profile.params, [[param] for param in profile.order], num_ranks=2)
-    times = lane_times(profile, plan, costs)
-    limit_us = eager_limit_us(profile.params, profile.timing, costs)
+    times, limit_us = lane_times(profile, plan, costs), eager_limit_us(profile.params, profile.timing, costs)
     assert lane_period_us(times, eager_order(times)) >= limit_us - 1e-6  # the same sums in another order: rounding
 
 

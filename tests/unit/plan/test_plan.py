@@ -46,8 +46,7 @@ def piece(param: int, first: int, stop: int) -> Piece:
     return Piece(param=param, first=first, stop=stop)
 
 
-PLAN = planned()
-SPLIT = planned([(1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)])
+PLAN, SPLIT = planned(), planned([(1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)])
 
 
 def saved(**changes: Any) -> str:
@@ -172,8 +171,7 @@ EACH_ONCE = "a plan must hold each of its 3 parameters exactly once.\n  first di
 FOREIGN = "\n  Make the plan from the parameters of this model."
 IN_PIECES = "\n  The pieces of a parameter follow each other without gaps, each in a later bucket."
 WEIGHT = f"{EACH_ONCE}parameter 0 ('weight') has elements [0, 6), its slots hold "
-NO_PLAN = "this is no saved plan: "
-SAVE = ".\n  Use a file that save_plan() has written."
+NO_PLAN, SAVE = "this is no saved plan: ", ".\n  Use a file that save_plan() has written."
 OVERLAPS = "\n  Slots do not overlap, and are of one dtype and device."
 SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
 

@@ -14,8 +14,7 @@ from support.records import GATHERS, record, report, row
 from undertow.cost import curve_from_samples
 from undertow.trace import Event, Overlap, StepReport, Trace, Transfer, cost_samples, limit_us, overlap_of, union_us
 
-PLAIN, SHARDED = report(record()), report(record(gathers=GATHERS))
-ALONE = report(record(buckets=(), busy_ms=()))
+PLAIN, SHARDED, ALONE = report(record()), report(record(gathers=GATHERS)), report(record(buckets=(), busy_ms=()))
 # A report, and the values of some of its fields.
 REPORTS: dict[str, tuple[StepReport, dict[str, Any]]] = {
     "a step is split into forward, backward, hidden and exposed": (

@@ -220,8 +220,7 @@ def test_a_plan_of_more_pieces_than_any_planner_makes_is_refused() -> None:
 # Gradients of 1 MB come at 1, 2, 3 and 4 ms of backward, the last registered first; forward takes 2 ms.
 PARAMS = tuple(spec(f"p{i}", 250_000) for i in range(4))
 # 0.1 ms and 1 ms per MB; measured at 1 MB and 4 MB.
-CURVE = CostCurve(points=((1e6, 1100.0), (4e6, 4100.0)))
-WHY = "planned from what was measured"
+CURVE, WHY = CostCurve(points=((1e6, 1100.0), (4e6, 4100.0))), "planned from what was measured"
 HALF = CostCurve(points=((1e6, 600.0), (4e6, 2100.0)))
 KINDS = [spec("a", 1000), spec("b", 1000, dtype="float16"), spec("c", 1000, dtype="float16")]
 MANY = [spec(f"p{i}", 1000) for i in range(600)]

@@ -59,8 +59,7 @@ def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_pa
         for index, numel in enumerate([5, 1, 1000, 0]):
             given = of_ranks(num_ranks * numel + 1, index, dtype)
             wanted = chain_of_adds([storage[rank * numel : (rank + 1) * numel] for storage in given], dtype) / num_ranks
-            shard = torch.empty_like(wanted)
-            trailer = range(num_ranks * numel + 1, num_ranks * numel + 3)
+            shard, trailer = torch.empty_like(wanted), range(num_ranks * numel + 1, num_ranks * numel + 3)
             handle = exchanges.reduce_scatter(given[rank], shard, trailer=trailer, pack=int)
             handle.on_done(done.append)
             started.append((handle, given[rank], shard, wanted))
