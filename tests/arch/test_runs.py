@@ -73,9 +73,12 @@ def run(directory: Path, *options: str) -> tuple[int, str]:
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["in one process", "with a worker"])
 def test_skips_are_listed_and_an_unexpected_one_fails_the_run_on_demand(tmp_path: Path, options: tuple[str, ...]) -> None:
     code, text = run(tmp_path, "--no-unexpected-skips", *options)
-    assert (code, "1 passed, 3 skipped" in text) == (1, True), text
-    assert "    1  needs a torch of cheese  (UNEXPECTED)\n" in text
-    assert "    1  a.json is not in data; UNDERTOW_PUBLISHED_DATA names another folder\n" in text
+    told = (
+        "1 passed, 3 skipped",
+        "    1  needs a torch of cheese  (UNEXPECTED)\n",
+        "    1  a.json is not in data; UNDERTOW_PUBLISHED_DATA names another folder\n",
+    )
+    assert (code, [part for part in told if part not in text]) == (1, []), text
 
 
 @pytest.mark.slow

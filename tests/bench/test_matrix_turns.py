@@ -256,5 +256,4 @@ def test_a_rank_whose_others_wait_inside_a_system_says_its_own_error_last(
     monkeypatch.setattr(worker, "_AGREE", timedelta(seconds=0.01))
     with pytest.raises(RuntimeError) as caught:
         worker._agree(job, "ours", 1, report)
-    assert str(caught.value) == told
-    assert caught.value.__suppress_context__
+    assert (str(caught.value), caught.value.__suppress_context__) == (told, True)
