@@ -89,8 +89,7 @@ def test_a_plan_may_be_given_as_text_as_a_path_or_itself(tmp_path: Path) -> None
     path.write_text(f"\n{PLAN.to_json()}\n", encoding="utf-8")
     for given in (PLAN, path, str(path), path.read_text(), PLAN.to_json()):
         config = SyncConfig(plan=given)
-        assert Plan.from_json(str(config.plan)) == PLAN
-        assert SyncConfig.from_json(config.to_json()) == dataclasses.replace(config)
+        assert (Plan.from_json(str(config.plan)), SyncConfig.from_json(config.to_json())) == (PLAN, dataclasses.replace(config))
 
 
 SECONDS = "SyncConfig\n  Give a number above zero, or math.inf to switch it off."

@@ -151,10 +151,8 @@ def test_a_kind_that_was_not_measured_costs_what_its_parts_do(measured: tuple[st
 def test_on_a_mesh_only_reductions_cross_and_only_with_shards() -> None:
     inside, across = RingCosts(LINK, num_ranks=4), RingCosts(SLOW, num_ranks=3)
     mesh = NodeCosts(inside=inside, across=across, per_node=4, is_mesh=True)
-    crossing = us(across, "all_reduce", 300)
-    assert us(mesh, "reduce_scatter") == us(inside, "reduce_scatter") + crossing
-    assert us(mesh, "all_gather") == us(inside, "all_gather")
-    assert us(mesh, "all_reduce") == us(inside, "reduce_scatter") + crossing + us(inside, "all_gather")
+    scatter, gather, crossing = us(inside, "reduce_scatter"), us(inside, "all_gather"), us(across, "all_reduce", 300)
+    assert [us(mesh, kind) for kind in KINDS] == [scatter + crossing + gather, scatter + crossing, gather]
 
 
 Points = tuple[tuple[float, float], ...]
@@ -441,16 +439,15 @@ def test_cost_of_twelve_bytes(kind: str, num_ranks: int, seconds: float) -> None
 def test_a_rate_names_an_ethernet_link_and_may_have_a_latency(text: str, hop_s: float, line_rate: float) -> None:
     link = link_from_text(text)
     # Powers of ten are a rounding off.
-    assert (link.name, link.hop_s, link.bytes_per_s) == (
+    assert (link.name, link.hop_s, link.bytes_per_s, link.is_free) == (
         text,
         pytest.approx(hop_s, rel=1e-15),
         pytest.approx(line_rate * 0.956, rel=1e-15),
+        False,
     )
-    assert not link.is_free
 
 
 def test_no_link_costs_nothing() -> None:
     link = link_from_text("none")
-    assert link.is_free
     assert collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8) == 0
-    assert not any(costly.is_free for costly in (PLAIN, replace(PLAIN, hop_s=0.0), replace(PLAIN, bytes_per_s=math.inf)))
+    assert [it for it in (link, PLAIN, replace(PLAIN, hop_s=0.0), replace(PLAIN, bytes_per_s=math.inf)) if it.is_free] == [link]

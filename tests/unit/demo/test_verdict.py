@@ -70,8 +70,10 @@ def test_the_table_fits_a_narrow_terminal() -> None:
     found = results({Way.BUCKETED: {"gradients_agree": False}})
     table = comparison_table(found, Verdict.of(found, num_ranks=2), num_steps=3)
     lines = [line.strip() for line in printed(lambda console: console.print(table), width=80).splitlines()]
-    assert "bucketed, after backward   1234.6  1.00x     25.0    80%     1  2.5000     NO" in lines
-    assert "Undertow, defaults         1234.6  1.00x     25.0    80%     1  2.5000    yes" in lines
+    assert [line for line in lines if line.startswith(("bucketed, after", "Undertow, d"))] == [
+        "bucketed, after backward   1234.6  1.00x     25.0    80%     1  2.5000     NO",
+        "Undertow, defaults         1234.6  1.00x     25.0    80%     1  2.5000    yes",
+    ]
 
 
 REFUSALS: dict[str, Call] = {
@@ -185,14 +187,14 @@ def test_a_step_in_shards_begins_with_the_optimizer_and_waits_for_parameters_in_
     # The wait for gradients is measured alike for every way.
     own = recorded(("compute", "wait", 1, 1_000, 9_000), ("compute", "wait", 0, 330_000, 340_000), GATHER)
     trace = trace_of(SHARDED, [], rank=0, step=3, recorded=own)
-    assert rounded(trace, "compute") == [
+    assert [*rounded(trace, "compute"), *rounded(trace, "comm.dp")] == [
         ("forward", 0, 100_000),
         ("backward", 100_000, 300_000),
         ("wait", 300_000, 350_000),
         ("optimizer", -20_000, -10_000),
         ("wait", 2_000, 10_000),
+        ("all_gather", -11_000, 10_000),
     ]
-    assert rounded(trace, "comm.dp") == [("all_gather", -11_000, 10_000)]
     assert (trace.duration_us, SHARDED.step_ms) == pytest.approx((370_000, 370))
 
 

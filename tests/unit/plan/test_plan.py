@@ -125,12 +125,13 @@ def test_a_plan_that_was_saved_without_a_word_on_sparse_parameters_is_of_dense_o
 
 
 def test_a_plan_knows_its_groups_and_what_is_in_pieces() -> None:
-    assert (PLAN.groups, PLAN.split_params) == (((1, 0), (2,)), frozenset())
-    assert (SPLIT.groups, SPLIT.split_params) == (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0})
+    assert [(plan.groups, plan.split_params) for plan in (PLAN, SPLIT)] == [
+        (((1, 0), (2,)), frozenset()),
+        (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0}),
+    ]
     assert json.loads(SPLIT.to_json())["buckets"] == [[1, [0, 0, 4]], [2], [[0, 4, 6]]]
     # A piece that is all of its parameter is the parameter.
-    assert planned([(1, piece(0, 0, 6)), (2,)]) == PLAN
-    assert Plan.from_json(saved(buckets=[[1, [0, 0, 6]], [2]])).to_json() == PLAN.to_json()
+    assert planned([(1, piece(0, 0, 6)), (2,)]) == Plan.from_json(saved(buckets=[[1, [0, 0, 6]], [2]])) == PLAN
 
 
 @given(any_plans)

@@ -98,8 +98,7 @@ def test_traces_make_a_picture_that_is_higher_the_more_there_are(tmp_path: Path)
         pictures.append((tmp_path / "it.png").read_bytes())
     # Width and height, from the header of a PNG (RFC 2083, 11.2.1).
     (width, low), (same_width, high) = ((it[16:20], it[20:24]) for it in pictures if it.startswith(PNG))
-    assert int.from_bytes(width) > 1000
-    assert (width, low < high) == (same_width, True)
+    assert (width, low < high, int.from_bytes(width) > 1000) == (same_width, True, True)
 
 
 def test_steps_without_communication_or_without_anything_can_be_drawn(tmp_path: Path) -> None:
@@ -118,9 +117,8 @@ def drawn(traces: dict[str, Trace], monkeypatch: pytest.MonkeyPatch) -> Figure:
 def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     (axes,) = drawn({"plain": OVERLAPPED, "sharded": SHARDED}, monkeypatch).axes
     left, right = axes.get_xlim()
-    assert left == -6
-    assert right > 133
-    assert [text.get_text() for text in axes.texts] == ["133 ms", "86% hidden", "136 ms", "82% hidden"]
+    texts = [text.get_text() for text in axes.texts]
+    assert (left, right > 133, texts) == (-6, True, ["133 ms", "86% hidden", "136 ms", "82% hidden"])
 
 
 def test_gathers_have_a_color_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

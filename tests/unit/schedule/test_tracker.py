@@ -210,8 +210,7 @@ def test_repeats_release_nothing_what_is_missing_is_known_and_a_reset_forgets_al
     tracker.reset()
     assert tracker.arrivals.arrived == set()
     assert play(tracker, case.arrivals) == play(case.tracker, case.arrivals)
-    assert tracker.arrivals.arrived == {*case.arrivals}
-    assert [*tracker.end_backward(), *tracker.join()] == []
+    assert (tracker.arrivals.arrived, [*tracker.end_backward(), *tracker.join()]) == ({*case.arrivals}, [])
 
 
 def test_a_parameter_in_no_bucket_is_an_error() -> None:
@@ -312,8 +311,7 @@ def test_all_buckets_are_counted_before_one_of_them_is_told_of() -> None:
 
 def test_arrivals_know_who_listens() -> None:
     tracker = Tracker(lower_data_parallel(1), [(0,)], num_params=1)
-    assert tracker.arrivals.listener is tracker
-    assert Arrivals([], num_params=0, on_full=lambda _: None).listener is None
+    assert [it.listener for it in (tracker.arrivals, Arrivals([], num_params=0, on_full=int))] == [tracker, None]
 
 
 def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:

@@ -110,9 +110,8 @@ def test_a_bucket_has_the_methods_of_torchs() -> None:
     given, other = bucket(), torch.ones(6).half()
     names = [name for name in dir(dist.GradBucket) if not name.startswith("_")]
     assert [name for name in names if not callable(getattr(given, name, None))] == []
-    assert (given.index(), given.is_last()) == (4, True)
+    assert (given.index(), given.is_last(), [param.shape for param in given.parameters()]) == (4, True, [(2, 2), (2,)])
     assert [gradient.tolist() for gradient in given.gradients()] == [[[0, 1], [2, 3]], [4, 5]]
-    assert [param.shape for param in given.parameters()] == [(2, 2), (2,)]
     given.set_buffer(other)
     assert given.buffer() is other
     given.gradients()[1].zero_()  # torch's are views of whatever is the buffer; its wrappers and PowerSGD rely on that
@@ -137,8 +136,7 @@ def test_the_result_is_written_into_the_bucket(result: Callable[[HookedBucket], 
     handle = CommHook(None, returns(lambda bucket: completed(result(bucket)))).start(given, ALONE)
     for _ in range(2):  # a second time is fine
         handle.wait()
-    assert torch.equal(target, 3 * BUFFER)
-    assert not target.requires_grad
+    assert (torch.equal(target, 3 * BUFFER), target.requires_grad) == (True, False)
 
 
 def test_a_handle_is_complete_when_its_future_is() -> None:

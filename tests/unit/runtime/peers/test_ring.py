@@ -167,8 +167,7 @@ def test_a_neighbor_that_reads_is_told_any_number_of_messages(pair: tuple[Neighb
         first.send({"number": number})
         assert second.read() == ([{"number": number}], True)
         if number % ring._NUM_UNTOLD == 0:  # it says that it has them
-            assert first.read() == ([], True)
-            assert not first._sent
+            assert (first.read(), bool(first._sent)) == (([], True), False)
 
 
 def test_a_neighbor_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neighbor, Neighbor]) -> None:
@@ -177,8 +176,7 @@ def test_a_neighbor_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neig
         first.send({"number": number})
     assert [second.read()[0] for _ in range(ring._MAX_SENT)] == [[{"number": number}] for number in range(ring._MAX_SENT)]
     told = [first.read() for _ in range(ring._MAX_SENT // ring._NUM_UNTOLD)]
-    assert told == [([], True)] * len(told)
-    assert not first._sent
+    assert (told, bool(first._sent)) == ([([], True)] * len(told), False)
     first.send({"number": -1})
     assert second.read() == ([{"number": -1}], True)
 
@@ -190,8 +188,7 @@ def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Neighbor, Neighbor]
         sleeping.send_signal(signal.SIGSTOP)
         os.waitpid(sleeping.pid, os.WUNTRACED)
         first._process = sleeping.pid
-        assert first.is_stopped()
-        assert not second.is_stopped()  # it is this process
+        assert (first.is_stopped(), second.is_stopped()) == (True, False)  # the second is this process
         second._process = None
         assert not second.is_stopped()
     finally:

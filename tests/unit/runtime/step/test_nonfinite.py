@@ -92,8 +92,7 @@ def test_every_optimizer_of_torchs_is_left_as_it_was(name: str, num_steps: int) 
 
 def test_steps_that_an_optimizer_counts_elsewhere_are_not_counted() -> None:
     param = nn.Parameter(torch.randn(3))
-    param.grad = torch.ones(3)
-    optimizer = Counting([param])
+    param.grad, optimizer = torch.ones(3), Counting([param])
     optimizer.step()
     stepped(optimizer, numbers(is_found=True))
     (group,) = optimizer.param_groups

@@ -66,9 +66,8 @@ def test_a_callback_queued_from_a_callback_runs_after_those_already_queued() -> 
 def test_the_largest_of_each_keeps_what_is_not_finite() -> None:
     huge = torch.finfo(torch.float32).max
     tensors = [torch.tensor(values) for values in ([1.0, -3.0], [huge, huge], [[1.0], [torch.inf]], [torch.nan, 1.0])]
-    found = list(map(float, private.largest_of_each(tensors)))
-    assert found == pytest.approx([3.0, huge, torch.inf, torch.nan], rel=0, nan_ok=True)
-    assert private.largest_of_each([torch.tensor([3 + 4j])]) == [torch.tensor(5.0)]
+    found = [float(it) for each in (tensors, [torch.tensor([3 + 4j])]) for it in private.largest_of_each(each)]
+    assert found == pytest.approx([3.0, huge, torch.inf, torch.nan, 5.0], rel=0, nan_ok=True)
 
 
 def test_an_untraced_function_is_called_as_it_is() -> None:
@@ -98,13 +97,12 @@ def test_a_hook_that_is_left_alone_is_not_compiled_with_the_backward_that_calls_
     param.register_post_accumulate_grad_hook(look)
     torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
     compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
-    assert seen == [False]
-    assert compiled.isdisjoint({look.__code__, called.__code__})
+    assert (seen, compiled & {look.__code__, called.__code__}) == ([False], set())
 
 
 def test_a_group_says_how_long_its_collectives_may_take(one_rank: Any) -> None:
-    assert private.timeout_of(one_rank) == timedelta(seconds=77)
-    assert private.timeout_of(object()) is None  # type: ignore[arg-type]  # what is no real group does not say it
+    # What is no real group does not say it.
+    assert [private.timeout_of(group) for group in (one_rank, object())] == [timedelta(seconds=77), None]
 
 
 def test_a_hook_on_the_accumulating_node_runs_after_the_gradient_is_there() -> None:
@@ -114,8 +112,7 @@ def test_a_hook_on_the_accumulating_node_runs_after_the_gradient_is_there() -> N
     seen: list[list[float]] = []
     node.register_hook(lambda *_: seen.append(param.grad.tolist()))
     (3 * param).sum().backward()
-    assert seen == [[3.0, 3.0]]
-    assert private.accumulating_node(param) is node
+    assert (seen, private.accumulating_node(param)) == ([[3.0, 3.0]], node)
 
 
 def test_arguments_of_a_forward_keep_their_structure_when_they_are_moved() -> None:
@@ -181,8 +178,7 @@ def test_before_accumulating_comes_before_each_addition_and_not_where_nothing_is
         (3 * param + param).sum().backward()
     handle.remove()
     (3 * param).sum().backward()
-    assert seen == [None, [4.0, 4.0]]
-    assert node is private.accumulating_node(param)
+    assert (seen, private.accumulating_node(param)) == ([None, [4.0, 4.0]], node)
 
 
 def test_what_is_there_may_be_taken_out_before_a_gradient_is_added() -> None:
@@ -190,8 +186,7 @@ def test_what_is_there_may_be_taken_out_before_a_gradient_is_added() -> None:
     earlier = param.grad = torch.ones(2)
     _alive = private.before_accumulating(param, lambda: setattr(param, "grad", None))
     (3 * param).sum().backward()
-    assert param.grad is not earlier
-    assert (param.grad.tolist(), earlier.tolist()) == ([3.0, 3.0], [1.0, 1.0])
+    assert (param.grad is earlier, param.grad.tolist(), earlier.tolist()) == (False, [3.0, 3.0], [1.0, 1.0])
 
 
 def test_the_default_groups_device_connects_pairs(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
