@@ -65,10 +65,11 @@ def is_of_others(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in OTHERS
 
 
-PATHS = [path for path in sorted(TESTS.rglob("*.py")) if not any(path.is_relative_to(place) for place in ALLOWED)]
-
-
-@pytest.mark.parametrize("path", PATHS, ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(TESTS.rglob("*.py")) if not any(path.is_relative_to(place) for place in ALLOWED)],
+    ids=name_of,
+)
 def test_a_file_does_not_reach_inside(path: Path) -> None:
     assert reaches(path) == []
 

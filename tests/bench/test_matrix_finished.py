@@ -79,20 +79,24 @@ def test_what_was_written_is_read_again(out: Path) -> None:
 
 GONE = {**at(), "rows": [*at()["rows"], {**at()["rows"][1], "system": "ours-as-it-was"}]}  # a name that the catalog has no longer
 # Cells of an earlier run, what is asked for, and what is measured of the cell of two ranks.
-RESUMED: dict[str, tuple[list[dict[str, Any]], tuple[str, ...], list[list[str]]]] = {
-    "nothing lacks": ([GONE], ("ours",), []),
-    "a system lacks: with those it had": ([GONE], ("fsdp2",), [["bare", "ours", "fsdp2"]]),
-    "systems that cannot be measured here": ([at()], ("ours", "megatron-ddp", "deepspeed-zero1"), []),
-    "one that can": ([at()], ("ours", "megatron-ddp", "torch-ddp"), [["bare", "ours", "torch-ddp", "megatron-ddp"]]),
-    "other turns": ([at(num_turns=run.QUICK.num_turns)], ("ours",), [["bare", "ours"]]),
-    "other steps": ([at(steps_per_turn=1)], ("ours",), [["bare", "ours"]]),
-    "an older version": ([at(steps_per_turn=None)], ("ours",), [["bare", "ours"]]),
-    "start-up is known of the workload": ([at(start_up=None), at(link="none")], ("ours",), []),
-    "a first cell without start-up": ([at(start_up=None)], ("ours",), [["bare", "ours"]]),
-}
 
 
-@pytest.mark.parametrize(("cells", "systems", "expected"), RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(
+    ("cells", "systems", "expected"),
+    [
+        pytest.param([GONE], ("ours",), [], id="nothing lacks"),
+        pytest.param([GONE], ("fsdp2",), [["bare", "ours", "fsdp2"]], id="a system lacks: with those it had"),
+        pytest.param([at()], ("ours", "megatron-ddp", "deepspeed-zero1"), [], id="systems that cannot be measured here"),
+        pytest.param(
+            [at()], ("ours", "megatron-ddp", "torch-ddp"), [["bare", "ours", "torch-ddp", "megatron-ddp"]], id="one that can"
+        ),
+        pytest.param([at(num_turns=run.QUICK.num_turns)], ("ours",), [["bare", "ours"]], id="other turns"),
+        pytest.param([at(steps_per_turn=1)], ("ours",), [["bare", "ours"]], id="other steps"),
+        pytest.param([at(steps_per_turn=None)], ("ours",), [["bare", "ours"]], id="an older version"),
+        pytest.param([at(start_up=None), at(link="none")], ("ours",), [], id="start-up is known of the workload"),
+        pytest.param([at(start_up=None)], ("ours",), [["bare", "ours"]], id="a first cell without start-up"),
+    ],
+)
 def test_a_run_is_resumed(
     cells: list[dict[str, Any]], systems: tuple[str, ...], expected: list[list[str]], out: Path, measured: list[list[str]]
 ) -> None:

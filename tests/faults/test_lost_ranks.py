@@ -193,14 +193,14 @@ def test_a_rank_that_is_killed_with_half_a_message_is_named_all_the_same(
 # A rank that ends with an exception tells the others, wherever it was raised; so does one whose numbers are wrong.
 
 
-RAISES_IN = [
-    *("in data", "in forward", "in backward", "in launch", "in comm hook", "in weights", "in join", "in optimizer"),
-    *("in gathers", "before checkpoint", "in construction"),
-]
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("place", RAISES_IN)
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("in data", "in forward", "in backward", "in launch", "in comm hook", "in weights", "in join", "in optimizer"),
+        *("in gathers", "before checkpoint", "in construction"),
+    ],
+)
 def test_an_exception_is_told_to_all_others(place: str, num_ranks: int, record: Record) -> None:
     record(f"exception {place}", PLACES[place].told(PLACES[place].fault("raises", num_ranks), "PeerFailed", FAILED))
 

@@ -241,52 +241,68 @@ HEADERS = {
 
 CANNOT = "the checkpoint cannot be loaded: "
 # What is done to the checkpoint, and what its error says.
-CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    **{
-        f"tensors in a file of another name: {name}": (rename_all(value), "is not a file of this checkpoint")
-        for name, value in OTHER_NAMES.items()
-    },
-    **{
-        f"{name} is {kind}": (
-            lambda saved, name=name, make=make: make(saved / name, (saved / name).rename(saved.with_name(f"other{name}"))),
-            f"{re.escape(name)} is not a regular file",
-        )
-        for name in ("undertow.json", ".metadata", DATA)
-        for kind, make in SPECIAL.items()
-    },
-    **{
-        name: (lambda saved, change=change: rewrite(saved, change), rf"^{CANNOT}(\.metadata|__0_0\.distcp) .*\n  {{saved}}")
-        for name, change in METADATA.items()
-    },
-    **{
-        f"a pickle: {name}": (lambda saved, data=data: (saved / ".metadata").write_bytes(data), rf"{CANNOT}\.metadata ")
-        for name, data in PICKLES.items()
-    },
-    # It takes no space on the disk.
-    "huge metadata": (lambda saved: os.truncate(saved / ".metadata", 1 << 40), r"\.metadata has 1,099,511,627,776 bytes"),
-    **{
-        f"in place of a tensor {name}": (
-            lambda saved, data=data: replaced(saved, NAME, data()),
-            rf"{CANNOT}(__0_0\.distcp|\.metadata) ",
-        )
-        for name, data in TENSORS.items()
-    },
-    **{
-        f"a header: {name}": (
-            lambda saved, text=text: (saved / "undertow.json").write_text(text, encoding="utf-8"),
-            rf"{CANNOT}undertow\.json is ",
-        )
-        for name, text in HEADERS.items()
-    },
-    # Nor does it steer a terminal.
-    "an optimizer of another name": (
-        lambda saved: (saved / "undertow.json").write_text(json.dumps({"format": 1, "optimizer": "\x1b[2J\ud800", "extra": 1})),
-        r"the state of \\x1b\[2J\\ud800,",
-    ),
-}
 
 
-@pytest.mark.parametrize(("change", "text"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        *(
+            pytest.param(rename_all(value), "is not a file of this checkpoint", id=f"tensors in a file of another name: {name}")
+            for name, value in OTHER_NAMES.items()
+        ),
+        *(
+            pytest.param(
+                lambda saved, name=name, make=make: make(saved / name, (saved / name).rename(saved.with_name(f"other{name}"))),
+                f"{re.escape(name)} is not a regular file",
+                id=f"{name} is {kind}",
+            )
+            for name in ("undertow.json", ".metadata", DATA)
+            for kind, make in SPECIAL.items()
+        ),
+        *(
+            pytest.param(
+                lambda saved, change=change: rewrite(saved, change),
+                rf"^{CANNOT}(\.metadata|__0_0\.distcp) .*\n  {{saved}}",
+                id=name,
+            )
+            for name, change in METADATA.items()
+        ),
+        *(
+            pytest.param(
+                lambda saved, data=data: (saved / ".metadata").write_bytes(data), rf"{CANNOT}\.metadata ", id=f"a pickle: {name}"
+            )
+            for name, data in PICKLES.items()
+        ),
+        # It takes no space on the disk.
+        pytest.param(
+            lambda saved: os.truncate(saved / ".metadata", 1 << 40), r"\.metadata has 1,099,511,627,776 bytes", id="huge metadata"
+        ),
+        *(
+            pytest.param(
+                lambda saved, data=data: replaced(saved, NAME, data()),
+                rf"{CANNOT}(__0_0\.distcp|\.metadata) ",
+                id=f"in place of a tensor {name}",
+            )
+            for name, data in TENSORS.items()
+        ),
+        *(
+            pytest.param(
+                lambda saved, text=text: (saved / "undertow.json").write_text(text, encoding="utf-8"),
+                rf"{CANNOT}undertow\.json is ",
+                id=f"a header: {name}",
+            )
+            for name, text in HEADERS.items()
+        ),
+        # Nor does it steer a terminal.
+        pytest.param(
+            lambda saved: (saved / "undertow.json").write_text(
+                json.dumps({"format": 1, "optimizer": "\x1b[2J\ud800", "extra": 1})
+            ),
+            r"the state of \\x1b\[2J\\ud800,",
+            id="an optimizer of another name",
+        ),
+    ],
+)
 def test_what_our_writer_does_not_write_is_refused_by_its_file(saved: Path, change: Callable[[Path], object], text: str) -> None:
     change(saved)
     found = refusal(saved)

@@ -172,27 +172,46 @@ curves = (
     .map(lambda points: CostCurve(points=points))
 )
 
-COSTS: dict[str, tuple[Points, Any, Any]] = {
-    "between points linearly": (((100, 10), (200, 30), (400, 40)), [100, 125, 200, 300, 400], [10, 15, 30, 35, 40]),
-    "a single size": (((100, 10), (200, 30)), 150, 20),
-    "beyond the last point by the slope of all": (BENT, SIZES[-1] + 1e6, BENT[-1][1] + 1000),
-    "beyond the last of two sizes in proportion to it": (((1e6, 100), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000]),
-    "in proportion, one of no bytes": (((0, 50), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000]),
-    # Three sizes, of which no three lie apart.
-    "in proportion, two close together": (((1e6, 100), (1.4e6, 120), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000]),
-    # On the line of 50 us and 50 us per 1e6 bytes.
-    "beyond the last of three that lie apart by their slope": (((1e6, 100), (1.5e6, 125), (2.25e6, 162.5)), [1e9], [50_050]),
-    "below the first point towards the latency of all": (LINEAR, [0, SIZES[0] / 2], [50, affine(SIZES[0] / 2)]),
-    "a point of no bytes is the latency": (((0, 7), (1000, 8)), [0, 500], [7, 7.5]),
-    "no bytes alone are any size": (((0, 30),), [0, 10**9], [30, 30]),
-    **{
-        f"close together errs on the safe side: {points}": (points, [0, 10 * points[-1][0]], [points[0][1], 10 * points[-1][1]])
-        for points in (((1000, 30),), ((1000, 30), (1200, 30)), ((1000, 29), (1499, 30)))
-    },
-}
 
-
-@pytest.mark.parametrize(("points", "sizes", "expected_us"), COSTS.values(), ids=COSTS)
+@pytest.mark.parametrize(
+    ("points", "sizes", "expected_us"),
+    [
+        pytest.param(
+            ((100, 10), (200, 30), (400, 40)), [100, 125, 200, 300, 400], [10, 15, 30, 35, 40], id="between points linearly"
+        ),
+        pytest.param(((100, 10), (200, 30)), 150, 20, id="a single size"),
+        pytest.param(BENT, SIZES[-1] + 1e6, BENT[-1][1] + 1000, id="beyond the last point by the slope of all"),
+        pytest.param(
+            ((1e6, 100), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000], id="beyond the last of two sizes in proportion to it"
+        ),
+        pytest.param(((0, 50), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000], id="in proportion, one of no bytes"),
+        # Three sizes, of which no three lie apart.
+        pytest.param(
+            ((1e6, 100), (1.4e6, 120), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000], id="in proportion, two close together"
+        ),
+        # On the line of 50 us and 50 us per 1e6 bytes.
+        pytest.param(
+            ((1e6, 100), (1.5e6, 125), (2.25e6, 162.5)),
+            [1e9],
+            [50_050],
+            id="beyond the last of three that lie apart by their slope",
+        ),
+        pytest.param(
+            LINEAR, [0, SIZES[0] / 2], [50, affine(SIZES[0] / 2)], id="below the first point towards the latency of all"
+        ),
+        pytest.param(((0, 7), (1000, 8)), [0, 500], [7, 7.5], id="a point of no bytes is the latency"),
+        pytest.param(((0, 30),), [0, 10**9], [30, 30], id="no bytes alone are any size"),
+        *(
+            pytest.param(
+                points,
+                [0, 10 * points[-1][0]],
+                [points[0][1], 10 * points[-1][1]],
+                id=f"close together errs on the safe side: {points}",
+            )
+            for points in (((1000, 30),), ((1000, 30), (1200, 30)), ((1000, 29), (1499, 30)))
+        ),
+    ],
+)
 def test_the_cost_of_a_size(points: Points, sizes: Any, expected_us: Any) -> None:
     assert CostCurve(points=points).us(sizes) == pytest.approx(np.array(expected_us), rel=1e-9)
 
@@ -286,29 +305,37 @@ NETWORK_SIZES, MIB, FAST = [0.0, 1.0, 1e4, 1e8], 1024 * 1024, link_from_text("10
 INSIDE = RingCosts(link_from_text("900gbit,2us"), num_ranks=8)
 NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
 
-NETWORKS: dict[str, tuple[Costs, Costs]] = {
-    **{f"a ring of {num}": (costs_for("100gbit,5us", num_ranks=num), RingCosts(FAST, num_ranks=num)) for num in (1, 6, 64)},
-    "ranks per node mean two levels": (
-        costs_for("100gbit,5us", num_ranks=24, **NETWORK_NODES),
-        NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=3), per_node=8),
-    ),
-    "nodes may be replicas of each other": (
-        costs_for("100gbit,5us", num_ranks=32, is_mesh=True, **NETWORK_NODES),
-        NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=4), per_node=8, is_mesh=True),
-    ),
-    "ranks of a node have NVLink if nothing else is said": (
-        costs_for("100gbit", num_ranks=16, per_node=8),
-        costs_for("100gbit", num_ranks=16, per_node=8, inside="2400gbit,3us"),
-    ),
-    "no link costs nothing": (costs_for("none", num_ranks=6), RingCosts(FAST, num_ranks=1)),
-    "one rank per node means the network alone": (
-        costs_for("100gbit,5us", num_ranks=6, per_node=1),
-        RingCosts(FAST, num_ranks=6),
-    ),
-}
 
-
-@pytest.mark.parametrize(("one", "other"), NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *(
+            pytest.param(costs_for("100gbit,5us", num_ranks=num), RingCosts(FAST, num_ranks=num), id=f"a ring of {num}")
+            for num in (1, 6, 64)
+        ),
+        pytest.param(
+            costs_for("100gbit,5us", num_ranks=24, **NETWORK_NODES),
+            NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=3), per_node=8),
+            id="ranks per node mean two levels",
+        ),
+        pytest.param(
+            costs_for("100gbit,5us", num_ranks=32, is_mesh=True, **NETWORK_NODES),
+            NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=4), per_node=8, is_mesh=True),
+            id="nodes may be replicas of each other",
+        ),
+        pytest.param(
+            costs_for("100gbit", num_ranks=16, per_node=8),
+            costs_for("100gbit", num_ranks=16, per_node=8, inside="2400gbit,3us"),
+            id="ranks of a node have NVLink if nothing else is said",
+        ),
+        pytest.param(costs_for("none", num_ranks=6), RingCosts(FAST, num_ranks=1), id="no link costs nothing"),
+        pytest.param(
+            costs_for("100gbit,5us", num_ranks=6, per_node=1),
+            RingCosts(FAST, num_ranks=6),
+            id="one rank per node means the network alone",
+        ),
+    ],
+)
 def test_a_name_means_these_costs(one: Costs, other: Costs) -> None:
     for kind in KINDS:
         assert one.collective_us(kind, NETWORK_SIZES).tolist() == other.collective_us(kind, NETWORK_SIZES).tolist()

@@ -22,24 +22,29 @@ def sent(*num_bytes: int) -> StepReport:
 
 SKIPPED = "Optimizer steps skipped so far, for gradients were not finite: 3\n"
 ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
-SHOWN = {
-    "every bucket with its parameters": (
-        report(record()),
-        ("head, body", "stem", "50% hidden", "slowest is rank"),
-        (SKIPPED, ONE_GRAPH),
-    ),
-    "no steps": (report(), ("no step recorded yet",), ()),
-    "as much as was sent, with trailers": (sent(8100, 4200), (), ("sent",)),
-    "less than that": (sent(4050, 2100), ("sent",), ()),
-    "what a hook sends": (sent(0, 0), (), ("sent",)),
-    "no gathers": (report(record()), (), ("gather", "Gather")),
-    "a limit of the step": (report(record(gathers=GATHERS)), ("limit of the step", "achieved / limit 1.111"), ()),
-    "skipped steps": (report(record(), num_skipped=3), (SKIPPED,), ()),
-    "a model that is compiled as one graph": (report(record(), is_one_graph=True), (ONE_GRAPH,), ()),
-}
 
 
-@pytest.mark.parametrize(("made", "parts", "others"), SHOWN.values(), ids=SHOWN)
+@pytest.mark.parametrize(
+    ("made", "parts", "others"),
+    [
+        pytest.param(
+            report(record()),
+            ("head, body", "stem", "50% hidden", "slowest is rank"),
+            (SKIPPED, ONE_GRAPH),
+            id="every bucket with its parameters",
+        ),
+        pytest.param(report(), ("no step recorded yet",), (), id="no steps"),
+        pytest.param(sent(8100, 4200), (), ("sent",), id="as much as was sent, with trailers"),
+        pytest.param(sent(4050, 2100), ("sent",), (), id="less than that"),
+        pytest.param(sent(0, 0), (), ("sent",), id="what a hook sends"),
+        pytest.param(report(record()), (), ("gather", "Gather"), id="no gathers"),
+        pytest.param(
+            report(record(gathers=GATHERS)), ("limit of the step", "achieved / limit 1.111"), (), id="a limit of the step"
+        ),
+        pytest.param(report(record(), num_skipped=3), (SKIPPED,), (), id="skipped steps"),
+        pytest.param(report(record(), is_one_graph=True), (ONE_GRAPH,), (), id="a model that is compiled as one graph"),
+    ],
+)
 def test_a_report_shows(made: StepReport, parts: tuple[str, ...], others: tuple[str, ...]) -> None:
     text = printed(print_report, made)
     assert ([part for part in parts if part not in text], [other for other in others if other in text]) == ([], [])

@@ -79,48 +79,64 @@ def measured(*ranks: Sequence[StepRecord], num_steps: int = 1) -> list[Measureme
 STEP, GATHERED = step(), with_gathers()
 RARE = [step(arrivals={1: 310.0, 2: 250.0})] * 4 + [STEP]
 # What the first rank learns of the records of several ranks: fields and their values.
-LEARNED: dict[str, tuple[tuple[list[StepRecord], ...], dict[str, Any]]] = {
-    "times count from the begin of the step or of backward": (
-        ([STEP], [STEP]),
-        {
-            "ready_us": (290.0, 110.0, 50.0),
-            "forward_us": 200.0,
-            "backward_us": 300.0,
-            "rest_us": 40.0,
-            "synchronized_us": 560.0,
-            "spread_us": 0.0,
-            "samples": REDUCED,
-        },
-    ),
-    "a gradient is ready when the last rank has it": (([STEP], [step(arrivals=LATE)]), {"ready_us": (290.0, 140.0, 50.0)}),
-    "the last gradient does not come after backward": (
-        ([step(arrivals={**LATE, 0: 520.0})], [STEP]),
-        {"ready_us": (300.0, 140.0, 50.0)},
-    ),
-    "what others waited for a late rank is not what a collective takes": (
-        ([step(buckets=(sent(0, 310.0, 5400.0), sent(1, 5500.0, 5560.0)))], [step(idle_us=5100.0)]),
-        {"samples": REDUCED},
-    ),
-    "steps count by their medians and differ by their quartiles": (
-        ([step(ends=(400.0, end)) for end in (560.0, 570.0, 580.0, 600.0, 900.0)],),
-        {"synchronized_us": 580.0, "spread_us": 30.0},
-    ),
-    "a gradient that came on one rank only is as late as there": (
-        ([step(arrivals={1: 310.0})], [STEP]),
-        {"ready_us": (290.0, 110.0, 50.0)},
-    ),
-    "one that never comes or once in five steps is ready when backward ends": ((RARE, RARE), {"ready_us": (300.0, 110.0, 50.0)}),
-    "forward is without its waits for gathers": (([GATHERED], [GATHERED]), {"forward_us": 200.0 - 40.0}),
-    "of a wait that began before the forward only the rest is the forward's": (
-        ([with_gathers(waited_us=900.0)],),
-        {"forward_us": 200.0 - 110.0},
-    ),
-    # A rank that computes longer waits less: its time to compute counts, and nobody else's wait is taken out of it.
-    "waits are each rank's own": (([GATHERED], [replace(GATHERED, gathers=())]), {"forward_us": 200.0}),
-}
 
 
-@pytest.mark.parametrize(("ranks", "expected"), LEARNED.values(), ids=LEARNED)
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        pytest.param(
+            ([STEP], [STEP]),
+            {
+                "ready_us": (290.0, 110.0, 50.0),
+                "forward_us": 200.0,
+                "backward_us": 300.0,
+                "rest_us": 40.0,
+                "synchronized_us": 560.0,
+                "spread_us": 0.0,
+                "samples": REDUCED,
+            },
+            id="times count from the begin of the step or of backward",
+        ),
+        pytest.param(
+            ([STEP], [step(arrivals=LATE)]),
+            {"ready_us": (290.0, 140.0, 50.0)},
+            id="a gradient is ready when the last rank has it",
+        ),
+        pytest.param(
+            ([step(arrivals={**LATE, 0: 520.0})], [STEP]),
+            {"ready_us": (300.0, 140.0, 50.0)},
+            id="the last gradient does not come after backward",
+        ),
+        pytest.param(
+            ([step(buckets=(sent(0, 310.0, 5400.0), sent(1, 5500.0, 5560.0)))], [step(idle_us=5100.0)]),
+            {"samples": REDUCED},
+            id="what others waited for a late rank is not what a collective takes",
+        ),
+        pytest.param(
+            ([step(ends=(400.0, end)) for end in (560.0, 570.0, 580.0, 600.0, 900.0)],),
+            {"synchronized_us": 580.0, "spread_us": 30.0},
+            id="steps count by their medians and differ by their quartiles",
+        ),
+        pytest.param(
+            ([step(arrivals={1: 310.0})], [STEP]),
+            {"ready_us": (290.0, 110.0, 50.0)},
+            id="a gradient that came on one rank only is as late as there",
+        ),
+        pytest.param(
+            (RARE, RARE),
+            {"ready_us": (300.0, 110.0, 50.0)},
+            id="one that never comes or once in five steps is ready when backward ends",
+        ),
+        pytest.param(([GATHERED], [GATHERED]), {"forward_us": 200.0 - 40.0}, id="forward is without its waits for gathers"),
+        pytest.param(
+            ([with_gathers(waited_us=900.0)],),
+            {"forward_us": 200.0 - 110.0},
+            id="of a wait that began before the forward only the rest is the forward's",
+        ),
+        # A rank that computes longer waits less: its time to compute counts, and nobody else's wait is taken out of it.
+        pytest.param(([GATHERED], [replace(GATHERED, gathers=())]), {"forward_us": 200.0}, id="waits are each rank's own"),
+    ],
+)
 def test_what_is_learned(ranks: tuple[list[StepRecord], ...], expected: dict[str, Any]) -> None:
     found = measured(*ranks, num_steps=len(ranks[0]))[0]
     assert {name: getattr(found, name) for name in expected} == expected
@@ -262,20 +278,28 @@ def test_times_are_in_milliseconds_since_the_step_began() -> None:
 
 
 BOTH = "one bucket fewer, at best 0 and 1 in one: +1.90 ms", "one bucket more, at best 0 in two: -0.10 ms"
-ALTERNATIVES: dict[str, tuple[Plan, Profile, tuple[str, ...]]] = {
-    "the best of one bucket fewer and one more": (plan_of((3, 2), (1, 0)), profile(), BOTH),
-    "one bucket of one parameter has none": (plan_of((0,), params=PARAMS[:1]), profile(PARAMS[:1]), ()),
-    "buckets of different kinds are never thought to be one": (plan_of((2,), (0,), (1,), params=KINDS), profile(KINDS), ()),
-    # One latency less, or more, of 0.1 ms; all pairs are as good.
-    "of hundreds of buckets some are tried at every place": (
-        plan_of(*[(2 * i, 2 * i + 1) for i in range(300)], params=MANY),
-        Profile(params=tuple(MANY), ready_us=(0.0,) * 600, forward_us=0.0, backward_us=1.0, curves={"all_reduce": CURVE}),
-        ("one bucket fewer, at best 0 and 1 in one: -0.10 ms", "one bucket more, at best 0 in two: +0.10 ms"),
-    ),
-}
 
 
-@pytest.mark.parametrize(("plan", "measured", "alternatives"), ALTERNATIVES.values(), ids=ALTERNATIVES)
+@pytest.mark.parametrize(
+    ("plan", "measured", "alternatives"),
+    [
+        pytest.param(plan_of((3, 2), (1, 0)), profile(), BOTH, id="the best of one bucket fewer and one more"),
+        pytest.param(plan_of((0,), params=PARAMS[:1]), profile(PARAMS[:1]), (), id="one bucket of one parameter has none"),
+        pytest.param(
+            plan_of((2,), (0,), (1,), params=KINDS),
+            profile(KINDS),
+            (),
+            id="buckets of different kinds are never thought to be one",
+        ),
+        # One latency less, or more, of 0.1 ms; all pairs are as good.
+        pytest.param(
+            plan_of(*[(2 * i, 2 * i + 1) for i in range(300)], params=MANY),
+            Profile(params=tuple(MANY), ready_us=(0.0,) * 600, forward_us=0.0, backward_us=1.0, curves={"all_reduce": CURVE}),
+            ("one bucket fewer, at best 0 and 1 in one: -0.10 ms", "one bucket more, at best 0 in two: +0.10 ms"),
+            id="of hundreds of buckets some are tried at every place",
+        ),
+    ],
+)
 def test_alternatives(plan: Plan, measured: Profile, alternatives: tuple[str, ...]) -> None:
     assert explained(plan, measured).alternatives == alternatives
 

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,55 +45,64 @@ def in_layers(world: World, *pairs: range) -> Plan:
 
 # The world, its first plan, the outcomes of looks, how much slower than the best buckets of one size the last plan may be, and
 # whether that is the first one. What another plan would gain, below that a move is not worthwhile: 0.5 % of the time.
-WALKS: dict[str, tuple[World, Any, int, str, float, bool]] = {
-    **{
-        f"{network}, {size}, {how}": (World(cost=cost, is_queued=how == "queued"), cap, 6, "...KKK", 1.005, False)
-        for network, cost in NETWORKS.items()
-        for size, cap in (("many", MANY), ("few", FEW))
-        for how in ("queued", "in turn")
-    },
-    # By 2 %, gradients and collectives; so do predictions, and 20 more looks would each be a chance to move. 0.5 %, and what the
-    # median of five steps that differ by 2 % is off: 1.25 * 2 % / sqrt(5).
-    **{
-        f"{network}, steps differ": (World(cost=cost, noise=0.02), FEW, 26, "......K{20}", 1.016, False)
-        for network, cost in NETWORKS.items()
-    },
-    # The least gain doubles with every move from 0.5 %: by the eighth it is above half of the step.
-    **{
-        f"steps differ much, {seed}": (
-            World(cost=NETWORKS["stairs"], noise=0.1, seed=seed),
-            MANY,
-            20,
-            "([^M]*M){0,7}[^M]*",
-            ANY,
-            False,
-        )
-        for seed in (1, 2)
-    },
-    "fewer buckets that are as good are kept": (FAST, MANY, 4, "FKKK", 1.002, False),
-    "fewer buckets that are slower are tried once": (
-        replace(FAST, contention_us=lambda plan: 2e4 * (len(plan.buckets) < 48)),
-        *(MANY, 6, "FBKKKK", ANY, True),
-    ),
-    "buckets of one size do not tell what others would take": (
-        replace(FAR, params=model(layer_bytes=800_000)),
-        *(1e6, 5, "L.*", 1.01, False),
-    ),
-    "shards that would be whole on every rank for a moment stay": (
-        replace(SLOW, params=LARGE, has_shards=True),
-        *(300e6, 2, "[TK]*", ANY, True),
-    ),
-    "it goes back if a plan is slower than predicted": (CROWDED, FEW, 2, "MB", ANY, True),
-    "after going back it does not try for ever": (CROWDED, FEW, 16, "......K{10}", ANY, True),
-    # It would forget what small buckets take, and that another plan was faster.
-    "a curve that is wrong about sizes never seen is no other network": (
-        STEEP,
-        *(in_layers(STEEP, range(1, 22, 2)), 3, "MB.", ANY, True),
-    ),
-}
 
 
-@pytest.mark.parametrize(("world", "first", "num_looks", "outcomes", "most", "is_first"), WALKS.values(), ids=WALKS)
+@pytest.mark.parametrize(
+    ("world", "first", "num_looks", "outcomes", "most", "is_first"),
+    [
+        *(
+            pytest.param(
+                World(cost=cost, is_queued=how == "queued"), cap, 6, "...KKK", 1.005, False, id=f"{network}, {size}, {how}"
+            )
+            for network, cost in NETWORKS.items()
+            for size, cap in (("many", MANY), ("few", FEW))
+            for how in ("queued", "in turn")
+        ),
+        # By 2 %, gradients and collectives; so do predictions, and 20 more looks would each be a chance to move. 0.5 %, and what
+        # the median of five steps that differ by 2 % is off: 1.25 * 2 % / sqrt(5).
+        *(
+            pytest.param(World(cost=cost, noise=0.02), FEW, 26, "......K{20}", 1.016, False, id=f"{network}, steps differ")
+            for network, cost in NETWORKS.items()
+        ),
+        # The least gain doubles with every move from 0.5 %: by the eighth it is above half of the step.
+        *(
+            pytest.param(
+                World(cost=NETWORKS["stairs"], noise=0.1, seed=seed),
+                MANY,
+                20,
+                "([^M]*M){0,7}[^M]*",
+                ANY,
+                False,
+                id=f"steps differ much, {seed}",
+            )
+            for seed in (1, 2)
+        ),
+        pytest.param(FAST, MANY, 4, "FKKK", 1.002, False, id="fewer buckets that are as good are kept"),
+        pytest.param(
+            replace(FAST, contention_us=lambda plan: 2e4 * (len(plan.buckets) < 48)),
+            *(MANY, 6, "FBKKKK", ANY, True),
+            id="fewer buckets that are slower are tried once",
+        ),
+        pytest.param(
+            replace(FAR, params=model(layer_bytes=800_000)),
+            *(1e6, 5, "L.*", 1.01, False),
+            id="buckets of one size do not tell what others would take",
+        ),
+        pytest.param(
+            replace(SLOW, params=LARGE, has_shards=True),
+            *(300e6, 2, "[TK]*", ANY, True),
+            id="shards that would be whole on every rank for a moment stay",
+        ),
+        pytest.param(CROWDED, FEW, 2, "MB", ANY, True, id="it goes back if a plan is slower than predicted"),
+        pytest.param(CROWDED, FEW, 16, "......K{10}", ANY, True, id="after going back it does not try for ever"),
+        # It would forget what small buckets take, and that another plan was faster.
+        pytest.param(
+            STEEP,
+            *(in_layers(STEEP, range(1, 22, 2)), 3, "MB.", ANY, True),
+            id="a curve that is wrong about sizes never seen is no other network",
+        ),
+    ],
+)
 def test_a_walk(world: World, first: Plan | float, num_looks: int, outcomes: str, most: float, is_first: bool) -> None:
     first = first if isinstance(first, Plan) else world.plan_of_size(first)
     path = walk(tuner := Tuner(), replace(world), first, num_looks=num_looks)  # with random numbers of its own
@@ -108,28 +116,42 @@ def test_a_walk(world: World, first: Plan | float, num_looks: int, outcomes: str
 
 
 # The world before and after, the first plan, and how many looks are taken at each; the rest as above.
-CHANGES: dict[str, tuple[World, World, float, tuple[int, int], str, float]] = {
-    "a network changes although all is in one bucket": (HIGH, World(cost=line(200, 0.01)), 1e6, (8, 8), ".*", 1.01),
-    # 0.5 %, and 1.25 * 1 % / sqrt(5) that a median of five steps is off.
-    **{
-        f"{network} becomes four times slower": (
-            World(cost=cost, noise=0.01),
-            World(cost=slower(cost), noise=0.01),
-            *(FEW, (5, 8), ".*", 1.011),
-        )
-        for network, cost in NETWORKS.items()
-    },
-    "a faster network is no reason to go back": (
-        MIDDLING,
-        replace(MIDDLING, cost=slower(MIDDLING.cost)),
-        *(FEW, (3, 3), "[^B]*", ANY),
-    ),
-    # Nor does it keep the tuner from the plan that is the best one now.
-    "a longer backward is no reason to go back": (SLOW, replace(SLOW, backward_us=150_000.0), FEW, (4, 4), "[^B]*", 1.005),
-}
 
 
-@pytest.mark.parametrize(("before", "after", "cap_bytes", "num_looks", "outcomes", "most"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("before", "after", "cap_bytes", "num_looks", "outcomes", "most"),
+    [
+        pytest.param(
+            HIGH, World(cost=line(200, 0.01)), 1e6, (8, 8), ".*", 1.01, id="a network changes although all is in one bucket"
+        ),
+        # 0.5 %, and 1.25 * 1 % / sqrt(5) that a median of five steps is off.
+        *(
+            pytest.param(
+                World(cost=cost, noise=0.01),
+                World(cost=slower(cost), noise=0.01),
+                *(FEW, (5, 8), ".*", 1.011),
+                id=f"{network} becomes four times slower",
+            )
+            for network, cost in NETWORKS.items()
+        ),
+        pytest.param(
+            MIDDLING,
+            replace(MIDDLING, cost=slower(MIDDLING.cost)),
+            *(FEW, (3, 3), "[^B]*", ANY),
+            id="a faster network is no reason to go back",
+        ),
+        # Nor does it keep the tuner from the plan that is the best one now.
+        pytest.param(
+            SLOW,
+            replace(SLOW, backward_us=150_000.0),
+            FEW,
+            (4, 4),
+            "[^B]*",
+            1.005,
+            id="a longer backward is no reason to go back",
+        ),
+    ],
+)
 def test_it_follows(
     before: World, after: World, cap_bytes: float, num_looks: tuple[int, int], outcomes: str, most: float
 ) -> None:

@@ -105,20 +105,20 @@ def test_it_looks_like_the_gradient() -> None:
     assert grad.detach() is grad
 
 
-USES: dict[str, Callable[[nn.Linear], object]] = {
-    "norm": lambda layer: layer.weight.grad.norm(),
-    "clipping": lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 1.0),
-    "clipping of values": lambda layer: nn.utils.clip_grad_value_(layer.parameters(), 1.0),
-    "scaling": lambda layer: layer.weight.grad.mul_(2),
-    "adding two": lambda layer: layer.weight.grad.add_(layer.weight.grad),
-    "copy": lambda layer: layer.weight.grad.clone(),
-    "item": lambda layer: layer.weight.grad[0, 0].item(),
-    "optimizer": lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1).step(),
-    "fused optimizer": lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(),
-}
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda layer: layer.weight.grad.norm(), id="norm"),
+        pytest.param(lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 1.0), id="clipping"),
+        pytest.param(lambda layer: nn.utils.clip_grad_value_(layer.parameters(), 1.0), id="clipping of values"),
+        pytest.param(lambda layer: layer.weight.grad.mul_(2), id="scaling"),
+        pytest.param(lambda layer: layer.weight.grad.add_(layer.weight.grad), id="adding two"),
+        pytest.param(lambda layer: layer.weight.grad.clone(), id="copy"),
+        pytest.param(lambda layer: layer.weight.grad[0, 0].item(), id="item"),
+        pytest.param(lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1).step(), id="optimizer"),
+        pytest.param(lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(), id="fused optimizer"),
+    ],
+)
 def test_every_use_raises_with_the_way_out(use: Callable[[nn.Linear], object]) -> None:
     layer = linear()
     before = layer.weight.detach().clone()

@@ -133,14 +133,13 @@ def test_the_first_of_several_rounds_of_a_step_is_named() -> None:
     assert "on rank 1.\n  synchronization 6," in text_of(NonFiniteGradient, lambda: judge.skips(optimizer))
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool]
-
-
 def num_different(tensors: Sequence[Tensor]) -> int:
     return len(set(fingerprints(tensors, device=torch.device("cpu")).tolist()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool]
+)
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 8, 1000])
 def test_every_single_bit_counts(dtype: torch.dtype, numel: int) -> None:
     tensors = [torch.zeros(numel, dtype=dtype)]

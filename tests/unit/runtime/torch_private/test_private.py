@@ -128,14 +128,14 @@ def test_arguments_of_a_forward_may_be_missing(inputs: tuple[torch.Tensor, ...],
     assert ([x.device.type for x in moved], list(moved_kwargs)) == (["meta"] * len(inputs), list(kwargs))
 
 
-HOOKED = {
-    "on a tensor": lambda: ones().register_hook(lambda _: None),
-    "after accumulation": lambda: ones().register_post_accumulate_grad_hook(lambda _: None),
-    "on a module": lambda: nn.Linear(1, 1).register_forward_hook(lambda *_: None),
-}
-
-
-@pytest.mark.parametrize("register", HOOKED.values(), ids=HOOKED)
+@pytest.mark.parametrize(
+    "register",
+    [
+        pytest.param(lambda: ones().register_hook(lambda _: None), id="on a tensor"),
+        pytest.param(lambda: ones().register_post_accumulate_grad_hook(lambda _: None), id="after accumulation"),
+        pytest.param(lambda: nn.Linear(1, 1).register_forward_hook(lambda *_: None), id="on a module"),
+    ],
+)
 def test_every_hook_counts(register: Callable[[], object]) -> None:
     before = private.num_hooks_ever()
     assert private.num_hooks_ever() == before
