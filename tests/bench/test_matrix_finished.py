@@ -171,8 +171,12 @@ def test_a_new_run_sets_aside_what_an_earlier_one_has_written(
     out: Path, measured: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(out, at(link="5gbit"))
-    assert (start(out, "--ranks", "2"), written(out, "matrix.previous.jsonl")) == (0, [at(link="5gbit")])
-    assert ([one["link"] for one in written(out)], len(measured)) == (["1gbit"], 1)
+    assert (
+        start(out, "--ranks", "2"),
+        written(out, "matrix.previous.jsonl"),
+        [one["link"] for one in written(out)],
+        len(measured),
+    ) == (0, [at(link="5gbit")], ["1gbit"], 1)
     assert f"the matrix that was in {out} is matrix.previous.jsonl and .md now" in capsys.readouterr().err
     assert (start(out, "--ranks", "2"), [one["link"] for one in written(out, "matrix.previous-2.jsonl")]) == (0, ["1gbit"])
 

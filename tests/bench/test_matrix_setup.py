@@ -76,8 +76,10 @@ def test_ranks_with_a_device_each_talk_over_nccl_and_those_that_share_one_over_g
 def test_what_is_set_up_for_processors_alone_says_so(ran: list[tuple[Job, Network]]) -> None:
     peers = ("megatron-ddp", "megatron-distopt", "deepspeed-zero1", "deepspeed-zero2")
     why = "set up for cpu alone, not for cuda: see Peers in docs/benchmarks.md"
-    assert measure("bare", "ours", *peers, num_ranks=2) == dict.fromkeys(peers, why)
-    assert [[system.name for system in job.systems] for job, _ in ran] == [["bare", "ours"]]
+    assert (measure("bare", "ours", *peers, num_ranks=2), [[system.name for system in job.systems] for job, _ in ran]) == (
+        dict.fromkeys(peers, why),
+        [["bare", "ours"]],
+    )
 
 
 def test_a_train_of_calibration_has_as_many_bytes_as_the_gradients_on_a_device_and_16_mb_elsewhere(
@@ -133,8 +135,10 @@ def test_what_is_gone_is_named(namespaces: Path, monkeypatch: pytest.MonkeyPatch
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(links.subprocess, "run", delete)
-    assert links.remove_abandoned() == (LEFT, None)
-    assert sorted(path.name for path in namespaces.iterdir()) == ["mine", f"{links.PREFIX}{os.getpid()}-0-hub"]
+    assert (links.remove_abandoned(), sorted(path.name for path in namespaces.iterdir())) == (
+        (LEFT, None),
+        ["mine", f"{links.PREFIX}{os.getpid()}-0-hub"],
+    )
     assert links.remove_abandoned() == ([], None)
 
 
@@ -212,8 +216,11 @@ def test_the_profile_of_resnet50_is_that_of_its_source() -> None:
     times = sum(layer.backward_us for layer in profile.layers), profile.compute_ms
     assert times == (pytest.approx(64_800, abs=100), pytest.approx(128.1, abs=0.1))
     # In the order of the forward: the classifier comes last.
-    assert (profile.numel * 4, profile.layers[-1].numels) == (102_228_128, (1_000,))
-    assert "netx-repo/training-bottleneck" in profile.source
+    assert (profile.numel * 4, profile.layers[-1].numels, "netx-repo/training-bottleneck" in profile.source) == (
+        102_228_128,
+        (1_000,),
+        True,
+    )
 
 
 def test_scaling_keeps_the_relation_of_wire_and_compute() -> None:
@@ -330,8 +337,11 @@ def test_a_peer_that_cannot_be_made_does_not_stop_the_others(elsewhere: Path, ca
     )
     assert ([text for text in expected if text not in told], environments.python_of("bad")) == ([], None)
     why = "the virtual environment .venv-peers/bad could not be made; .venv-peers/bad.log says why"
-    assert (environments.why_absent("bad"), environments.python_of("good")) == (why, elsewhere / "good" / "bin" / "python")
-    assert not environments.log_of("good").exists()
+    assert (environments.why_absent("bad"), environments.python_of("good"), environments.log_of("good").exists()) == (
+        why,
+        elsewhere / "good" / "bin" / "python",
+        False,
+    )
 
 
 def test_an_environment_is_made_once(
@@ -374,5 +384,7 @@ def test_an_environment_that_is_not_whole_is_absent(make: Callable[[], None]) ->
 
 
 def test_an_unknown_peer_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert install.main(["megatorn"]) == 2
-    assert "there is no peer 'megatorn'. Did you mean 'megatron'?" in capsys.readouterr().err
+    assert (install.main(["megatorn"]), "there is no peer 'megatorn'. Did you mean 'megatron'?" in capsys.readouterr().err) == (
+        2,
+        True,
+    )

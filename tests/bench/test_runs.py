@@ -185,8 +185,10 @@ def test_without_root_the_emulated_link_is_used_and_said(
     assert "no shaped links: this user is not root. Going on with the emulated link." in capsys.readouterr().err
     machine, bare, ours = (json.loads(line) for line in (tmp_path / "matrix.jsonl").read_text().splitlines())
     found = machine["links"], bare["kind"], ours["kind"], ours["system"]
-    assert found == ("emulated (this user is not root)", "emulated", "emulated", "ours")
-    assert "1gbit (emulated)" in (tmp_path / "matrix.md").read_text()
+    assert (found, "1gbit (emulated)" in (tmp_path / "matrix.md").read_text()) == (
+        ("emulated (this user is not root)", "emulated", "emulated", "ours"),
+        True,
+    )
     pictures = {f"matrix-replay@0.01.{kind}" for kind in ("png", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == {"matrix.jsonl", "matrix.md", "profiles", *pictures}
 
@@ -243,8 +245,12 @@ def test_a_shaped_link_counts_what_each_rank_sends(measure: Measure) -> None:
 @pytest.mark.usefixtures("needs_namespaces")
 def test_a_rank_that_dies_leaves_nothing(measure: Measure) -> None:
     rows = measure("bare", "per-parameter", bad("dies"), kind="shaped")
-    assert ("rank 1 was killed by SIGKILL" in rows["dies"]["error"], rows["per-parameter"]["error"]) == (True, None)
-    assert (namespaces_of(os.getpid()), workers_of(psutil.Process())) == ([], [])
+    assert (
+        "rank 1 was killed by SIGKILL" in rows["dies"]["error"],
+        rows["per-parameter"]["error"],
+        namespaces_of(os.getpid()),
+        workers_of(psutil.Process()),
+    ) == (True, None, [], [])
 
 
 def fail_inside() -> None:

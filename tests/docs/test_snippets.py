@@ -95,8 +95,11 @@ def test_the_script_of_the_page_prints_its_tables(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script), "25"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, "Where a step goes: rank 0" in done.stdout) == (0, True), done.stderr
-    assert "bucket_cap_mb=25.0 was asked for" in done.stdout
+    assert (done.returncode, "Where a step goes: rank 0" in done.stdout, "bucket_cap_mb=25.0 was asked for" in done.stdout) == (
+        0,
+        True,
+        True,
+    ), done.stderr
 
 
 @pytest.mark.parametrize("page", FILES)
@@ -138,16 +141,20 @@ def test_everything_of_torchs_constructor_and_of_fully_shard_has_a_row() -> None
         MIGRATION.split(f"\n## {title}\n")[1].split("\n## ")[0]
         for title in ("From torch's DistributedDataParallel", "From FSDP2")
     )
-    assert named_in(of_torch, "argument") == arguments_of(nn.parallel.DistributedDataParallel)
-    assert named_in(of_fsdp, "argument of `fully_shard`") == arguments_of(fully_shard)
+    assert (named_in(of_torch, "argument"), named_in(of_fsdp, "argument of `fully_shard`")) == (
+        arguments_of(nn.parallel.DistributedDataParallel),
+        arguments_of(fully_shard),
+    )
     assert [name for name in sorted(arguments_of(MixedPrecisionPolicy)) if f"`{name}`" not in of_fsdp] == []
     assert named_in(of_fsdp, "method of `FSDPModule`") == {name for name in vars(FSDPModule) if not name.startswith("_")}
 
 
 def test_the_rows_of_printed_reports_and_the_reasons_of_a_plan_are_the_librarys() -> None:
     rows = set(re.findall(r"^│ +([a-z][a-z ]*?) +│ +[\d.]+ │", TROUBLES, re.MULTILINE))
-    assert len(rows) == 10
-    assert [row for row in sorted(rows) if not any(f'"{indent}{row}"' in SOURCE for indent in ("", "  ", "    "))] == []
+    assert (
+        len(rows),
+        [row for row in sorted(rows) if not any(f'"{indent}{row}"' in SOURCE for indent in ("", "  ", "    "))],
+    ) == (10, [])
     table = TROUBLES.split("| it says | because of |\n| --- | --- |\n")[1].split("\n\n")[0]
     quoted = [row.split("`")[1] for row in table.splitlines()]
     assert len(quoted) > 8

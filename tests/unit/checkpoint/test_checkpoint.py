@@ -358,8 +358,10 @@ def values_of(tensor: torch.Tensor, box: Box) -> list[int]:
 def test_boxes_hold_the_elements_of_the_range_once_and_in_order(case: tuple[torch.Tensor, int, int]) -> None:
     tensor, start, stop = case
     boxes = boxes_of_range(tensor.shape, tensor.stride(), start, stop)
-    assert [value for box in boxes for value in values_of(tensor, box)] == list(range(start, stop))
-    assert [box.start for box in boxes] == [values_of(tensor, box)[0] for box in boxes]
+    assert ([value for box in boxes for value in values_of(tensor, box)], [box.start for box in boxes]) == (
+        list(range(start, stop)),
+        [values_of(tensor, box)[0] for box in boxes],
+    )
     assert len(boxes) <= max(1, 2 * tensor.dim() - 1)
 
 
@@ -444,8 +446,10 @@ def read(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
 def test_a_tensor_in_boxes_that_torch_saves_is_read_by_us(saved_by_torch: Path) -> None:
     rows, plain, middle = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(2, 1)
     boxes = [(box.offsets, part) for box, part in zip(InRows.BOXES, (rows[:1], rows[1:]), strict=True)]
-    assert read(saved_by_torch, {"model.rows": boxes, "model.number": []}) == {"model.number": 7}
-    assert read(saved_by_torch, {"model.rows": [((0, 0), plain), ((1, 1), middle)]}) == {}
+    assert (
+        read(saved_by_torch, {"model.rows": boxes, "model.number": []}),
+        read(saved_by_torch, {"model.rows": [((0, 0), plain), ((1, 1), middle)]}),
+    ) == ({"model.number": 7}, {})
     assert (rows.tolist(), plain.tolist(), middle.tolist()) == (*[[[0, 1], [2, 3], [4, 5]]] * 2, [[3], [5]])
 
 

@@ -108,8 +108,12 @@ def test_a_handle_tells_its_result_and_its_sender(receives: Receives) -> None:
 
 def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(receives: Receives) -> None:
     works = [post(receives, Message(1).come(RuntimeError("connection lost"))), post(receives, Message(1).come())]
-    assert text_of(RuntimeError, works[0].wait) == "connection lost"
-    assert (type(works[0].exception()), works[0].is_success(), works[1].wait()) == (RuntimeError, False, True)
+    assert (text_of(RuntimeError, works[0].wait), type(works[0].exception()), works[0].is_success(), works[1].wait()) == (
+        "connection lost",
+        RuntimeError,
+        False,
+        True,
+    )
 
 
 def test_closing_before_a_message_has_come_is_said(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:

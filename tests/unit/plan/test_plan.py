@@ -104,16 +104,22 @@ def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> 
 @pytest.mark.parametrize(("is_sparse", "room"), [(False, 24), (True, 0)])
 def test_a_sparse_parameter_takes_no_room_and_a_saved_plan_knows(is_sparse: bool, room: int) -> None:
     param = spec("rows", 6, is_sparse=is_sparse)
-    assert (param.numel, param.slot_numel * param.itemsize, param.num_bytes) == (6, room, room)
-    assert param.kind == ("float32", "cpu", is_sparse, None)
+    assert (param.numel, param.slot_numel * param.itemsize, param.num_bytes, param.kind) == (
+        6,
+        room,
+        room,
+        ("float32", "cpu", is_sparse, None),
+    )
     plan = planned([(0,)], (param,))
     read = Plan.from_json(plan.to_json())
     assert (read, read.params[0].is_sparse, read.buckets[0].is_sparse) == (plan, is_sparse, is_sparse)
 
 
 def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_have_one() -> None:
-    assert len(group_by_size(NARROW, (0, 1), SizeCaps(cap_bytes=1e6))) == 2
-    assert "narrow" in text_of(ConfigError, lambda: planned([(0, 1)], NARROW))
+    assert (
+        len(group_by_size(NARROW, (0, 1), SizeCaps(cap_bytes=1e6))),
+        "narrow" in text_of(ConfigError, lambda: planned([(0, 1)], NARROW)),
+    ) == (2, True)
     plan = planned([(0,), (1,)], NARROW)
     assert ([bucket.own_dtype for bucket in plan.buckets], Plan.from_json(plan.to_json())) == ([None, "bfloat16"], plan)
     assert "own_dtype" not in planned([(0,)], NARROW[:1]).to_json()  # as plans were saved before
@@ -318,8 +324,12 @@ def test_trailer_of_the_last_bucket() -> None:
 
 def test_trailer_of_another_bucket_has_no_verdict() -> None:
     trailer = Trailer(start=100, num_slots=3)
-    assert (trailer.has_verdict, trailer.stop, trailer.signature.stop) == (False, 151, 151)
-    assert [len(part) for part in ranges_of(trailer)] == [3, 48, 0, 0, 0, 0, 0, 0]
+    assert (trailer.has_verdict, trailer.stop, trailer.signature.stop, [len(part) for part in ranges_of(trailer)]) == (
+        False,
+        151,
+        151,
+        [3, 48, 0, 0, 0, 0, 0, 0],
+    )
 
 
 def test_a_slot_knows_what_of_its_parameter_it_holds() -> None:

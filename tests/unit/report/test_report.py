@@ -129,8 +129,10 @@ def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest
 def test_gathers_have_a_color_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     legends = [drawn({"way": trace}, monkeypatch).axes[0].get_legend() for trace in (OVERLAPPED, SHARDED)]
     of_plain, of_sharded = ([text.get_text() for text in legend.get_texts()] for legend in legends if legend is not None)
-    assert of_plain == ["forward", "backward", "waiting for the network", "optimizer", "gradients sent"]
-    assert of_sharded == [*of_plain, "parameters gathered"]
+    assert (of_plain, of_sharded) == (
+        ["forward", "backward", "waiting for the network", "optimizer", "gradients sent"],
+        [*of_plain, "parameters gathered"],
+    )
 
 
 def test_waits_too_short_to_be_seen_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,8 +210,10 @@ def test_each_op_of_ours_is_released_once_in_order_and_in_its_time(case: Case, h
     before_join = [*(op for _, op in during), *at_end]
     ops = [*before_join, *at_join]
     ours = [op for op in case.schedule.ops if op.kind not in EXTERNAL]
-    assert sorted(ops, key=lambda op: op.id) == ours
-    assert [op for op in ops if op.kind is OpKind.ALL_REDUCE] == list(case.schedule.collectives)
+    assert (sorted(ops, key=lambda op: op.id), [op for op in ops if op.kind is OpKind.ALL_REDUCE]) == (
+        ours,
+        list(case.schedule.collectives),
+    )
     for at, op in enumerate(ops):
         assert {case.schedule.ops[earlier] for earlier in op.after} & {*ours} <= {*ops[:at]}
     for count, op in during:

@@ -203,8 +203,10 @@ def test_a_step_lasts_as_long_as_its_compute_lane(step: Trace, duration_us: floa
 
 
 def test_events_of_a_lane_and_of_all_communication() -> None:
-    assert [event.start_us for event in STEP.on_lane("compute")] == [0, 100, 125, 130]
-    assert STEP.communication == STEP.on_lane("comm.dp")
+    assert ([event.start_us for event in STEP.on_lane("compute")], STEP.communication) == (
+        [0, 100, 125, 130],
+        STEP.on_lane("comm.dp"),
+    )
     assert [event.duration_us for event in STEP.communication] == [40, 40, 30]
 
 

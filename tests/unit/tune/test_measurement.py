@@ -171,8 +171,10 @@ def test_every_rank_learns_the_same_but_for_its_own_clock() -> None:
 )
 def test_a_rank_that_has_not_recorded_the_steps_learns_nothing_and_disturbs_nobody(records: list[StepRecord]) -> None:
     whole = [STEP] * 3
-    assert measured(whole, records, num_steps=3) == [*measured(whole, num_steps=3), None]
-    assert measured(records, [STEP], num_steps=3) == [None, None]
+    assert (measured(whole, records, num_steps=3), measured(records, [STEP], num_steps=3)) == (
+        [*measured(whole, num_steps=3), None],
+        [None, None],
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,8 +275,11 @@ def test_times_are_in_milliseconds_since_the_step_began() -> None:
     # Backward is over at 6 ms. b0 leaves at 5, for 3.1 ms, b1 behind it for 1.1; 1 MB at the end takes 1.1 at the least.
     assert (it.predicted_ms, it.achieved_ms) == (pytest.approx(9.2), 7.654)
     # One by one from 3 ms on, 1.1 ms each. The cells of the limit's sizes are a sixth of a percent wide.
-    assert (it.best_ms, it.limit_ms) == (pytest.approx(7.4), pytest.approx(7.1, rel=1 / 600))
-    assert str(it) == f"2 buckets, ddp, 2 ranks: {WHY}; 7.7 ms, limit 7.1 ms"
+    assert (it.best_ms, it.limit_ms, str(it)) == (
+        pytest.approx(7.4),
+        pytest.approx(7.1, rel=1 / 600),
+        f"2 buckets, ddp, 2 ranks: {WHY}; 7.7 ms, limit 7.1 ms",
+    )
 
 
 BOTH = "one bucket fewer, at best 0 and 1 in one: +1.90 ms", "one bucket more, at best 0 in two: -0.10 ms"
@@ -311,8 +316,13 @@ def test_two_buckets_of_a_kind_next_to_each_other_may_be_one() -> None:
 
 def test_one_size_tells_what_the_network_took_and_nothing_of_other_plans() -> None:
     it = explained(plan_of((3, 2), (1, 0)), profile(all_reduce=CostCurve(points=((2e6, 2100.0),))), achieved_us=8000.0)
-    assert it.network == ("all_reduce: 2 MB in 2.10 ms",)
-    assert (it.predicted_ms, it.best_ms, it.limit_ms, it.alternatives) == (None, None, None, ())
+    assert (it.network, it.predicted_ms, it.best_ms, it.limit_ms, it.alternatives) == (
+        ("all_reduce: 2 MB in 2.10 ms",),
+        None,
+        None,
+        None,
+        (),
+    )
 
 
 def test_shards_need_reductions_and_gathers() -> None:

@@ -227,8 +227,10 @@ def test_a_decision_says_what_the_plans_take_and_when_to_look_again() -> None:
 
 def test_nothing_measured_decides_nothing() -> None:
     tuner, plan = Tuner(), SLOW.plan_of_size(FEW)
-    assert tuner.decide(plan, has_shards=False) == Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
-    assert tuner.profile(plan, strategy="ddp") is None
+    assert (tuner.decide(plan, has_shards=False), tuner.profile(plan, strategy="ddp")) == (
+        Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS),
+        None,
+    )
 
 
 @pytest.mark.parametrize("has_shards", [True, False])

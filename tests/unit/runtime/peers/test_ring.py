@@ -206,5 +206,7 @@ def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(private, "pair", Mock(side_effect=RuntimeError("Gloo connectFullMesh failed")))
     with pytest.raises(TimeoutError):  # all may come at once below, and nobody look who is missing
         made(2, ranks=[0], each=give_up)
-    assert made(3) == [None, None, None]
-    assert {name for store in stores for name, *_ in store.method_calls} == {"set", "add", "check", "get"}
+    assert (made(3), {name for store in stores for name, *_ in store.method_calls}) == (
+        [None, None, None],
+        {"set", "add", "check", "get"},
+    )

@@ -100,8 +100,12 @@ def linear() -> nn.Linear:
 
 def test_it_looks_like_the_gradient() -> None:
     grad = linear().weight.grad
-    assert (grad.shape, grad.dtype, grad.device.type) == ((2, 3), torch.float32, "cpu")
-    assert repr(grad) == ("GradientPlaceholder('weight', shape=(2, 3), dtype=torch.float32): a shard of it is here")
+    assert (grad.shape, grad.dtype, grad.device.type, repr(grad)) == (
+        (2, 3),
+        torch.float32,
+        "cpu",
+        "GradientPlaceholder('weight', shape=(2, 3), dtype=torch.float32): a shard of it is here",
+    )
     assert grad.detach() is grad
 
 

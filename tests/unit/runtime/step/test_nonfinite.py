@@ -96,8 +96,13 @@ def test_steps_that_an_optimizer_counts_elsewhere_are_not_counted() -> None:
     optimizer.step()
     stepped(optimizer, numbers(is_found=True))
     (group,) = optimizer.param_groups
-    assert (optimizer.calls, group["steps"], float(group["total"]), optimizer.state[param]["steps"]) == (1, 1, 1.0, 1)
-    assert group["params"] == [param]
+    assert (optimizer.calls, group["steps"], float(group["total"]), optimizer.state[param]["steps"], group["params"]) == (
+        1,
+        1,
+        1.0,
+        1,
+        [param],
+    )
 
 
 def test_a_scheduler_does_not_take_a_skipped_step_for_none() -> None:
