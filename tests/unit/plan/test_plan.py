@@ -192,55 +192,51 @@ def misplaced(**change: Any) -> tuple[Call, str]:
     )
 
 
-READING = {
-    "": f"{NO_PLAN}Expecting value: line 1 column 1 (char 0){SAVE}",
-    None: f"{NO_PLAN}the JSON object must be str, bytes or bytearray, not NoneType{SAVE}",
-    "{}": f"{NO_PLAN}it has no 'format'{SAVE}",
-    '{"format": 2}': f"{NO_PLAN}format 2, expected 1{SAVE}",
-    '{"format": 1}': f"{NO_PLAN}it has no 'params'{SAVE}",
-    saved(num_ranks=float("inf")): f"{NO_PLAN}inf is not a whole number of 64 bits{SAVE}",
-    # Not for more ranks than can be simulated.
-    saved(num_ranks=2**31): "a plan is for 1,048,576 ranks at most, got num_ranks=2147483648.\n  Give fewer ranks.",
-    **{
-        saved(buckets=buckets): text
-        for buckets, text in (
-            ([[0, 1], ["two"]], f"{NO_PLAN}'two' is not a whole number of 64 bits{SAVE}"),
-            ([[0, 1], [2, 3]], f"{NO_PLAN}tuple index out of range{SAVE}"),
-            ([[[0, 4]], [1], [2]], f"{NO_PLAN}not enough values to unpack (expected 3, got 2){SAVE}"),
-            ([[[0, "x", 6]], [1], [2]], f"{NO_PLAN}'x' is not a whole number of 64 bits{SAVE}"),
-            ([[[9, 0, 6]], [1], [2]], f"{NO_PLAN}tuple index out of range{SAVE}"),
-            ([[0, 1]], f"{EACH_ONCE}parameter 2 ('half') is in 0 slots{FOREIGN}"),
-            ([[0], [2]], f"{EACH_ONCE}parameter 1 ('bias') is in 0 slots{FOREIGN}"),
-            ([[1, 0, 0], [2]], f"{EACH_ONCE}parameter 0 ('weight') is in 2 slots{FOREIGN}"),
-            ([[0, 1], [2], [1]], f"{EACH_ONCE}parameter 1 ('bias') is in 2 slots{FOREIGN}"),
-            ([[0, 1], [2], [-1]], f"{EACH_ONCE}parameter -1 is in 1 slots{FOREIGN}"),
-            ([[0, 1], [2, [3, 0, 2]]], f"{EACH_ONCE}parameter 3 is in 1 slots{FOREIGN}"),
-            ([[1, [0, 0, 4]], [2]], f"{WEIGHT}[0, 4) in bucket 0{IN_PIECES}"),
-            ([[1, [0, 0, 7]], [2]], f"{WEIGHT}[0, 7) in bucket 0{IN_PIECES}"),
-            ([[[0, 0, 3]], [1, [0, 4, 6]], [2]], f"{WEIGHT}[0, 3) in bucket 0, [4, 6) in bucket 1{IN_PIECES}"),
-            ([[[0, 0, 4]], [1, [0, 3, 6]], [2]], f"{WEIGHT}[0, 4) in bucket 0, [3, 6) in bucket 1{IN_PIECES}"),
-            ([[[0, 3, 6]], [1, [0, 0, 3]], [2]], f"{WEIGHT}[3, 6) in bucket 0, [0, 3) in bucket 1{IN_PIECES}"),
-            ([[[0, 0, 3], [0, 3, 6]], [1], [2]], f"{WEIGHT}[0, 3) in bucket 0, [3, 6) in bucket 0{IN_PIECES}"),
-            ([[[0, 0, 6]], [1, [0, 6, 6]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [6, 6) in bucket 1{IN_PIECES}"),
-            ([[0], [1, [0, 0, 2]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [0, 2) in bucket 1{IN_PIECES}"),
-            (
-                [[[0, 4, 2]], [1], [2]],
-                "the piece of parameter 0 is impossible: [4, 2).\n"
-                "  A piece begins at zero or later and does not end before it begins.",
-            ),
-        )
-    },
-}
-
-
-@pytest.mark.parametrize(("text", "error"), READING.items())
-def test_a_text_that_is_no_plan_is_refused(text: Any, error: str) -> None:
-    assert text_of(ConfigError, lambda: Plan.from_json(text)) == error
-
-
 SLOT_REMEDY = "A slot starts at zero or later and does not end before it starts."
 PIECE_REMEDY = "A piece begins at zero or later and does not end before it begins."
 REFUSALS: dict[str, tuple[Call, str]] = {
+    **{
+        f"the text {text}": (lambda text=text: Plan.from_json(text), error)
+        for text, error in {
+            "": f"{NO_PLAN}Expecting value: line 1 column 1 (char 0){SAVE}",
+            None: f"{NO_PLAN}the JSON object must be str, bytes or bytearray, not NoneType{SAVE}",
+            "{}": f"{NO_PLAN}it has no 'format'{SAVE}",
+            '{"format": 2}': f"{NO_PLAN}format 2, expected 1{SAVE}",
+            '{"format": 1}': f"{NO_PLAN}it has no 'params'{SAVE}",
+            saved(num_ranks=float("inf")): f"{NO_PLAN}inf is not a whole number of 64 bits{SAVE}",
+            # Not for more ranks than can be simulated.
+            saved(num_ranks=2**31): "a plan is for 1,048,576 ranks at most, got num_ranks=2147483648.\n  Give fewer ranks.",
+            **{
+                saved(buckets=buckets): text
+                for buckets, text in (
+                    ([[0, 1], ["two"]], f"{NO_PLAN}'two' is not a whole number of 64 bits{SAVE}"),
+                    ([[0, 1], [2, 3]], f"{NO_PLAN}tuple index out of range{SAVE}"),
+                    ([[[0, 4]], [1], [2]], f"{NO_PLAN}not enough values to unpack (expected 3, got 2){SAVE}"),
+                    ([[[0, "x", 6]], [1], [2]], f"{NO_PLAN}'x' is not a whole number of 64 bits{SAVE}"),
+                    ([[[9, 0, 6]], [1], [2]], f"{NO_PLAN}tuple index out of range{SAVE}"),
+                    ([[0, 1]], f"{EACH_ONCE}parameter 2 ('half') is in 0 slots{FOREIGN}"),
+                    ([[0], [2]], f"{EACH_ONCE}parameter 1 ('bias') is in 0 slots{FOREIGN}"),
+                    ([[1, 0, 0], [2]], f"{EACH_ONCE}parameter 0 ('weight') is in 2 slots{FOREIGN}"),
+                    ([[0, 1], [2], [1]], f"{EACH_ONCE}parameter 1 ('bias') is in 2 slots{FOREIGN}"),
+                    ([[0, 1], [2], [-1]], f"{EACH_ONCE}parameter -1 is in 1 slots{FOREIGN}"),
+                    ([[0, 1], [2, [3, 0, 2]]], f"{EACH_ONCE}parameter 3 is in 1 slots{FOREIGN}"),
+                    ([[1, [0, 0, 4]], [2]], f"{WEIGHT}[0, 4) in bucket 0{IN_PIECES}"),
+                    ([[1, [0, 0, 7]], [2]], f"{WEIGHT}[0, 7) in bucket 0{IN_PIECES}"),
+                    ([[[0, 0, 3]], [1, [0, 4, 6]], [2]], f"{WEIGHT}[0, 3) in bucket 0, [4, 6) in bucket 1{IN_PIECES}"),
+                    ([[[0, 0, 4]], [1, [0, 3, 6]], [2]], f"{WEIGHT}[0, 4) in bucket 0, [3, 6) in bucket 1{IN_PIECES}"),
+                    ([[[0, 3, 6]], [1, [0, 0, 3]], [2]], f"{WEIGHT}[3, 6) in bucket 0, [0, 3) in bucket 1{IN_PIECES}"),
+                    ([[[0, 0, 3], [0, 3, 6]], [1], [2]], f"{WEIGHT}[0, 3) in bucket 0, [3, 6) in bucket 0{IN_PIECES}"),
+                    ([[[0, 0, 6]], [1, [0, 6, 6]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [6, 6) in bucket 1{IN_PIECES}"),
+                    ([[0], [1, [0, 0, 2]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [0, 2) in bucket 1{IN_PIECES}"),
+                    (
+                        [[[0, 4, 2]], [1], [2]],
+                        "the piece of parameter 0 is impossible: [4, 2).\n"
+                        "  A piece begins at zero or later and does not end before it begins.",
+                    ),
+                )
+            },
+        }.items()
+    },
     **{
         f"the slot [{start}, {stop}) from {first} on": (
             lambda start=start, stop=stop, first=first: Slot(param=5, start=start, stop=stop, first=first),

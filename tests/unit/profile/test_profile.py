@@ -397,21 +397,6 @@ def test_a_wrong_field_is_refused_by_its_name(data: Any, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "twice", "field"),
-    [
-        ('"forward_us": 1', '"forward_us": 1, "forward_us": 2', "forward_us"),
-        ('"name": "b"', '"name": "b", "name": "b"', "params[1].name"),
-        ('"params"', '"costs": {"all_reduce": [[1, 2]], "all_reduce": [[1, 3]]}, "params"', "costs.all_reduce"),
-    ],
-)
-def test_a_field_that_is_given_twice_is_refused(one: str, twice: str, field: str) -> None:
-    text = json.dumps(small()).replace(one, twice)
-    assert refusal(lambda: profile_from_json(text, "run.json")) == (
-        f"run.json is no profile.\n  {field} is given twice.\n  Leave one of the two out."
-    )
-
-
-@pytest.mark.parametrize(
     ("text", "start"),
     [
         *(
@@ -431,18 +416,31 @@ def test_a_text_that_is_no_profile_is_refused(text: str, start: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "told"),
     [
-        (WHOLE_TEXT[: WHOLE_TEXT.index("ro2")], "line 8, column 15: Unterminated string starting at"),
-        (WHOLE_TEXT[: WHOLE_TEXT.index("[\n    {")], "line 10, column 13: Expecting value"),
-        ("", "line 1, column 1: Expecting value"),
-        ("import torch", "line 1, column 1: Expecting value"),
-        (WHOLE_TEXT + "{}", "line 25, column 1: Extra data"),
+        *(
+            (json.dumps(small()).replace(one, twice), f"profile.\n  {field} is given twice.\n  Leave one of the two out.")
+            for one, twice, field in (
+                ('"forward_us": 1', '"forward_us": 1, "forward_us": 2', "forward_us"),
+                ('"name": "b"', '"name": "b", "name": "b"', "params[1].name"),
+                ('"params"', '"costs": {"all_reduce": [[1, 2]], "all_reduce": [[1, 3]]}, "params"', "costs.all_reduce"),
+            )
+        ),
+        *(
+            (text, f"JSON.\n  {reason}\n  {FORMAT}")
+            for text, reason in (
+                (WHOLE_TEXT[: WHOLE_TEXT.index("ro2")], "line 8, column 15: Unterminated string starting at"),
+                (WHOLE_TEXT[: WHOLE_TEXT.index("[\n    {")], "line 10, column 13: Expecting value"),
+                ("", "line 1, column 1: Expecting value"),
+                ("import torch", "line 1, column 1: Expecting value"),
+                (WHOLE_TEXT + "{}", "line 25, column 1: Extra data"),
+            )
+        ),
     ],
+    ids=lambda text: text[-24:],
 )
-def test_a_text_that_is_no_json_is_refused_by_its_line(text: str, reason: str) -> None:
-    expected = f"run.json is no JSON.\n  {reason}\n  {FORMAT}"
-    assert refusal(lambda: profile_from_json(text, "run.json")) == expected
+def test_a_text_with_a_field_twice_or_that_is_no_json_is_refused_by_its_place(text: str, told: str) -> None:
+    assert refusal(lambda: profile_from_json(text, "run.json")) == f"run.json is no {told}"
 
 
 @pytest.mark.parametrize(
