@@ -1,15 +1,12 @@
 """Settings of all tests."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from support import markers, skips
-from support.products import without_products
+from support import selection
 from support.ranks import RankPools, Ranks
 
 # Machines are shared: how long an example takes says nothing about the code.
@@ -20,11 +17,11 @@ POOLS = RankPools()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="every product of parameters but in slow tests, and more examples")
-    skips.add_option(parser)
+    selection.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    markers.require_known(config)
+    selection.require_known(config)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells have it for what they start in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("thorough" if config.getoption("thorough") else "default")
@@ -33,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_thorough = config.getoption("thorough")
     thinned = [item for item in items if not is_thorough or item.get_closest_marker("slow")]
-    dropped = set(thinned) - without_products(thinned)
+    dropped = set(thinned) - selection.without_products(thinned)
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
 
@@ -59,11 +56,11 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    skips.fail_if_unexpected(session)
+    selection.fail_if_unexpected(session)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skips.summarize(terminalreporter)
+    selection.summarize(terminalreporter)
 
 
 @pytest.fixture(scope="session")

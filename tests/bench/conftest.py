@@ -25,10 +25,8 @@ def measure() -> Callable[..., Rows]:
         num_ranks: int = 2,
     ) -> Rows:
         specs = tuple(SYSTEMS[system] if isinstance(system, str) else system for system in systems)
-        workload = workload_from_text(name)
-        cell = Cell(workload=workload, num_ranks=num_ranks, link=link, kind=kind, systems=specs, effort=effort)
-        result: CellResult = measure_cell(cell, lambda _line: None)
-        rows = rows_of_cell(specs, result.timed, result.start_up, result.errors)
-        return {row["system"]: row for row in rows}
+        place = {"workload": workload_from_text(name), "num_ranks": num_ranks, "link": link, "kind": kind}
+        result: CellResult = measure_cell(Cell(**place, systems=specs, effort=effort), lambda _line: None)
+        return {row["system"]: row for row in rows_of_cell(specs, result.timed, result.start_up, result.errors)}
 
     return measure_rows

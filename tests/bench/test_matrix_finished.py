@@ -79,20 +79,24 @@ def test_what_was_written_is_read_again(out: Path) -> None:
 
 GONE = {**at(), "rows": [*at()["rows"], {**at()["rows"][1], "system": "ours-as-it-was"}]}  # a name that the catalog has no longer
 # Cells of an earlier run, what is asked for, and what is measured of the cell of two ranks.
-RESUMED: dict[str, tuple[list[dict[str, Any]], tuple[str, ...], list[list[str]]]] = {
-    "nothing lacks": ([GONE], ("ours",), []),
-    "a system lacks: with those it had": ([GONE], ("fsdp2",), [["bare", "ours", "fsdp2"]]),
-    "systems that cannot be measured here": ([at()], ("ours", "megatron-ddp", "deepspeed-zero1"), []),
-    "one that can": ([at()], ("ours", "megatron-ddp", "torch-ddp"), [["bare", "ours", "torch-ddp", "megatron-ddp"]]),
-    "other turns": ([at(num_turns=run.QUICK.num_turns)], ("ours",), [["bare", "ours"]]),
-    "other steps": ([at(steps_per_turn=1)], ("ours",), [["bare", "ours"]]),
-    "an older version": ([at(steps_per_turn=None)], ("ours",), [["bare", "ours"]]),
-    "start-up is known of the workload": ([at(start_up=None), at(link="none")], ("ours",), []),
-    "a first cell without start-up": ([at(start_up=None)], ("ours",), [["bare", "ours"]]),
-}
 
 
-@pytest.mark.parametrize(("cells", "systems", "expected"), RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(
+    ("cells", "systems", "expected"),
+    [
+        pytest.param([GONE], ("ours",), [], id="nothing lacks"),
+        pytest.param([GONE], ("fsdp2",), [["bare", "ours", "fsdp2"]], id="a system lacks: with those it had"),
+        pytest.param([at()], ("ours", "megatron-ddp", "deepspeed-zero1"), [], id="systems that cannot be measured here"),
+        pytest.param(
+            [at()], ("ours", "megatron-ddp", "torch-ddp"), [["bare", "ours", "torch-ddp", "megatron-ddp"]], id="one that can"
+        ),
+        pytest.param([at(num_turns=run.QUICK.num_turns)], ("ours",), [["bare", "ours"]], id="other turns"),
+        pytest.param([at(steps_per_turn=1)], ("ours",), [["bare", "ours"]], id="other steps"),
+        pytest.param([at(steps_per_turn=None)], ("ours",), [["bare", "ours"]], id="an older version"),
+        pytest.param([at(start_up=None), at(link="none")], ("ours",), [], id="start-up is known of the workload"),
+        pytest.param([at(start_up=None)], ("ours",), [["bare", "ours"]], id="a first cell without start-up"),
+    ],
+)
 def test_a_run_is_resumed(
     cells: list[dict[str, Any]], systems: tuple[str, ...], expected: list[list[str]], out: Path, measured: list[list[str]]
 ) -> None:
@@ -127,8 +131,7 @@ def test_an_earlier_cell_is_kept_where_nothing_could_be_measured(
 ) -> None:
     monkeypatch.setattr(run, "measure_cell", Mock(side_effect=NoNamespaces("ip netns add: no")))
     write(out, at())
-    assert start(out, "--resume", "--ranks", "2", systems=("fsdp2",)) == 1
-    assert written(out) == [at()]
+    assert (start(out, "--resume", "--ranks", "2", systems=("fsdp2",)), written(out)) == (1, [at()])
     told = "gpt, 2 ranks, 1gbit (shaped): nothing could be measured; the figures of an earlier run are kept"
     assert told in capsys.readouterr().err
 
@@ -168,13 +171,14 @@ def test_a_new_run_sets_aside_what_an_earlier_one_has_written(
     out: Path, measured: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(out, at(link="5gbit"))
-    assert start(out, "--ranks", "2") == 0
-    assert written(out, "matrix.previous.jsonl") == [at(link="5gbit")]
-    assert [one["link"] for one in written(out)] == ["1gbit"]
+    assert (
+        start(out, "--ranks", "2"),
+        written(out, "matrix.previous.jsonl"),
+        [one["link"] for one in written(out)],
+        len(measured),
+    ) == (0, [at(link="5gbit")], ["1gbit"], 1)
     assert f"the matrix that was in {out} is matrix.previous.jsonl and .md now" in capsys.readouterr().err
-    assert len(measured) == 1
-    assert start(out, "--ranks", "2") == 0
-    assert [one["link"] for one in written(out, "matrix.previous-2.jsonl")] == ["1gbit"]
+    assert (start(out, "--ranks", "2"), [one["link"] for one in written(out, "matrix.previous-2.jsonl")]) == (0, ["1gbit"])
 
 
 def test_what_shared_a_run_that_failed_is_measured_one_by_one_and_the_cell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +219,7 @@ def test_a_run_that_is_resumed_measures_what_is_missing(out: Path, monkeypatch: 
     assert start(out, "--link", "none", "--resume") == 1  # for nothing was measured
     missing = [(("gpt", ranks, link, "shaped", "cpu"), False) for ranks, link in ((4, "1gbit"), (2, "none"), (4, "none"))]
     # The workload's first cell, where start-up is measured, is there already.
-    assert measured == missing
-    assert written(out) == kept
+    assert (measured, written(out)) == (missing, kept)
     measured.clear()
     start(out, "--link", "none")
     assert measured == [(("gpt", 2, "1gbit", "shaped", "cpu"), True), *missing]

@@ -59,23 +59,27 @@ def measure(*systems: str, num_ranks: int) -> dict[str, str]:
 def test_devices_with_nothing_to_be_shaped_between_them_need_no_link_of_ours(
     device: str, link: str, num_ranks: int, with_namespaces: str, without: str
 ) -> None:
-    assert kind_of(link, num_ranks, device, has_namespaces=True) == with_namespaces
-    assert kind_of(link, num_ranks, device, has_namespaces=False) == without
+    kinds = [kind_of(link, num_ranks, device, has_namespaces=has_namespaces) for has_namespaces in (True, False)]
+    assert kinds == [with_namespaces, without]
 
 
 def test_ranks_with_a_device_each_talk_over_nccl_and_those_that_share_one_over_gloo(ran: list[tuple[Job, Network]]) -> None:
     assert [measure("bare", "ours", num_ranks=num_ranks) for num_ranks in (2, 4)] == [{}, {}]
-    assert [job.backend for job, _ in ran] == ["cpu:gloo,cuda:nccl", "gloo"]
     # All of them on the machine's own network, of which nobody's bytes can be told.
-    assert [(network.kind, network.interface, network.namespaces) for _, network in ran] == [("local", "lo", ())] * 2
-    assert [(job.emulated, job.counted_interface) for job, _ in ran] == [(None, None)] * 2
+    on_machine = ("local", "lo", (), None, None)
+    assert [
+        (job.backend, network.kind, network.interface, network.namespaces, job.emulated, job.counted_interface)
+        for job, network in ran
+    ] == [("cpu:gloo,cuda:nccl", *on_machine), ("gloo", *on_machine)]
 
 
 def test_what_is_set_up_for_processors_alone_says_so(ran: list[tuple[Job, Network]]) -> None:
     peers = ("megatron-ddp", "megatron-distopt", "deepspeed-zero1", "deepspeed-zero2")
     why = "set up for cpu alone, not for cuda: see Peers in docs/benchmarks.md"
-    assert measure("bare", "ours", *peers, num_ranks=2) == dict.fromkeys(peers, why)
-    assert [[system.name for system in job.systems] for job, _ in ran] == [["bare", "ours"]]
+    assert (measure("bare", "ours", *peers, num_ranks=2), [[system.name for system in job.systems] for job, _ in ran]) == (
+        dict.fromkeys(peers, why),
+        [["bare", "ours"]],
+    )
 
 
 def test_a_train_of_calibration_has_as_many_bytes_as_the_gradients_on_a_device_and_16_mb_elsewhere(
@@ -83,9 +87,9 @@ def test_a_train_of_calibration_has_as_many_bytes_as_the_gradients_on_a_device_a
 ) -> None:
     measure("bare", "ours", num_ranks=2)
     ((job, _),) = ran
-    assert calibrate.train_bytes(torch.device("cuda"), job.gradient_bytes) == job.gradient_bytes == 498_000_000
-    assert calibrate.train_bytes(torch.device("cuda"), 11_000_000) == 16 << 20
-    assert calibrate.train_bytes(torch.device("cpu"), job.gradient_bytes) == 16 << 20
+    asked = [("cuda", job.gradient_bytes), ("cuda", 11_000_000), ("cpu", job.gradient_bytes)]
+    found = [calibrate.train_bytes(torch.device(device), num_bytes) for device, num_bytes in asked]
+    assert found == [job.gradient_bytes, 16 << 20, 16 << 20] == [498_000_000, 16 << 20, 16 << 20]
 
 
 def test_calibration_sends_whole_pieces_and_says_how_many_bytes_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +101,9 @@ def test_calibration_sends_whole_pieces_and_says_how_many_bytes_they_are(monkeyp
     sizes = [(train["piece_bytes"], train["bytes"]) for train in told["trains"]]
     assert sizes == [(1 << 20, 38 << 20), (4 << 20, 36 << 20), (16 << 20, 32 << 20)]
     # The first one of each size, and those that count.
-    sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list)
-    assert sent == 20 * 256 + (1 + calibrate.NUM_TRAINS) * sum(num_bytes for _, num_bytes in sizes)
-    assert beat.call_count == 3 * calibrate.NUM_TRAINS
+    sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list), beat.call_count
+    trains_bytes = sum(num_bytes for _, num_bytes in sizes)
+    assert sent == (20 * 256 + (1 + calibrate.NUM_TRAINS) * trains_bytes, 3 * calibrate.NUM_TRAINS)
 
 
 def test_the_link_of_such_a_cell_is_called_the_machine_s_own() -> None:
@@ -121,8 +125,8 @@ def namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_emulated_link_has_the_bucket_of_the_shaped_one_in_payload() -> None:
-    assert links.SHAPES["5gbit"].burst_bytes == 655_360
-    assert links.emulated_network("5gbit").burst_bytes == 626_524  # 95.6 %
+    # 95.6 %
+    assert (links.SHAPES["5gbit"].burst_bytes, links.emulated_network("5gbit").burst_bytes) == (655_360, 626_524)
 
 
 def test_what_is_gone_is_named(namespaces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +135,10 @@ def test_what_is_gone_is_named(namespaces: Path, monkeypatch: pytest.MonkeyPatch
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(links.subprocess, "run", delete)
-    assert links.remove_abandoned() == (LEFT, None)
-    assert sorted(path.name for path in namespaces.iterdir()) == ["mine", f"{links.PREFIX}{os.getpid()}-0-hub"]
+    assert (links.remove_abandoned(), sorted(path.name for path in namespaces.iterdir())) == (
+        (LEFT, None),
+        ["mine", f"{links.PREFIX}{os.getpid()}-0-hub"],
+    )
     assert links.remove_abandoned() == ([], None)
 
 
@@ -179,8 +185,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("line", ANSWERS)
 def test_the_command_names_what_exists(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split()) == 2
-    assert f"benchmarks matrix: {ANSWERS[line]}" in capsys.readouterr().err
+    assert (main(line.split()), f"benchmarks matrix: {ANSWERS[line]}" in capsys.readouterr().err) == (2, True)
 
 
 @pytest.mark.parametrize("line", ["--ranks 1", "--ranks x", "--steps 0"])
@@ -208,12 +213,14 @@ def test_every_profile_has_the_size_that_its_model_has() -> None:
 
 def test_the_profile_of_resnet50_is_that_of_its_source() -> None:
     profile = PROFILES["resnet50"]()
-    assert profile.numel * 4 == 102_228_128
-    assert sum(layer.backward_us for layer in profile.layers) == pytest.approx(64_800, abs=100)
-    assert profile.compute_ms == pytest.approx(128.1, abs=0.1)
+    times = sum(layer.backward_us for layer in profile.layers), profile.compute_ms
+    assert times == (pytest.approx(64_800, abs=100), pytest.approx(128.1, abs=0.1))
     # In the order of the forward: the classifier comes last.
-    assert profile.layers[-1].numels == (1_000,)
-    assert "netx-repo/training-bottleneck" in profile.source
+    assert (profile.numel * 4, profile.layers[-1].numels, "netx-repo/training-bottleneck" in profile.source) == (
+        102_228_128,
+        (1_000,),
+        True,
+    )
 
 
 def test_scaling_keeps_the_relation_of_wire_and_compute() -> None:
@@ -257,8 +264,9 @@ def test_as_many_systems_run_together_as_fit_into_memory() -> None:
 
 @pytest.mark.slow  # an interpreter of its own
 def test_what_a_worker_imports_before_its_system_is_there_in_every_environment() -> None:
-    modules = ("worker", "turns", "truth", "calibrate", "workloads", "systems.bare")
-    imports = ", ".join(f"benchmarks.matrix.{name}" for name in modules)
+    imports = ", ".join(
+        f"benchmarks.matrix.{name}" for name in ("worker", "turns", "truth", "calibrate", "workloads", "systems.bare")
+    )
     check = f"import sys, {imports}; sys.exit(bool({{'undertow', 'rich', 'psutil', 'matplotlib'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check], check=False, cwd=ROOT).returncode == 0
 
@@ -316,8 +324,7 @@ def test_every_peer_has_the_torch_of_the_project_and_names_it_first(peer: str) -
 def test_torch_is_installed_before_anything_else_and_nothing_is_resolved_after_it() -> None:
     _venv, torch, rest, check = install.commands_for("megatron")
     assert torch[-1] == install.torch_pin(environments.pins_of("megatron")) == f"torch=={pins(ROOT / 'constraints.txt')['torch']}"
-    assert "--no-deps" in rest
-    assert check[-1] == "check"
+    assert ("--no-deps" in rest, check[-1]) == (True, "check")
 
 
 def test_a_peer_that_cannot_be_made_does_not_stop_the_others(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,12 +335,13 @@ def test_a_peer_that_cannot_be_made_does_not_stop_the_others(elsewhere: Path, ca
         "no wheel for this machine",
         "Not made: bad. The matrix goes on without, its rows say so.",
     )
-    assert [text for text in expected if text not in told] == []
-    assert environments.python_of("bad") is None
+    assert ([text for text in expected if text not in told], environments.python_of("bad")) == ([], None)
     why = "the virtual environment .venv-peers/bad could not be made; .venv-peers/bad.log says why"
-    assert environments.why_absent("bad") == why
-    assert environments.python_of("good") == elsewhere / "good" / "bin" / "python"
-    assert not environments.log_of("good").exists()
+    assert (environments.why_absent("bad"), environments.python_of("good"), environments.log_of("good").exists()) == (
+        why,
+        elsewhere / "good" / "bin" / "python",
+        False,
+    )
 
 
 def test_an_environment_is_made_once(
@@ -341,8 +349,7 @@ def test_an_environment_is_made_once(
 ) -> None:
     assert install.main(["good"]) == 0
     monkeypatch.setattr(install, "commands_for", None)  # nothing is asked for
-    assert install.main(["good"]) == 0
-    assert f"good: {elsewhere}/good is up to date" in capsys.readouterr().out
+    assert (install.main(["good"]), f"good: {elsewhere}/good is up to date" in capsys.readouterr().out) == (0, True)
 
 
 def half_made() -> None:
@@ -373,10 +380,11 @@ ABSENT = {
 @pytest.mark.parametrize("make", ABSENT)
 def test_an_environment_that_is_not_whole_is_absent(make: Callable[[], None]) -> None:
     make()
-    assert environments.python_of("good") is None
-    assert ABSENT[make] in (None, environments.why_absent("good"))
+    assert (environments.python_of("good"), ABSENT[make] in (None, environments.why_absent("good"))) == (None, True)
 
 
 def test_an_unknown_peer_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert install.main(["megatorn"]) == 2
-    assert "there is no peer 'megatorn'. Did you mean 'megatron'?" in capsys.readouterr().err
+    assert (install.main(["megatorn"]), "there is no peer 'megatorn'. Did you mean 'megatron'?" in capsys.readouterr().err) == (
+        2,
+        True,
+    )

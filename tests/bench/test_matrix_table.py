@@ -37,51 +37,66 @@ def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
 
 
 # A row, and some of its fields.
-ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # The limit: the first gradient at 10 ms, then 2 MB.
-    "beside the limit of its own run": (
-        cell("ours", ours=ms(121))["rows"][0],
-        {
-            "limit_ms": 110.0,
-            "over_limit": 1.1,
-            "exposed_ms": 101.0,
-            "sent_mb": 4.0,
-            "collectives": 2,
-            "step_ms": {"median": 122.0, "min": 122.0, "max": 122.0},
-        },
-    ),
-    # 50 ms for 2 MB, less the 5 ms of forward before the last layer is read; 10 ms, and 50 again; half of the update. And without
-    # a barrier 10 ms, an all-reduce of 2 MB, less those 5 ms.
-    "a sharded system is held to the limit with a barrier": (
-        cell("fsdp2", fsdp2=ms(199))["rows"][0],
-        {"barrier_limit_ms": 105.5, "over_limit": pytest.approx(200 / 105.5, abs=1e-4), "step_limit_ms": 105.0},
-    ),
-    "what the optimizer keeps": (cell("ours-zero1", ours_zero1=ms(199, facts=FACTS))["rows"][0], {"state_mb": 24.0}),
-    "as long as on its slowest rank": (
-        rows("ours", {"ours": ms(100, 130)}, {"ours": ms(120, 110)})[0],
-        {"backward_ms": {"median": 125.0, "min": 120.0, "max": 130.0}},
-    ),
-    "a system that cannot be imported": (cell("ours", ours=NO_IMPORT)["rows"][0], NO_IMPORT),
-    "what could not be measured": (cell("ours", "fsdp2", errors=KILLED, ours=ms(121))["rows"][1], {"error": KILLED["fsdp2"]}),
-    "start-up is that of the slowest rank": (
-        rows("ours", {"ours": ms(121)}, start_up={"ours": [reported("ours", 0.1), reported("ours", 0.2)]})[0],
-        {"import_ms": 1200, "wrap_ms": 200, "first_step_ms": 200, "peak_rss_mb": 300, "peak_device_mb": None},
-    ),
-    "start-up of a sweep is called by the variant that was started": (
-        rows(
-            "torch-ddp-best",
-            {"torch-ddp-best@4MB": ms(121)},
-            start_up={"torch-ddp-best": [reported("torch-ddp-best@1MB", 0.1)]},
-        )[0],
-        {"variant": "torch-ddp-best@4MB", "start_up_of": "torch-ddp-best@1MB"},
-    ),
-    # What is exposed of a sharded step is above the bare model's whole step: that has 20 and 21 ms.
-    "exposed": (cell("ours", ours=ms(50))["rows"][0], {"exposed_ms": 30.0}),
-    "exposed of shards": (cell("ours-zero1", ours_zero1=ms(50, step_s=[0.090] * 2))["rows"][0], {"exposed_ms": 69.0}),
-}
 
 
-@pytest.mark.parametrize(("row", "fields"), ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        # The limit: the first gradient at 10 ms, then 2 MB.
+        pytest.param(
+            cell("ours", ours=ms(121))["rows"][0],
+            {
+                "limit_ms": 110.0,
+                "over_limit": 1.1,
+                "exposed_ms": 101.0,
+                "sent_mb": 4.0,
+                "collectives": 2,
+                "step_ms": {"median": 122.0, "min": 122.0, "max": 122.0},
+            },
+            id="beside the limit of its own run",
+        ),
+        # 50 ms for 2 MB, less the 5 ms of forward before the last layer is read; 10 ms, and 50 again; half of the update. And
+        # without a barrier 10 ms, an all-reduce of 2 MB, less those 5 ms.
+        pytest.param(
+            cell("fsdp2", fsdp2=ms(199))["rows"][0],
+            {"barrier_limit_ms": 105.5, "over_limit": pytest.approx(200 / 105.5, abs=1e-4), "step_limit_ms": 105.0},
+            id="a sharded system is held to the limit with a barrier",
+        ),
+        pytest.param(
+            cell("ours-zero1", ours_zero1=ms(199, facts=FACTS))["rows"][0], {"state_mb": 24.0}, id="what the optimizer keeps"
+        ),
+        pytest.param(
+            rows("ours", {"ours": ms(100, 130)}, {"ours": ms(120, 110)})[0],
+            {"backward_ms": {"median": 125.0, "min": 120.0, "max": 130.0}},
+            id="as long as on its slowest rank",
+        ),
+        pytest.param(cell("ours", ours=NO_IMPORT)["rows"][0], NO_IMPORT, id="a system that cannot be imported"),
+        pytest.param(
+            cell("ours", "fsdp2", errors=KILLED, ours=ms(121))["rows"][1],
+            {"error": KILLED["fsdp2"]},
+            id="what could not be measured",
+        ),
+        pytest.param(
+            rows("ours", {"ours": ms(121)}, start_up={"ours": [reported("ours", 0.1), reported("ours", 0.2)]})[0],
+            {"import_ms": 1200, "wrap_ms": 200, "first_step_ms": 200, "peak_rss_mb": 300, "peak_device_mb": None},
+            id="start-up is that of the slowest rank",
+        ),
+        pytest.param(
+            rows(
+                "torch-ddp-best",
+                {"torch-ddp-best@4MB": ms(121)},
+                start_up={"torch-ddp-best": [reported("torch-ddp-best@1MB", 0.1)]},
+            )[0],
+            {"variant": "torch-ddp-best@4MB", "start_up_of": "torch-ddp-best@1MB"},
+            id="start-up of a sweep is called by the variant that was started",
+        ),
+        # What is exposed of a sharded step is above the bare model's whole step: that has 20 and 21 ms.
+        pytest.param(cell("ours", ours=ms(50))["rows"][0], {"exposed_ms": 30.0}, id="exposed"),
+        pytest.param(
+            cell("ours-zero1", ours_zero1=ms(50, step_s=[0.090] * 2))["rows"][0], {"exposed_ms": 69.0}, id="exposed of shards"
+        ),
+    ],
+)
 def test_a_row(row: dict[str, Any], fields: dict[str, Any]) -> None:
     assert {name: row[name] for name in fields} == fields
 
@@ -97,36 +112,47 @@ OURS = cell("ours", ours=ms(121))
 BY_SIZE = cell("bare", "per-parameter", "ours", per_parameter=ms(241), ours=ms(120))
 SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "kind": "emulated"}
 # Cells, and what their document has.
-DOCUMENTS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
-    "what could not be measured says why": (
-        [cell("ours", "fsdp2", errors=KILLED, ours=ms(121))],
-        ["| FSDP2 per layer, no reshard | could not be measured |", KILLED["fsdp2"]],
-    ),
-    **{
-        f"the peak of memory with {on_device} on a device": (
-            [{**OURS, "rows": rows("ours", {"ours": ms(121)}, start_up={"ours": [reported("ours", 0.1, **peaks)]})}],
-            [f"| {shown} | 1100, 100, 100 |"],
-        )
-        for on_device, shown in ((None, "3001"), (771.6, "772"))
-        for peaks in [{"peak_rss_mb": 3001.0, "peak_device_mb": on_device}]
-    },
-    "a reduction per parameter by size": (
-        [BY_SIZE],
-        ["| below 10 M | replay | 2 | 1gbit (shaped) | 2.00 |  |", "an all-reduce carries 20.0 MB/s, a small one takes 1.0 ms"],
-    ),
-    "the emulated link beside the shaped one": ([SHAPED, EMULATED], ["| replay | 2 | 1gbit | ours | 100 | 106 | +6.0% | NO |"]),
-}
 
 
-@pytest.mark.parametrize(("cells", "lines"), DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize(
+    ("cells", "lines"),
+    [
+        pytest.param(
+            [cell("ours", "fsdp2", errors=KILLED, ours=ms(121))],
+            ["| FSDP2 per layer, no reshard | could not be measured |", KILLED["fsdp2"]],
+            id="what could not be measured says why",
+        ),
+        *(
+            pytest.param(
+                [{**OURS, "rows": rows("ours", {"ours": ms(121)}, start_up={"ours": [reported("ours", 0.1, **peaks)]})}],
+                [f"| {shown} | 1100, 100, 100 |"],
+                id=f"the peak of memory with {on_device} on a device",
+            )
+            for on_device, shown in ((None, "3001"), (771.6, "772"))
+            for peaks in [{"peak_rss_mb": 3001.0, "peak_device_mb": on_device}]
+        ),
+        pytest.param(
+            [BY_SIZE],
+            [
+                "| below 10 M | replay | 2 | 1gbit (shaped) | 2.00 |  |",
+                "an all-reduce carries 20.0 MB/s, a small one takes 1.0 ms",
+            ],
+            id="a reduction per parameter by size",
+        ),
+        pytest.param(
+            [SHAPED, EMULATED],
+            ["| replay | 2 | 1gbit | ours | 100 | 106 | +6.0% | NO |"],
+            id="the emulated link beside the shaped one",
+        ),
+    ],
+)
 def test_a_document(cells: list[dict[str, Any]], lines: list[str]) -> None:
     text = markdown({"cpu": "one"}, cells, pictures={})
     assert [line for line in lines if line not in text] == []
 
 
 def test_the_emulated_link_is_compared_with_the_shaped_one() -> None:
-    assert [row["difference"] for row in validation_rows([SHAPED, EMULATED])] == [0.06]
-    assert validation_rows([SHAPED]) == []
+    assert ([row["difference"] for row in validation_rows([SHAPED, EMULATED])], validation_rows([SHAPED])) == ([0.06], [])
 
 
 def test_a_line_for_each_cell_says_how_far_ours_are_from_the_fastest_peer() -> None:
@@ -148,9 +174,12 @@ def test_cells_with_all_peers_are_counted_by_who_is_faster() -> None:
         cell("bare", "ours", "torch-ddp", ours=ms(50), torch_ddp=ms(100)),
     ]
     lines = markdown({}, cells, pictures={}).splitlines()
-    assert "| whole steps, 3 cells | 3% faster than the fastest peer | alike | 3% slower |" in lines
-    assert "| our defaults | 1 | 1 | 1 |" in lines
-    assert "| the fastest of our modes | 2 | 0 | 1 |" in lines
+    counted = (
+        "| whole steps, 3 cells | 3% faster than the fastest peer | alike | 3% slower |",
+        "| our defaults | 1 | 1 | 1 |",
+        "| the fastest of our modes | 2 | 0 | 1 |",
+    )
+    assert [line for line in counted if line not in lines] == []
 
 
 def test_every_note_and_version_is_told_once() -> None:
@@ -201,41 +230,46 @@ def test_what_defaults_are_held_to_is_met_or_missed() -> None:
 
 LOST = {f"{PLACE}: ours / limit": 1.018, f"{PLACE}: ours / torch-ddp": 0.5}
 # Measured ratios, recorded ones, the systems that were asked for, and the report.
-REPORTS: dict[str, tuple[dict[str, float], dict[str, float], list[str], list[str]]] = {
-    "worse by more than a tenth": (
-        {f"{PLACE}: ours / limit": 1.1, f"{PLACE}: ours / torch-ddp": 0.5},
-        {f"{PLACE}: ours / limit": 1.05, f"{PLACE}: ours / torch-ddp": 0.44},
-        [],
-        [
-            "2 of 2 ratios have a recorded one; worse by more than 10%: 1; lost: 0",
-            f"  WORSE  {PLACE}: ours / torch-ddp: 0.500, recorded 0.440 (+14%)",
-        ],
-    ),
-    # Without what the run did not ask for, and without other cells.
-    "no figure any more": (
-        guard.ratios_of([cell("bare", "ours", "torch-ddp", "fsdp2", errors={"ours": "trains wrongly"}, torch_ddp=ms(242))]),
-        {
-            **LOST,
-            f"{PLACE}: ours / fsdp2": 0.6,
-            f"{PLACE}: ours-zero1 / limit": 1.0,
-            "replay, 4 ranks, 1gbit (shaped): ours / limit": 1.0,
-        },
-        ["bare", "ours", "torch-ddp"],
-        [
-            "0 of 0 ratios have a recorded one; worse by more than 10%: 0; lost: 2",
-            *(f"  LOST  {name}, recorded {ratio:.3f}" for name, ratio in LOST.items()),
-        ],
-    ),
-    "nothing to compare with": (
-        {"gpt, 2 ranks, 1gbit (emulated): ours / limit": 1.02},
-        {},
-        [],
-        ["nothing to compare with: of these cells no ratio is recorded (see benchmarks/matrix/recorded.json)"],
-    ),
-}
 
 
-@pytest.mark.parametrize(("measured", "recorded", "asked", "lines"), REPORTS.values(), ids=REPORTS)
+@pytest.mark.parametrize(
+    ("measured", "recorded", "asked", "lines"),
+    [
+        pytest.param(
+            {f"{PLACE}: ours / limit": 1.1, f"{PLACE}: ours / torch-ddp": 0.5},
+            {f"{PLACE}: ours / limit": 1.05, f"{PLACE}: ours / torch-ddp": 0.44},
+            [],
+            [
+                "2 of 2 ratios have a recorded one; worse by more than 10%: 1; lost: 0",
+                f"  WORSE  {PLACE}: ours / torch-ddp: 0.500, recorded 0.440 (+14%)",
+            ],
+            id="worse by more than a tenth",
+        ),
+        # Without what the run did not ask for, and without other cells.
+        pytest.param(
+            guard.ratios_of([cell("bare", "ours", "torch-ddp", "fsdp2", errors={"ours": "trains wrongly"}, torch_ddp=ms(242))]),
+            {
+                **LOST,
+                f"{PLACE}: ours / fsdp2": 0.6,
+                f"{PLACE}: ours-zero1 / limit": 1.0,
+                "replay, 4 ranks, 1gbit (shaped): ours / limit": 1.0,
+            },
+            ["bare", "ours", "torch-ddp"],
+            [
+                "0 of 0 ratios have a recorded one; worse by more than 10%: 0; lost: 2",
+                *(f"  LOST  {name}, recorded {ratio:.3f}" for name, ratio in LOST.items()),
+            ],
+            id="no figure any more",
+        ),
+        pytest.param(
+            {"gpt, 2 ranks, 1gbit (emulated): ours / limit": 1.02},
+            {},
+            [],
+            ["nothing to compare with: of these cells no ratio is recorded (see benchmarks/matrix/recorded.json)"],
+            id="nothing to compare with",
+        ),
+    ],
+)
 def test_ratios_are_compared_with_recorded_ones(
     measured: dict[str, float], recorded: dict[str, float], asked: list[str], lines: list[str]
 ) -> None:
@@ -243,10 +277,10 @@ def test_ratios_are_compared_with_recorded_ones(
 
 
 def test_recording_keeps_what_was_not_measured_now(tmp_path: Path) -> None:
-    guard.record({"a": 1.0, "b": 2.0}, {"cpu": "one"}, tmp_path / "recorded.json")
-    guard.record({"b": 3.0}, {"cpu": "two"}, tmp_path / "recorded.json")
-    assert guard.read_recorded(tmp_path / "recorded.json") == {"a": 1.0, "b": 3.0}
-    assert guard.read_recorded(tmp_path / "absent.json") == {}
+    path = tmp_path / "recorded.json"
+    guard.record({"a": 1.0, "b": 2.0}, {"cpu": "one"}, path)
+    guard.record({"b": 3.0}, {"cpu": "two"}, path)
+    assert [guard.read_recorded(it) for it in (path, tmp_path / "absent.json")] == [{"a": 1.0, "b": 3.0}, {}]
 
 
 # Two gradients of 1 MB, ready 20 and 30 ms after the step began; a reduction of one takes 50 ms: both are there after 120.
@@ -301,5 +335,4 @@ def test_what_is_no_matrix_is_no_success(
         written(tmp_path, *cells)
     assert fidelity.main(["--out", str(tmp_path)]) == 2
     shown = " ".join(capsys.readouterr().out.split())
-    assert [text for text in told if text not in shown] == []
-    assert not (tmp_path / "fidelity.md").exists()
+    assert ([text for text in told if text not in shown], (tmp_path / "fidelity.md").exists()) == ([], False)

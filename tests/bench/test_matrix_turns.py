@@ -53,8 +53,7 @@ def bare(model: torch.nn.Module) -> Bare:
 def test_a_turn_is_four_steps_behind_a_barrier_of_which_the_inner_ones_are_timed(calls: list[str]) -> None:
     play(one := player(calls), num_turns=3)
     assert calls == ["barrier", *["backward", "update"] * 4, "one finishes"] * 3
-    assert (len(one.step_s), len(one.backward_s), len(one.cpu_s)) == (6, 6, 3)
-    assert one.to_dict()["facts"] == {"collectives": 1}
+    assert (len(one.step_s), len(one.backward_s), len(one.cpu_s), one.to_dict()["facts"]) == (6, 6, 3, {"collectives": 1})
 
 
 def test_turns_are_taken_in_an_order_that_is_reversed(calls: list[str]) -> None:
@@ -102,12 +101,9 @@ def test_a_gradient_that_never_came_is_said_to_be_lacking() -> None:
         _ = system.arrivals.ready_s
 
 
-SECOND_PER_BYTE = Wire(seconds_per_byte=1.0, least_s=0.0)
-SLOW_START = Wire(seconds_per_byte=1e-9, least_s=0.5)
-GIGABIT = Wire(seconds_per_byte=1 / 119.5e6, least_s=0.0)
-LAYERS = [2_000_000] * 24
-READY = [0.130 + 0.010 * layer for layer in range(24)]
-USED = [0.115 - 0.005 * layer for layer in range(24)]
+SECOND_PER_BYTE, SLOW_START = Wire(seconds_per_byte=1.0, least_s=0.0), Wire(seconds_per_byte=1e-9, least_s=0.5)
+GIGABIT, LAYERS = Wire(seconds_per_byte=1 / 119.5e6, least_s=0.0), [2_000_000] * 24
+READY, USED = [0.130 + 0.010 * layer for layer in range(24)], [0.115 - 0.005 * layer for layer in range(24)]
 TWO_LAYERS = Compute(ready_s=[12.0, 8.0], used_s=[0.0, 2.0], backward_s=12.0, update_s=1.0)
 REPLAYED = Compute(
     ready_s=[0.360 - 0.010 * layer for layer in range(24)],
@@ -116,40 +112,48 @@ REPLAYED = Compute(
     update_s=0.006,
 )
 
-LIMITS = {
-    "one gradient is ready, and sent": (limit_s([2.0], [3], SECOND_PER_BYTE), 5.0),
-    # All from 0: 0 + 4. From the second on: 5 + 3. The last alone: 6 + 1.
-    "the suffix that is latest": (limit_s([0.0, 5.0, 6.0], [1, 2, 1], SECOND_PER_BYTE), 8.0),
-    "in another order of parameters": (limit_s([6.0, 0.0, 5.0], [1, 1, 2], SECOND_PER_BYTE), 8.0),
-    "a small rest takes no less than the fastest collective": (limit_s([1.0], [4], SLOW_START), 1.5),
-    "no gradients": (limit_s([], [], SECOND_PER_BYTE), 0.0),
-    # 24 layers of 2 MB from 130 ms on, every 10 ms; 48 MB at 119.5 MB/s are 402 ms of wire: 532 ms, as published.
-    "the replayed layers": (limit_s(READY, LAYERS, GIGABIT), 0.532),
-    # Its last layer, first reduced, is first read at 115 ms of the next forward: 417 ms.
-    "a step of the replayed layers": (step_limit_s(READY, USED, LAYERS, GIGABIT, compute_s=0.360), 0.417),
-    "a step is not shorter than its compute": (step_limit_s([1.0], [0.5], [1], SECOND_PER_BYTE, compute_s=9.0), 9.0),
-    "nor than all it sends": (step_limit_s([1.0, 1.0], [5.0, 0.0], [3, 4], SECOND_PER_BYTE, compute_s=0.0), 7.0),
-    "the worked example of the barrier": (barrier_limit_s(TWO_LAYERS, [4, 4], SECOND_PER_BYTE), 17.0),
-    "with a barrier a fast link costs the last reduction and the first gather": (
-        barrier_limit_s(TWO_LAYERS, [4, 4], Wire(seconds_per_byte=0.5, least_s=0.0)),
-        1.0 + 13.0 + 1.0,
-    ),
-    # 40 of each phase, less the 2 of forward before the second layer is read; 8 before the first gradient; the update.
-    "with a barrier a slow link is busy from the first gradient to the last use": (
-        barrier_limit_s(TWO_LAYERS, [4, 4], Wire(seconds_per_byte=10.0, least_s=0.0)),
-        (40.0 - 2.0) + (8.0 + 40.0) + 1.0,
-    ),
-    **{
-        f"the barrier of the replayed layers on {ranks} ranks": (
-            barrier_limit_s(REPLAYED, LAYERS, Wire(seconds_per_byte=2 * (ranks - 1) / ranks / 119.5e6, least_s=0.0)),
-            limit,
-        )
-        for ranks, limit in ((2, 0.460), (4, 0.623))
-    },
-}
 
-
-@pytest.mark.parametrize(("found_s", "expected_s"), LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize(
+    ("found_s", "expected_s"),
+    [
+        pytest.param(limit_s([2.0], [3], SECOND_PER_BYTE), 5.0, id="one gradient is ready, and sent"),
+        # All from 0: 0 + 4. From the second on: 5 + 3. The last alone: 6 + 1.
+        pytest.param(limit_s([0.0, 5.0, 6.0], [1, 2, 1], SECOND_PER_BYTE), 8.0, id="the suffix that is latest"),
+        pytest.param(limit_s([6.0, 0.0, 5.0], [1, 1, 2], SECOND_PER_BYTE), 8.0, id="in another order of parameters"),
+        pytest.param(limit_s([1.0], [4], SLOW_START), 1.5, id="a small rest takes no less than the fastest collective"),
+        pytest.param(limit_s([], [], SECOND_PER_BYTE), 0.0, id="no gradients"),
+        # 24 layers of 2 MB from 130 ms on, every 10 ms; 48 MB at 119.5 MB/s are 402 ms of wire: 532 ms, as published.
+        pytest.param(limit_s(READY, LAYERS, GIGABIT), 0.532, id="the replayed layers"),
+        # Its last layer, first reduced, is first read at 115 ms of the next forward: 417 ms.
+        pytest.param(step_limit_s(READY, USED, LAYERS, GIGABIT, compute_s=0.360), 0.417, id="a step of the replayed layers"),
+        pytest.param(
+            step_limit_s([1.0], [0.5], [1], SECOND_PER_BYTE, compute_s=9.0), 9.0, id="a step is not shorter than its compute"
+        ),
+        pytest.param(
+            step_limit_s([1.0, 1.0], [5.0, 0.0], [3, 4], SECOND_PER_BYTE, compute_s=0.0), 7.0, id="nor than all it sends"
+        ),
+        pytest.param(barrier_limit_s(TWO_LAYERS, [4, 4], SECOND_PER_BYTE), 17.0, id="the worked example of the barrier"),
+        pytest.param(
+            barrier_limit_s(TWO_LAYERS, [4, 4], Wire(seconds_per_byte=0.5, least_s=0.0)),
+            1.0 + 13.0 + 1.0,
+            id="with a barrier a fast link costs the last reduction and the first gather",
+        ),
+        # 40 of each phase, less the 2 of forward before the second layer is read; 8 before the first gradient; the update.
+        pytest.param(
+            barrier_limit_s(TWO_LAYERS, [4, 4], Wire(seconds_per_byte=10.0, least_s=0.0)),
+            (40.0 - 2.0) + (8.0 + 40.0) + 1.0,
+            id="with a barrier a slow link is busy from the first gradient to the last use",
+        ),
+        *(
+            pytest.param(
+                barrier_limit_s(REPLAYED, LAYERS, Wire(seconds_per_byte=2 * (ranks - 1) / ranks / 119.5e6, least_s=0.0)),
+                limit,
+                id=f"the barrier of the replayed layers on {ranks} ranks",
+            )
+            for ranks, limit in ((2, 0.460), (4, 0.623))
+        ),
+    ],
+)
 def test_limits_by_hand(found_s: float, expected_s: float) -> None:
     is_published = round(expected_s, 1) != expected_s  # to a millisecond
     assert found_s == pytest.approx(expected_s, rel=0, abs=0.001 if is_published else 0)
@@ -158,8 +162,10 @@ def test_limits_by_hand(found_s: float, expected_s: float) -> None:
 def test_the_wire_is_as_fast_as_the_best_piece_size_was() -> None:
     trains = [{"bytes": 100, "seconds": 2.0}, {"bytes": 100, "seconds": 1.0}]
     wire = wire_from_calibration({"small_s": 0.25, "trains": trains})
-    assert wire == Wire(seconds_per_byte=0.01, least_s=0.25)
-    assert [wire.cheapest_s(num_bytes) for num_bytes in (200, 1, 0)] == [2.0, 0.25, 0.0]
+    assert (wire, [wire.cheapest_s(num_bytes) for num_bytes in (200, 1, 0)]) == (
+        Wire(seconds_per_byte=0.01, least_s=0.25),
+        [2.0, 0.25, 0.0],
+    )
 
 
 def test_a_link_faster_than_time_is_refused() -> None:
@@ -222,21 +228,31 @@ def wait(job: Job, *ranks: Rank) -> None:
 
 
 # How two ranks end, those that have results, and what the error says; None for none.
-ENDS: dict[str, tuple[tuple[Rank, Rank], tuple[int, ...], str | None]] = {
-    "one because the first was gone": (
-        (Rank(None, None, 1), Rank(None, None, None, None, -6)),
-        (),
-        "rank 0 ended with exit code 1. The end of rank 0's log:\nthe last line of rank 0",
-    ),
-    "at once: the one that was killed is blamed": ((Rank(1), Rank(-9)), (), "rank 1 was killed by SIGKILL"),
-    "at once: the one that aborts is not blamed": ((Rank(-6), Rank(1)), (), "rank 1 ended with exit code 1"),
-    "one fails after all others have ended": ((Rank(None, None, None, 3), Rank(0)), (1,), "rank 0 ended with exit code 3"),
-    "as if all were well, without a result": ((Rank(None), Rank(None, 0)), (), "rank 1 ended with exit code 0"),
-    "one aborts behind its results": ((Rank(None, None, -6), Rank(0)), (0, 1), None),
-}
 
 
-@pytest.mark.parametrize(("ranks", "with_results", "text"), ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(
+    ("ranks", "with_results", "text"),
+    [
+        pytest.param(
+            (Rank(None, None, 1), Rank(None, None, None, None, -6)),
+            (),
+            "rank 0 ended with exit code 1. The end of rank 0's log:\nthe last line of rank 0",
+            id="one because the first was gone",
+        ),
+        pytest.param((Rank(1), Rank(-9)), (), "rank 1 was killed by SIGKILL", id="at once: the one that was killed is blamed"),
+        pytest.param((Rank(-6), Rank(1)), (), "rank 1 ended with exit code 1", id="at once: the one that aborts is not blamed"),
+        pytest.param(
+            (Rank(None, None, None, 3), Rank(0)),
+            (1,),
+            "rank 0 ended with exit code 3",
+            id="one fails after all others have ended",
+        ),
+        pytest.param(
+            (Rank(None), Rank(None, 0)), (), "rank 1 ended with exit code 0", id="as if all were well, without a result"
+        ),
+        pytest.param((Rank(None, None, -6), Rank(0)), (0, 1), None, id="one aborts behind its results"),
+    ],
+)
 def test_the_rank_that_is_blamed(ranks: tuple[Rank, Rank], with_results: tuple[int, ...], text: str | None, job: Job) -> None:
     for rank in with_results:
         job.result_path(rank).touch()
@@ -260,5 +276,4 @@ def test_a_rank_whose_others_wait_inside_a_system_says_its_own_error_last(
     monkeypatch.setattr(worker, "_AGREE", timedelta(seconds=0.01))
     with pytest.raises(RuntimeError) as caught:
         worker._agree(job, "ours", 1, report)
-    assert str(caught.value) == told
-    assert caught.value.__suppress_context__
+    assert (str(caught.value), caught.value.__suppress_context__) == (told, True)

@@ -83,9 +83,8 @@ def error_of(snippet: Snippet) -> str:
 
 @pytest.mark.parametrize(("snippet", "quoted"), with_ids("troubleshooting", pairwise(SNIPPETS["troubleshooting"]), [FAILS]))
 def test_a_snippet_fails_with_the_words_of_the_page(two_ranks: Ranks, snippet: Snippet, quoted: Snippet) -> None:
-    said = two_ranks.run(error_of, snippet)[0]
-    assert quoted.language == "text"
-    assert FINGERPRINT.sub("fingerprint", said) == FINGERPRINT.sub("fingerprint", quoted.code.rstrip("\n"))
+    said, told = (FINGERPRINT.sub("fingerprint", it) for it in (two_ranks.run(error_of, snippet)[0], quoted.code.rstrip("\n")))
+    assert (quoted.language, said) == ("text", told)
 
 
 @pytest.mark.slow
@@ -96,9 +95,11 @@ def test_the_script_of_the_page_prints_its_tables(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script), "25"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Where a step goes: rank 0" in done.stdout
-    assert "bucket_cap_mb=25.0 was asked for" in done.stdout
+    assert (done.returncode, "Where a step goes: rank 0" in done.stdout, "bucket_cap_mb=25.0 was asked for" in done.stdout) == (
+        0,
+        True,
+        True,
+    ), done.stderr
 
 
 @pytest.mark.parametrize("page", FILES)
@@ -140,17 +141,20 @@ def test_everything_of_torchs_constructor_and_of_fully_shard_has_a_row() -> None
         MIGRATION.split(f"\n## {title}\n")[1].split("\n## ")[0]
         for title in ("From torch's DistributedDataParallel", "From FSDP2")
     )
-    assert named_in(of_torch, "argument") == arguments_of(nn.parallel.DistributedDataParallel)
-    assert named_in(of_fsdp, "argument of `fully_shard`") == arguments_of(fully_shard)
+    assert (named_in(of_torch, "argument"), named_in(of_fsdp, "argument of `fully_shard`")) == (
+        arguments_of(nn.parallel.DistributedDataParallel),
+        arguments_of(fully_shard),
+    )
     assert [name for name in sorted(arguments_of(MixedPrecisionPolicy)) if f"`{name}`" not in of_fsdp] == []
-    methods = {name for name in vars(FSDPModule) if not name.startswith("_")}
-    assert named_in(of_fsdp, "method of `FSDPModule`") == methods
+    assert named_in(of_fsdp, "method of `FSDPModule`") == {name for name in vars(FSDPModule) if not name.startswith("_")}
 
 
 def test_the_rows_of_printed_reports_and_the_reasons_of_a_plan_are_the_librarys() -> None:
     rows = set(re.findall(r"^│ +([a-z][a-z ]*?) +│ +[\d.]+ │", TROUBLES, re.MULTILINE))
-    assert len(rows) == 10
-    assert [row for row in sorted(rows) if not any(f'"{indent}{row}"' in SOURCE for indent in ("", "  ", "    "))] == []
+    assert (
+        len(rows),
+        [row for row in sorted(rows) if not any(f'"{indent}{row}"' in SOURCE for indent in ("", "  ", "    "))],
+    ) == (10, [])
     table = TROUBLES.split("| it says | because of |\n| --- | --- |\n")[1].split("\n\n")[0]
     quoted = [row.split("`")[1] for row in table.splitlines()]
     assert len(quoted) > 8
@@ -224,5 +228,4 @@ def test_every_test_of_the_table_exists_and_took_less_than_ten_seconds() -> None
     rows = re.findall(pattern, TEXTS["reliability"], re.MULTILINE)
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "faults").glob("*.py"))
     assert len(rows) > 15
-    assert [test for _, test in rows if f"def {test}(" not in tests] == []
-    assert max(float(worst) for worst, _ in rows) < 10.0
+    assert [test for worst, test in rows if f"def {test}(" not in tests or float(worst) >= 10.0] == []

@@ -14,8 +14,7 @@ from benchmarks.matrix.links import NAMESPACES, PREFIX, remove_abandoned
 
 from support.project import ROOT
 
-pytestmark = pytest.mark.slow
-PATIENCE_S = 120.0
+pytestmark, PATIENCE_S = pytest.mark.slow, 120.0
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 
 

@@ -20,10 +20,8 @@ def test_training_is_as_if_nothing_had_been_or_the_right_error_comes_on_every_ra
 # On a mesh one row is through while in the other a rank is stopped.
 @pytest.mark.slow
 def test_a_rank_that_left_is_not_taken_for_the_one_that_is_waited_for() -> None:
-    """On a mesh one row is through while in the other a rank is stopped."""
     one = injection(21, 172)
-    assert (one.kind, one.way, one.step) == ("stopped", "hybrid", NUM_STEPS - 1)
-    assert inject(one).problems == ()
+    assert (one.kind, one.way, one.step, inject(one).problems) == ("stopped", "hybrid", NUM_STEPS - 1, ())
 
 
 def test_a_seed_gives_the_same_injections_again() -> None:
@@ -33,11 +31,13 @@ def test_a_seed_gives_the_same_injections_again() -> None:
 
 def test_everything_is_drawn_sooner_or_later() -> None:
     drawn = [injection(0, number) for number in range(3000)]
-    assert {one.kind for one in drawn} == set(KINDS)
+    assert {name: {getattr(one, name) for one in drawn} for name in ("kind", "point", "ending", "num_micro_batches")} == {
+        "kind": set(KINDS),
+        "point": {point for name in WAYS for point in points_of("killed", name, 4)},
+        "ending": set(ENDINGS),
+        "num_micro_batches": {1, 2},
+    }
     assert {(one.way, one.num_ranks) for one in drawn} == {(name, of) for name, ranks in WAYS.items() for of in ranks}
-    assert {one.point for one in drawn} == {point for name in WAYS for point in points_of("killed", name, 4)}
-    assert {one.ending for one in drawn} == set(ENDINGS)
-    assert {one.num_micro_batches for one in drawn} == {1, 2}
 
 
 FAULT = Ended({"fault": 10.0, "step": 2}, -9)

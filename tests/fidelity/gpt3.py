@@ -12,17 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fidelity.solve import solve
-from undertow.plan import ParamSpec, plan_from_groups
-from undertow.plan.optimal import optimal_groups
-from undertow.plan.timing import StepTiming
+from undertow.plan import ParamSpec, StepTiming, optimal_groups, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
 from undertow.simulate import Conditions, simulate
 
-NUM_RANKS = 64
-BUCKET_BYTES = 40e6
-COMMUNICATION_S, EXPOSED_S = 3.2, 0.3
-BACKWARD_S = 4.5
+NUM_RANKS, BUCKET_BYTES = 64, 40e6
+COMMUNICATION_S, EXPOSED_S, BACKWARD_S = 3.2, 0.3, 4.5
 BACKWARDS_S = (4.0, BACKWARD_S, 5.0)
 CLAIMED_BUCKETS_MS = (50, 100)
 _NUM_LAYERS, _WIDTH = 96, 12_288

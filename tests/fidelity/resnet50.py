@@ -10,17 +10,13 @@ from itertools import accumulate
 from pathlib import Path
 
 from undertow.cost import Costs, Link, RingCosts
-from undertow.plan import GroupEntry, ParamSpec, plan_from_groups
-from undertow.plan.optimal import optimal_groups
-from undertow.plan.timing import StepTiming
+from undertow.plan import GroupEntry, ParamSpec, StepTiming, optimal_groups, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
 from undertow.simulate import simulate
 from undertow.trace import overlap_of
 
-NUM_RANKS = 32
-ITERATION_MS = 128.1
-_MIB = 1024 * 1024
+NUM_RANKS, ITERATION_MS, _MIB = 32, 128.1, 1024 * 1024
 TORCH_CAPS_BYTES = (_MIB, 25 * _MIB)  # of the first bucket, and of the others
 # Payload: 10 GbE carries 9.43 Gb/s. How long a message takes is not published: from fast to slow of TCP, and of RDMA.
 NETWORKS: Mapping[str, Link] = {

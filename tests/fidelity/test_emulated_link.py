@@ -20,8 +20,7 @@ from undertow.simulate import simulate
 
 pytestmark = [pytest.mark.alone, pytest.mark.waits, pytest.mark.slow]
 NUM_LAYERS, NUMEL, PAUSE_S = 12, 250_000, 0.008  # 12 MB: 101 ms of wire at 1 Gb/s under 96 ms of backward
-NUM_STEPS_FOR_A_PROFILE, NUM_STEPS_COMPARED = 9, 9
-LINK = "1gbit"
+NUM_STEPS_FOR_A_PROFILE, NUM_STEPS_COMPARED, LINK = 9, 9, "1gbit"
 BOUND = 0.05  # what docs/fidelity.md promises
 NUM_ATTEMPTS = 3  # the machine may do something else for a moment: it must come out once
 
@@ -46,8 +45,7 @@ def steps(strategy: str, _link: object) -> tuple[str, float]:
             optimizer.zero_grad()
             ddp(torch.ones(1)).backward()
             optimizer.step()
-        steps = [(later - earlier) * 1e3 for earlier, later in pairwise(begins)]
-        profile = ddp.profile().to_json()
+        steps, profile = [(later - earlier) * 1e3 for earlier, later in pairwise(begins)], ddp.profile().to_json()
     return profile, median(steps[NUM_STEPS_FOR_A_PROFILE:])
 
 
@@ -57,7 +55,6 @@ def measured(strategy: str, num_ranks: int) -> tuple[Profile, float]:
 
 
 def simulated_ms(profile: Profile) -> float:
-    assert profile.groups is not None
     plan = plan_from_groups(profile.params, profile.groups, num_ranks=profile.num_ranks)
     return simulate(profile, plan, strategy_named(profile.strategy), profile.costs()).step_us / 1e3
 

@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.data import DataLoader, TensorDataset
 
+from support.errors import text_of
 from support.frameworks import (
     TIMEOUT_S,
     Recipe,
@@ -70,8 +71,7 @@ def triggered(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
     from accelerate import Accelerator
 
     with torchs_name_is(wrapper):
-        accelerator = Accelerator(cpu=True)
-        net = mlp()
+        accelerator, net = Accelerator(cpu=True), mlp()
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
         for step in range(3):
             with accelerator.no_sync(model):
@@ -85,19 +85,11 @@ def triggered(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
     return state_of(net)
 
 
-def with_trainer(wrapper: Wrapper, _folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
-    from support import lightning_recipes as recipes
-
-    module = recipes.Regression()
-    recipes.trainer_of(wrapper, max_epochs=2, **settings).fit(module, recipes.loader())
-    return state_of(module)
-
-
-def by_hand(wrapper: Wrapper, _folder: Path, name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+def with_trainer(wrapper: Wrapper, _folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     from support import lightning_recipes as recipes
 
     module = getattr(recipes, name)()
-    recipes.trainer_of(wrapper, strategy=arguments).fit(module, recipes.loader())
+    recipes.trainer_of(wrapper, **settings).fit(module, recipes.loader())
     return state_of(module)
 
 
@@ -133,7 +125,6 @@ def with_transformers(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
 
 def pipelined(wrapper: Wrapper, _folder: Path, num_stages: int) -> dict[str, Tensor]:
     """Each rank has all stages of its own pipeline, and the two ranks are replicas of each stage."""
-    num_micro_batches = 4
     nets = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(num_stages)]
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     stages = []
@@ -142,7 +133,7 @@ def pipelined(wrapper: Wrapper, _folder: Path, num_stages: int) -> dict[str, Ten
         received, sent = torch.zeros(2, 6, requires_grad=index > 0), torch.zeros(2, 6, requires_grad=True)
         stages.append(PipelineStage(wrapper(net), index, num_stages, torch.device("cpu"), received, sent, group=alone))
     kind, whole = (Schedule1F1B, stages[0]) if num_stages == 1 else (ScheduleInterleaved1F1B, stages)
-    schedule = kind(whole, num_micro_batches, loss_fn=mse_loss)
+    schedule = kind(whole, n_microbatches=4, loss_fn=mse_loss)
     optimizer = torch.optim.AdamW(nn.ModuleList(nets).parameters(), lr=1e-2)
     for step in range(3):
         schedule.step(noise(8, 6, step=step), target=noise(8, 6, step=100 + step))
@@ -157,12 +148,10 @@ class Trainable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        self.extra = nn.Linear(6, 1)
+        self.net, self.extra = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), nn.Linear(6, 1)
 
     def train_step(self, x: Tensor, *, with_extra: bool) -> dict[str, Tensor]:
-        outputs = self.net(x) + (self.extra(x) if with_extra else 0.0)
-        return {"loss": outputs.square().mean()}
+        return {"loss": (self.net(x) + (self.extra(x) if with_extra else 0.0)).square().mean()}
 
 
 def past_forward(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
@@ -189,8 +178,7 @@ def past_forward(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
     return state_of(module)
 
 
-MakesOptimizer = Callable[..., torch.optim.Optimizer]
-PAGE = ROOT / "docs" / "checkpoints.md"
+MakesOptimizer, PAGE = Callable[..., torch.optim.Optimizer], ROOT / "docs" / "checkpoints.md"
 NUM_STEPS = 2  # before, and as many after
 
 
@@ -203,9 +191,7 @@ def network() -> nn.Module:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    inputs = [torch.randn(4, 6, generator=generator) for _ in range(2 * NUM_STEPS)]
-    return [(x, x.sum(1, keepdim=True)) for x in inputs]
+    return [(x, x.sum(1, keepdim=True)) for x in (noise(4, 6, step=step) for step in range(2 * NUM_STEPS))]
 
 
 def lightning(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool) -> dict[str, Tensor]:
@@ -294,7 +280,7 @@ def transformers(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: b
         return trained(2 * NUM_STEPS, resumes=True)
 
 
-UNUSED = {"find_unused_parameters": True}
+UNUSED, TWICE = {"find_unused_parameters": True}, {"max_epochs": 2}
 # What a recipe needs, the recipe, and its arguments.
 RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
     # The last step of an epoch has two micro-batches.
@@ -309,24 +295,28 @@ RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
     "lightning: accumulation and norm": (
         "lightning",
         with_trainer,
-        ({"accumulate_grad_batches": 4, "gradient_clip_val": 0.5},),
+        ("Regression", TWICE | {"accumulate_grad_batches": 4, "gradient_clip_val": 0.5}),
     ),
     "lightning: value": (
         "lightning",
         with_trainer,
-        ({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value", "strategy": {"gradient_as_bucket_view": True}},),
+        (
+            "Regression",
+            TWICE
+            | {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value", "strategy": {"gradient_as_bucket_view": True}},
+        ),
     ),
     "lightning: bf16-mixed": (
         "lightning",
         with_trainer,
-        ({"precision": "bf16-mixed", "accumulate_grad_batches": 2, "strategy": UNUSED},),
+        ("Regression", TWICE | {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "strategy": UNUSED}),
     ),
-    "lightning by hand": ("lightning", by_hand, ("ManualRegression", {})),
-    "lightning by hand: accumulation": ("lightning", by_hand, ("AccumulatingRegression", {})),
-    "lightning by hand: unused parameters": ("lightning", by_hand, ("SometimesUnused", UNUSED)),
-    "lightning by hand: static graph": ("lightning", by_hand, ("ManualRegression", {"static_graph": True})),
-    "lightning by hand: two optimizers": ("lightning", by_hand, ("TwoOptimizers", UNUSED)),
-    "lightning by hand: toggled optimizers": ("lightning", by_hand, ("Adversarial", UNUSED)),
+    "lightning by hand": ("lightning", with_trainer, ("ManualRegression", {})),
+    "lightning by hand: accumulation": ("lightning", with_trainer, ("AccumulatingRegression", {})),
+    "lightning by hand: unused parameters": ("lightning", with_trainer, ("SometimesUnused", {"strategy": UNUSED})),
+    "lightning by hand: static graph": ("lightning", with_trainer, ("ManualRegression", {"strategy": {"static_graph": True}})),
+    "lightning by hand: two optimizers": ("lightning", with_trainer, ("TwoOptimizers", {"strategy": UNUSED})),
+    "lightning by hand: toggled optimizers": ("lightning", with_trainer, ("Adversarial", {"strategy": UNUSED})),
     "lightning: saved and resumed": ("lightning", lightning, (plain, True)),
     "fabric: accumulation, clipping, saved and resumed": ("lightning", with_fabric, ()),
     "transformers: accumulation and norm": ("transformers accelerate", with_transformers, ()),
@@ -383,14 +373,15 @@ def test_a_framework_saves_and_resumes_sharded_training_with_equal_bits(
 REASON = "not installed: no_such_framework. Install the extra: pip install 'undertow[integrations]'"
 
 
-def test_a_missing_framework_skips_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CI", raising=False)
-    with pytest.raises(pytest.skip.Exception) as caught:
-        require_installed("torch", "no_such_framework")
-    assert caught.value.msg == REASON
-
-
-def test_a_missing_framework_is_a_failure_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="CI must not skip tests of frameworks"):
-        require_installed("no_such_framework")
+@pytest.mark.parametrize(
+    ("ci", "outcome", "text"),
+    [
+        ("", pytest.skip.Exception, REASON),
+        ("true", pytest.fail.Exception, f"CI must not skip tests of frameworks; {REASON}"),
+    ],
+)
+def test_a_missing_framework_skips_or_is_a_failure_in_ci_and_says_what_to_install(
+    ci: str, outcome: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    assert text_of(outcome, lambda: require_installed("torch", "no_such_framework")) == text

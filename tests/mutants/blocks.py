@@ -7,8 +7,7 @@ that writes one byte into a file that all processes map. Ranks that are killed l
 import ast
 from pathlib import Path
 
-PACKAGE = Path("src/undertow")
-MAX_TESTS = 12_000
+PACKAGE, MAX_TESTS = Path("src/undertow"), 12_000
 HEADER_BYTES = 8  # the offset of the running test's row; then a row for each test, with a byte for each block
 COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 PROBE = """

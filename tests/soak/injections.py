@@ -93,8 +93,7 @@ def injection(seed: int, number: int) -> Injection:
     kind = draw.choice(tuple(KINDS))
     way = draw.choice(KINDS[kind].ways)
     num_ranks = draw.choice(WAYS[way])
-    point = draw.choice(points_of(kind, way, num_ranks))
-    step = draw.randrange(NUM_STEPS)
+    point, step = draw.choice(points_of(kind, way, num_ranks)), draw.randrange(NUM_STEPS)
     # A bucket passes a point once a step: later passages are sure to come where steps are left.
     passage = draw.randrange(3) if step < NUM_STEPS - 2 and point not in (*_USERS, *_ONCE) else 0
     return Injection(

@@ -62,21 +62,13 @@ def backward_alike(
         require(ours, bare)
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def heard(logger: str = "undertow") -> Iterator[list[str]]:
     """The warnings of that logger, and of those below it, as they come."""
-    handler = _Heard()
+    handler, texts = logging.Handler(logging.WARNING), list[str]()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(logger).addHandler(handler)
     try:
-        yield handler.texts
+        yield texts
     finally:
         logging.getLogger(logger).removeHandler(handler)

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.nn import Module
 
 
-class Late(PlainSystem):
+class Averaging(PlainSystem):
+    def backward(self, batch: tuple[Tensor, ...]) -> None:
+        super().backward(batch)
+        for param in self.bare.parameters():
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+
+
+class Late(Averaging):
     def __init__(self, *models: Module) -> None:
         super().__init__(*models)
         self.before = [param.detach().clone() for param in self.bare.parameters()]
@@ -23,39 +30,28 @@ class Late(PlainSystem):
         super().backward(batch)
         self.put(now)
         self.before = now
-        for param in self.bare.parameters():
-            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
 
     def put(self, values: list[Tensor]) -> None:
         for param, value in zip(self.bare.parameters(), values, strict=True):
             param.data.copy_(value)
 
 
-class Parted(PlainSystem):
-    def backward(self, batch: tuple[Tensor, ...]) -> None:
-        super().backward(batch)
-        for param in self.bare.parameters():
-            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
-
+class Parted(Averaging):
     def parameters(self) -> Mapping[str, Tensor]:
         return {name: param + dist.get_rank() for name, param in super().parameters().items()}
 
 
-class Dying(PlainSystem):
+class Dying(Averaging):
     """Its rank 1 is killed in the first backward after those that show whether it trains right."""
 
     num_backwards = 0
 
     def backward(self, batch: tuple[Tensor, ...]) -> None:
         self.num_backwards += 1
-        for param in self.bare.parameters():
-            param.grad = None
-        super().backward(batch)
         if self.num_backwards > NUM_STEPS and dist.get_rank() == 1:
             print("the last line of rank 1", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        for param in self.bare.parameters():
-            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        super().backward(batch)
 
 
 SYSTEMS = {"dies": Dying, "reads too early": Late, "wrong on rank 1": Parted}

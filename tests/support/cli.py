@@ -13,8 +13,7 @@ from undertow.profile import Profile
 from undertow.schedule import STRATEGIES
 from undertow.simulate import Conditions
 
-EXAMPLE = ROOT / "examples" / "profiles" / "gpt2.json"
-MIB = 1024 * 1024
+EXAMPLE, MIB = ROOT / "examples" / "profiles" / "gpt2.json", 1024 * 1024
 TABLE = """{"params": [
   {"name": "stem.weight", "shape": [1000, 500], "dtype": "bfloat16"},
   {"name": "head.weight", "shape": [500, 400], "dtype": "float32"},

@@ -1,7 +1,5 @@
 """Programs drawn at random, the same on every rank, and how one that fails is made smaller."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -149,8 +147,7 @@ class Drawing:
 
     def unit(self) -> int:
         """One that may be frozen: of another kind its loss would have a graph all the same, which reaches nothing."""
-        units = [index for index, kind in enumerate(self.units) if index > 0 and kind not in IN_PARTS]
-        return self.chance.choice(units)
+        return self.chance.choice([index for index, kind in enumerate(self.units) if index > 0 and kind not in IN_PARTS])
 
     def change(self) -> str:
         may_grow = self.is_plain and not self.has_hook and self.num_units < 8

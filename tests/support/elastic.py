@@ -24,9 +24,7 @@ from torch import nn
 from support.processes import Ended, Rank, example, free_port, run_ranks
 from support.project import ROOT
 
-EXAMPLE = ROOT / "examples" / "elastic_train.py"
-DEAF_EXAMPLE = Path(__file__)
-PATIENCE_S = 240.0
+EXAMPLE, DEAF_EXAMPLE, PATIENCE_S = ROOT / "examples" / "elastic_train.py", Path(__file__), 240.0
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,7 @@ class Points:
         self.step = -1
         self.model: DistributedDataParallel | None = None
         self._jitter = random.Random(f"{fault}/{rank.number}")
-        self._counting = threading.Lock()
-        self._num_passages = 0
+        self._counting, self._num_passages = threading.Lock(), 0
         self._taken = ""  # by what the training itself has to do
         before_calls(INNER_CALLS, self.passes)
         around_waits(self.passes)

@@ -42,8 +42,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from support.naive import require_same
 from undertow import DistributedDataParallel, SyncConfig
 
-Wrapper = type[TorchDistributedDataParallel]
-Recipe = Callable[..., dict[str, Tensor]]
+Wrapper, Recipe = type[TorchDistributedDataParallel], Callable[..., dict[str, Tensor]]
 
 TIMEOUT_S = 120.0  # the first recipe imports its framework, on both ranks at once
 
@@ -105,8 +104,7 @@ def run_recipe(recipe: Recipe, chosen: Wrapper, *args: Any) -> dict[str, Tensor]
             torch.manual_seed(0)
             tensors = {name: tensor.detach().clone() for name, tensor in recipe(wrapper, *args).items()}
         finally:
-            wrappers = [ddp for ddp in (reference() for reference in made) if ddp is not None]
-            for ddp in wrappers:
+            for ddp in (reference() for reference in made):
                 if isinstance(ddp, DistributedDataParallel):
                     ddp.close()
     assert made, f"the recipe never constructed {wrapper.__mro__[1].__name__}"
@@ -126,12 +124,9 @@ def _recorded(wrapper: Wrapper) -> tuple[Wrapper, list[weakref.ref[Any]]]:
 
 @contextlib.contextmanager
 def as_launched() -> Iterator[None]:
-    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
     variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(dist.get_rank())),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(dist.get_world_size())),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # nobody connects: the group exists
         "HF_HUB_OFFLINE": "1",

@@ -24,9 +24,7 @@ import undertow.demo.run
 import undertow.sync
 from undertow import GradientSync, SyncConfig
 from undertow.checkpoint.metadata import Entry, stored_entries
-from undertow.emulation.link import BACKEND as BACKEND
-from undertow.emulation.link import EmulatedLink as EmulatedLink
-from undertow.emulation.link import emulated_backend as emulated_backend
+from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.plan import ParamSpec
 from undertow.runtime.comm import agreement
 from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
@@ -50,14 +48,11 @@ from undertow.runtime.sharded.placeholder import GradientPlaceholder
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.private import interrupt as interrupt
-from undertow.runtime.torch_private.private import is_gone as is_gone
-from undertow.runtime.torch_private.private import timeout_of as timeout_of
+from undertow.runtime.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
 from undertow.schedule import Op, OpKind
 
 NUM_STEPS_OF_A_LOOK = NUM_STEPS_MEASURED + 4  # from a plan's first step until the plan that was decided on is taken
-Model = nn.Module | GradientSync
-OpCall = Callable[[Op], object]
+Model, OpCall = nn.Module | GradientSync, Callable[[Op], object]
 
 
 def sync_of(model: Model) -> GradientSync:
@@ -298,9 +293,8 @@ def readings_of_trailers() -> Iterator[list[object]]:
 
 def hearing_rank() -> Callable[[bytes], None]:
     """A rank that has heard nothing: what is called receives these bytes of its neighbor, and answers what they ask."""
-    source = Neighbor.__new__(Neighbor)
+    source, ring = Neighbor.__new__(Neighbor), Ring([], rank=1, num_ranks=2, world=dist.group.WORLD)
     source.rank = 0
-    ring = Ring([], rank=1, num_ranks=2, world=dist.group.WORLD)
     member = ring.join(SyncConfig(stall_warning_s=0.001))
 
     def hear(data: bytes) -> None:
@@ -389,8 +383,7 @@ def is_placeholder(gradient: object) -> bool:
 def looks_at_parameters() -> Iterator[list[int]]:
     """The thread of each look through all parameters of any model."""
     threads: list[int] = []
-    has_changed = module_params._Census.has_changed
-    noted = _after(lambda: threads.append(threading.get_ident()), has_changed)
+    noted = _after(lambda: threads.append(threading.get_ident()), module_params._Census.has_changed)
     with mock.patch.object(module_params._Census, "has_changed", lambda census: noted(census)):
         yield threads
 

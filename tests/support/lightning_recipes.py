@@ -70,8 +70,7 @@ class AccumulatingRegression(ManualRegression):
     """Manual optimization: a step for every third batch, and no synchronization before it."""
 
     def training_step(self, batch: Any, index: int) -> None:
-        optimizer = self.optimizers()
-        steps = index % 3 == 2
+        optimizer, steps = self.optimizers(), index % 3 == 2
         with optimizer.toggle_model(sync_grad=steps):
             self.manual_backward(self.loss(batch) / 3)
             if steps:

@@ -14,8 +14,7 @@ from support.alike import backward_alike, require_equal_gradients, require_equal
 from support.sharded import chain, of_ranks
 from undertow import DistributedDataParallel, ExpertGroup, SyncConfig
 
-MATCH = "*experts.*"
-WIDTH = 6
+MATCH, WIDTH = "*experts.*", 6
 SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 # Which of its two experts a rank uses in which step: both, one, none, or one that its peer does not use.
@@ -66,11 +65,9 @@ def wrapped_mixture(
     """`model` under our wrapper, a bare copy of what it is then, and the group of its experts."""
     with experts_group() as group:
         experts = (ExpertGroup(match=MATCH, process_group=group, divisor=divisor),)
-        ddp = DistributedDataParallel(model, config=SyncConfig(**{"reduction": "ordered", **settings}, experts=experts))
-        try:
+        config = SyncConfig(**{"reduction": "ordered", **settings}, experts=experts)
+        with contextlib.closing(DistributedDataParallel(model, config=config)) as ddp:
             yield ddp, copy.deepcopy(model), group
-        finally:
-            ddp.close()
 
 
 def reduce_naively(model: nn.Module, group: dist.ProcessGroup, *, divisor: float = 4, dense_divisor: float = 4) -> None:

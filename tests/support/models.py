@@ -35,10 +35,8 @@ class Oddities(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 5)
-        self.fine = nn.Linear(5, 4, dtype=torch.float64)
-        self.brain = nn.Linear(4, 5, dtype=torch.bfloat16)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.fine, self.brain = nn.Linear(5, 4, dtype=torch.float64), nn.Linear(4, 5, dtype=torch.bfloat16)
+        self.empty, self.scale = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.tensor(1.5))
         self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
         self.twice = nn.Linear(5, 5, bias=False)
 

@@ -1,7 +1,5 @@
 """What tests in ranks compare with, count, and form groups of: a bare model, and after backward an all-reduce per parameter."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
@@ -42,15 +40,10 @@ def wrapped_and_bare(model: nn.Module, **settings: Any) -> Iterator[tuple[Distri
         yield ddp, bare
 
 
-@contextlib.contextmanager
 def wrapped(
     model: nn.Module, *, process_group: dist.ProcessGroup | None = None, **settings: Any
-) -> Iterator[DistributedDataParallel]:
-    ddp = DistributedDataParallel(model, process_group=process_group, config=SyncConfig(**settings))
-    try:
-        yield ddp
-    finally:
-        ddp.close()
+) -> contextlib.closing[DistributedDataParallel]:
+    return contextlib.closing(DistributedDataParallel(model, process_group=process_group, config=SyncConfig(**settings)))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

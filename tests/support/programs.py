@@ -1,16 +1,16 @@
 """Programs of training steps, drawn at random or written down, and the naive reference that they are compared with.
 
-A program is data, the same on every rank: a model of a few units, and events. An event is a verb, which is a method of `Run`,
-and words for it. Words may differ from rank to rank: "forward 012|02" leaves out unit 1 on every second rank.
+A program is data, the same on every rank: a model of a few units, and events. An event is a verb, which is a method of `Run`
+or a key of `CHANGES`, and words for it. Words may differ from rank to rank: "forward 012|02" leaves out unit 1 on every second
+rank.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,8 +27,7 @@ from support.units import IN_PARTS, WIDTH, Units, made
 from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, attach, clip_grad_norm_
 from undertow.schedule import OpKind
 
-ROWS = 3
-LEARNING_RATE = 0.125
+ROWS, LEARNING_RATE = 3, 0.125
 # The largest bucket in MiB.
 PLANS: dict[str, Any] = {"each": 1e-6, "pieces": 3e-5, "several": 1.5e-4, "one": 25.0, "default": None}
 
@@ -73,8 +72,7 @@ class Reference:
 
     def __init__(self, model: nn.Module, program: Program, group: dist.ProcessGroup | None) -> None:
         self.model, self.program, self.group = model, program, group
-        self.num_ranks = dist.get_world_size(group)
-        self.op = program.op
+        self.num_ranks, self.op = dist.get_world_size(group), program.op
         self.has_shards = False  # shards come with the first step, and go with a change of parameters
         self.new: set[Tensor] = set()  # parameters with a gradient since the last synchronization
         self.used: set[Tensor] = set()  # in this step
@@ -162,13 +160,28 @@ def stop(*_: object) -> None:
 
 
 # How a rank whose loss reaches nothing may join a synchronization, besides `finish`.
-JOINS: dict[str, Callable[[Run], object]] = {
+JOINS: dict[str, Callable[["Run"], object]] = {
     "by-step": lambda run: torch.optim.SGD(run.module.parameters(), lr=0.0).step(),
     "by-own-step": lambda run: run.optimizers[0].step(),
     "by-norm": lambda run: clip_grad_norm_(run.handle, 1e9),
     "by-optimizers-norm": lambda run: run.optimizers[0].clip_grad_norm_(1e9),
     "by-look": lambda run: run.handle.full_gradient(next(run.module.parameters())),
     "by-scaler": lambda run: run.unscale(),
+}
+# Changes of the model, given its units, a number that later events raise, and the words of the event.
+CHANGES: dict[str, Callable[..., object]] = {
+    "freeze": lambda units, _, index: units[int(index)].requires_grad_(False),
+    "thaw": lambda units, _, index: units[int(index)].requires_grad_(True),
+    "replace": lambda units, number, index, kind="linear": units.__setitem__(int(index), made(kind, 40 + number)),
+    # Another tensor for one parameter.
+    "renew": lambda units, _, index: setattr(units[int(index)], "weight", nn.Parameter(made("linear", 60).weight.detach())),
+    # A parameter more for a unit that may have one.
+    "extend": lambda units, _, index: setattr(units[int(index)], "shift", nn.Parameter(torch.full((WIDTH,), 0.5))),
+    "append": lambda units, number, kind="linear": units.append(made(kind, 50 + number)),
+    "remove": lambda units, _: units.__delitem__(-1),
+    "to": lambda units, _, how: units.to(**{"memory_format" if "channels" in how else "dtype": getattr(torch, how)}),
+    # A state dict is loaded whose tensors become the parameters.
+    "assign": lambda units, _: units.load_state_dict({key: it.clone() for key, it in units.state_dict().items()}, assign=True),
 }
 # What a user holds of a gradient, which must then not be overwritten.
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
@@ -217,7 +230,8 @@ class Run:
     def happen(self, event: str) -> None:
         verb, _, words = event.partition(" ")
         of_ranks = words.split("|")
-        getattr(self, verb)(*of_ranks[self.rank % len(of_ranks)].split())
+        call = partial(self.change, verb) if verb in CHANGES else getattr(self, verb)
+        call(*of_ranks[self.rank % len(of_ranks)].split())
         if self.unused is not None:
             assert sorted(self.sync.unused_parameters) == sorted(self.unused)
 
@@ -320,8 +334,7 @@ class Run:
         if "retain" not in words:
             del self.losses[: len(losses)]
         ours, wanted = (sum(each) for each in zip(*losses, strict=True))
-        joins = JOINS.keys() & set(words)
-        has_graph = "graph" in words
+        joins, has_graph = JOINS.keys() & set(words), "graph" in words
         if ours.requires_grad:
             self.differentiate(ours, *words, retain_graph="retain" in words or has_graph, create_graph=has_graph)
         for name in joins:
@@ -413,51 +426,17 @@ class Run:
 
     # Changes of the model
 
-    def freeze(self, index: str) -> None:
-        self._change(lambda units: units[int(index)].requires_grad_(False))
-
-    def thaw(self, index: str) -> None:
-        self._change(lambda units: units[int(index)].requires_grad_(True))
-
-    def replace(self, index: str, kind: str = "linear") -> None:
-        self._change(lambda units: units.__setitem__(int(index), made(kind, 40 + self.num_forwards)))
-
-    def renew(self, index: str) -> None:
-        """Another tensor for one parameter."""
-        weight = made("linear", 60).weight.detach()
-        self._change(lambda units: setattr(units[int(index)], "weight", nn.Parameter(weight.clone())))
-
-    def extend(self, index: str) -> None:
-        """A parameter more for a unit that may have one."""
-        self._change(lambda units: setattr(units[int(index)], "shift", nn.Parameter(torch.full((WIDTH,), 0.5))))
-
-    def append(self, kind: str = "linear") -> None:
-        self._change(lambda units: units.append(made(kind, 50 + self.num_forwards)))
-
-    def remove(self) -> None:
-        self._change(lambda units: units.__delitem__(-1))
-
-    def to(self, how: str) -> None:
-        what = getattr(torch, how)
-        self._change(lambda units: units.to(**{"memory_format" if isinstance(what, torch.memory_format) else "dtype": what}))
-
-    def assign(self) -> None:
-        """A state dict is loaded whose tensors become the parameters."""
-        self._change(
-            lambda units: units.load_state_dict({key: it.clone() for key, it in units.state_dict().items()}, assign=True)
-        )
+    def change(self, verb: str, *words: str) -> None:
+        before = list(self.module.parameters())
+        for model in (self.module, self.bare):
+            CHANGES[verb](model.units, self.num_forwards, *words)
+        if hasattr(self, "handle") and list(map(id, before)) != list(map(id, self.module.parameters())):
+            self.make_optimizers()
 
     def move(self) -> None:
         """New data for every parameter."""
         for param in (*self.module.parameters(), *self.bare.parameters()):
             param.data = param.data * 0.5
-
-    def _change(self, change: Callable[[nn.ModuleList], object]) -> None:
-        before = list(self.module.parameters())
-        for model in (self.module, self.bare):
-            change(model.units)
-        if hasattr(self, "handle") and list(map(id, before)) != list(map(id, self.module.parameters())):
-            self.make_optimizers()
 
     # What else a user does
 

@@ -1,7 +1,5 @@
 """Ranks that stay: processes with a gloo group among them, for which a test is a function to run."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
@@ -201,9 +199,7 @@ def _serve(rank: int, num_ranks: int, port: int, directory: Path, connection: Co
 
 def _end_with_parent() -> None:
     """Ends this process when the tests are gone, also while it waits for another rank."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    multiprocessing.parent_process().join()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

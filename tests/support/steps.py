@@ -1,13 +1,20 @@
-"""Profiles, and costs that are lines, for steps that are planned and simulated."""
+"""Steps that are planned and simulated: profiles, costs that are lines, and every grouping of a few random parameters.
 
+Groupings are timed one event after another: that is what the planner is compared with.
+"""
+
+import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from support.strategies import spec
+from undertow.plan import ParamSpec, Piece, StepTiming
+from undertow.plan.atoms import small_pieces, whole_pieces
 from undertow.profile import Profile
 
 
@@ -37,3 +44,123 @@ def random_profile(seed: int, num: int) -> Profile:
     ready_us = [float(numbers.randint(1, 60)) for _ in range(num)]
     numels = [numbers.randint(1, 50) for _ in range(num)]
     return profile_of(ready_us, backward_us=max(ready_us), numels=numels, update_us=3)
+
+
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True)
+class TableCosts:
+    """A cost in microseconds for every number of bytes, a part of a byte as a whole one, by kind of collective."""
+
+    tables: dict[str, list[float]]
+
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        return np.asarray(self.tables[kind])[np.ceil(np.asarray(num_bytes, dtype=np.float64)).astype(np.int64)]
+
+    def of(self, kind: str, num_bytes: int) -> float:
+        return self.tables[kind][num_bytes]
+
+
+@dataclass(frozen=True)
+class Case:
+    params: list[ParamSpec]
+    order: list[int]
+    timing: StepTiming
+    costs: TableCosts
+    max_bucket_bytes: float = math.inf
+    has_shards: bool = False
+    pieces: list[Piece] = field(default_factory=list)  # of the parameters in order
+
+    def finish_us(self, groups: Sequence[list[Piece]]) -> float:
+        sizes = [sum(piece.numel for piece in group) for group in groups]
+        through, last = 0.0, len(groups) - 1
+        for at, group in enumerate(groups):
+            ready = max(self.timing.ready_us[piece.param] for piece in group)
+            ready = max(ready, self.timing.backward_end_us) if at == last else ready
+            through = max(through, ready) + self.costs.of("reduce_scatter" if self.has_shards else "all_reduce", sizes[at])
+        return through + self._stall_us(groups, sizes) if self.has_shards else through
+
+    def _stall_us(self, groups: Sequence[list[Piece]], sizes: Sequence[int]) -> float:
+        """Gathers from the last bucket to the first; a forward that reads its parameters one by one and waits for each."""
+        clock, there = 0.0, dict.fromkeys(self.order, 0.0)
+        for group, size in zip(reversed(groups), reversed(sizes), strict=True):
+            clock += self.costs.of("all_gather", size)
+            there.update({piece.param: max(clock, there[piece.param]) for piece in group})
+        stall = 0.0
+        for param in sorted(self.order, key=lambda param: self.timing.used_us[param]):
+            stall = max(stall, there[param] - self.timing.used_us[param])
+        return stall
+
+    def groupings(self) -> Iterator[tuple[int, list[list[Piece]]]]:
+        """Every way to cut the pieces into windows that keep to the cap: how many windows, and their buckets."""
+        places = range(1, len(self.pieces))
+        for chosen in product((False, True), repeat=len(places)):
+            cuts = [0, *(place for place, is_cut in zip(places, chosen, strict=True) if is_cut), len(self.pieces)]
+            groups = [group for first, stop in pairwise(cuts) for group in self._window(first, stop)]
+            if all(len(group) == 1 or sum(piece.numel for piece in group) <= self.max_bucket_bytes for group in groups):
+                yield len(cuts) - 1, groups
+
+    def _window(self, first: int, stop: int) -> list[list[Piece]]:
+        kinds = [self.params[piece.param].kind for piece in self.pieces[first:stop]]
+        by_last = sorted(set(kinds), key=lambda kind: len(kinds) - kinds[::-1].index(kind))
+        return [[piece for piece in self.pieces[first:stop] if self.params[piece.param].kind == kind] for kind in by_last]
+
+    def best_by_windows(self) -> dict[int, float]:
+        best: dict[int, float] = {}
+        for num_windows, groups in self.groupings():
+            best[num_windows] = min(best.get(num_windows, math.inf), self.finish_us(groups))
+        return best
+
+
+def table_costs(rng: random.Random, total_bytes: int, shape: str) -> TableCosts:
+    """Random costs of all collectives, of one shape: "affine", "concave", "steps", "monotone" or "wild"."""
+    return TableCosts({kind: _table(rng, range(total_bytes + 2), shape) for kind in _KINDS})
+
+
+def times_us(rng: random.Random, num: int) -> list[float]:
+    return [float(rng.randrange(8)) for _ in range(num)] if rng.random() < 0.5 else [rng.uniform(0, 30) for _ in range(num)]
+
+
+def _table(rng: random.Random, sizes: range, shape: str) -> list[float]:
+    launch, slope, step = rng.uniform(0, 5), rng.uniform(0, 1), rng.choice([3, 5, 8])
+    match shape:
+        case "affine":
+            return [launch + slope * size for size in sizes]
+        case "concave":
+            return [launch + 3 * slope * math.sqrt(size) for size in sizes]
+        case "steps":
+            return [launch + 3 * slope * (size // step) for size in sizes]
+        case "monotone":
+            return np.cumsum([rng.choice([0, 0, 1, 3]) * rng.random() for _ in sizes]).tolist()
+        case _:
+            return [float(rng.randrange(5)) if rng.random() < 0.5 else rng.uniform(0, 10) for _ in sizes]
+
+
+SHAPES = ("affine", "concave", "steps", "monotone", "wild")
+NOT_DECREASING, NUM_RANKS = SHAPES[:-1], 2
+
+
+def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> Case:
+    """Up to six parameters of one dtype or two, some of them sparse; with shards up to five, none of them sparse."""
+    num, sizes = (rng.randrange(1, 6), [0, 8, 16, 40, 64]) if has_shards else (rng.randrange(1, 7), [0, 1, 2, 5, 9])
+    dtypes = rng.choice([["uint8"], ["uint8"], ["uint8", "bool"]])
+    are_sparse = rng.choices([False, True], [1, 0] if has_shards else [9, 1], k=num)
+    params = [
+        ParamSpec(name=f"p{i}", shape=(rng.choice(sizes),), dtype=rng.choice(dtypes), itemsize=1, is_sparse=is_sparse)
+        for i, is_sparse in enumerate(are_sparse)
+    ]
+    ready = times_us(rng, num)
+    order = rng.sample(range(num), num) if rng.random() < 0.3 else sorted(range(num), key=lambda param: ready[param])
+    cap = rng.choice([math.inf, math.inf, 20, 40] if has_shards else [math.inf, math.inf, 4, 10])
+    return Case(
+        params=params,
+        order=order,
+        timing=StepTiming(ready_us=ready, backward_end_us=max(ready) + rng.choice([0.0, 3.0]), used_us=times_us(rng, num)),
+        costs=table_costs(rng, sum(each.num_bytes for each in params), rng.choice(shapes)),
+        max_bucket_bytes=cap,
+        has_shards=has_shards,
+        pieces=small_pieces(params, order, num_ranks=NUM_RANKS, max_bucket_bytes=cap)
+        if has_shards
+        else whole_pieces(params, order),
+    )

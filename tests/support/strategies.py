@@ -1,7 +1,5 @@
 """Hypothesis strategies for values of the pure half."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from hypothesis import strategies as st
@@ -46,9 +44,8 @@ def plans(draw: st.DrawFn, *, splits: bool = False) -> Plan:
     """Plans of whole parameters, or with `splits` of such that lie in pieces in several buckets."""
     params = draw(param_lists())
     order, caps, num_ranks = draw(st.permutations(range(len(params)))), draw(size_caps), draw(st.integers(1, 9))
-    if splits:
-        return plan_from_groups(params, group_in_pieces(params, order, caps, num_ranks=num_ranks), num_ranks=num_ranks)
-    return plan_from_groups(params, group_by_size(params, order, caps), num_ranks=num_ranks)
+    group = partial(group_in_pieces, num_ranks=num_ranks) if splits else group_by_size
+    return plan_from_groups(params, group(params, order, caps), num_ranks=num_ranks)
 
 
 # Every way to lower a number of buckets.

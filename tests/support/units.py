@@ -1,7 +1,5 @@
 """Units that models of programs are made of: layers of every kind that takes rows of four numbers to such rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +13,9 @@ from undertow.plan.layout import GroupEntry, piece_of
 from undertow.trace import Transfer, cost_samples
 from undertow.tune import Decision, Measurement, Tuner
 
-Groups = tuple[tuple[GroupEntry, ...], ...]
-Cost = Callable[[float], float]
+Groups, Cost = tuple[tuple[GroupEntry, ...], ...], Callable[[float], float]
 
-NUM_STEPS = 5
-FORWARD_US = 10_000.0
+NUM_STEPS, FORWARD_US = 5, 10_000.0
 
 
 def line(latency_us: float, us_per_byte: float) -> Cost:
@@ -52,16 +51,14 @@ class World:
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
-        self.num_looks = 0
 
     def plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
         return plan_from_groups(self.params, groups, num_ranks=self.num_ranks)
 
     def plan_of_size(self, cap_bytes: float) -> Plan:
         order, caps = range(len(self.params))[::-1], SizeCaps(cap_bytes=cap_bytes)
-        if self.has_shards:
-            return self.plan(group_in_pieces(self.params, order, caps, num_ranks=self.num_ranks))
-        return self.plan(group_by_size(self.params, order, caps))
+        group = partial(group_in_pieces, num_ranks=self.num_ranks) if self.has_shards else group_by_size
+        return self.plan(group(self.params, order, caps))
 
     def finish_us(self, plan: Plan) -> float:
         return replace(self, noise=0.0).measure(plan).synchronized_us
@@ -80,7 +77,6 @@ class World:
         samples = {kind: cost_samples([sent for _, sent, _, _ in steps])}
         if self.has_shards:
             samples["all_gather"] = cost_samples([gathers for _, _, gathers, _ in steps])
-        self.num_looks += 1
         return Measurement(
             ready_us=tuple(ready.clip(0.0, self.backward_us).tolist()),
             forward_us=FORWARD_US,

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-RECORD = Path(__file__).with_name("expected.txt")
-LEFT_OUT = "left"
+RECORD, LEFT_OUT = Path(__file__).with_name("expected.txt"), "left"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ import torch.testing._internal.common_distributed as common
 
 from undertow import DistributedDataParallel
 
-TIMEOUT_S = 120
-HOME = "torch.testing._internal.distributed"
+TIMEOUT_S, HOME = 120, "torch.testing._internal.distributed"
 
 # Calls that name a GPU, and the same calls on CPU.
 _RANK = r"(?:self\.rank|rank|device_id|device|torch\.cuda\.current_device\(\))"
@@ -40,8 +39,7 @@ TO_CPU = {
 
 def cases() -> Iterator[unittest.TestCase]:
     _prepare()
-    plain = _load(f"{HOME}.distributed_test", TO_CPU)
-    autograd = _load(f"{HOME}.ddp_under_dist_autograd_test", {})
+    plain, autograd = _load(f"{HOME}.distributed_test", TO_CPU), _load(f"{HOME}.ddp_under_dist_autograd_test", {})
     fixture = importlib.import_module(f"{HOME}.rpc.tensorpipe_rpc_agent_test_fixture").TensorPipeRpcAgentTestFixture
     for bases in (
         (plain.TestDistBackend, plain.DistributedTest._DistTestBase),
@@ -56,8 +54,7 @@ def outcome(case: unittest.TestCase) -> tuple[str, str]:
     result = unittest.TestResult()
     with contextlib.redirect_stdout(io.StringIO()):
         case.run(result)
-    problems = result.failures + result.errors
-    skips = [reason for _, reason in result.skipped]
+    problems, skips = result.failures + result.errors, [reason for _, reason in result.skipped]
     return ("fail", problems[0][1]) if problems else ("skip", skips[0]) if skips else ("pass", "")
 
 

@@ -1,7 +1,5 @@
 """The command `undertow`, called inside this process."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 

@@ -1,7 +1,5 @@
 """Settings: their defaults, as JSON, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -91,8 +89,7 @@ def test_a_plan_may_be_given_as_text_as_a_path_or_itself(tmp_path: Path) -> None
     path.write_text(f"\n{PLAN.to_json()}\n", encoding="utf-8")
     for given in (PLAN, path, str(path), path.read_text(), PLAN.to_json()):
         config = SyncConfig(plan=given)
-        assert Plan.from_json(str(config.plan)) == PLAN
-        assert SyncConfig.from_json(config.to_json()) == dataclasses.replace(config)
+        assert (Plan.from_json(str(config.plan)), SyncConfig.from_json(config.to_json())) == (PLAN, dataclasses.replace(config))
 
 
 SECONDS = "SyncConfig\n  Give a number above zero, or math.inf to switch it off."
@@ -115,58 +112,64 @@ CHOICES = {
     "record": (["some"], "'summary', 'full', 'off'"),
 }
 # A setting, a value, and the text of the error.
-REFUSED: list[tuple[str, Any, str]] = [
-    *(
-        (name, value, f"{name} must be a positive number of seconds, got {value!r}.\n  {SECONDS}")
-        for name in ("stall_warning_s", "stall_timeout_s")
-        for value in (0, -1.0, math.nan, True, None, "30")
-    ),
-    *(
-        (
-            "check_replicas_every",
-            value,
-            f"check_replicas_every must be a whole number of synchronizations from 1 on, got {value!r}.\n  {REPLICAS}",
-        )
-        for value in (0, -1, 1.5, True, "100")
-    ),
-    *(
-        (name, value, f"{name} cannot be {value!r}.\n  SyncConfig\n  Choose one of: {choices}.")
-        for name, (values, choices) in CHOICES.items()
-        for value in values
-    ),
-    *(
-        ("bucket_cap_mb", sizes, f"bucket_cap_mb must be a positive number of MiB, got {bad!r}.\n  {SIZE}")
-        for sizes, bad in (
-            *((value, value) for value in (0, -1, -0.5, math.nan, "25", True)),
-            *(
-                ((0,), 0),
-                ((1, -1), -1),
-                ([1, math.nan, 2], math.nan),
-                ((1, "2"), "2"),
-                ((True,), True),
-                ((1, None), None),
-                ((), None),
-            ),
-        )
-    ),
-    *(
-        ("ignore", value, f'ignore must be a tuple of names, got {value!r}.\n  SyncConfig\n  Write ignore=("embedding.weight",).')
-        for value in ("embedding.weight", None, 3, ("a", 3))
-    ),
-    *(
-        ("experts", value, f"experts must be a tuple of ExpertGroup, got {value!r}.\n  {EXPERTS}")
-        for value in ("experts.*", ("experts.*",), experts())
-    ),
-    ("plan", {"format": 1}, f"plan must be a Plan, the path of a saved one, or its text, got dict.\n  {FILE}"),
-    *(
-        ("plan", path, f"the plan cannot be read from '{path}': No such file or directory.\n  {FILE}")
-        for path in (Path("no", "plan.json"), "no/plan.json")
-    ),
-    *(("strategy", name, f"strategy cannot be '{name}'.\n  {FSDP}") for name in ("zero3", "fsdp")),
-]
 
 
-@pytest.mark.parametrize(("name", "value", "text"), REFUSED)
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        *(
+            (name, value, f"{name} must be a positive number of seconds, got {value!r}.\n  {SECONDS}")
+            for name in ("stall_warning_s", "stall_timeout_s")
+            for value in (0, -1.0, math.nan, True, None, "30")
+        ),
+        *(
+            (
+                "check_replicas_every",
+                value,
+                f"check_replicas_every must be a whole number of synchronizations from 1 on, got {value!r}.\n  {REPLICAS}",
+            )
+            for value in (0, -1, 1.5, True, "100")
+        ),
+        *(
+            (name, value, f"{name} cannot be {value!r}.\n  SyncConfig\n  Choose one of: {choices}.")
+            for name, (values, choices) in CHOICES.items()
+            for value in values
+        ),
+        *(
+            ("bucket_cap_mb", sizes, f"bucket_cap_mb must be a positive number of MiB, got {bad!r}.\n  {SIZE}")
+            for sizes, bad in (
+                *((value, value) for value in (0, -1, -0.5, math.nan, "25", True)),
+                *(
+                    ((0,), 0),
+                    ((1, -1), -1),
+                    ([1, math.nan, 2], math.nan),
+                    ((1, "2"), "2"),
+                    ((True,), True),
+                    ((1, None), None),
+                    ((), None),
+                ),
+            )
+        ),
+        *(
+            (
+                "ignore",
+                value,
+                f'ignore must be a tuple of names, got {value!r}.\n  SyncConfig\n  Write ignore=("embedding.weight",).',
+            )
+            for value in ("embedding.weight", None, 3, ("a", 3))
+        ),
+        *(
+            ("experts", value, f"experts must be a tuple of ExpertGroup, got {value!r}.\n  {EXPERTS}")
+            for value in ("experts.*", ("experts.*",), experts())
+        ),
+        ("plan", {"format": 1}, f"plan must be a Plan, the path of a saved one, or its text, got dict.\n  {FILE}"),
+        *(
+            ("plan", path, f"the plan cannot be read from '{path}': No such file or directory.\n  {FILE}")
+            for path in (Path("no", "plan.json"), "no/plan.json")
+        ),
+        *(("strategy", name, f"strategy cannot be '{name}'.\n  {FSDP}") for name in ("zero3", "fsdp")),
+    ],
+)
 def test_a_value_of_a_setting_is_refused(name: str, value: Any, text: str) -> None:
     assert refusal(lambda: SyncConfig(**{name: value})) == text
 
@@ -184,59 +187,78 @@ def read(text: Any) -> Call:
 
 WITH_EXPERTS = SyncConfig(experts=(ExpertGroup(match="a.*", process_group=object(), divisor=4),)).to_json()
 READ = "\n  SyncConfig.from_json\n  "
-REFUSALS: dict[str, tuple[Call, str]] = {
-    **{
-        f"a group of experts of {match!r}": (
-            lambda match=match: experts(match=match),
-            f"match must be a pattern of parameter names, got {match!r}.\n  ExpertGroup\n"
-            '  Write match="*.experts.*"; for several patterns give several groups.',
-        )
-        for match in ("", None, ("a.*",))
-    },
-    **{
-        f"experts divided by {divisor!r}": (
-            lambda divisor=divisor: experts(divisor=divisor),
-            f"divisor must be a positive number, got {divisor!r}.\n  ExpertGroup(match='a.*')\n  {DIVISOR}",
-        )
-        for divisor in (0, -1, math.nan, math.inf, "4", True)
-    },
-    "experts on a mesh": (
-        lambda: SyncConfig(experts=(experts(),), strategy="hybrid"),
-        f'experts do not go with strategy="hybrid".\n  {HERE}\n  Use "ddp", "zero1" or "zero2".',
-    ),
-    "a divisor of a sum": (
-        lambda: SyncConfig(experts=(experts(divisor=2),), op="sum"),
-        f'op="sum" does not divide, and a group of experts has a divisor.\n  {HERE}\n  Leave op="sum" or the divisor out.',
-    ),
-    "skipping with experts": (
-        lambda: SyncConfig(experts=(experts(),), nonfinite="skip"),
-        'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.\n'
-        f'  {HERE}\n  Use "raise" or "warn".',
-    ),
-    "a text with experts": (
-        read(WITH_EXPERTS),
-        f"these settings have 1 groups of experts, whose process groups are not in a text.{READ}"
-        "Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
-    ),
-    "a misspelt setting": (read('{"overlapp": true}'), f"there is no setting 'overlapp'.{READ}Did you mean 'overlap'?"),
-    "a strange setting": (
-        read('{"xyzzy": true}'),
-        f"there is no setting 'xyzzy'.{READ}Known settings: {', '.join(sorted(DEFAULTS))}.",
-    ),
-    "no JSON": (
-        read("overlap: true"),
-        f"these settings are no JSON: Expecting value: line 1 column 1 (char 0).{READ}Use text that to_json() has written.",
-    ),
-    "no text": (
-        read(None),
-        "these settings are no JSON: the JSON object must be str, bytes or bytearray, not NoneType."
-        f"{READ}Use text that to_json() has written.",
-    ),
-    "a list": (read("[1]"), f"settings are a JSON object, got list.{READ}Use text that to_json() has written."),
-    "a value in JSON": (read('{"op": "max"}'), "op cannot be 'max'.\n  SyncConfig\n  Choose one of: 'mean', 'sum', 'weighted'."),
-}
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        *(
+            pytest.param(
+                lambda match=match: experts(match=match),
+                f"match must be a pattern of parameter names, got {match!r}.\n  ExpertGroup\n"
+                '  Write match="*.experts.*"; for several patterns give several groups.',
+                id=f"a group of experts of {match!r}",
+            )
+            for match in ("", None, ("a.*",))
+        ),
+        *(
+            pytest.param(
+                lambda divisor=divisor: experts(divisor=divisor),
+                f"divisor must be a positive number, got {divisor!r}.\n  ExpertGroup(match='a.*')\n  {DIVISOR}",
+                id=f"experts divided by {divisor!r}",
+            )
+            for divisor in (0, -1, math.nan, math.inf, "4", True)
+        ),
+        pytest.param(
+            lambda: SyncConfig(experts=(experts(),), strategy="hybrid"),
+            f'experts do not go with strategy="hybrid".\n  {HERE}\n  Use "ddp", "zero1" or "zero2".',
+            id="experts on a mesh",
+        ),
+        pytest.param(
+            lambda: SyncConfig(experts=(experts(divisor=2),), op="sum"),
+            f'op="sum" does not divide, and a group of experts has a divisor.\n  {HERE}\n  Leave op="sum" or the divisor out.',
+            id="a divisor of a sum",
+        ),
+        pytest.param(
+            lambda: SyncConfig(experts=(experts(),), nonfinite="skip"),
+            'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.\n'
+            f'  {HERE}\n  Use "raise" or "warn".',
+            id="skipping with experts",
+        ),
+        pytest.param(
+            read(WITH_EXPERTS),
+            f"these settings have 1 groups of experts, whose process groups are not in a text.{READ}"
+            "Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
+            id="a text with experts",
+        ),
+        pytest.param(
+            read('{"overlapp": true}'), f"there is no setting 'overlapp'.{READ}Did you mean 'overlap'?", id="a misspelt setting"
+        ),
+        pytest.param(
+            read('{"xyzzy": true}'),
+            f"there is no setting 'xyzzy'.{READ}Known settings: {', '.join(sorted(DEFAULTS))}.",
+            id="a strange setting",
+        ),
+        pytest.param(
+            read("overlap: true"),
+            f"these settings are no JSON: Expecting value: line 1 column 1 (char 0).{READ}Use text that to_json() has written.",
+            id="no JSON",
+        ),
+        pytest.param(
+            read(None),
+            "these settings are no JSON: the JSON object must be str, bytes or bytearray, not NoneType."
+            f"{READ}Use text that to_json() has written.",
+            id="no text",
+        ),
+        pytest.param(
+            read("[1]"), f"settings are a JSON object, got list.{READ}Use text that to_json() has written.", id="a list"
+        ),
+        pytest.param(
+            read('{"op": "max"}'),
+            "op cannot be 'max'.\n  SyncConfig\n  Choose one of: 'mean', 'sum', 'weighted'.",
+            id="a value in JSON",
+        ),
+    ],
+)
 def test_what_cannot_be_set_is_refused(call: Call, text: str) -> None:
     assert refusal(call) == text

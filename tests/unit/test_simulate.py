@@ -1,7 +1,5 @@
 """Steps that are simulated: by hand, and against what the planner reckons."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -14,8 +12,7 @@ from hypothesis import strategies as st
 from support.errors import refusal
 from support.steps import FREE, lines, profile_of, random_profile
 from undertow.cost import Costs, NodeCosts
-from undertow.plan import Piece, Plan, eager_order, lane_period_us, plan_from_groups
-from undertow.plan.timing import StepTiming, finish_us
+from undertow.plan import Piece, Plan, StepTiming, eager_order, finish_us, lane_period_us, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import (
     DDP,
@@ -36,8 +33,7 @@ FIXED = lines((8, 0), gather=(6, 0))  # a reduction of whatever size takes 8 us,
 # Inside a reduce-scatter takes 3 us and a gather 6, across an all-reduce takes 5: a reduction takes 8 as above.
 MESH = NodeCosts(inside=lines((3, 0), gather=(6, 0)), across=lines((5, 0)), per_node=2, is_mesh=True)
 TWO = profile_of([20, 10], backward_us=20)  # p1 is ready first, half of backward before p0
-LATE = profile_of([1, 18, 2], backward_us=20)
-NONE = replace(TWO, params=(), ready_us=(), update_us=0)
+LATE, NONE = profile_of([1, 18, 2], backward_us=20), replace(TWO, params=(), ready_us=(), update_us=0)
 
 
 def simulated(
@@ -61,47 +57,50 @@ def text_of_trace(trace: Trace) -> str:
     )
 
 
-TRACES = {
-    # The forward takes 0 to 10, backward 10 to 30. The first bucket is ready at 20; the last leaves with the end of backward.
-    "reduced under backward": (
-        lambda: simulated(DDP),
-        "compute forward: 0 to 10\n"
-        "compute backward: 10 to 30\n"
-        "compute wait b0: 30 to 30\n"
-        "compute wait b1: 30 to 38\n"
-        "compute optimizer: 38 to 43\n"
-        "comm.dp all_reduce b0: 20 to 28\n"
-        "comm.dp all_reduce b1: 30 to 38\n",
-    ),
-    "reduced after backward": (
-        lambda: simulated(DDP, overlap=False),
-        "compute forward: 0 to 10\n"
-        "compute backward: 10 to 30\n"
-        "compute wait b0: 30 to 38\n"
-        "compute wait b1: 38 to 46\n"
-        "compute optimizer: 46 to 51\n"
-        "comm.dp all_reduce b0: 30 to 38\n"
-        "comm.dp all_reduce b1: 38 to 46\n",
-    ),
-    # p0 is read at once and gathered first: the forward waits 6 for it, then computes 5 until p1 is read, which comes at 12.
-    "gathered before the forward reads": (
-        lambda: simulated(ZERO1),
-        "compute wait b1: 0 to 6\n"
-        "compute forward: 0 to 17\n"
-        "compute wait b0: 11 to 12\n"
-        "compute backward: 17 to 37\n"
-        "compute wait b0: 37 to 37\n"
-        "compute wait b1: 37 to 45\n"
-        "compute optimizer: 45 to 50\n"
-        "comm.dp all_gather b1: 0 to 6\n"
-        "comm.dp all_gather b0: 6 to 12\n"
-        "comm.dp reduce_scatter b0: 27 to 35\n"
-        "comm.dp reduce_scatter b1: 37 to 45\n",
-    ),
-}
-
-
-@pytest.mark.parametrize(("simulate_it", "text"), TRACES.values(), ids=TRACES)
+@pytest.mark.parametrize(
+    ("simulate_it", "text"),
+    [
+        # The forward takes 0 to 10, backward 10 to 30. The first bucket is ready at 20; the last leaves with the end of backward.
+        pytest.param(
+            lambda: simulated(DDP),
+            "compute forward: 0 to 10\n"
+            "compute backward: 10 to 30\n"
+            "compute wait b0: 30 to 30\n"
+            "compute wait b1: 30 to 38\n"
+            "compute optimizer: 38 to 43\n"
+            "comm.dp all_reduce b0: 20 to 28\n"
+            "comm.dp all_reduce b1: 30 to 38\n",
+            id="reduced under backward",
+        ),
+        pytest.param(
+            lambda: simulated(DDP, overlap=False),
+            "compute forward: 0 to 10\n"
+            "compute backward: 10 to 30\n"
+            "compute wait b0: 30 to 38\n"
+            "compute wait b1: 38 to 46\n"
+            "compute optimizer: 46 to 51\n"
+            "comm.dp all_reduce b0: 30 to 38\n"
+            "comm.dp all_reduce b1: 38 to 46\n",
+            id="reduced after backward",
+        ),
+        # p0 is read at once and gathered first: the forward waits 6 for it, then computes 5 until p1 is read, which comes at 12.
+        pytest.param(
+            lambda: simulated(ZERO1),
+            "compute wait b1: 0 to 6\n"
+            "compute forward: 0 to 17\n"
+            "compute wait b0: 11 to 12\n"
+            "compute backward: 17 to 37\n"
+            "compute wait b0: 37 to 37\n"
+            "compute wait b1: 37 to 45\n"
+            "compute optimizer: 45 to 50\n"
+            "comm.dp all_gather b1: 0 to 6\n"
+            "comm.dp all_gather b0: 6 to 12\n"
+            "comm.dp reduce_scatter b0: 27 to 35\n"
+            "comm.dp reduce_scatter b1: 37 to 45\n",
+            id="gathered before the forward reads",
+        ),
+    ],
+)
 def test_the_trace_of_two_buckets(simulate_it: Callable[[], StepRecord], text: str) -> None:
     assert text_of_trace(simulate_it().trace()) == text
 
@@ -124,98 +123,116 @@ def test_across_go_the_bytes_of_a_shard() -> None:
 
 
 Look = Callable[[StepRecord], tuple[float, ...]]
-RECORDS: dict[str, tuple[Callable[[], StepRecord], Look, tuple[float, ...]]] = {
-    "without overlap the forward comes after the gathers": (
-        lambda: simulated(ZERO1, overlap=False),
-        lambda it: (*it.gathers[0].waited, *it.gathers[1].waited, it.step_us),
-        (0, 6, 6, 12, 5 + 12 + 10 + 20 + 16),
-    ),
-    "a parameter in pieces is ready for all its buckets at once": (
-        lambda: simulated(ZERO1, groups=[[1, Piece(param=0, first=0, stop=48)], [Piece(param=0, first=48, stop=100)]]),
-        lambda it: (*(row.ready_us - it.forwards[0][1] for row in it.buckets), *(row.waited[0] for row in it.gathers)),
-        (20, 20, 0, 6),
-    ),
-    "a bucket of a late gradient holds back those behind it": (
-        lambda: simulated(DDP, profile=LATE, groups=[[1], [0], [2]]),
-        lambda it: (*(row.ready_us for row in it.buckets), *(row.launched_us for row in it.buckets)),
-        (28, 11, 30, 28, 28, 30),
-    ),
-    "a collective starts when the slowest rank has launched it": (
-        lambda: simulated(DDP, skew=0.1),
-        lambda it: (it.buckets[0].ready_us, it.buckets[0].done_us + 5 * (2 - SLOW), it.step_us),
-        ((10 + 10) * (2 - SLOW), (5 + 10 + 10) * SLOW + 8, (5 + 10 + 20) * SLOW + 8),
-    ),
-    "a late rank holds gathers back": (
-        lambda: simulated(ZERO1, skew=0.1),
-        lambda it: (*(row.launched_us for row in it.gathers), it.gathers[0].done_us),
-        (0, 0, 5 * SLOW - 5 * (2 - SLOW) + 6),
-    ),
-    # The first bucket takes 20 to 28 and half of the computing in it: the last one leaves 4 later than 30.
-    "contention slows computation while the lane is busy": (
-        lambda: simulated(DDP, contention=0.5),
-        lambda it: (it.buckets[1].launched_us, it.step_us),
-        (34, 47),
-    ),
-    # The forward waits for b1 until 6, and has computed 3 of its first 5 when b0 is there at 12; 2 and 5 are left: 19.
-    "contention of gathers slows the forward": (
-        lambda: simulated(ZERO1, contention=0.5),
-        lambda it: (it.forwards[0][1],),
-        (19,),
-    ),
-    # With a lane that is busy from the first bucket to the end of backward, half of all speed is lost from there on.
-    "ranks that are slow compute slowly beside the lane too": (
-        lambda: simulated(DDP, lines((1000, 0)), skew=0.1, contention=0.5),
-        lambda it: (it.busy_ms[1] * 1e3,),
-        (25 * SLOW + 2 * 10 * SLOW,),
-    ),
-    "every rank has the time it was busy": (
-        lambda: simulated(DDP, num_ranks=3),
-        lambda it: it.busy_ms,
-        (0.035, 0.035, 0.035),
-    ),
-    # Of three ranks the one in the middle is as fast as the mean.
-    "ranks are busy for longer, one after the other": (
-        lambda: simulated(DDP, num_ranks=3, skew=0.1),
-        lambda it: (it.busy_ms[1], it.busy_ms == tuple(sorted(it.busy_ms))),
-        (0.035, True),
-    ),
-    # Gathers are launched before the forward begins, the first reduction before the second half of backward.
-    "launching takes computing time": (
-        lambda: simulated(ZERO1, FREE, launch_us=1),
-        lambda it: (*(row.launched_us for row in (*it.gathers, *it.buckets)), it.step_us),
-        (-2, -1, 20, 31, 5 + 10 + 20 + 4),
-    ),
-    "a model without parameters has a step": (
-        lambda: simulated(ZERO1, profile=NONE, groups=[]),
-        lambda it: (it.step_us,),
-        (10 + 20 + 8,),
-    ),
-    # Backward until 20, p1 ready at 10. Of the 8 of a reduction the lane has 6, as for a gather: b0 10-16, b1 20-26. It is
-    # added up until 18 and 28. Each step 2.5: b0 until 20.5, b1 until 30.5. b1 is gathered until 36.5, b0 until 42.5. The
-    # forward begins at 30.5 and needs b1 at once, b0 behind 5 us of computing.
-    "eager, gathered behind all": (
-        lambda: simulated(ZERO1, eager=True, gathers_behind=((), (1, 0))),
-        lambda it: (
-            *(time for row in it.gathers for time in (row.bucket, row.launched_us, row.done_us, *row.waited)),
-            *(time for row in it.buckets for time in (row.bucket, row.done_us)),
-            *(*it.forwards[0], *it.backwards[0], it.step_us),
+
+
+@pytest.mark.parametrize(
+    ("simulate_it", "look", "expected"),
+    [
+        pytest.param(
+            lambda: simulated(ZERO1, overlap=False),
+            lambda it: (*it.gathers[0].waited, *it.gathers[1].waited, it.step_us),
+            (0, 6, 6, 12, 5 + 12 + 10 + 20 + 16),
+            id="without overlap the forward comes after the gathers",
         ),
-        (1, -10.5, 6, 0, 6, 0, -10.5, 12, 11, 12, 0, 33, 1, 43, 0, 17, 17, 37, 47.5),
-    ),
-    # The first bucket's update lies under backward, the last one's 2.5 does not.
-    "eager, on a free network": (lambda: simulated(ZERO1, FREE, eager=True), lambda it: (it.step_us,), (32.5,)),
-    **{
-        f"{name} on one rank that communicates for nothing": (
-            lambda strategy=strategy: simulated(strategy, FREE, num_ranks=1),
+        pytest.param(
+            lambda: simulated(ZERO1, groups=[[1, Piece(param=0, first=0, stop=48)], [Piece(param=0, first=48, stop=100)]]),
+            lambda it: (*(row.ready_us - it.forwards[0][1] for row in it.buckets), *(row.waited[0] for row in it.gathers)),
+            (20, 20, 0, 6),
+            id="a parameter in pieces is ready for all its buckets at once",
+        ),
+        pytest.param(
+            lambda: simulated(DDP, profile=LATE, groups=[[1], [0], [2]]),
+            lambda it: (*(row.ready_us for row in it.buckets), *(row.launched_us for row in it.buckets)),
+            (28, 11, 30, 28, 28, 30),
+            id="a bucket of a late gradient holds back those behind it",
+        ),
+        pytest.param(
+            lambda: simulated(DDP, skew=0.1),
+            lambda it: (it.buckets[0].ready_us, it.buckets[0].done_us + 5 * (2 - SLOW), it.step_us),
+            ((10 + 10) * (2 - SLOW), (5 + 10 + 10) * SLOW + 8, (5 + 10 + 20) * SLOW + 8),
+            id="a collective starts when the slowest rank has launched it",
+        ),
+        pytest.param(
+            lambda: simulated(ZERO1, skew=0.1),
+            lambda it: (*(row.launched_us for row in it.gathers), it.gathers[0].done_us),
+            (0, 0, 5 * SLOW - 5 * (2 - SLOW) + 6),
+            id="a late rank holds gathers back",
+        ),
+        # The first bucket takes 20 to 28 and half of the computing in it: the last one leaves 4 later than 30.
+        pytest.param(
+            lambda: simulated(DDP, contention=0.5),
+            lambda it: (it.buckets[1].launched_us, it.step_us),
+            (34, 47),
+            id="contention slows computation while the lane is busy",
+        ),
+        # The forward waits for b1 until 6, and has computed 3 of its first 5 when b0 is there at 12; 2 and 5 are left: 19.
+        pytest.param(
+            lambda: simulated(ZERO1, contention=0.5),
+            lambda it: (it.forwards[0][1],),
+            (19,),
+            id="contention of gathers slows the forward",
+        ),
+        # With a lane that is busy from the first bucket to the end of backward, half of all speed is lost from there on.
+        pytest.param(
+            lambda: simulated(DDP, lines((1000, 0)), skew=0.1, contention=0.5),
+            lambda it: (it.busy_ms[1] * 1e3,),
+            (25 * SLOW + 2 * 10 * SLOW,),
+            id="ranks that are slow compute slowly beside the lane too",
+        ),
+        pytest.param(
+            lambda: simulated(DDP, num_ranks=3),
+            lambda it: it.busy_ms,
+            (0.035, 0.035, 0.035),
+            id="every rank has the time it was busy",
+        ),
+        # Of three ranks the one in the middle is as fast as the mean.
+        pytest.param(
+            lambda: simulated(DDP, num_ranks=3, skew=0.1),
+            lambda it: (it.busy_ms[1], it.busy_ms == tuple(sorted(it.busy_ms))),
+            (0.035, True),
+            id="ranks are busy for longer, one after the other",
+        ),
+        # Gathers are launched before the forward begins, the first reduction before the second half of backward.
+        pytest.param(
+            lambda: simulated(ZERO1, FREE, launch_us=1),
+            lambda it: (*(row.launched_us for row in (*it.gathers, *it.buckets)), it.step_us),
+            (-2, -1, 20, 31, 5 + 10 + 20 + 4),
+            id="launching takes computing time",
+        ),
+        pytest.param(
+            lambda: simulated(ZERO1, profile=NONE, groups=[]),
             lambda it: (it.step_us,),
-            (35,),
-        )
-        for name, strategy in STRATEGIES.items()
-    },
-}
-
-
-@pytest.mark.parametrize(("simulate_it", "look", "expected"), RECORDS.values(), ids=RECORDS)
+            (10 + 20 + 8,),
+            id="a model without parameters has a step",
+        ),
+        # Backward until 20, p1 ready at 10. Of the 8 of a reduction the lane has 6, as for a gather: b0 10-16, b1 20-26. It is
+        # added up until 18 and 28. Each step 2.5: b0 until 20.5, b1 until 30.5. b1 is gathered until 36.5, b0 until 42.5. The
+        # forward begins at 30.5 and needs b1 at once, b0 behind 5 us of computing.
+        pytest.param(
+            lambda: simulated(ZERO1, eager=True, gathers_behind=((), (1, 0))),
+            lambda it: (
+                *(time for row in it.gathers for time in (row.bucket, row.launched_us, row.done_us, *row.waited)),
+                *(time for row in it.buckets for time in (row.bucket, row.done_us)),
+                *(*it.forwards[0], *it.backwards[0], it.step_us),
+            ),
+            (1, -10.5, 6, 0, 6, 0, -10.5, 12, 11, 12, 0, 33, 1, 43, 0, 17, 17, 37, 47.5),
+            id="eager, gathered behind all",
+        ),
+        # The first bucket's update lies under backward, the last one's 2.5 does not.
+        pytest.param(
+            lambda: simulated(ZERO1, FREE, eager=True), lambda it: (it.step_us,), (32.5,), id="eager, on a free network"
+        ),
+        *(
+            pytest.param(
+                lambda strategy=strategy: simulated(strategy, FREE, num_ranks=1),
+                lambda it: (it.step_us,),
+                (35,),
+                id=f"{name} on one rank that communicates for nothing",
+            )
+            for name, strategy in STRATEGIES.items()
+        ),
+    ],
+)
 def test_a_step_by_hand(simulate_it: Callable[[], StepRecord], look: Look, expected: tuple[float, ...]) -> None:
     assert look(simulate_it()) == pytest.approx(expected, rel=0, abs=ROUNDING_US)
 
@@ -224,14 +241,14 @@ def test_the_report_tells_the_wire_from_a_late_rank() -> None:
     plan = plan_from_groups(TWO.params, [[1], [0]], num_ranks=2)
     fast, late = (summarize([simulated(DDP, skew=0.1, rank=rank)], plan, rank=rank) for rank in (0, 1))
     # The slow rank waits 8 us for its last bucket; the fast one 8 us and the 35 us of computing times both deviations.
-    assert (late.wire_ms, late.late_rank_ms) == (pytest.approx(0.008), 0)
-    assert (fast.wire_ms, fast.late_rank_ms) == (pytest.approx(0.008), pytest.approx(0.035 * 2 * (SLOW - 1)))
-    assert fast.slowest_rank == late.slowest_rank == 1
+    assert [(it.wire_ms, it.late_rank_ms, it.slowest_rank) for it in (late, fast)] == [
+        (pytest.approx(0.008), 0, 1),
+        (pytest.approx(0.008), pytest.approx(0.035 * 2 * (SLOW - 1)), 1),
+    ]
 
 
 # Random steps: gradient sizes, ready times and where buckets end, and a line of costs per kind.
-TIMES = st.floats(0, 1000)
-COSTS = st.tuples(st.floats(0, 100), st.floats(0, 1))
+TIMES, COSTS = st.floats(0, 1000), st.tuples(st.floats(0, 100), st.floats(0, 1))
 some_strategy = st.sampled_from([DDP, ZERO1])
 
 
@@ -299,44 +316,56 @@ def test_collectives_leave_in_the_order_of_the_schedule(
 
 
 WHERE = "\n  conditions of a simulated step\n  "
-REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    "a negative skew": (
-        lambda: Conditions(skew=-0.1),
-        f"skew must be 0 to 0.2, got -0.1.{WHERE}0.05 is a standard deviation of 5 % between ranks.",
-    ),
-    "a skew that is no number": (
-        lambda: Conditions(skew=float("nan")),
-        f"skew must be 0 to 0.2, got nan.{WHERE}0.05 is a standard deviation of 5 % between ranks.",
-    ),
-    "contention that leaves nothing": (
-        lambda: Conditions(contention=1.0),
-        f"contention must be 0 or more and below 1, got 1.0.{WHERE}0.1 slows computation by 10 % while the network works.",
-    ),
-    "a negative launch": (
-        lambda: Conditions(launch_us=-1.0),
-        f"launch_us must be 0 or more, got -1.0.{WHERE}Give microseconds per collective.",
-    ),
-    "a negative rank": (lambda: Conditions(rank=-1), f"there is no rank -1.{WHERE}Ranks count from 0, the fastest."),
-    "eager without overlap": (
-        lambda: Conditions(eager=True, overlap=False),
-        f"eager steps lie under backward, and overlap=False lets nothing lie there.{WHERE}Leave one out.",
-    ),
-    "eager without shards": (
-        lambda: simulated(DDP, eager=True),
-        f'there are no eager steps with strategy \'ddp\'.{WHERE}Take "zero1", "zero2" or "hybrid".',
-    ),
-    "a rank that the plan does not have": (
-        lambda: simulated(DDP, rank=2),
-        f"there is no rank 2.{WHERE}The plan is for ranks 0 to 1.",
-    ),
-    "the plan of another model": (
-        lambda: simulate(NONE, plan_from_groups(TWO.params, [[1], [0]], num_ranks=2), DDP, FIXED),
-        "the plan is for other parameters than the profile.\n  the plan has 2 parameters, the profile 0\n"
-        "  Make the plan from the parameters of this profile.",
-    ),
-}
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        pytest.param(
+            lambda: Conditions(skew=-0.1),
+            f"skew must be 0 to 0.2, got -0.1.{WHERE}0.05 is a standard deviation of 5 % between ranks.",
+            id="a negative skew",
+        ),
+        pytest.param(
+            lambda: Conditions(skew=float("nan")),
+            f"skew must be 0 to 0.2, got nan.{WHERE}0.05 is a standard deviation of 5 % between ranks.",
+            id="a skew that is no number",
+        ),
+        pytest.param(
+            lambda: Conditions(contention=1.0),
+            f"contention must be 0 or more and below 1, got 1.0.{WHERE}0.1 slows computation by 10 % while the network works.",
+            id="contention that leaves nothing",
+        ),
+        pytest.param(
+            lambda: Conditions(launch_us=-1.0),
+            f"launch_us must be 0 or more, got -1.0.{WHERE}Give microseconds per collective.",
+            id="a negative launch",
+        ),
+        pytest.param(
+            lambda: Conditions(rank=-1), f"there is no rank -1.{WHERE}Ranks count from 0, the fastest.", id="a negative rank"
+        ),
+        pytest.param(
+            lambda: Conditions(eager=True, overlap=False),
+            f"eager steps lie under backward, and overlap=False lets nothing lie there.{WHERE}Leave one out.",
+            id="eager without overlap",
+        ),
+        pytest.param(
+            lambda: simulated(DDP, eager=True),
+            f'there are no eager steps with strategy \'ddp\'.{WHERE}Take "zero1", "zero2" or "hybrid".',
+            id="eager without shards",
+        ),
+        pytest.param(
+            lambda: simulated(DDP, rank=2),
+            f"there is no rank 2.{WHERE}The plan is for ranks 0 to 1.",
+            id="a rank that the plan does not have",
+        ),
+        pytest.param(
+            lambda: simulate(NONE, plan_from_groups(TWO.params, [[1], [0]], num_ranks=2), DDP, FIXED),
+            "the plan is for other parameters than the profile.\n  the plan has 2 parameters, the profile 0\n"
+            "  Make the plan from the parameters of this profile.",
+            id="the plan of another model",
+        ),
+    ],
+)
 def test_what_cannot_be_simulated_is_refused(call: Callable[[], object], text: str) -> None:
     assert refusal(call) == text

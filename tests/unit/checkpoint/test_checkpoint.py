@@ -1,7 +1,5 @@
 """Checkpoints that torch has written, and such that somebody has changed: nothing outside of the folder is read, nothing runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -61,8 +59,7 @@ def refusal(path: Path) -> str:
     model, optimizer = made(seed=2)
     before = [param.detach().clone() for param in model.parameters()]
     text = text_of(CheckpointError, lambda: load_checkpoint(path, model, optimizer))
-    assert all(map(torch.equal, before, model.parameters()))
-    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert (all(map(torch.equal, before, model.parameters())), optimizer.param_groups[0]["lr"]) == (True, 0.1)
     return text
 
 
@@ -112,8 +109,7 @@ def test_loading_changes_no_class_of_torchs(saved: Path) -> None:
     data = (saved / ".metadata").read_bytes()
     (saved / ".metadata").write_bytes(data[:2] + set_version + set_method + data[2:])
     before = {cls: dict(vars(cls)) for cls in (torchs.Metadata, torchs.ChunkStorageMetadata)}
-    assert ".metadata" in refusal(saved)
-    assert {cls: dict(vars(cls)) for cls in before} == before
+    assert (".metadata" in refusal(saved), {cls: dict(vars(cls)) for cls in before}) == (True, before)
 
 
 def tensor(metadata: Any, name: str = NAME) -> Any:
@@ -189,8 +185,7 @@ PICKLES = {
 
 def replaced(path: Path, name: str, data: bytes) -> None:
     """The stored bytes of `name` become `data`; the metadata follows."""
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    parts, start = [], 0
+    metadata, parts, start = pickle.loads((path / ".metadata").read_bytes()), [], 0
     whole = (path / DATA).read_bytes()
     for index, info in sorted(metadata.storage_data.items(), key=lambda item: item[1].offset):
         part = data if index.fqn == name else whole[info.offset : info.offset + info.length]
@@ -246,52 +241,68 @@ HEADERS = {
 
 CANNOT = "the checkpoint cannot be loaded: "
 # What is done to the checkpoint, and what its error says.
-CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    **{
-        f"tensors in a file of another name: {name}": (rename_all(value), "is not a file of this checkpoint")
-        for name, value in OTHER_NAMES.items()
-    },
-    **{
-        f"{name} is {kind}": (
-            lambda saved, name=name, make=make: make(saved / name, (saved / name).rename(saved.with_name(f"other{name}"))),
-            f"{re.escape(name)} is not a regular file",
-        )
-        for name in ("undertow.json", ".metadata", DATA)
-        for kind, make in SPECIAL.items()
-    },
-    **{
-        name: (lambda saved, change=change: rewrite(saved, change), rf"^{CANNOT}(\.metadata|__0_0\.distcp) .*\n  {{saved}}")
-        for name, change in METADATA.items()
-    },
-    **{
-        f"a pickle: {name}": (lambda saved, data=data: (saved / ".metadata").write_bytes(data), rf"{CANNOT}\.metadata ")
-        for name, data in PICKLES.items()
-    },
-    # It takes no space on the disk.
-    "huge metadata": (lambda saved: os.truncate(saved / ".metadata", 1 << 40), r"\.metadata has 1,099,511,627,776 bytes"),
-    **{
-        f"in place of a tensor {name}": (
-            lambda saved, data=data: replaced(saved, NAME, data()),
-            rf"{CANNOT}(__0_0\.distcp|\.metadata) ",
-        )
-        for name, data in TENSORS.items()
-    },
-    **{
-        f"a header: {name}": (
-            lambda saved, text=text: (saved / "undertow.json").write_text(text, encoding="utf-8"),
-            rf"{CANNOT}undertow\.json is ",
-        )
-        for name, text in HEADERS.items()
-    },
-    # Nor does it steer a terminal.
-    "an optimizer of another name": (
-        lambda saved: (saved / "undertow.json").write_text(json.dumps({"format": 1, "optimizer": "\x1b[2J\ud800", "extra": 1})),
-        r"the state of \\x1b\[2J\\ud800,",
-    ),
-}
 
 
-@pytest.mark.parametrize(("change", "text"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        *(
+            pytest.param(rename_all(value), "is not a file of this checkpoint", id=f"tensors in a file of another name: {name}")
+            for name, value in OTHER_NAMES.items()
+        ),
+        *(
+            pytest.param(
+                lambda saved, name=name, make=make: make(saved / name, (saved / name).rename(saved.with_name(f"other{name}"))),
+                f"{re.escape(name)} is not a regular file",
+                id=f"{name} is {kind}",
+            )
+            for name in ("undertow.json", ".metadata", DATA)
+            for kind, make in SPECIAL.items()
+        ),
+        *(
+            pytest.param(
+                lambda saved, change=change: rewrite(saved, change),
+                rf"^{CANNOT}(\.metadata|__0_0\.distcp) .*\n  {{saved}}",
+                id=name,
+            )
+            for name, change in METADATA.items()
+        ),
+        *(
+            pytest.param(
+                lambda saved, data=data: (saved / ".metadata").write_bytes(data), rf"{CANNOT}\.metadata ", id=f"a pickle: {name}"
+            )
+            for name, data in PICKLES.items()
+        ),
+        # It takes no space on the disk.
+        pytest.param(
+            lambda saved: os.truncate(saved / ".metadata", 1 << 40), r"\.metadata has 1,099,511,627,776 bytes", id="huge metadata"
+        ),
+        *(
+            pytest.param(
+                lambda saved, data=data: replaced(saved, NAME, data()),
+                rf"{CANNOT}(__0_0\.distcp|\.metadata) ",
+                id=f"in place of a tensor {name}",
+            )
+            for name, data in TENSORS.items()
+        ),
+        *(
+            pytest.param(
+                lambda saved, text=text: (saved / "undertow.json").write_text(text, encoding="utf-8"),
+                rf"{CANNOT}undertow\.json is ",
+                id=f"a header: {name}",
+            )
+            for name, text in HEADERS.items()
+        ),
+        # Nor does it steer a terminal.
+        pytest.param(
+            lambda saved: (saved / "undertow.json").write_text(
+                json.dumps({"format": 1, "optimizer": "\x1b[2J\ud800", "extra": 1})
+            ),
+            r"the state of \\x1b\[2J\\ud800,",
+            id="an optimizer of another name",
+        ),
+    ],
+)
 def test_what_our_writer_does_not_write_is_refused_by_its_file(saved: Path, change: Callable[[Path], object], text: str) -> None:
     change(saved)
     found = refusal(saved)
@@ -331,8 +342,7 @@ def test_an_extra_state_of_a_module_comes_back_whole(tmp_path: Path) -> None:
 def ranges(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
     """A tensor of the numbers in its memory, in any order of its dimensions, and a range of them."""
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    order = draw(st.permutations(range(len(shape))))
-    numel = math.prod(shape)
+    order, numel = draw(st.permutations(range(len(shape)))), math.prod(shape)
     tensor = torch.arange(numel).view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
     start = draw(st.integers(0, numel))
     return tensor, start, draw(st.integers(start, numel))
@@ -348,8 +358,10 @@ def values_of(tensor: torch.Tensor, box: Box) -> list[int]:
 def test_boxes_hold_the_elements_of_the_range_once_and_in_order(case: tuple[torch.Tensor, int, int]) -> None:
     tensor, start, stop = case
     boxes = boxes_of_range(tensor.shape, tensor.stride(), start, stop)
-    assert [value for box in boxes for value in values_of(tensor, box)] == list(range(start, stop))
-    assert [box.start for box in boxes] == [values_of(tensor, box)[0] for box in boxes]
+    assert ([value for box in boxes for value in values_of(tensor, box)], [box.start for box in boxes]) == (
+        list(range(start, stop)),
+        [values_of(tensor, box)[0] for box in boxes],
+    )
     assert len(boxes) <= max(1, 2 * tensor.dim() - 1)
 
 
@@ -388,7 +400,7 @@ class InRows(torch.Tensor):
     rows: torch.Tensor
 
     @staticmethod
-    def __new__(cls, rows: torch.Tensor) -> InRows:
+    def __new__(cls, rows: torch.Tensor) -> "InRows":
         made = private.wrapper_tensor(cls, rows, dtype=torch.float32, device=torch.device("cpu"))
         made.rows = rows
         return made
@@ -434,10 +446,11 @@ def read(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
 def test_a_tensor_in_boxes_that_torch_saves_is_read_by_us(saved_by_torch: Path) -> None:
     rows, plain, middle = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(2, 1)
     boxes = [(box.offsets, part) for box, part in zip(InRows.BOXES, (rows[:1], rows[1:]), strict=True)]
-    assert read(saved_by_torch, {"model.rows": boxes, "model.number": []}) == {"model.number": 7}
-    assert read(saved_by_torch, {"model.rows": [((0, 0), plain), ((1, 1), middle)]}) == {}
-    assert rows.tolist() == plain.tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert middle.tolist() == [[3], [5]]
+    assert (
+        read(saved_by_torch, {"model.rows": boxes, "model.number": []}),
+        read(saved_by_torch, {"model.rows": [((0, 0), plain), ((1, 1), middle)]}),
+    ) == ({"model.number": 7}, {})
+    assert (rows.tolist(), plain.tolist(), middle.tolist()) == (*[[[0, 1], [2, 3], [4, 5]]] * 2, [[3], [5]])
 
 
 def test_the_metadata_that_torch_writes_is_understood(saved_by_torch: Path) -> None:
@@ -453,5 +466,7 @@ def test_the_metadata_that_torch_writes_is_understood(saved_by_torch: Path) -> N
 def test_the_first_failure_of_a_kind_comes_out_of_torchs_exception(tmp_path: Path) -> None:
     with pytest.raises(BaseException, match="Error") as caught:
         save({"rows": Unwritable(torch.zeros(3, 2))}, tmp_path)
-    assert private.first_failure(caught.value, OSError) is None
-    assert str(private.first_failure(caught.value, ValueError)) == "rows cannot be written"
+    assert [str(private.first_failure(caught.value, kind)) for kind in (OSError, ValueError)] == [
+        "None",
+        "rows cannot be written",
+    ]

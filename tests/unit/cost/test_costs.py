@@ -1,7 +1,5 @@
 """What collectives cost: by formula, by measurement, over links and networks by name."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import replace
@@ -30,8 +28,7 @@ from undertow.cost import (
 from undertow.cost.curve import Line, line_through
 
 # A byte per microsecond and 10 or 100 us per hop, so that a cost shows its parts.
-LINK = Link(name="plain", hop_s=10e-6, bytes_per_s=1e6)
-SLOW = Link(name="slow", hop_s=100e-6, bytes_per_s=1e6)
+LINK, SLOW = Link(name="plain", hop_s=10e-6, bytes_per_s=1e6), Link(name="slow", hop_s=100e-6, bytes_per_s=1e6)
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 OF_KINDS = ", ".join(KINDS)
 NODES = NodeCosts(inside=RingCosts(LINK, num_ranks=4), across=RingCosts(SLOW, num_ranks=3), per_node=4)
@@ -75,8 +72,7 @@ def test_costs_have_the_shape_of_the_sizes(costs: Costs) -> None:
     ]
 
 
-POSITIVE = "Give a positive number of ranks."
-MEASURE = "Measure it, or name a link."
+POSITIVE, MEASURE = "Give a positive number of ranks.", "Measure it, or name a link."
 IMPOSSIBLE = "A point is a size of zero bytes or more and a time of more than zero microseconds."
 ONCE = "Sort the points by size, each size once."
 REFUSALS: dict[str, tuple[Call, str]] = {
@@ -155,10 +151,8 @@ def test_a_kind_that_was_not_measured_costs_what_its_parts_do(measured: tuple[st
 def test_on_a_mesh_only_reductions_cross_and_only_with_shards() -> None:
     inside, across = RingCosts(LINK, num_ranks=4), RingCosts(SLOW, num_ranks=3)
     mesh = NodeCosts(inside=inside, across=across, per_node=4, is_mesh=True)
-    crossing = us(across, "all_reduce", 300)
-    assert us(mesh, "reduce_scatter") == us(inside, "reduce_scatter") + crossing
-    assert us(mesh, "all_gather") == us(inside, "all_gather")
-    assert us(mesh, "all_reduce") == us(inside, "reduce_scatter") + crossing + us(inside, "all_gather")
+    scatter, gather, crossing = us(inside, "reduce_scatter"), us(inside, "all_gather"), us(across, "all_reduce", 300)
+    assert [us(mesh, kind) for kind in KINDS] == [scatter + crossing + gather, scatter + crossing, gather]
 
 
 Points = tuple[tuple[float, float], ...]
@@ -178,27 +172,46 @@ curves = (
     .map(lambda points: CostCurve(points=points))
 )
 
-COSTS: dict[str, tuple[Points, Any, Any]] = {
-    "between points linearly": (((100, 10), (200, 30), (400, 40)), [100, 125, 200, 300, 400], [10, 15, 30, 35, 40]),
-    "a single size": (((100, 10), (200, 30)), 150, 20),
-    "beyond the last point by the slope of all": (BENT, SIZES[-1] + 1e6, BENT[-1][1] + 1000),
-    "beyond the last of two sizes in proportion to it": (((1e6, 100), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000]),
-    "in proportion, one of no bytes": (((0, 50), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000]),
-    # Three sizes, of which no three lie apart.
-    "in proportion, two close together": (((1e6, 100), (1.4e6, 120), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000]),
-    # On the line of 50 us and 50 us per 1e6 bytes.
-    "beyond the last of three that lie apart by their slope": (((1e6, 100), (1.5e6, 125), (2.25e6, 162.5)), [1e9], [50_050]),
-    "below the first point towards the latency of all": (LINEAR, [0, SIZES[0] / 2], [50, affine(SIZES[0] / 2)]),
-    "a point of no bytes is the latency": (((0, 7), (1000, 8)), [0, 500], [7, 7.5]),
-    "no bytes alone are any size": (((0, 30),), [0, 10**9], [30, 30]),
-    **{
-        f"close together errs on the safe side: {points}": (points, [0, 10 * points[-1][0]], [points[0][1], 10 * points[-1][1]])
-        for points in (((1000, 30),), ((1000, 30), (1200, 30)), ((1000, 29), (1499, 30)))
-    },
-}
 
-
-@pytest.mark.parametrize(("points", "sizes", "expected_us"), COSTS.values(), ids=COSTS)
+@pytest.mark.parametrize(
+    ("points", "sizes", "expected_us"),
+    [
+        pytest.param(
+            ((100, 10), (200, 30), (400, 40)), [100, 125, 200, 300, 400], [10, 15, 30, 35, 40], id="between points linearly"
+        ),
+        pytest.param(((100, 10), (200, 30)), 150, 20, id="a single size"),
+        pytest.param(BENT, SIZES[-1] + 1e6, BENT[-1][1] + 1000, id="beyond the last point by the slope of all"),
+        pytest.param(
+            ((1e6, 100), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000], id="beyond the last of two sizes in proportion to it"
+        ),
+        pytest.param(((0, 50), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000], id="in proportion, one of no bytes"),
+        # Three sizes, of which no three lie apart.
+        pytest.param(
+            ((1e6, 100), (1.4e6, 120), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000], id="in proportion, two close together"
+        ),
+        # On the line of 50 us and 50 us per 1e6 bytes.
+        pytest.param(
+            ((1e6, 100), (1.5e6, 125), (2.25e6, 162.5)),
+            [1e9],
+            [50_050],
+            id="beyond the last of three that lie apart by their slope",
+        ),
+        pytest.param(
+            LINEAR, [0, SIZES[0] / 2], [50, affine(SIZES[0] / 2)], id="below the first point towards the latency of all"
+        ),
+        pytest.param(((0, 7), (1000, 8)), [0, 500], [7, 7.5], id="a point of no bytes is the latency"),
+        pytest.param(((0, 30),), [0, 10**9], [30, 30], id="no bytes alone are any size"),
+        *(
+            pytest.param(
+                points,
+                [0, 10 * points[-1][0]],
+                [points[0][1], 10 * points[-1][1]],
+                id=f"close together errs on the safe side: {points}",
+            )
+            for points in (((1000, 30),), ((1000, 30), (1200, 30)), ((1000, 29), (1499, 30)))
+        ),
+    ],
+)
 def test_the_cost_of_a_size(points: Points, sizes: Any, expected_us: Any) -> None:
     assert CostCurve(points=points).us(sizes) == pytest.approx(np.array(expected_us), rel=1e-9)
 
@@ -243,8 +256,10 @@ def test_a_larger_payload_never_costs_less(measured: CostCurve, sizes: list[floa
     assert (np.diff(times) >= -1e-13 * times[1:]).all()
     assert (times >= 0).all()
     last_size, last_time = measured.points[-1]
-    assert float(measured.us(last_size)) == last_time
-    assert float(measured.us(np.nextafter(last_size, math.inf))) == pytest.approx(last_time, rel=1e-9)
+    assert (float(measured.us(last_size)), float(measured.us(np.nextafter(last_size, math.inf)))) == (
+        last_time,
+        pytest.approx(last_time, rel=1e-9),
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,8 +294,10 @@ def test_the_line_of_points_on_a_line_is_found_past_an_outlier(latency_us: float
 
 
 def test_a_line_has_neither_a_negative_latency_nor_a_negative_slope() -> None:
-    assert line_through([(1, 10), (2, 30), (3, 50)]).latency_us == 0
-    assert line_through([(1, 10), (2, 9), (3, 8)]) == Line(latency_us=9, us_per_byte=0)
+    assert (line_through([(1, 10), (2, 30), (3, 50)]).latency_us, line_through([(1, 10), (2, 9), (3, 8)])) == (
+        0,
+        Line(latency_us=9, us_per_byte=0),
+    )
 
 
 def test_a_line_through_many_points_is_that_of_some() -> None:
@@ -288,35 +305,41 @@ def test_a_line_through_many_points_is_that_of_some() -> None:
     assert (line.latency_us, line.us_per_byte) == pytest.approx((50, 1e-3), rel=1e-9)
 
 
-NETWORK_SIZES = [0.0, 1.0, 1e4, 1e8]
-MIB = 1024 * 1024
-FAST = link_from_text("100gbit,5us")
+NETWORK_SIZES, MIB, FAST = [0.0, 1.0, 1e4, 1e8], 1024 * 1024, link_from_text("100gbit,5us")
 INSIDE = RingCosts(link_from_text("900gbit,2us"), num_ranks=8)
 NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
 
-NETWORKS: dict[str, tuple[Costs, Costs]] = {
-    **{f"a ring of {num}": (costs_for("100gbit,5us", num_ranks=num), RingCosts(FAST, num_ranks=num)) for num in (1, 6, 64)},
-    "ranks per node mean two levels": (
-        costs_for("100gbit,5us", num_ranks=24, **NETWORK_NODES),
-        NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=3), per_node=8),
-    ),
-    "nodes may be replicas of each other": (
-        costs_for("100gbit,5us", num_ranks=32, is_mesh=True, **NETWORK_NODES),
-        NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=4), per_node=8, is_mesh=True),
-    ),
-    "ranks of a node have NVLink if nothing else is said": (
-        costs_for("100gbit", num_ranks=16, per_node=8),
-        costs_for("100gbit", num_ranks=16, per_node=8, inside="2400gbit,3us"),
-    ),
-    "no link costs nothing": (costs_for("none", num_ranks=6), RingCosts(FAST, num_ranks=1)),
-    "one rank per node means the network alone": (
-        costs_for("100gbit,5us", num_ranks=6, per_node=1),
-        RingCosts(FAST, num_ranks=6),
-    ),
-}
 
-
-@pytest.mark.parametrize(("one", "other"), NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *(
+            pytest.param(costs_for("100gbit,5us", num_ranks=num), RingCosts(FAST, num_ranks=num), id=f"a ring of {num}")
+            for num in (1, 6, 64)
+        ),
+        pytest.param(
+            costs_for("100gbit,5us", num_ranks=24, **NETWORK_NODES),
+            NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=3), per_node=8),
+            id="ranks per node mean two levels",
+        ),
+        pytest.param(
+            costs_for("100gbit,5us", num_ranks=32, is_mesh=True, **NETWORK_NODES),
+            NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=4), per_node=8, is_mesh=True),
+            id="nodes may be replicas of each other",
+        ),
+        pytest.param(
+            costs_for("100gbit", num_ranks=16, per_node=8),
+            costs_for("100gbit", num_ranks=16, per_node=8, inside="2400gbit,3us"),
+            id="ranks of a node have NVLink if nothing else is said",
+        ),
+        pytest.param(costs_for("none", num_ranks=6), RingCosts(FAST, num_ranks=1), id="no link costs nothing"),
+        pytest.param(
+            costs_for("100gbit,5us", num_ranks=6, per_node=1),
+            RingCosts(FAST, num_ranks=6),
+            id="one rank per node means the network alone",
+        ),
+    ],
+)
 def test_a_name_means_these_costs(one: Costs, other: Costs) -> None:
     for kind in KINDS:
         assert one.collective_us(kind, NETWORK_SIZES).tolist() == other.collective_us(kind, NETWORK_SIZES).tolist()
@@ -447,16 +470,15 @@ def test_cost_of_twelve_bytes(kind: str, num_ranks: int, seconds: float) -> None
 def test_a_rate_names_an_ethernet_link_and_may_have_a_latency(text: str, hop_s: float, line_rate: float) -> None:
     link = link_from_text(text)
     # Powers of ten are a rounding off.
-    assert (link.name, link.hop_s, link.bytes_per_s) == (
+    assert (link.name, link.hop_s, link.bytes_per_s, link.is_free) == (
         text,
         pytest.approx(hop_s, rel=1e-15),
         pytest.approx(line_rate * 0.956, rel=1e-15),
+        False,
     )
-    assert not link.is_free
 
 
 def test_no_link_costs_nothing() -> None:
     link = link_from_text("none")
-    assert link.is_free
     assert collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8) == 0
-    assert not any(costly.is_free for costly in (PLAIN, replace(PLAIN, hop_s=0.0), replace(PLAIN, bytes_per_s=math.inf)))
+    assert [it for it in (link, PLAIN, replace(PLAIN, hop_s=0.0), replace(PLAIN, bytes_per_s=math.inf)) if it.is_free] == [link]

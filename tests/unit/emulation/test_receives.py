@@ -1,7 +1,5 @@
 """Emulated links: when one is free, and receives whose messages come when the test says so."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading
@@ -19,8 +17,7 @@ from undertow.cost import Link
 from undertow.emulation.receives import Receives
 from undertow.emulation.wire import LinkWork, Wire
 
-HOP_S = 0.3
-NUMEL = 10_000
+HOP_S, NUMEL = 0.3, 10_000
 
 
 class Message(dist.Work):
@@ -32,7 +29,7 @@ class Message(dist.Work):
         self.error: Exception | None = None
         self._has_come = threading.Event()
 
-    def come(self, error: Exception | None = None) -> Message:
+    def come(self, error: Exception | None = None) -> "Message":
         self.error = error
         self._has_come.set()
         return self  # for a message that is there from the beginning
@@ -105,15 +102,18 @@ def test_a_handle_tells_its_result_and_its_sender(receives: Receives) -> None:
     work = receives.post(lambda: message, [torch.ones(2)], source=None)
     assert (work.is_completed(), work.get_future().done()) == (False, False)
     message.come()
-    assert work.wait()
-    assert (work.is_completed(), work.is_success(), work._source_rank()) == (True, True, 3)
+    assert (work.wait(), work.is_completed(), work.is_success(), work._source_rank()) == (True, True, True, 3)
     assert work.get_future().value()[0].tolist() == work.result()[0].tolist() == [1, 1]
 
 
 def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(receives: Receives) -> None:
     works = [post(receives, Message(1).come(RuntimeError("connection lost"))), post(receives, Message(1).come())]
-    assert text_of(RuntimeError, works[0].wait) == "connection lost"
-    assert (type(works[0].exception()), works[0].is_success(), works[1].wait()) == (RuntimeError, False, True)
+    assert (text_of(RuntimeError, works[0].wait), type(works[0].exception()), works[0].is_success(), works[1].wait()) == (
+        "connection lost",
+        RuntimeError,
+        False,
+        True,
+    )
 
 
 def test_closing_before_a_message_has_come_is_said(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,42 +130,48 @@ LINK = Link(name="slow", hop_s=1.0, bytes_per_s=10.0)
 
 NO_LINK = Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
 # The link and its bucket, and what is sent: when it is ready, how long its bytes take, its latency, and its stretch on the link.
-STRETCHES: dict[str, tuple[Link, int, list[tuple[float, float, float, tuple[float, float]]]]] = {
-    "one thing after another": (
-        *(LINK, 0),
-        [(100.0, 5.0, 0.0, (100.0, 105.0)), (101.0, 4.0, 1.0, (105.0, 110.0)), (120.0, 4.0, 1.0, (120.0, 125.0))],
-    ),
-    # It has rested since ever. Then as much passes at once as fits into the rest and into the bucket.
-    **{
-        f"after a rest of {rest_s} s": (
+
+
+@pytest.mark.parametrize(
+    ("link", "burst_bytes", "sent"),
+    [
+        pytest.param(
+            *(LINK, 0),
+            [(100.0, 5.0, 0.0, (100.0, 105.0)), (101.0, 4.0, 1.0, (105.0, 110.0)), (120.0, 4.0, 1.0, (120.0, 125.0))],
+            id="one thing after another",
+        ),
+        # It has rested since ever. Then as much passes at once as fits into the rest and into the bucket.
+        *(
+            pytest.param(
+                *(LINK, 30),
+                [(100.0, 5.0, 0.0, (100.0, 102.0)), (102.0 + rest_s, 5.0, 0.0, (102.0 + rest_s, 107.0 + rest_s - passes_s))],
+                id=f"after a rest of {rest_s} s",
+            )
+            for rest_s, passes_s in ((0.0, 0.0), (1.0, 1.0), (3.0, 3.0), (4.0, 3.0), (50.0, 3.0))
+        ),
+        # A bucket that is not used up fills again and never beyond: at last a third of it is left.
+        pytest.param(
             *(LINK, 30),
-            [(100.0, 5.0, 0.0, (100.0, 102.0)), (102.0 + rest_s, 5.0, 0.0, (102.0 + rest_s, 107.0 + rest_s - passes_s))],
-        )
-        for rest_s, passes_s in ((0.0, 0.0), (1.0, 1.0), (3.0, 3.0), (4.0, 3.0), (50.0, 3.0))
-    },
-    # A bucket that is not used up fills again and never beyond: at last a third of it is left.
-    "often": (
-        *(LINK, 30),
-        [
-            *[(100.0, 1.0, 0.0, (100.0, 100.0))] * 3,
-            (100.0, 1.0, 0.0, (100.0, 101.0)),
-            (103.0, 2.0, 0.0, (103.0, 103.0)),
-            (103.0, 2.0, 0.0, (103.0, 105.0)),
-            (200.0, 2.0, 0.0, (200.0, 200.0)),
-            (200.0, 2.0, 0.0, (200.0, 201.0)),
-        ],
-    ),
-    # Collectives that pass at once have their latencies one after another. Tokens for 3 s: 2 of them taken, 1 come, 2 taken,
-    # 1 come; then 1 is lacking, and again.
-    "latencies in which the bucket fills": (
-        *(LINK, 30),
-        [(100.0, 2.0, 1.0, stretch) for stretch in ((100.0, 101.0), (101.0, 102.0), (102.0, 104.0), (104.0, 106.0))],
-    ),
-    "a link that costs nothing has no bucket": (NO_LINK, 30, [(100.0, 0.0, 0.0, (100.0, 100.0))]),
-}
-
-
-@pytest.mark.parametrize(("link", "burst_bytes", "sent"), STRETCHES.values(), ids=STRETCHES)
+            [
+                *[(100.0, 1.0, 0.0, (100.0, 100.0))] * 3,
+                (100.0, 1.0, 0.0, (100.0, 101.0)),
+                (103.0, 2.0, 0.0, (103.0, 103.0)),
+                (103.0, 2.0, 0.0, (103.0, 105.0)),
+                (200.0, 2.0, 0.0, (200.0, 200.0)),
+                (200.0, 2.0, 0.0, (200.0, 201.0)),
+            ],
+            id="often",
+        ),
+        # Collectives that pass at once have their latencies one after another. Tokens for 3 s: 2 of them taken, 1 come, 2 taken,
+        # 1 come; then 1 is lacking, and again.
+        pytest.param(
+            *(LINK, 30),
+            [(100.0, 2.0, 1.0, stretch) for stretch in ((100.0, 101.0), (101.0, 102.0), (102.0, 104.0), (104.0, 106.0))],
+            id="latencies in which the bucket fills",
+        ),
+        pytest.param(NO_LINK, 30, [(100.0, 0.0, 0.0, (100.0, 100.0))], id="a link that costs nothing has no bucket"),
+    ],
+)
 def test_stretches_on_a_link(link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]) -> None:
     wire = Wire(link, burst_bytes=burst_bytes)
     found = [wire.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent]

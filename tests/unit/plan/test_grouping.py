@@ -1,7 +1,5 @@
 """Groups of parameters, their order, and the plan that a configuration asks for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -234,29 +232,37 @@ REVERSE = {
     (100,): [(4, 3, 2, 1, 0)],
     (100, 1, 1): [(4, 3, 2, 1, 0)],
 }
-BUCKETS = {
-    **{f"in reverse by {cap} MiB": (first(order="reverse", bucket_cap_mb=cap), buckets) for cap, buckets in REVERSE.items()},
-    "before anything is observed": (first(order="observed", bucket_cap_mb=6), REVERSE[6]),
-    "without a cap the size of the model chooses": (first(order="reverse"), REVERSE[1]),
-    "largest first goes by size": (first(order="largest_first", bucket_cap_mb=5), [(2,), (0, 3), (1,), (4,)]),
-    "an observed order": (as_observed(bucket_cap_mb=4), [(1,), (4, 3), (0,), (2,)]),
-    "an observed order by several caps": (as_observed(bucket_cap_mb=(1, 3, 7)), [(1,), (4, 3), (0, 2)]),
-    "sparse parameters take no room under the caps": (
-        first([spec("rows", 9 * MIB, is_sparse=True), *PARAMS], order="reverse", bucket_cap_mb=100),
-        [(5,), (4, 3, 2, 1), (0,)],
-    ),
-    "a first plan in pieces": (
-        first(bucket_cap_mb=2, order="largest_first", splits=True),
-        [*pieces(2, (0, 2, 5, 8)), *pieces(0, (0, 3, 6)), (3,), (1,), (4,)],
-    ),
-    "an observed order in pieces": (
-        as_observed(bucket_cap_mb=2, splits=True),
-        [(1,), (4,), (3,), *pieces(0, (0, 3, 6)), *pieces(2, (0, 3, 6, 8))],
-    ),
-}
 
 
-@pytest.mark.parametrize(("plan", "buckets"), BUCKETS.values(), ids=BUCKETS)
+@pytest.mark.parametrize(
+    ("plan", "buckets"),
+    [
+        *(
+            pytest.param(first(order="reverse", bucket_cap_mb=cap), buckets, id=f"in reverse by {cap} MiB")
+            for cap, buckets in REVERSE.items()
+        ),
+        pytest.param(first(order="observed", bucket_cap_mb=6), REVERSE[6], id="before anything is observed"),
+        pytest.param(first(order="reverse"), REVERSE[1], id="without a cap the size of the model chooses"),
+        pytest.param(first(order="largest_first", bucket_cap_mb=5), [(2,), (0, 3), (1,), (4,)], id="largest first goes by size"),
+        pytest.param(as_observed(bucket_cap_mb=4), [(1,), (4, 3), (0,), (2,)], id="an observed order"),
+        pytest.param(as_observed(bucket_cap_mb=(1, 3, 7)), [(1,), (4, 3), (0, 2)], id="an observed order by several caps"),
+        pytest.param(
+            first([spec("rows", 9 * MIB, is_sparse=True), *PARAMS], order="reverse", bucket_cap_mb=100),
+            [(5,), (4, 3, 2, 1), (0,)],
+            id="sparse parameters take no room under the caps",
+        ),
+        pytest.param(
+            first(bucket_cap_mb=2, order="largest_first", splits=True),
+            [*pieces(2, (0, 2, 5, 8)), *pieces(0, (0, 3, 6)), (3,), (1,), (4,)],
+            id="a first plan in pieces",
+        ),
+        pytest.param(
+            as_observed(bucket_cap_mb=2, splits=True),
+            [(1,), (4,), (3,), *pieces(0, (0, 3, 6)), *pieces(2, (0, 3, 6, 8))],
+            id="an observed order in pieces",
+        ),
+    ],
+)
 def test_the_buckets_of_a_plan(plan: Plan, buckets: list[tuple[GroupEntry, ...]]) -> None:
     assert plan.groups == tuple(buckets)
 
@@ -268,48 +274,51 @@ def test_a_pinned_plan_keeps_its_groups_on_any_number_of_ranks(num_ranks: int) -
         assert (plan.groups, plan.num_ranks) == (pinned.groups, num_ranks)
 
 
-REFUSALS: dict[str, tuple[Call, str]] = {
-    **{
-        f"{which} is {value}": (
-            lambda caps=caps, value=value: SizeCaps(**caps(value)),
-            f"a bucket size must be positive, got {which.split()[-1]}={value}.\n"
-            "  the largest sizes of buckets\n"
-            "  Give a size above zero; math.inf puts everything into one bucket.",
-        )
-        for value in (0, -1, math.nan)
-        for which, caps in {
-            "cap_bytes": lambda value: {"cap_bytes": value},
-            "first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (value,)},
-            "second of first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (1, value)},
-            "last_bytes": lambda value: {"cap_bytes": 1, "last_bytes": (1, value)},
-        }.items()
-    },
-    **{
-        name: (
-            lambda params=params: first(params, plan=PINNED.to_json()),
-            f"the saved plan is for another model.\n  {difference}\n"
-            "  Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
-        )
-        for name, params, difference in (
-            (
-                "another",
-                [spec("other", 3), *PARAMS[1:]],
-                f"it has 'p0' ({3 * MIB},) uint8 where the model has 'other' (3,) float32",
-            ),
-            ("fewer", PARAMS[:4], "it has 5 parameters, the model 4"),
-            ("more", [*PARAMS, spec("more", 1)], "it has 5 parameters, the model 6"),
-        )
-    },
-    "in pieces": (
-        lambda: first(plan=IN_PIECES.to_json()),
-        "the saved plan cuts parameter 'p0' into pieces.\n"
-        "  a gradient that is not sharded lies in one bucket as a whole\n"
-        "  Use this plan with a sharded optimizer, or leave SyncConfig(plan=...) out.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        *(
+            pytest.param(
+                lambda caps=caps, value=value: SizeCaps(**caps(value)),
+                f"a bucket size must be positive, got {which.split()[-1]}={value}.\n"
+                "  the largest sizes of buckets\n"
+                "  Give a size above zero; math.inf puts everything into one bucket.",
+                id=f"{which} is {value}",
+            )
+            for value in (0, -1, math.nan)
+            for which, caps in {
+                "cap_bytes": lambda value: {"cap_bytes": value},
+                "first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (value,)},
+                "second of first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (1, value)},
+                "last_bytes": lambda value: {"cap_bytes": 1, "last_bytes": (1, value)},
+            }.items()
+        ),
+        *(
+            pytest.param(
+                lambda params=params: first(params, plan=PINNED.to_json()),
+                f"the saved plan is for another model.\n  {difference}\n"
+                "  Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+                id=name,
+            )
+            for name, params, difference in (
+                (
+                    "another",
+                    [spec("other", 3), *PARAMS[1:]],
+                    f"it has 'p0' ({3 * MIB},) uint8 where the model has 'other' (3,) float32",
+                ),
+                ("fewer", PARAMS[:4], "it has 5 parameters, the model 4"),
+                ("more", [*PARAMS, spec("more", 1)], "it has 5 parameters, the model 6"),
+            )
+        ),
+        pytest.param(
+            lambda: first(plan=IN_PIECES.to_json()),
+            "the saved plan cuts parameter 'p0' into pieces.\n"
+            "  a gradient that is not sharded lies in one bucket as a whole\n"
+            "  Use this plan with a sharded optimizer, or leave SyncConfig(plan=...) out.",
+            id="in pieces",
+        ),
+    ],
+)
 def test_a_cap_or_a_pinned_plan_that_does_not_fit_is_refused(call: Call, text: str) -> None:
     assert refusal(call) == text
 

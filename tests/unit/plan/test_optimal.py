@@ -1,7 +1,5 @@
 """Optimal plans, and the order of an eager step: against brute force, and by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.brute_force import NOT_DECREASING, NUM_RANKS, SHAPES, Case, TableCosts, random_case, table_costs, times_us
 from support.errors import refusal
-from support.steps import FREE, LineCosts, lines, profile_of, random_profile
+from support.steps import (
+    FREE,
+    NOT_DECREASING,
+    NUM_RANKS,
+    SHAPES,
+    Case,
+    LineCosts,
+    TableCosts,
+    lines,
+    profile_of,
+    random_case,
+    random_profile,
+    table_costs,
+    times_us,
+)
 from support.strategies import spec, specs_of_sizes
 from undertow.plan import (
     GathersBehind,
@@ -124,86 +135,108 @@ def test_no_split_or_order_of_gradients_is_through_before_the_limit() -> None:
 # The square root of a size.
 ROOT = TableCosts({"all_reduce": [math.sqrt(size) for size in range(40)]})
 ALTERNATING = [spec(f"p{i}", 8, dtype="float32" if i % 2 else "bfloat16") for i in range(20)]
-BY_HAND: dict[str, tuple[Callable[[], Optimum], Any, float | None]] = {
-    "the last bucket waits for the end of backward": (
-        lambda: plan(specs_of_sizes(10, 10), timing(0, 20, end=50), line(1, 1)),
-        ((0,), (1,)),
-        61.0,
-    ),
-    # Two buckets are through at 1000 + 1000 + 1, one at 1000 + 1001 + 1.
-    "a small gain is not worth a launch": (
-        lambda: plan(specs_of_sizes(1, 1000), timing(0, 1000), line(1, 1)),
-        ((0, 1),),
-        2002.0,
-    ),
-    "dtypes that alternate travel in one bucket each": (
-        lambda: plan(ALTERNATING, timing(*range(20)), line(100, 0.01)),
-        (tuple(range(0, 20, 2)), tuple(range(1, 20, 2))),
-        None,
-    ),
-    # The first bucket is on the link from 0 to 11, the other one from 11 to 16: neither waits for 11 twice.
-    "the bucket of a kind leaves when its own last gradient has come": (
-        lambda: plan([spec("a", 10, dtype="uint8"), spec("b", 2, dtype="bfloat16")], timing(0, 11), line(1, 1)),
-        ((0,), (1,)),
-        16.0,
-    ),
-    "a parameter above the largest bucket travels alone": (
-        lambda: plan(specs_of_sizes(3, 3, 99, 3, 3), timing(0, 0, 0, 0, 0), line(50, 1), max_bucket_bytes=8),
-        ((0, 1), (2,), (3, 4)),
-        None,
-    ),
-    "sparse gradients cost a launch and no bytes": (
-        lambda: plan([spec("a", 10, dtype="uint8"), spec("rows", 10, dtype="uint8", is_sparse=True)], timing(0, 0), line(7, 1)),
-        ((0,), (1,)),
-        24.0,
-    ),
-    # Ready 0 and 100, used 100 and 0: one bucket of 200 bytes is reduced at 100 + 105 and gathered in 105, a stall. In two,
-    # the second one is reduced at 100 + 55 and gathered in 55; the first one is gathered at 110 and late by 10.
-    "one bucket is cut if that lets the forward begin": (
-        lambda: plan(specs_of_sizes(100, 100), timing(0, 100, used=(100, 0)), line(5, 0.5)),
-        ((0,), (1,)),
-        155 + 55,
-    ),
-    "pieces of a parameter in one bucket are one member": (
-        lambda: plan(specs_of_sizes(64, 6400), timing(0, 0, used=(0, 0)), line(5, 0.5)),
-        ((0, 1),),
-        None,
-    ),
-    "with shards a parameter above the largest bucket is cut": (
-        lambda: plan(specs_of_sizes(96), timing(0, used=(0,)), line(5, 0.5), max_bucket_bytes=40),
-        tuple((Piece(param=0, first=first, stop=first + 32),) for first in (0, 32, 64)),
-        None,
-    ),
-}
 
 
-@pytest.mark.parametrize(("solve_it", "groups", "finished_us"), BY_HAND.values(), ids=BY_HAND)
+@pytest.mark.parametrize(
+    ("solve_it", "groups", "finished_us"),
+    [
+        pytest.param(
+            lambda: plan(specs_of_sizes(10, 10), timing(0, 20, end=50), line(1, 1)),
+            ((0,), (1,)),
+            61.0,
+            id="the last bucket waits for the end of backward",
+        ),
+        # Two buckets are through at 1000 + 1000 + 1, one at 1000 + 1001 + 1.
+        pytest.param(
+            lambda: plan(specs_of_sizes(1, 1000), timing(0, 1000), line(1, 1)),
+            ((0, 1),),
+            2002.0,
+            id="a small gain is not worth a launch",
+        ),
+        pytest.param(
+            lambda: plan(ALTERNATING, timing(*range(20)), line(100, 0.01)),
+            (tuple(range(0, 20, 2)), tuple(range(1, 20, 2))),
+            None,
+            id="dtypes that alternate travel in one bucket each",
+        ),
+        # The first bucket is on the link from 0 to 11, the other one from 11 to 16: neither waits for 11 twice.
+        pytest.param(
+            lambda: plan([spec("a", 10, dtype="uint8"), spec("b", 2, dtype="bfloat16")], timing(0, 11), line(1, 1)),
+            ((0,), (1,)),
+            16.0,
+            id="the bucket of a kind leaves when its own last gradient has come",
+        ),
+        pytest.param(
+            lambda: plan(specs_of_sizes(3, 3, 99, 3, 3), timing(0, 0, 0, 0, 0), line(50, 1), max_bucket_bytes=8),
+            ((0, 1), (2,), (3, 4)),
+            None,
+            id="a parameter above the largest bucket travels alone",
+        ),
+        pytest.param(
+            lambda: plan(
+                [spec("a", 10, dtype="uint8"), spec("rows", 10, dtype="uint8", is_sparse=True)], timing(0, 0), line(7, 1)
+            ),
+            ((0,), (1,)),
+            24.0,
+            id="sparse gradients cost a launch and no bytes",
+        ),
+        # Ready 0 and 100, used 100 and 0: one bucket of 200 bytes is reduced at 100 + 105 and gathered in 105, a stall. In two,
+        # the second one is reduced at 100 + 55 and gathered in 55; the first one is gathered at 110 and late by 10.
+        pytest.param(
+            lambda: plan(specs_of_sizes(100, 100), timing(0, 100, used=(100, 0)), line(5, 0.5)),
+            ((0,), (1,)),
+            155 + 55,
+            id="one bucket is cut if that lets the forward begin",
+        ),
+        pytest.param(
+            lambda: plan(specs_of_sizes(64, 6400), timing(0, 0, used=(0, 0)), line(5, 0.5)),
+            ((0, 1),),
+            None,
+            id="pieces of a parameter in one bucket are one member",
+        ),
+        pytest.param(
+            lambda: plan(specs_of_sizes(96), timing(0, used=(0,)), line(5, 0.5), max_bucket_bytes=40),
+            tuple((Piece(param=0, first=first, stop=first + 32),) for first in (0, 32, 64)),
+            None,
+            id="with shards a parameter above the largest bucket is cut",
+        ),
+    ],
+)
 def test_a_plan_by_hand(solve_it: Callable[[], Optimum], groups: Any, finished_us: float | None) -> None:
     optimum = solve_it()
     assert (optimum.groups, optimum.finish_us if finished_us else None) == (groups, finished_us)
 
 
-FINISHES = {
-    "one bucket that would be cut": (specs_of_sizes(100, 100), [(0, 1)], timing(0, 100, used=(100, 0)), line(5, 0.5), 205 + 105),
-    "two pieces of a parameter": (
-        specs_of_sizes(32),
-        [[Piece(param=0, first=first, stop=first + 16)] for first in (0, 16)],
-        timing(5),
-        line(1, 1),
-        5 + 17 + 17,
-    ),
-    # Groups of a concave cost are the best of neighbors, not of all: no run of neighbors is through before 6.606.
-    "9 + 9 bytes together and 4 before them": (
-        specs_of_sizes(9, 4, 9),
-        [(1,), (0, 2)],
-        timing(0, 0, 2),
-        ROOT,
-        2 + math.sqrt(18),
-    ),
-}
-
-
-@pytest.mark.parametrize(("params", "groups", "when", "curve", "finished_us"), FINISHES.values(), ids=FINISHES)
+@pytest.mark.parametrize(
+    ("params", "groups", "when", "curve", "finished_us"),
+    [
+        pytest.param(
+            specs_of_sizes(100, 100),
+            [(0, 1)],
+            timing(0, 100, used=(100, 0)),
+            line(5, 0.5),
+            205 + 105,
+            id="one bucket that would be cut",
+        ),
+        pytest.param(
+            specs_of_sizes(32),
+            [[Piece(param=0, first=first, stop=first + 16)] for first in (0, 16)],
+            timing(5),
+            line(1, 1),
+            5 + 17 + 17,
+            id="two pieces of a parameter",
+        ),
+        # Groups of a concave cost are the best of neighbors, not of all: no run of neighbors is through before 6.606.
+        pytest.param(
+            specs_of_sizes(9, 4, 9),
+            [(1,), (0, 2)],
+            timing(0, 0, 2),
+            ROOT,
+            2 + math.sqrt(18),
+            id="9 + 9 bytes together and 4 before them",
+        ),
+    ],
+)
 def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, curve: Any, finished_us: float) -> None:
     assert finish_us(params, groups, when, curve, has_shards=bool(when.used_us)) == pytest.approx(finished_us, **ROUNDING)
 
@@ -292,59 +325,67 @@ def test_pieces_begin_at_multiples_of_the_shards_unit_and_keep_to_the_largest_bu
     params, cap, unit = [spec("large", 10_001)], 7000, unit_numel(itemsize=4, num_ranks=3)
     pieces = small_pieces(params, [0], num_ranks=3, max_bucket_bytes=cap)
     assert len(pieces) > cap // 4 // unit // 12  # a 64th of all bytes is below the cap
-    assert {piece.first % unit for piece in pieces} == {0}
-    assert all(piece.numel * 4 <= cap for piece in pieces)
+    assert {(piece.first % unit, piece.numel * 4 <= cap) for piece in pieces} == {(0, True)}
 
 
 TOO_SMALL = partial(plan, specs_of_sizes(*[10] * 3000), timing(*range(3000)), line(1, 1))
 TIMES = "Give one time for each parameter, in the order of the parameters."
 COUNTED = "Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends."
-REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    "buckets too small to be planned": (
-        partial(TOO_SMALL, max_bucket_bytes=11),
-        "buckets of at most 11 bytes are too small to be planned.\n"
-        "  30000 bytes of gradients, in at most 1024 parts that no bucket may cut\n"
-        "  Allow buckets of 469 bytes.",
-    ),
-    "costs without end": (
-        partial(plan, specs_of_sizes(1, 2), timing(1, 2), line(math.inf, 1)),
-        "no plan is ever through: a collective costs inf.\n  costs of all_reduce\n"
-        "  Give finite costs for all sizes up to those of all gradients together.",
-    ),
-    "a parameter without its time": (
-        partial(plan, specs_of_sizes(1, 2), timing(1), line(1, 1)),
-        f"each of the 2 parameters must have its ready_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
-    ),
-    "a parameter that is not used": (
-        partial(plan, specs_of_sizes(1, 2), timing(0, 0, used=(0,)), line(1, 1)),
-        f"each of the 2 parameters must have its used_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
-    ),
-    "the times of a lane are not complete": (
-        partial(LaneTimes, ready_us=[1], reduce_us=[], step_us=[1], gather_us=[1], used_us=[1], forward_us=1),
-        "every bucket must have all of its times, got [0, 1] of them.\n  the times of a lane\n"
-        "  Give one time of each kind for each bucket, and at least one bucket.",
-    ),
-    "an order that is no permutation": (
-        partial(optimal_groups, specs_of_sizes(1, 2), [0, 0], timing(1, 1), line(1, 1), num_ranks=2),
-        "an order must hold each of the 2 parameters exactly once.\n"
-        "  got 2 indices, 1 of them different parameters\n  Give a permutation of range(len(params)).",
-    ),
-    **{
-        f"{where} at {time}": (
-            call,
-            f"a time of a step must be finite and not negative, got {time}.\n  {where}\n  {COUNTED}",
-        )
-        for time in (-1.0, math.inf, math.nan)
-        for where, call in (
-            ("ready_us of parameter 1", partial(timing, 1.0, time, end=2.0)),
-            ("backward_end_us", partial(timing, 1.0, end=time)),
-            ("used_us of parameter 0", partial(replace, timing(1.0), used_us=(time,))),
-        )
-    },
-}
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        pytest.param(
+            partial(TOO_SMALL, max_bucket_bytes=11),
+            "buckets of at most 11 bytes are too small to be planned.\n"
+            "  30000 bytes of gradients, in at most 1024 parts that no bucket may cut\n"
+            "  Allow buckets of 469 bytes.",
+            id="buckets too small to be planned",
+        ),
+        pytest.param(
+            partial(plan, specs_of_sizes(1, 2), timing(1, 2), line(math.inf, 1)),
+            "no plan is ever through: a collective costs inf.\n  costs of all_reduce\n"
+            "  Give finite costs for all sizes up to those of all gradients together.",
+            id="costs without end",
+        ),
+        pytest.param(
+            partial(plan, specs_of_sizes(1, 2), timing(1), line(1, 1)),
+            f"each of the 2 parameters must have its ready_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
+            id="a parameter without its time",
+        ),
+        pytest.param(
+            partial(plan, specs_of_sizes(1, 2), timing(0, 0, used=(0,)), line(1, 1)),
+            f"each of the 2 parameters must have its used_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
+            id="a parameter that is not used",
+        ),
+        pytest.param(
+            partial(LaneTimes, ready_us=[1], reduce_us=[], step_us=[1], gather_us=[1], used_us=[1], forward_us=1),
+            "every bucket must have all of its times, got [0, 1] of them.\n  the times of a lane\n"
+            "  Give one time of each kind for each bucket, and at least one bucket.",
+            id="the times of a lane are not complete",
+        ),
+        pytest.param(
+            partial(optimal_groups, specs_of_sizes(1, 2), [0, 0], timing(1, 1), line(1, 1), num_ranks=2),
+            "an order must hold each of the 2 parameters exactly once.\n"
+            "  got 2 indices, 1 of them different parameters\n  Give a permutation of range(len(params)).",
+            id="an order that is no permutation",
+        ),
+        *(
+            pytest.param(
+                call,
+                f"a time of a step must be finite and not negative, got {time}.\n  {where}\n  {COUNTED}",
+                id=f"{where} at {time}",
+            )
+            for time in (-1.0, math.inf, math.nan)
+            for where, call in (
+                ("ready_us of parameter 1", partial(timing, 1.0, time, end=2.0)),
+                ("backward_end_us", partial(timing, 1.0, end=time)),
+                ("used_us of parameter 0", partial(replace, timing(1.0), used_us=(time,))),
+            )
+        ),
+    ],
+)
 def test_what_cannot_be_planned_is_refused(call: Callable[[], object], text: str) -> None:
     assert refusal(call) == text
 
@@ -404,9 +445,8 @@ def test_orders_by_hand(times: LaneTimes, order: GathersBehind) -> None:
 
 def test_the_period_of_an_order_by_hand() -> None:
     # Reduced at 10-18 and 20-28. Behind it: b1 gathered until 36, b0 until 44. Forward: b1's layer 36-41, b0's waits: 44-49.
-    assert lane_period_us(times_of(2), ((), (1, 0))) == 49
     # b0 in the gap, 18-26, so that b1 is reduced 26-34 and gathered until 42: 42-47, 47-52.
-    assert lane_period_us(times_of(2), ((0,), (1,))) == 52
+    assert [lane_period_us(times_of(2), order) for order in (((), (1, 0)), ((0,), (1,)))] == [49, 52]
 
 
 @pytest.mark.parametrize("num", [2, 3, 4])
@@ -432,8 +472,7 @@ def test_an_order_can_be_lowered_and_is_no_worse_than_none(seed: int, num: int) 
 def test_no_period_is_below_the_limit(seed: int, num: int) -> None:
     profile, costs = random_profile(seed, num), lines((2, 0.02), gather=(1, 0.015))
     plan = plan_from_groups(profile.params, [[param] for param in profile.order], num_ranks=2)
-    times = lane_times(profile, plan, costs)
-    limit_us = eager_limit_us(profile.params, profile.timing, costs)
+    times, limit_us = lane_times(profile, plan, costs), eager_limit_us(profile.params, profile.timing, costs)
     assert lane_period_us(times, eager_order(times)) >= limit_us - 1e-6  # the same sums in another order: rounding
 
 

@@ -1,7 +1,5 @@
 """Plans as values: the layout of their buckets, as JSON, from files, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -48,8 +46,7 @@ def piece(param: int, first: int, stop: int) -> Piece:
     return Piece(param=param, first=first, stop=stop)
 
 
-PLAN = planned()
-SPLIT = planned([(1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)])
+PLAN, SPLIT = planned(), planned([(1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)])
 
 
 def saved(**changes: Any) -> str:
@@ -99,8 +96,7 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
 )
 def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> None:
     found = [[(slot.param, slot.start, slot.stop, slot.first) for slot in bucket.slots] for bucket in plan.buckets]
-    assert found == slots
-    assert [len(bucket.trailer.used) for bucket in plan.buckets] == [len(of_bucket) for of_bucket in slots]
+    assert (found, [len(bucket.trailer.used) for bucket in plan.buckets]) == (slots, [len(of_bucket) for of_bucket in slots])
     assert [bucket.numel for bucket in plan.buckets] == [of_bucket[-1][2] if of_bucket else 0 for of_bucket in slots]
     assert plan.buckets[-1].trailer.has_verdict
 
@@ -108,19 +104,24 @@ def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> 
 @pytest.mark.parametrize(("is_sparse", "room"), [(False, 24), (True, 0)])
 def test_a_sparse_parameter_takes_no_room_and_a_saved_plan_knows(is_sparse: bool, room: int) -> None:
     param = spec("rows", 6, is_sparse=is_sparse)
-    assert (param.numel, param.slot_numel * param.itemsize, param.num_bytes) == (6, room, room)
-    assert param.kind == ("float32", "cpu", is_sparse, None)
+    assert (param.numel, param.slot_numel * param.itemsize, param.num_bytes, param.kind) == (
+        6,
+        room,
+        room,
+        ("float32", "cpu", is_sparse, None),
+    )
     plan = planned([(0,)], (param,))
     read = Plan.from_json(plan.to_json())
     assert (read, read.params[0].is_sparse, read.buckets[0].is_sparse) == (plan, is_sparse, is_sparse)
 
 
 def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_have_one() -> None:
-    assert len(group_by_size(NARROW, (0, 1), SizeCaps(cap_bytes=1e6))) == 2
-    assert "narrow" in text_of(ConfigError, lambda: planned([(0, 1)], NARROW))
+    assert (
+        len(group_by_size(NARROW, (0, 1), SizeCaps(cap_bytes=1e6))),
+        "narrow" in text_of(ConfigError, lambda: planned([(0, 1)], NARROW)),
+    ) == (2, True)
     plan = planned([(0,), (1,)], NARROW)
-    assert [bucket.own_dtype for bucket in plan.buckets] == [None, "bfloat16"]
-    assert Plan.from_json(plan.to_json()) == plan
+    assert ([bucket.own_dtype for bucket in plan.buckets], Plan.from_json(plan.to_json())) == ([None, "bfloat16"], plan)
     assert "own_dtype" not in planned([(0,)], NARROW[:1]).to_json()  # as plans were saved before
 
 
@@ -130,12 +131,13 @@ def test_a_plan_that_was_saved_without_a_word_on_sparse_parameters_is_of_dense_o
 
 
 def test_a_plan_knows_its_groups_and_what_is_in_pieces() -> None:
-    assert (PLAN.groups, PLAN.split_params) == (((1, 0), (2,)), frozenset())
-    assert (SPLIT.groups, SPLIT.split_params) == (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0})
+    assert [(plan.groups, plan.split_params) for plan in (PLAN, SPLIT)] == [
+        (((1, 0), (2,)), frozenset()),
+        (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0}),
+    ]
     assert json.loads(SPLIT.to_json())["buckets"] == [[1, [0, 0, 4]], [2], [[0, 4, 6]]]
     # A piece that is all of its parameter is the parameter.
-    assert planned([(1, piece(0, 0, 6)), (2,)]) == PLAN
-    assert Plan.from_json(saved(buckets=[[1, [0, 0, 6]], [2]])).to_json() == PLAN.to_json()
+    assert planned([(1, piece(0, 0, 6)), (2,)]) == Plan.from_json(saved(buckets=[[1, [0, 0, 6]], [2]])) == PLAN
 
 
 @given(any_plans)
@@ -176,8 +178,7 @@ EACH_ONCE = "a plan must hold each of its 3 parameters exactly once.\n  first di
 FOREIGN = "\n  Make the plan from the parameters of this model."
 IN_PIECES = "\n  The pieces of a parameter follow each other without gaps, each in a later bucket."
 WEIGHT = f"{EACH_ONCE}parameter 0 ('weight') has elements [0, 6), its slots hold "
-NO_PLAN = "this is no saved plan: "
-SAVE = ".\n  Use a file that save_plan() has written."
+NO_PLAN, SAVE = "this is no saved plan: ", ".\n  Use a file that save_plan() has written."
 OVERLAPS = "\n  Slots do not overlap, and are of one dtype and device."
 SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
 
@@ -191,55 +192,51 @@ def misplaced(**change: Any) -> tuple[Call, str]:
     )
 
 
-READING = {
-    "": f"{NO_PLAN}Expecting value: line 1 column 1 (char 0){SAVE}",
-    None: f"{NO_PLAN}the JSON object must be str, bytes or bytearray, not NoneType{SAVE}",
-    "{}": f"{NO_PLAN}it has no 'format'{SAVE}",
-    '{"format": 2}': f"{NO_PLAN}format 2, expected 1{SAVE}",
-    '{"format": 1}': f"{NO_PLAN}it has no 'params'{SAVE}",
-    saved(num_ranks=float("inf")): f"{NO_PLAN}inf is not a whole number of 64 bits{SAVE}",
-    # Not for more ranks than can be simulated.
-    saved(num_ranks=2**31): "a plan is for 1,048,576 ranks at most, got num_ranks=2147483648.\n  Give fewer ranks.",
-    **{
-        saved(buckets=buckets): text
-        for buckets, text in (
-            ([[0, 1], ["two"]], f"{NO_PLAN}'two' is not a whole number of 64 bits{SAVE}"),
-            ([[0, 1], [2, 3]], f"{NO_PLAN}tuple index out of range{SAVE}"),
-            ([[[0, 4]], [1], [2]], f"{NO_PLAN}not enough values to unpack (expected 3, got 2){SAVE}"),
-            ([[[0, "x", 6]], [1], [2]], f"{NO_PLAN}'x' is not a whole number of 64 bits{SAVE}"),
-            ([[[9, 0, 6]], [1], [2]], f"{NO_PLAN}tuple index out of range{SAVE}"),
-            ([[0, 1]], f"{EACH_ONCE}parameter 2 ('half') is in 0 slots{FOREIGN}"),
-            ([[0], [2]], f"{EACH_ONCE}parameter 1 ('bias') is in 0 slots{FOREIGN}"),
-            ([[1, 0, 0], [2]], f"{EACH_ONCE}parameter 0 ('weight') is in 2 slots{FOREIGN}"),
-            ([[0, 1], [2], [1]], f"{EACH_ONCE}parameter 1 ('bias') is in 2 slots{FOREIGN}"),
-            ([[0, 1], [2], [-1]], f"{EACH_ONCE}parameter -1 is in 1 slots{FOREIGN}"),
-            ([[0, 1], [2, [3, 0, 2]]], f"{EACH_ONCE}parameter 3 is in 1 slots{FOREIGN}"),
-            ([[1, [0, 0, 4]], [2]], f"{WEIGHT}[0, 4) in bucket 0{IN_PIECES}"),
-            ([[1, [0, 0, 7]], [2]], f"{WEIGHT}[0, 7) in bucket 0{IN_PIECES}"),
-            ([[[0, 0, 3]], [1, [0, 4, 6]], [2]], f"{WEIGHT}[0, 3) in bucket 0, [4, 6) in bucket 1{IN_PIECES}"),
-            ([[[0, 0, 4]], [1, [0, 3, 6]], [2]], f"{WEIGHT}[0, 4) in bucket 0, [3, 6) in bucket 1{IN_PIECES}"),
-            ([[[0, 3, 6]], [1, [0, 0, 3]], [2]], f"{WEIGHT}[3, 6) in bucket 0, [0, 3) in bucket 1{IN_PIECES}"),
-            ([[[0, 0, 3], [0, 3, 6]], [1], [2]], f"{WEIGHT}[0, 3) in bucket 0, [3, 6) in bucket 0{IN_PIECES}"),
-            ([[[0, 0, 6]], [1, [0, 6, 6]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [6, 6) in bucket 1{IN_PIECES}"),
-            ([[0], [1, [0, 0, 2]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [0, 2) in bucket 1{IN_PIECES}"),
-            (
-                [[[0, 4, 2]], [1], [2]],
-                "the piece of parameter 0 is impossible: [4, 2).\n"
-                "  A piece begins at zero or later and does not end before it begins.",
-            ),
-        )
-    },
-}
-
-
-@pytest.mark.parametrize(("text", "error"), READING.items())
-def test_a_text_that_is_no_plan_is_refused(text: Any, error: str) -> None:
-    assert text_of(ConfigError, lambda: Plan.from_json(text)) == error
-
-
 SLOT_REMEDY = "A slot starts at zero or later and does not end before it starts."
 PIECE_REMEDY = "A piece begins at zero or later and does not end before it begins."
 REFUSALS: dict[str, tuple[Call, str]] = {
+    **{
+        f"the text {text}": (lambda text=text: Plan.from_json(text), error)
+        for text, error in {
+            "": f"{NO_PLAN}Expecting value: line 1 column 1 (char 0){SAVE}",
+            None: f"{NO_PLAN}the JSON object must be str, bytes or bytearray, not NoneType{SAVE}",
+            "{}": f"{NO_PLAN}it has no 'format'{SAVE}",
+            '{"format": 2}': f"{NO_PLAN}format 2, expected 1{SAVE}",
+            '{"format": 1}': f"{NO_PLAN}it has no 'params'{SAVE}",
+            saved(num_ranks=float("inf")): f"{NO_PLAN}inf is not a whole number of 64 bits{SAVE}",
+            # Not for more ranks than can be simulated.
+            saved(num_ranks=2**31): "a plan is for 1,048,576 ranks at most, got num_ranks=2147483648.\n  Give fewer ranks.",
+            **{
+                saved(buckets=buckets): text
+                for buckets, text in (
+                    ([[0, 1], ["two"]], f"{NO_PLAN}'two' is not a whole number of 64 bits{SAVE}"),
+                    ([[0, 1], [2, 3]], f"{NO_PLAN}tuple index out of range{SAVE}"),
+                    ([[[0, 4]], [1], [2]], f"{NO_PLAN}not enough values to unpack (expected 3, got 2){SAVE}"),
+                    ([[[0, "x", 6]], [1], [2]], f"{NO_PLAN}'x' is not a whole number of 64 bits{SAVE}"),
+                    ([[[9, 0, 6]], [1], [2]], f"{NO_PLAN}tuple index out of range{SAVE}"),
+                    ([[0, 1]], f"{EACH_ONCE}parameter 2 ('half') is in 0 slots{FOREIGN}"),
+                    ([[0], [2]], f"{EACH_ONCE}parameter 1 ('bias') is in 0 slots{FOREIGN}"),
+                    ([[1, 0, 0], [2]], f"{EACH_ONCE}parameter 0 ('weight') is in 2 slots{FOREIGN}"),
+                    ([[0, 1], [2], [1]], f"{EACH_ONCE}parameter 1 ('bias') is in 2 slots{FOREIGN}"),
+                    ([[0, 1], [2], [-1]], f"{EACH_ONCE}parameter -1 is in 1 slots{FOREIGN}"),
+                    ([[0, 1], [2, [3, 0, 2]]], f"{EACH_ONCE}parameter 3 is in 1 slots{FOREIGN}"),
+                    ([[1, [0, 0, 4]], [2]], f"{WEIGHT}[0, 4) in bucket 0{IN_PIECES}"),
+                    ([[1, [0, 0, 7]], [2]], f"{WEIGHT}[0, 7) in bucket 0{IN_PIECES}"),
+                    ([[[0, 0, 3]], [1, [0, 4, 6]], [2]], f"{WEIGHT}[0, 3) in bucket 0, [4, 6) in bucket 1{IN_PIECES}"),
+                    ([[[0, 0, 4]], [1, [0, 3, 6]], [2]], f"{WEIGHT}[0, 4) in bucket 0, [3, 6) in bucket 1{IN_PIECES}"),
+                    ([[[0, 3, 6]], [1, [0, 0, 3]], [2]], f"{WEIGHT}[3, 6) in bucket 0, [0, 3) in bucket 1{IN_PIECES}"),
+                    ([[[0, 0, 3], [0, 3, 6]], [1], [2]], f"{WEIGHT}[0, 3) in bucket 0, [3, 6) in bucket 0{IN_PIECES}"),
+                    ([[[0, 0, 6]], [1, [0, 6, 6]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [6, 6) in bucket 1{IN_PIECES}"),
+                    ([[0], [1, [0, 0, 2]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [0, 2) in bucket 1{IN_PIECES}"),
+                    (
+                        [[[0, 4, 2]], [1], [2]],
+                        "the piece of parameter 0 is impossible: [4, 2).\n"
+                        "  A piece begins at zero or later and does not end before it begins.",
+                    ),
+                )
+            },
+        }.items()
+    },
     **{
         f"the slot [{start}, {stop}) from {first} on": (
             lambda start=start, stop=stop, first=first: Slot(param=5, start=start, stop=stop, first=first),
@@ -323,8 +320,12 @@ def test_trailer_of_the_last_bucket() -> None:
 
 def test_trailer_of_another_bucket_has_no_verdict() -> None:
     trailer = Trailer(start=100, num_slots=3)
-    assert (trailer.has_verdict, trailer.stop, trailer.signature.stop) == (False, 151, 151)
-    assert [len(part) for part in ranges_of(trailer)] == [3, 48, 0, 0, 0, 0, 0, 0]
+    assert (trailer.has_verdict, trailer.stop, trailer.signature.stop, [len(part) for part in ranges_of(trailer)]) == (
+        False,
+        151,
+        151,
+        [3, 48, 0, 0, 0, 0, 0, 0],
+    )
 
 
 def test_a_slot_knows_what_of_its_parameter_it_holds() -> None:
@@ -357,8 +358,7 @@ def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> Non
 
 def test_signature_is_the_bits_and_their_complements() -> None:
     bits = signature_bits(step=5, generation=2, mode=1)
-    assert bits[:24] == (1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0)
-    assert bits[24:] == tuple(1 - bit for bit in bits[:24])
+    assert (bits[:24], bits[24:]) == ((1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0), tuple(1 - bit for bit in bits[:24]))
     assert bits == signature_bits(step=4096 + 5, generation=256 + 2, mode=1)  # steps wrap around
 
 

@@ -1,7 +1,5 @@
 """Profiles as values and as files: what is written, what is read, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -75,74 +73,87 @@ def test_what_a_profile_may_have(changes: dict[str, Any]) -> None:
     assert getattr(profile(**changes), name) == value
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    **{
-        f"{field} of {str(value)[:8]}": ({field: value}, f"{field} {GIVEN} {shown}.\n  {TIMES}")
-        for field in ("forward_us", "backward_us", "update_us", "step_us")
-        for value, shown in (
-            *((value, repr(value)) for value in (-1.0, math.nan, math.inf, -math.inf, "5", [], True)),
-            (10**400, "100000000000000000...0000000000000000000"),
-        )
-    },
-    # Needed, unlike that of the step.
-    **{
-        f"{field} of None": ({field: None}, f"{field} {GIVEN} None.\n  {TIMES}")
-        for field in ("forward_us", "backward_us", "update_us")
-    },
-    **{
-        f"a ready time of {value}": ({"ready_us": (40.0, value, 10.0)}, f"ready_us[1] ('b') {GIVEN} {value!r}.\n  {TIMES}")
-        for value in (-0.5, math.nan, math.inf, None)
-    },
-    "ready behind the end of backward": (
-        {"ready_us": (40.0, 41.5, 10.0)},
-        "ready_us[1] ('b') must not be behind the end of backward, got 41.5.\n  backward_us is 40.0\n"
-        "  Count from the beginning of backward; a gradient that never comes has backward_us.",
-    ),
-    "a name twice": (
-        {"params": tuple(spec(name, 10) for name in ("a", "b", "a"))},
-        "params[2].name must be another one than that of params[0], got 'a'.\n"
-        "  Name each parameter once; a tied one has one name and one gradient.",
-    ),
-    **{
-        f"{num} ready times": (
-            {"ready_us": (1.0,) * num},
-            f"ready_us must have a time for each of 3 parameters, got {num}.\n"
-            "  Give a ready time for each parameter, in the order of registration.",
-        )
-        for num in (0, 2, 4)
-    },
-    **{
-        f"{num!r} ranks": (
-            {"num_ranks": num},
-            f"num_ranks must be a whole number, 1 or more, got {num!r}.\n"
-            "  Write a number such as 1, without a decimal point or quotes.",
-        )
-        for num in (0, -1, 2.0, True)
-    },
-    "costs of an unknown kind": (
-        {"curves": {"gossip": CURVE}},
-        f"curves has the unknown kind 'gossip'.\n  Kinds of collectives: {', '.join(COLLECTIVES)}.",
-    ),
-    "an unknown strategy": (
-        {"strategy": "zero9"},
-        "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
-    ),
-    "a parameter in no bucket": (
-        {"groups": ((2,), (1,))},
-        f"{ONCE}  first difference: parameter 0 ('a') is in 0 slots{MAKE}",
-    ),
-    "a parameter in two buckets": (
-        {"groups": ((2,), (1, 0, 2))},
-        f"{ONCE}  first difference: parameter 2 ('c') is in 2 slots{MAKE}",
-    ),
-    "a bucket of a parameter that there is not": (
-        {"groups": ((2, 1, 0, 3),)},
-        "buckets, the groups of a profile, do not fit the parameters.\n  they name one that is not among the 3 parameters",
-    ),
-}
-
-
-@pytest.mark.parametrize(("changes", "text"), REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        *(
+            pytest.param({field: value}, f"{field} {GIVEN} {shown}.\n  {TIMES}", id=f"{field} of {str(value)[:8]}")
+            for field in ("forward_us", "backward_us", "update_us", "step_us")
+            for value, shown in (
+                *((value, repr(value)) for value in (-1.0, math.nan, math.inf, -math.inf, "5", [], True)),
+                (10**400, "100000000000000000...0000000000000000000"),
+            )
+        ),
+        # Needed, unlike that of the step.
+        *(
+            pytest.param({field: None}, f"{field} {GIVEN} None.\n  {TIMES}", id=f"{field} of None")
+            for field in ("forward_us", "backward_us", "update_us")
+        ),
+        *(
+            pytest.param(
+                {"ready_us": (40.0, value, 10.0)},
+                f"ready_us[1] ('b') {GIVEN} {value!r}.\n  {TIMES}",
+                id=f"a ready time of {value}",
+            )
+            for value in (-0.5, math.nan, math.inf, None)
+        ),
+        pytest.param(
+            {"ready_us": (40.0, 41.5, 10.0)},
+            "ready_us[1] ('b') must not be behind the end of backward, got 41.5.\n  backward_us is 40.0\n"
+            "  Count from the beginning of backward; a gradient that never comes has backward_us.",
+            id="ready behind the end of backward",
+        ),
+        pytest.param(
+            {"params": tuple(spec(name, 10) for name in ("a", "b", "a"))},
+            "params[2].name must be another one than that of params[0], got 'a'.\n"
+            "  Name each parameter once; a tied one has one name and one gradient.",
+            id="a name twice",
+        ),
+        *(
+            pytest.param(
+                {"ready_us": (1.0,) * num},
+                f"ready_us must have a time for each of 3 parameters, got {num}.\n"
+                "  Give a ready time for each parameter, in the order of registration.",
+                id=f"{num} ready times",
+            )
+            for num in (0, 2, 4)
+        ),
+        *(
+            pytest.param(
+                {"num_ranks": num},
+                f"num_ranks must be a whole number, 1 or more, got {num!r}.\n"
+                "  Write a number such as 1, without a decimal point or quotes.",
+                id=f"{num!r} ranks",
+            )
+            for num in (0, -1, 2.0, True)
+        ),
+        pytest.param(
+            {"curves": {"gossip": CURVE}},
+            f"curves has the unknown kind 'gossip'.\n  Kinds of collectives: {', '.join(COLLECTIVES)}.",
+            id="costs of an unknown kind",
+        ),
+        pytest.param(
+            {"strategy": "zero9"},
+            "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
+            id="an unknown strategy",
+        ),
+        pytest.param(
+            {"groups": ((2,), (1,))},
+            f"{ONCE}  first difference: parameter 0 ('a') is in 0 slots{MAKE}",
+            id="a parameter in no bucket",
+        ),
+        pytest.param(
+            {"groups": ((2,), (1, 0, 2))},
+            f"{ONCE}  first difference: parameter 2 ('c') is in 2 slots{MAKE}",
+            id="a parameter in two buckets",
+        ),
+        pytest.param(
+            {"groups": ((2, 1, 0, 3),)},
+            "buckets, the groups of a profile, do not fit the parameters.\n  they name one that is not among the 3 parameters",
+            id="a bucket of a parameter that there is not",
+        ),
+    ],
+)
 def test_what_no_model_has_is_refused_by_its_field(changes: dict[str, Any], text: str) -> None:
     assert text_of(ConfigError, lambda: profile(**changes)) == text
 
@@ -386,21 +397,6 @@ def test_a_wrong_field_is_refused_by_its_name(data: Any, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "twice", "field"),
-    [
-        ('"forward_us": 1', '"forward_us": 1, "forward_us": 2', "forward_us"),
-        ('"name": "b"', '"name": "b", "name": "b"', "params[1].name"),
-        ('"params"', '"costs": {"all_reduce": [[1, 2]], "all_reduce": [[1, 3]]}, "params"', "costs.all_reduce"),
-    ],
-)
-def test_a_field_that_is_given_twice_is_refused(one: str, twice: str, field: str) -> None:
-    text = json.dumps(small()).replace(one, twice)
-    assert refusal(lambda: profile_from_json(text, "run.json")) == (
-        f"run.json is no profile.\n  {field} is given twice.\n  Leave one of the two out."
-    )
-
-
-@pytest.mark.parametrize(
     ("text", "start"),
     [
         *(
@@ -420,18 +416,31 @@ def test_a_text_that_is_no_profile_is_refused(text: str, start: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "told"),
     [
-        (WHOLE_TEXT[: WHOLE_TEXT.index("ro2")], "line 8, column 15: Unterminated string starting at"),
-        (WHOLE_TEXT[: WHOLE_TEXT.index("[\n    {")], "line 10, column 13: Expecting value"),
-        ("", "line 1, column 1: Expecting value"),
-        ("import torch", "line 1, column 1: Expecting value"),
-        (WHOLE_TEXT + "{}", "line 25, column 1: Extra data"),
+        *(
+            (json.dumps(small()).replace(one, twice), f"profile.\n  {field} is given twice.\n  Leave one of the two out.")
+            for one, twice, field in (
+                ('"forward_us": 1', '"forward_us": 1, "forward_us": 2', "forward_us"),
+                ('"name": "b"', '"name": "b", "name": "b"', "params[1].name"),
+                ('"params"', '"costs": {"all_reduce": [[1, 2]], "all_reduce": [[1, 3]]}, "params"', "costs.all_reduce"),
+            )
+        ),
+        *(
+            (text, f"JSON.\n  {reason}\n  {FORMAT}")
+            for text, reason in (
+                (WHOLE_TEXT[: WHOLE_TEXT.index("ro2")], "line 8, column 15: Unterminated string starting at"),
+                (WHOLE_TEXT[: WHOLE_TEXT.index("[\n    {")], "line 10, column 13: Expecting value"),
+                ("", "line 1, column 1: Expecting value"),
+                ("import torch", "line 1, column 1: Expecting value"),
+                (WHOLE_TEXT + "{}", "line 25, column 1: Extra data"),
+            )
+        ),
     ],
+    ids=lambda text: text[-24:],
 )
-def test_a_text_that_is_no_json_is_refused_by_its_line(text: str, reason: str) -> None:
-    expected = f"run.json is no JSON.\n  {reason}\n  {FORMAT}"
-    assert refusal(lambda: profile_from_json(text, "run.json")) == expected
+def test_a_text_with_a_field_twice_or_that_is_no_json_is_refused_by_its_place(text: str, told: str) -> None:
+    assert refusal(lambda: profile_from_json(text, "run.json")) == f"run.json is no {told}"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Reports of steps as a terminal shows them, and as pictures."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
@@ -24,28 +22,32 @@ def sent(*num_bytes: int) -> StepReport:
 
 SKIPPED = "Optimizer steps skipped so far, for gradients were not finite: 3\n"
 ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
-SHOWN = {
-    "every bucket with its parameters": (
-        report(record()),
-        ("head, body", "stem", "50% hidden", "slowest is rank"),
-        (SKIPPED, ONE_GRAPH),
-    ),
-    "no steps": (report(), ("no step recorded yet",), ()),
-    "as much as was sent, with trailers": (sent(8100, 4200), (), ("sent",)),
-    "less than that": (sent(4050, 2100), ("sent",), ()),
-    "what a hook sends": (sent(0, 0), (), ("sent",)),
-    "no gathers": (report(record()), (), ("gather", "Gather")),
-    "a limit of the step": (report(record(gathers=GATHERS)), ("limit of the step", "achieved / limit 1.111"), ()),
-    "skipped steps": (report(record(), num_skipped=3), (SKIPPED,), ()),
-    "a model that is compiled as one graph": (report(record(), is_one_graph=True), (ONE_GRAPH,), ()),
-}
 
 
-@pytest.mark.parametrize(("made", "parts", "others"), SHOWN.values(), ids=SHOWN)
+@pytest.mark.parametrize(
+    ("made", "parts", "others"),
+    [
+        pytest.param(
+            report(record()),
+            ("head, body", "stem", "50% hidden", "slowest is rank"),
+            (SKIPPED, ONE_GRAPH),
+            id="every bucket with its parameters",
+        ),
+        pytest.param(report(), ("no step recorded yet",), (), id="no steps"),
+        pytest.param(sent(8100, 4200), (), ("sent",), id="as much as was sent, with trailers"),
+        pytest.param(sent(4050, 2100), ("sent",), (), id="less than that"),
+        pytest.param(sent(0, 0), (), ("sent",), id="what a hook sends"),
+        pytest.param(report(record()), (), ("gather", "Gather"), id="no gathers"),
+        pytest.param(
+            report(record(gathers=GATHERS)), ("limit of the step", "achieved / limit 1.111"), (), id="a limit of the step"
+        ),
+        pytest.param(report(record(), num_skipped=3), (SKIPPED,), (), id="skipped steps"),
+        pytest.param(report(record(), is_one_graph=True), (ONE_GRAPH,), (), id="a model that is compiled as one graph"),
+    ],
+)
 def test_a_report_shows(made: StepReport, parts: tuple[str, ...], others: tuple[str, ...]) -> None:
     text = printed(print_report, made)
-    assert [part for part in parts if part not in text] == []
-    assert [other for other in others if other in text] == []
+    assert ([part for part in parts if part not in text], [other for other in others if other in text]) == ([], [])
 
 
 def test_bytes_that_were_really_sent_are_added_up() -> None:
@@ -101,8 +103,7 @@ def test_traces_make_a_picture_that_is_higher_the_more_there_are(tmp_path: Path)
         pictures.append((tmp_path / "it.png").read_bytes())
     # Width and height, from the header of a PNG (RFC 2083, 11.2.1).
     (width, low), (same_width, high) = ((it[16:20], it[20:24]) for it in pictures if it.startswith(PNG))
-    assert int.from_bytes(width) > 1000
-    assert (width, low < high) == (same_width, True)
+    assert (width, low < high, int.from_bytes(width) > 1000) == (same_width, True, True)
 
 
 def test_steps_without_communication_or_without_anything_can_be_drawn(tmp_path: Path) -> None:
@@ -121,16 +122,17 @@ def drawn(traces: dict[str, Trace], monkeypatch: pytest.MonkeyPatch) -> Figure:
 def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     (axes,) = drawn({"plain": OVERLAPPED, "sharded": SHARDED}, monkeypatch).axes
     left, right = axes.get_xlim()
-    assert left == -6
-    assert right > 133
-    assert [text.get_text() for text in axes.texts] == ["133 ms", "86% hidden", "136 ms", "82% hidden"]
+    texts = [text.get_text() for text in axes.texts]
+    assert (left, right > 133, texts) == (-6, True, ["133 ms", "86% hidden", "136 ms", "82% hidden"])
 
 
 def test_gathers_have_a_color_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     legends = [drawn({"way": trace}, monkeypatch).axes[0].get_legend() for trace in (OVERLAPPED, SHARDED)]
     of_plain, of_sharded = ([text.get_text() for text in legend.get_texts()] for legend in legends if legend is not None)
-    assert of_plain == ["forward", "backward", "waiting for the network", "optimizer", "gradients sent"]
-    assert of_sharded == [*of_plain, "parameters gathered"]
+    assert (of_plain, of_sharded) == (
+        ["forward", "backward", "waiting for the network", "optimizer", "gradients sent"],
+        [*of_plain, "parameters gathered"],
+    )
 
 
 def test_waits_too_short_to_be_seen_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Who hears of arrivals, one by one, and which ops a round releases as they come."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,84 +40,6 @@ PIECES = [(1, 0), (0, 2), (0,)]
 ALL_LEAVE = "end: pack b0, all_reduce b0, pack b1, all_reduce b1, pack b2, all_reduce b2"
 AFTER_REPEATS = ["0:", "1: pack b0, all_reduce b0", "0:", "repeats: True", "learn:", "reset:"]  # of WHOLE
 
-SCRIPTS = {
-    "a full bucket is packed and leaves": (BY_BUCKET, WHOLE, ["1:", "0: pack b0, all_reduce b0"]),
-    "a late bucket holds back those behind it": (
-        BY_BUCKET,
-        WHOLE,
-        ["2: pack b1", "0:", "1: pack b0, all_reduce b0, all_reduce b1", "repeats: False"],
-    ),
-    "the end of backward releases what never filled and the last bucket, the join binds": (
-        BY_BUCKET,
-        WHOLE,
-        ["repeats: False", "3:", ALL_LEAVE, "join: bind b0, bind b1, bind b2"],
-    ),
-    "without overlap every bucket leaves as soon as it is packed at the end": (
-        lower_data_parallel(3, overlap=False),
-        WHOLE,
-        ["0:", "1:", "2:", "3:", "reset:", ALL_LEAVE],
-    ),
-    "an accumulation packs and binds each bucket when it is full": (
-        lower_accumulation(3),
-        WHOLE,
-        ["2: pack b1, bind b1", "end: pack b0, bind b0, pack b2, bind b2", "join:"],
-    ),
-    "joining early and often binds nothing that has not left": (
-        BY_BUCKET,
-        WHOLE,
-        [
-            "join:",
-            "join:",
-            "2: pack b1",
-            "end: pack b0, all_reduce b0, all_reduce b1, bind b0, bind b1, pack b2, all_reduce b2, bind b2",
-        ],
-    ),
-    "a schedule may name the fills in any order": (schedule_from_text(FILLS_BACKWARDS), [(0,), (1,)], ["1: pack b1"]),
-    "after learning a bucket waits for the repeats of its parameters": (
-        BY_BUCKET,
-        WHOLE,
-        [*AFTER_REPEATS, "0:", "missing: 1 | 2 | 3", "arrived: 0", "1:", "0: pack b0, all_reduce b0", "repeats: False"],
-    ),
-    "repeats that do not come again leave the bucket to the end of backward": (
-        BY_BUCKET,
-        WHOLE,
-        [*AFTER_REPEATS, "0:", "1:", "2: pack b1", "3:", "end: pack b0, all_reduce b0, all_reduce b1, pack b2, all_reduce b2"],
-    ),
-    "learning from a round without repeats forgets them": (
-        BY_BUCKET,
-        WHOLE,
-        [*AFTER_REPEATS, "0:", "1:", "learn:", "reset:", "0:", "1: pack b0, all_reduce b0"],
-    ),
-    "what is only noted has arrived and releases nothing": (
-        BY_BUCKET,
-        WHOLE,
-        ["note 0:", "note 1:", "note 1:", "arrived: 0 1", "missing: - | 2 | 3", "repeats: False", ALL_LEAVE],
-    ),
-    "pieces leave in the order of their buckets": (
-        BY_BUCKET,
-        PIECES,
-        ["2:", "0: pack b1", "1: pack b0, all_reduce b0, all_reduce b1", "end: pack b2, all_reduce b2"],
-    ),
-    "a parameter in pieces is missing in each of its buckets": (
-        BY_BUCKET,
-        PIECES,
-        ["2:", "missing: 0 1 | 0 | 0", "arrived: 2", "0: pack b1", "missing: 1 | - | -", "arrived: 0 2"],
-    ),
-    "a noted parameter in pieces releases nothing and is missing nowhere": (
-        BY_BUCKET,
-        PIECES,
-        ["note 0:", "note 0:", "note 1:", "missing: - | 2 | -", "arrived: 0 1", "repeats: False", "2: pack b1"],
-    ),
-    "after learning every bucket waits for the repeats of a parameter in pieces": (
-        BY_BUCKET,
-        PIECES,
-        [
-            *("0:", "1: pack b0, all_reduce b0", "2: pack b1, all_reduce b1", "0:", "repeats: True", "learn:", "reset:"),
-            *("0:", "1:", "2:", "0: pack b0, all_reduce b0, pack b1, all_reduce b1", "repeats: False", "0:", "repeats: True"),
-        ],
-    ),
-}
-
 
 def named(numbers: Iterable[int]) -> str:
     return " ".join(map(str, sorted(numbers)))
@@ -146,7 +66,108 @@ def after(tracker: Tracker, event: str) -> str:
     return found if isinstance(found, str) else ", ".join(op.label for op in found)
 
 
-@pytest.mark.parametrize(("schedule", "buckets", "script"), SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize(
+    ("schedule", "buckets", "script"),
+    [
+        pytest.param(BY_BUCKET, WHOLE, ["1:", "0: pack b0, all_reduce b0"], id="a full bucket is packed and leaves"),
+        pytest.param(
+            BY_BUCKET,
+            WHOLE,
+            ["2: pack b1", "0:", "1: pack b0, all_reduce b0, all_reduce b1", "repeats: False"],
+            id="a late bucket holds back those behind it",
+        ),
+        pytest.param(
+            BY_BUCKET,
+            WHOLE,
+            ["repeats: False", "3:", ALL_LEAVE, "join: bind b0, bind b1, bind b2"],
+            id="the end of backward releases what never filled and the last bucket, the join binds",
+        ),
+        pytest.param(
+            lower_data_parallel(3, overlap=False),
+            WHOLE,
+            ["0:", "1:", "2:", "3:", "reset:", ALL_LEAVE],
+            id="without overlap every bucket leaves as soon as it is packed at the end",
+        ),
+        pytest.param(
+            lower_accumulation(3),
+            WHOLE,
+            ["2: pack b1, bind b1", "end: pack b0, bind b0, pack b2, bind b2", "join:"],
+            id="an accumulation packs and binds each bucket when it is full",
+        ),
+        pytest.param(
+            BY_BUCKET,
+            WHOLE,
+            [
+                "join:",
+                "join:",
+                "2: pack b1",
+                "end: pack b0, all_reduce b0, all_reduce b1, bind b0, bind b1, pack b2, all_reduce b2, bind b2",
+            ],
+            id="joining early and often binds nothing that has not left",
+        ),
+        pytest.param(
+            schedule_from_text(FILLS_BACKWARDS), [(0,), (1,)], ["1: pack b1"], id="a schedule may name the fills in any order"
+        ),
+        pytest.param(
+            BY_BUCKET,
+            WHOLE,
+            [*AFTER_REPEATS, "0:", "missing: 1 | 2 | 3", "arrived: 0", "1:", "0: pack b0, all_reduce b0", "repeats: False"],
+            id="after learning a bucket waits for the repeats of its parameters",
+        ),
+        pytest.param(
+            BY_BUCKET,
+            WHOLE,
+            [
+                *AFTER_REPEATS,
+                "0:",
+                "1:",
+                "2: pack b1",
+                "3:",
+                "end: pack b0, all_reduce b0, all_reduce b1, pack b2, all_reduce b2",
+            ],
+            id="repeats that do not come again leave the bucket to the end of backward",
+        ),
+        pytest.param(
+            BY_BUCKET,
+            WHOLE,
+            [*AFTER_REPEATS, "0:", "1:", "learn:", "reset:", "0:", "1: pack b0, all_reduce b0"],
+            id="learning from a round without repeats forgets them",
+        ),
+        pytest.param(
+            BY_BUCKET,
+            WHOLE,
+            ["note 0:", "note 1:", "note 1:", "arrived: 0 1", "missing: - | 2 | 3", "repeats: False", ALL_LEAVE],
+            id="what is only noted has arrived and releases nothing",
+        ),
+        pytest.param(
+            BY_BUCKET,
+            PIECES,
+            ["2:", "0: pack b1", "1: pack b0, all_reduce b0, all_reduce b1", "end: pack b2, all_reduce b2"],
+            id="pieces leave in the order of their buckets",
+        ),
+        pytest.param(
+            BY_BUCKET,
+            PIECES,
+            ["2:", "missing: 0 1 | 0 | 0", "arrived: 2", "0: pack b1", "missing: 1 | - | -", "arrived: 0 2"],
+            id="a parameter in pieces is missing in each of its buckets",
+        ),
+        pytest.param(
+            BY_BUCKET,
+            PIECES,
+            ["note 0:", "note 0:", "note 1:", "missing: - | 2 | -", "arrived: 0 1", "repeats: False", "2: pack b1"],
+            id="a noted parameter in pieces releases nothing and is missing nowhere",
+        ),
+        pytest.param(
+            BY_BUCKET,
+            PIECES,
+            [
+                *("0:", "1: pack b0, all_reduce b0", "2: pack b1, all_reduce b1", "0:", "repeats: True", "learn:", "reset:"),
+                *("0:", "1:", "2:", "0: pack b0, all_reduce b0, pack b1, all_reduce b1", "repeats: False", "0:", "repeats: True"),
+            ],
+            id="after learning every bucket waits for the repeats of a parameter in pieces",
+        ),
+    ],
+)
 def test_a_round(schedule: Schedule, buckets: list[tuple[int, ...]], script: list[str]) -> None:
     tracker = Tracker(schedule, buckets, num_params=1 + max(map(max, buckets)))
     assert [f"{event}: {after(tracker, event)}".strip() for event, _, _ in (line.partition(":") for line in script)] == script
@@ -189,8 +210,10 @@ def test_each_op_of_ours_is_released_once_in_order_and_in_its_time(case: Case, h
     before_join = [*(op for _, op in during), *at_end]
     ops = [*before_join, *at_join]
     ours = [op for op in case.schedule.ops if op.kind not in EXTERNAL]
-    assert sorted(ops, key=lambda op: op.id) == ours
-    assert [op for op in ops if op.kind is OpKind.ALL_REDUCE] == list(case.schedule.collectives)
+    assert (sorted(ops, key=lambda op: op.id), [op for op in ops if op.kind is OpKind.ALL_REDUCE]) == (
+        ours,
+        list(case.schedule.collectives),
+    )
     for at, op in enumerate(ops):
         assert {case.schedule.ops[earlier] for earlier in op.after} & {*ours} <= {*ops[:at]}
     for count, op in during:
@@ -212,8 +235,7 @@ def test_repeats_release_nothing_what_is_missing_is_known_and_a_reset_forgets_al
     tracker.reset()
     assert tracker.arrivals.arrived == set()
     assert play(tracker, case.arrivals) == play(case.tracker, case.arrivals)
-    assert tracker.arrivals.arrived == {*case.arrivals}
-    assert [*tracker.end_backward(), *tracker.join()] == []
+    assert (tracker.arrivals.arrived, [*tracker.end_backward(), *tracker.join()]) == ({*case.arrivals}, [])
 
 
 def test_a_parameter_in_no_bucket_is_an_error() -> None:
@@ -257,40 +279,48 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-ARRIVALS_SCRIPTS = {
-    "noted before its bucket is full": (
-        [(1, 0), (2,)],
-        ["each:", "reset:", "2: p2 in 7, p2, b1", "1: p1", "0: p0, b0", "state: arrived [0, 1, 2], repeats False"],
-    ),
-    "noted from the next round on": ([(0,), (1,)], ["each:", "0: p0 in 7, b0", "reset:", "1: p1, b1"]),
-    "nobody wants to know any more": (
-        [(0,), (1,)],
-        ["each:", "reset:", "0: p0 in 7, p0, b0", "none:", "1: b1", "reset:", "0: b0"],
-    ),
-    "noted once in two pieces": ([(0,), (0, 1)], ["each:", "reset:", "1: p1 in 7, p1", "0: p0, b0, b1"]),
-    "not noted, for it does not count": (
-        [(0, 1)],
-        ["each:", "reset:", "0: p0 in 7, p0", "0:", "note 1:", "state: arrived [0, 1], repeats True"],
-    ),
-    "each expected repeat is noted": (
-        [(0,)],
-        ["each:", "reset:", "0: p0 in 7, p0, b0", "0:", "learn_repeats:", "reset:", "0: p0", "0: p0, b0"],
-    ),
-    "noted in other buckets": ([(0, 1)], ["each:", "reset:", "regroup 0 1:", "1: p1 in 7, p1, b1"]),
-    "other buckets, in pieces or whole": (
-        [(0, 1)],
-        ["regroup 0 01:", "0: p0 in 7, b0", "1: b1", "regroup 1 0:", "0: b1", "1: b0"],
-    ),
-    "a piece counts for each of its buckets": ([(1, 0), (0, 2), (0,)], ["2: p2 in 7", "0: b1, b2", "1: b0"]),
-    "the first of every traversal is told, repeated or not": (
-        [(1, 0), (2,)],
-        ["2: p2 in 7, b1", "enter 8:", "1: p1 in 8", "0: b0", "2:", "0:", "enter 7:", "0: p0 in 7", "1:"],
-    ),
-    "a forgotten traversal is told again": ([(0, 1)], ["0: p0 in 7", "1: b0", "forget_traversal:", "0: p0 in 7", "1:"]),
-}
-
-
-@pytest.mark.parametrize(("buckets", "script"), ARRIVALS_SCRIPTS.values(), ids=ARRIVALS_SCRIPTS)
+@pytest.mark.parametrize(
+    ("buckets", "script"),
+    [
+        pytest.param(
+            [(1, 0), (2,)],
+            ["each:", "reset:", "2: p2 in 7, p2, b1", "1: p1", "0: p0, b0", "state: arrived [0, 1, 2], repeats False"],
+            id="noted before its bucket is full",
+        ),
+        pytest.param([(0,), (1,)], ["each:", "0: p0 in 7, b0", "reset:", "1: p1, b1"], id="noted from the next round on"),
+        pytest.param(
+            [(0,), (1,)],
+            ["each:", "reset:", "0: p0 in 7, p0, b0", "none:", "1: b1", "reset:", "0: b0"],
+            id="nobody wants to know any more",
+        ),
+        pytest.param([(0,), (0, 1)], ["each:", "reset:", "1: p1 in 7, p1", "0: p0, b0, b1"], id="noted once in two pieces"),
+        pytest.param(
+            [(0, 1)],
+            ["each:", "reset:", "0: p0 in 7, p0", "0:", "note 1:", "state: arrived [0, 1], repeats True"],
+            id="not noted, for it does not count",
+        ),
+        pytest.param(
+            [(0,)],
+            ["each:", "reset:", "0: p0 in 7, p0, b0", "0:", "learn_repeats:", "reset:", "0: p0", "0: p0, b0"],
+            id="each expected repeat is noted",
+        ),
+        pytest.param([(0, 1)], ["each:", "reset:", "regroup 0 1:", "1: p1 in 7, p1, b1"], id="noted in other buckets"),
+        pytest.param(
+            [(0, 1)],
+            ["regroup 0 01:", "0: p0 in 7, b0", "1: b1", "regroup 1 0:", "0: b1", "1: b0"],
+            id="other buckets, in pieces or whole",
+        ),
+        pytest.param([(1, 0), (0, 2), (0,)], ["2: p2 in 7", "0: b1, b2", "1: b0"], id="a piece counts for each of its buckets"),
+        pytest.param(
+            [(1, 0), (2,)],
+            ["2: p2 in 7, b1", "enter 8:", "1: p1 in 8", "0: b0", "2:", "0:", "enter 7:", "0: p0 in 7", "1:"],
+            id="the first of every traversal is told, repeated or not",
+        ),
+        pytest.param(
+            [(0, 1)], ["0: p0 in 7", "1: b0", "forget_traversal:", "0: p0 in 7", "1:"], id="a forgotten traversal is told again"
+        ),
+    ],
+)
 def test_arrivals(buckets: list[tuple[int, ...]], script: list[str]) -> None:
     heard = Heard(buckets)
     assert [f"{event}: {heard.after(event)}".strip() for event, _, _ in (line.partition(":") for line in script)] == script
@@ -314,8 +344,7 @@ def test_all_buckets_are_counted_before_one_of_them_is_told_of() -> None:
 
 def test_arrivals_know_who_listens() -> None:
     tracker = Tracker(lower_data_parallel(1), [(0,)], num_params=1)
-    assert tracker.arrivals.listener is tracker
-    assert Arrivals([], num_params=0, on_full=lambda _: None).listener is None
+    assert [it.listener for it in (tracker.arrivals, Arrivals([], num_params=0, on_full=int))] == [tracker, None]
 
 
 def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:

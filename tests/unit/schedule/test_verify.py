@@ -1,7 +1,5 @@
 """Schedules as text, by strategy, and each fault that one line of a schedule can have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -113,174 +111,210 @@ def gathered_early(op: str, step: str) -> str:
     return f"op {op} may run before the step.\n  step is op {step}\n  Order the gather after the step."
 
 
-FAULTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
-    "not sent": (
-        ["02  compute  pack  b0  grad[b0]  grad[b0]  01"],
-        {},
-        crossing("grad[b0]", "fills: expected 1, got 1; all_reduces: expected 1, got 0"),
-    ),
-    "sent twice": (
-        ["05  comm.dp  all_reduce  b1  grad[b1]  grad[b1]  04"],
-        {},
-        crossing("grad[b1]", "fills: expected 1, got 1; all_reduces: expected 1, got 2"),
-    ),
-    "filled twice": (
-        ["01  compute  fill  b0  -  grad[b0]  00"],
-        {},
-        crossing("grad[b0]", "fills: expected 1, got 2; all_reduces: expected 1, got 1"),
-    ),
-    "a foreign bucket": (
-        [],
-        {"num_buckets": 1},
-        crossing("grad[b1]", "fills: expected 0, got 1; all_reduces: expected 0, got 1", 1),
-    ),
-    "no such bucket": (
-        [],
-        {"num_buckets": 3},
-        crossing("grad[b2]", "fills: expected 1, got 0; all_reduces: expected 1, got 0", 3),
-    ),
-    "all buckets at once": (
-        ["12  comm.dp  all_reduce  *  grad[*]  grad[*]  11"],
-        {},
-        crossing("grad[*]", "fills: expected 0, got 0; all_reduces: expected 0, got 1"),
-    ),
-    "sent by an accumulation": (
-        ["05  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  04"],
-        {"of": lower_accumulation(1).to_text(), "num_buckets": 1},
-        crossing("grad[b0]", "fills: expected 1, got 1; all_reduces: expected 0, got 1", 1),
-    ),
-    "summed for a sharded optimizer": (
-        [],
-        {"of": lower_data_parallel(1).to_text(), "strategy": ZERO1, "num_buckets": 1},
-        crossing("grad[b0]", "fills: expected 1, got 1; reduce_scatters: expected 1, got 0", 1),
-    ),
-    "sharded for a plain optimizer": (
-        [],
-        {"of": lower_data_parallel(1, ZERO1).to_text(), "num_buckets": 1},
-        crossing("grad[b0]", "fills: expected 1, got 1; all_reduces: expected 1, got 0", 1),
-    ),
-    "sharded by an accumulation": (
-        [],
-        {"of": lower_accumulation(1, ZERO2).to_text(), "strategy": ZERO1, "num_buckets": 1},
-        crossing("grad[b0]", "fills: expected 1, got 1; reduce_scatters: expected 0, got 1", 1),
-    ),
-    "not sent over the outer axis": (
-        ["03  compute  pack  b0  shard[b0]  shard[b0]  02"],
-        MESH,
-        crossing("grad[b0]", "reduce_scatters: expected 1, got 1; all_reduces: expected 1, got 0"),
-    ),
-    "sent before it is filled": (
-        ["02  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  -"],
-        {},
-        outside("02 (all_reduce b0)", "fill is op 00"),
-    ),
-    "sent after the step": (["09  compute  bind  b1  grad[b1]  -  07"], {}, outside("06 (all_reduce b1)", "fill is op 03")),
-    "over the outer axis before the inner one": (
-        ["03  comm.across  all_reduce  b0  shard[b0]  shard[b0]  01"],
-        MESH,
-        outside("03 (all_reduce b0)", "reduce_scatter is op 02", "12"),
-    ),
-    "over the outer axis after the step": (
-        ["10  compute  bind  b0  shard[b0]  -  02 09", "11  compute  bind  b1  shard[b1]  -  07 09"],
-        MESH,
-        outside("03 (all_reduce b0)", "reduce_scatter is op 02", "12"),
-    ),
-    "sent before it is full, and stepped": (
-        ["01  compute  pack  b0  -  -  00", "02  comm.dp  reduce_scatter  b0  grad[b0]  shard[b0]  -"],
-        STEPPED_EARLY,
-        outside("02 (reduce_scatter b0)", "fill is op 00", "03"),
-    ),
-    "stepped before it is reduced": (
-        ["03  update  step  b0  shard[b0]  own[b0]  01"],
-        STEPPED_EARLY,
-        outside("02 (reduce_scatter b0)", "fill is op 00", "03"),
-    ),
-    "bound in flight": (
-        ["08  compute  bind  b0  grad[b0]  -  01 07"],
-        {"of": APART},
-        at_once("02 (all_reduce b0)", "08 (bind b0)", "grad[b0]"),
-    ),
-    "packed in flight": (
-        ["02  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  00"],
-        {"of": APART},
-        at_once("01 (pack b0)", "02 (all_reduce b0)", "grad[b0]"),
-    ),
-    "packed while it is filled": (
-        ["05  compute  pack  b1  grad[b1]  grad[b1]  -"],
-        {"of": APART},
-        at_once("03 (fill b1)", "05 (pack b1)", "grad[b1]"),
-    ),
-    "used in the step": (
-        ["11  compute  use  *  param[*]  -  -"],
-        {"of": APART},
-        at_once("10 (step *)", "11 (use *)", "param[*]"),
-    ),
-    "packed when it is bound": (
-        ["12  compute  pack  b1  grad[b1]  grad[b1]  06"],
-        {"of": APART},
-        at_once("09 (bind b1)", "12 (pack b1)", "grad[b1]"),
-    ),
-    "one bucket used in the step": (
-        ["12  compute  use  b0  param[b0]  -  09"],
-        {"of": APART},
-        at_once("10 (step *)", "12 (use b0)", "param[b0]"),
-    ),
-    "used while it is gathered": (
-        ["13  compute  use  b1  param[b1]  -  10"],
-        SHARDED,
-        at_once("11 (all_gather b1)", "13 (use b1)", "param[b1]"),
-    ),
-    "the next step comes too early": (
-        [],
-        {"of": STEP[: STEP.index("11  ")]},
-        at_once("10 (step *)", "12 (fill b0)", "grad[b0]"),
-    ),
-    "stepped while backward may read it": (
-        ["04  compute  fill  b1  param[b0] param[b1]  grad[b1]  -"],
-        STEPPED_EARLY,
-        at_once("03 (step b0)", "04 (fill b1)", "own[b0]"),
-    ),
-    "backward never ends": (["04  compute  join  *  -  -  00 03"], {}, ends("end", 0)),
-    "backward ends twice": (["07  compute  end  *  -  -  04"], {}, ends("end", 2)),
-    "never joined": (["07  compute  use  *  -  -  04"], {}, ends("join", 0)),
-    "joined twice": (["12  compute  join  *  -  -  04"], {}, ends("join", 2, 13)),
-    "the last one leaves in backward": (
-        ["05  compute  pack  b1  grad[b1]  grad[b1]  03"],
-        {},
-        leaves_early("06 (all_reduce b1)", "04"),
-    ),
-    "the last one leaves in backward on the inner axis": (
-        ["06  compute  pack  b1  grad[b1]  grad[b1]  04", "08  comm.across  all_reduce  b1  shard[b1]  shard[b1]  05 07"],
-        MESH,
-        leaves_early("07 (reduce_scatter b1)", "05"),
-    ),
-    "not gathered": (
-        ["12  compute  use  b0  param[b0]  -  10"],
-        SHARDED,
-        "the ops on param[b0] do not bring each parameter to every rank once.\n"
-        "  all_gathers: expected 1, got 0; the plan has 2 buckets\n"
-        "  Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
-    ),
-    "gathered before the step": (
-        ["11  comm.dp  all_gather  b1  own[b1]  param[b1]  07"],
-        SHARDED,
-        gathered_early("11 (all_gather b1)", "10"),
-    ),
-    "gathered before its own step": (
-        ["09  comm.dp  all_gather  b1  own[b1]  param[b1]  07"],
-        STEPPED_EARLY,
-        gathered_early("09 (all_gather b1)", "08"),
-    ),
-    "stepped twice": (
-        ["08  update  step  b0  shard[b0]  own[b0]  07"],
-        STEPPED_EARLY,
-        "the steps do not update each parameter once.\n  buckets that are stepped: b0, b0; the plan has 2 buckets\n"
-        "  One step updates all buckets, or each bucket has one of its own.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("lines", "how", "fault"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    ("lines", "how", "fault"),
+    [
+        pytest.param(
+            ["02  compute  pack  b0  grad[b0]  grad[b0]  01"],
+            {},
+            crossing("grad[b0]", "fills: expected 1, got 1; all_reduces: expected 1, got 0"),
+            id="not sent",
+        ),
+        pytest.param(
+            ["05  comm.dp  all_reduce  b1  grad[b1]  grad[b1]  04"],
+            {},
+            crossing("grad[b1]", "fills: expected 1, got 1; all_reduces: expected 1, got 2"),
+            id="sent twice",
+        ),
+        pytest.param(
+            ["01  compute  fill  b0  -  grad[b0]  00"],
+            {},
+            crossing("grad[b0]", "fills: expected 1, got 2; all_reduces: expected 1, got 1"),
+            id="filled twice",
+        ),
+        pytest.param(
+            [],
+            {"num_buckets": 1},
+            crossing("grad[b1]", "fills: expected 0, got 1; all_reduces: expected 0, got 1", 1),
+            id="a foreign bucket",
+        ),
+        pytest.param(
+            [],
+            {"num_buckets": 3},
+            crossing("grad[b2]", "fills: expected 1, got 0; all_reduces: expected 1, got 0", 3),
+            id="no such bucket",
+        ),
+        pytest.param(
+            ["12  comm.dp  all_reduce  *  grad[*]  grad[*]  11"],
+            {},
+            crossing("grad[*]", "fills: expected 0, got 0; all_reduces: expected 0, got 1"),
+            id="all buckets at once",
+        ),
+        pytest.param(
+            ["05  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  04"],
+            {"of": lower_accumulation(1).to_text(), "num_buckets": 1},
+            crossing("grad[b0]", "fills: expected 1, got 1; all_reduces: expected 0, got 1", 1),
+            id="sent by an accumulation",
+        ),
+        pytest.param(
+            [],
+            {"of": lower_data_parallel(1).to_text(), "strategy": ZERO1, "num_buckets": 1},
+            crossing("grad[b0]", "fills: expected 1, got 1; reduce_scatters: expected 1, got 0", 1),
+            id="summed for a sharded optimizer",
+        ),
+        pytest.param(
+            [],
+            {"of": lower_data_parallel(1, ZERO1).to_text(), "num_buckets": 1},
+            crossing("grad[b0]", "fills: expected 1, got 1; all_reduces: expected 1, got 0", 1),
+            id="sharded for a plain optimizer",
+        ),
+        pytest.param(
+            [],
+            {"of": lower_accumulation(1, ZERO2).to_text(), "strategy": ZERO1, "num_buckets": 1},
+            crossing("grad[b0]", "fills: expected 1, got 1; reduce_scatters: expected 0, got 1", 1),
+            id="sharded by an accumulation",
+        ),
+        pytest.param(
+            ["03  compute  pack  b0  shard[b0]  shard[b0]  02"],
+            MESH,
+            crossing("grad[b0]", "reduce_scatters: expected 1, got 1; all_reduces: expected 1, got 0"),
+            id="not sent over the outer axis",
+        ),
+        pytest.param(
+            ["02  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  -"],
+            {},
+            outside("02 (all_reduce b0)", "fill is op 00"),
+            id="sent before it is filled",
+        ),
+        pytest.param(
+            ["09  compute  bind  b1  grad[b1]  -  07"],
+            {},
+            outside("06 (all_reduce b1)", "fill is op 03"),
+            id="sent after the step",
+        ),
+        pytest.param(
+            ["03  comm.across  all_reduce  b0  shard[b0]  shard[b0]  01"],
+            MESH,
+            outside("03 (all_reduce b0)", "reduce_scatter is op 02", "12"),
+            id="over the outer axis before the inner one",
+        ),
+        pytest.param(
+            ["10  compute  bind  b0  shard[b0]  -  02 09", "11  compute  bind  b1  shard[b1]  -  07 09"],
+            MESH,
+            outside("03 (all_reduce b0)", "reduce_scatter is op 02", "12"),
+            id="over the outer axis after the step",
+        ),
+        pytest.param(
+            ["01  compute  pack  b0  -  -  00", "02  comm.dp  reduce_scatter  b0  grad[b0]  shard[b0]  -"],
+            STEPPED_EARLY,
+            outside("02 (reduce_scatter b0)", "fill is op 00", "03"),
+            id="sent before it is full, and stepped",
+        ),
+        pytest.param(
+            ["03  update  step  b0  shard[b0]  own[b0]  01"],
+            STEPPED_EARLY,
+            outside("02 (reduce_scatter b0)", "fill is op 00", "03"),
+            id="stepped before it is reduced",
+        ),
+        pytest.param(
+            ["08  compute  bind  b0  grad[b0]  -  01 07"],
+            {"of": APART},
+            at_once("02 (all_reduce b0)", "08 (bind b0)", "grad[b0]"),
+            id="bound in flight",
+        ),
+        pytest.param(
+            ["02  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  00"],
+            {"of": APART},
+            at_once("01 (pack b0)", "02 (all_reduce b0)", "grad[b0]"),
+            id="packed in flight",
+        ),
+        pytest.param(
+            ["05  compute  pack  b1  grad[b1]  grad[b1]  -"],
+            {"of": APART},
+            at_once("03 (fill b1)", "05 (pack b1)", "grad[b1]"),
+            id="packed while it is filled",
+        ),
+        pytest.param(
+            ["11  compute  use  *  param[*]  -  -"],
+            {"of": APART},
+            at_once("10 (step *)", "11 (use *)", "param[*]"),
+            id="used in the step",
+        ),
+        pytest.param(
+            ["12  compute  pack  b1  grad[b1]  grad[b1]  06"],
+            {"of": APART},
+            at_once("09 (bind b1)", "12 (pack b1)", "grad[b1]"),
+            id="packed when it is bound",
+        ),
+        pytest.param(
+            ["12  compute  use  b0  param[b0]  -  09"],
+            {"of": APART},
+            at_once("10 (step *)", "12 (use b0)", "param[b0]"),
+            id="one bucket used in the step",
+        ),
+        pytest.param(
+            ["13  compute  use  b1  param[b1]  -  10"],
+            SHARDED,
+            at_once("11 (all_gather b1)", "13 (use b1)", "param[b1]"),
+            id="used while it is gathered",
+        ),
+        pytest.param(
+            [],
+            {"of": STEP[: STEP.index("11  ")]},
+            at_once("10 (step *)", "12 (fill b0)", "grad[b0]"),
+            id="the next step comes too early",
+        ),
+        pytest.param(
+            ["04  compute  fill  b1  param[b0] param[b1]  grad[b1]  -"],
+            STEPPED_EARLY,
+            at_once("03 (step b0)", "04 (fill b1)", "own[b0]"),
+            id="stepped while backward may read it",
+        ),
+        pytest.param(["04  compute  join  *  -  -  00 03"], {}, ends("end", 0), id="backward never ends"),
+        pytest.param(["07  compute  end  *  -  -  04"], {}, ends("end", 2), id="backward ends twice"),
+        pytest.param(["07  compute  use  *  -  -  04"], {}, ends("join", 0), id="never joined"),
+        pytest.param(["12  compute  join  *  -  -  04"], {}, ends("join", 2, 13), id="joined twice"),
+        pytest.param(
+            ["05  compute  pack  b1  grad[b1]  grad[b1]  03"],
+            {},
+            leaves_early("06 (all_reduce b1)", "04"),
+            id="the last one leaves in backward",
+        ),
+        pytest.param(
+            ["06  compute  pack  b1  grad[b1]  grad[b1]  04", "08  comm.across  all_reduce  b1  shard[b1]  shard[b1]  05 07"],
+            MESH,
+            leaves_early("07 (reduce_scatter b1)", "05"),
+            id="the last one leaves in backward on the inner axis",
+        ),
+        pytest.param(
+            ["12  compute  use  b0  param[b0]  -  10"],
+            SHARDED,
+            "the ops on param[b0] do not bring each parameter to every rank once.\n"
+            "  all_gathers: expected 1, got 0; the plan has 2 buckets\n"
+            "  Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+            id="not gathered",
+        ),
+        pytest.param(
+            ["11  comm.dp  all_gather  b1  own[b1]  param[b1]  07"],
+            SHARDED,
+            gathered_early("11 (all_gather b1)", "10"),
+            id="gathered before the step",
+        ),
+        pytest.param(
+            ["09  comm.dp  all_gather  b1  own[b1]  param[b1]  07"],
+            STEPPED_EARLY,
+            gathered_early("09 (all_gather b1)", "08"),
+            id="gathered before its own step",
+        ),
+        pytest.param(
+            ["08  update  step  b0  shard[b0]  own[b0]  07"],
+            STEPPED_EARLY,
+            "the steps do not update each parameter once.\n  buckets that are stepped: b0, b0; the plan has 2 buckets\n"
+            "  One step updates all buckets, or each bucket has one of its own.",
+            id="stepped twice",
+        ),
+    ],
+)
 def test_a_fault_is_found(lines: list[str], how: dict[str, Any], fault: str) -> None:
     given = {"of": STEP, "strategy": DDP, "num_buckets": 2, **how}
     schedule = read(*lines, of=given["of"])

@@ -1,7 +1,5 @@
 """The report of steps whose times are known, their overlap, and what collectives cost in them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,63 +12,68 @@ from hypothesis import strategies as st
 
 from support.records import GATHERS, record, report, row
 from undertow.cost import curve_from_samples
-from undertow.trace import StepReport, Transfer, cost_samples
-from undertow.trace.event import Event, Trace
-from undertow.trace.overlap import Overlap, limit_us, overlap_of, union_us
+from undertow.trace import Event, Overlap, StepReport, Trace, Transfer, cost_samples, limit_us, overlap_of, union_us
 
-PLAIN, SHARDED = report(record()), report(record(gathers=GATHERS))
-ALONE = report(record(buckets=(), busy_ms=()))
+PLAIN, SHARDED, ALONE = report(record()), report(record(gathers=GATHERS)), report(record(buckets=(), busy_ms=()))
 # A report, and the values of some of its fields.
-REPORTS: dict[str, tuple[StepReport, dict[str, Any]]] = {
-    "a step is split into forward, backward, hidden and exposed": (
-        PLAIN,
-        {
-            "step_ms": 100.0,
-            "forward_ms": 20.0,
-            "backward_ms": 40.0,
-            "communication_ms": 40.0,
-            "exposed_ms": 20.0,
-            "hidden_ms": 20.0,
-            "overlap": 0.5,
-            "synchronized_ms": 80.0,
-            "limit_ms": 80.0,
-        },
-    ),
-    "gathers are communication and have figures of their own": (
-        SHARDED,
-        {
-            "communication_ms": 60.0,
-            "exposed_ms": 25.0,
-            "gather_ms": 20.0,
-            "gather_exposed_ms": 5.0,
-            "gather_overlap": 0.75,
-            "limit_ms": 80.0,  # of the gradients
-            # Computing takes 100 - 20 - 5 ms. The link carries b1 (20 both ways: 20 + 15 to gather), behind its gradient at
-            # 60 - 5; the forward reads b1 at 0: 55 + 35 = 90. With b0 (20 + 5), ready at 30 - 5, read at 12 - 5: 78.
-            "step_limit_ms": 90.0,
-        },
-    ),
-    "without a sharded optimizer there are no gathers": (
-        PLAIN,
-        {"gathers": (), "gather_ms": 0.0, "gather_overlap": None, "step_limit_ms": 0.0},
-    ),
-    "times are medians over steps": (
-        report(*(record(step=step, step_us=100_000 + us) for step, us in enumerate((0, 4_000, 90_000)))),
-        {"step_ms": 104.0},
-    ),
-    "the wait for a slower rank is told from the wait for the network": (
-        report(record(busy_ms=(50.0, 65.0))),
-        {"late_rank_ms": 15.0, "wire_ms": 5.0, "slowest_rank": 1},
-    ),
-    "the slowest rank itself waits for nobody": (
-        report(record(rank=1, busy_ms=(50.0, 65.0)), rank=1),
-        {"late_rank_ms": 0.0, "wire_ms": 20.0},
-    ),
-    "without communication": (ALONE, {"overlap": None, "buckets": (), "slowest_rank": None}),
-}
 
 
-@pytest.mark.parametrize(("found", "fields"), REPORTS.values(), ids=REPORTS)
+@pytest.mark.parametrize(
+    ("found", "fields"),
+    [
+        pytest.param(
+            PLAIN,
+            {
+                "step_ms": 100.0,
+                "forward_ms": 20.0,
+                "backward_ms": 40.0,
+                "communication_ms": 40.0,
+                "exposed_ms": 20.0,
+                "hidden_ms": 20.0,
+                "overlap": 0.5,
+                "synchronized_ms": 80.0,
+                "limit_ms": 80.0,
+            },
+            id="a step is split into forward, backward, hidden and exposed",
+        ),
+        pytest.param(
+            SHARDED,
+            {
+                "communication_ms": 60.0,
+                "exposed_ms": 25.0,
+                "gather_ms": 20.0,
+                "gather_exposed_ms": 5.0,
+                "gather_overlap": 0.75,
+                "limit_ms": 80.0,  # of the gradients
+                # Computing takes 100 - 20 - 5 ms. The link carries b1 (20 both ways: 20 + 15 to gather), behind its gradient at
+                # 60 - 5; the forward reads b1 at 0: 55 + 35 = 90. With b0 (20 + 5), ready at 30 - 5, read at 12 - 5: 78.
+                "step_limit_ms": 90.0,
+            },
+            id="gathers are communication and have figures of their own",
+        ),
+        pytest.param(
+            PLAIN,
+            {"gathers": (), "gather_ms": 0.0, "gather_overlap": None, "step_limit_ms": 0.0},
+            id="without a sharded optimizer there are no gathers",
+        ),
+        pytest.param(
+            report(*(record(step=step, step_us=100_000 + us) for step, us in enumerate((0, 4_000, 90_000)))),
+            {"step_ms": 104.0},
+            id="times are medians over steps",
+        ),
+        pytest.param(
+            report(record(busy_ms=(50.0, 65.0))),
+            {"late_rank_ms": 15.0, "wire_ms": 5.0, "slowest_rank": 1},
+            id="the wait for a slower rank is told from the wait for the network",
+        ),
+        pytest.param(
+            report(record(rank=1, busy_ms=(50.0, 65.0)), rank=1),
+            {"late_rank_ms": 0.0, "wire_ms": 20.0},
+            id="the slowest rank itself waits for nobody",
+        ),
+        pytest.param(ALONE, {"overlap": None, "buckets": (), "slowest_rank": None}, id="without communication"),
+    ],
+)
 def test_a_report(found: StepReport, fields: dict[str, Any]) -> None:
     assert {name: getattr(found, name) for name in fields} == fields
 
@@ -103,7 +106,6 @@ def test_gathers_have_rows() -> None:
     ],
 )
 def test_the_worst_bucket_is_the_one_waited_for_longest(found: StepReport, index: int, params: tuple[str, ...]) -> None:
-    assert found.worst_bucket is not None
     assert (found.worst_bucket.index, found.worst_bucket.params) == (index, params)
 
 
@@ -201,8 +203,10 @@ def test_a_step_lasts_as_long_as_its_compute_lane(step: Trace, duration_us: floa
 
 
 def test_events_of_a_lane_and_of_all_communication() -> None:
-    assert [event.start_us for event in STEP.on_lane("compute")] == [0, 100, 125, 130]
-    assert STEP.communication == STEP.on_lane("comm.dp")
+    assert ([event.start_us for event in STEP.on_lane("compute")], STEP.communication) == (
+        [0, 100, 125, 130],
+        STEP.on_lane("comm.dp"),
+    )
     assert [event.duration_us for event in STEP.communication] == [40, 40, 30]
 
 
@@ -251,35 +255,46 @@ TOGETHER = [
 ]
 LENGTHS, STALLS = (1, 2, 3, 5), [queued(SIZES[: 1 + at % 5]) for at in range(19)]
 # The steps, and the sizes of the first samples, which are exact.
-STEPS: dict[str, tuple[list[list[Transfer]], Sequence[int]]] = {
-    "with pauses between them": ([alone(SIZES)], SIZES),
-    "queues of several lengths": (
-        [queued(SIZES[:length]) for length in LENGTHS],
-        [size for length in LENGTHS for size in SIZES[:length]],
-    ),
-    # How long the link was busy says nothing of latency there: when each was through does.
-    "the same queue in every step": ([queued(SIZES)] * 5, SIZES * 5),
-    "two that share the link, which makes each longer": ([TOGETHER, *([row] for row in alone(SIZES))], (SIZES[1], SIZES[3])),
-    "one stalled step in ten moves nothing else": (
-        [*STALLS, [transfer(it.num_bytes, 0.0, it.stop_us + 1e6) for it in queued(SIZES[:2])]],
-        [size for at in range(19) for size in SIZES[: 1 + at % 5]],
-    ),
-    # Some wait for others although each is launched later than the one before it: the link is busy all the time.
-    "launched while others are under way": (
-        [[transfer(it.num_bytes, 40.0 * at, it.stop_us) for at, it in enumerate(queued(SIZES[:length]))] for length in LENGTHS],
-        [size for length in LENGTHS for size in SIZES[:length]],
-    ),
-    "without bytes the latency": ([queued([0, 0]), queued([0, 1000, 0]), queued([0])], (0, 0, 0, 1000, 0, 0)),
-    "nothing sent": ([[], []], ()),
-    "no steps": ([], ()),
-}
 
 
-@pytest.mark.parametrize(("steps", "sizes"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(
+    ("steps", "sizes"),
+    [
+        pytest.param([alone(SIZES)], SIZES, id="with pauses between them"),
+        pytest.param(
+            [queued(SIZES[:length]) for length in LENGTHS],
+            [size for length in LENGTHS for size in SIZES[:length]],
+            id="queues of several lengths",
+        ),
+        # How long the link was busy says nothing of latency there: when each was through does.
+        pytest.param([queued(SIZES)] * 5, SIZES * 5, id="the same queue in every step"),
+        pytest.param(
+            [TOGETHER, *([row] for row in alone(SIZES))],
+            (SIZES[1], SIZES[3]),
+            id="two that share the link, which makes each longer",
+        ),
+        pytest.param(
+            [*STALLS, [transfer(it.num_bytes, 0.0, it.stop_us + 1e6) for it in queued(SIZES[:2])]],
+            [size for at in range(19) for size in SIZES[: 1 + at % 5]],
+            id="one stalled step in ten moves nothing else",
+        ),
+        # Some wait for others although each is launched later than the one before it: the link is busy all the time.
+        pytest.param(
+            [
+                [transfer(it.num_bytes, 40.0 * at, it.stop_us) for at, it in enumerate(queued(SIZES[:length]))]
+                for length in LENGTHS
+            ],
+            [size for length in LENGTHS for size in SIZES[:length]],
+            id="launched while others are under way",
+        ),
+        pytest.param([queued([0, 0]), queued([0, 1000, 0]), queued([0])], (0, 0, 0, 1000, 0, 0), id="without bytes the latency"),
+        pytest.param([[], []], (), id="nothing sent"),
+        pytest.param([], (), id="no steps"),
+    ],
+)
 def test_what_each_costs_is_found(steps: list[list[Transfer]], sizes: Sequence[int]) -> None:
     samples = cost_samples(steps)
-    assert samples[: len(sizes)] == exact(sizes)
-    assert len(samples) == sum(map(len, steps))
+    assert (samples[: len(sizes)], len(samples)) == (exact(sizes), sum(map(len, steps)))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +347,6 @@ def test_each_collective_has_a_sample_that_a_curve_takes_and_without_pauses_they
     steps = [[transfer(0, 0.0, 3e6), *together], *others]  # the first one lasts as long as anything drawn
     samples = cost_samples(steps)
     assert sorted(size for size, _ in samples) == sorted(float(it.num_bytes) for step in steps for it in step)
-    assert all(0 < time < np.inf for _, time in samples)
-    assert all(0 < time < np.inf for _, time in cost_samples(others))
+    assert all(0 < time < np.inf for _, time in (*samples, *cost_samples(others)))
     # Each is a nanosecond at least, so that the sum may be more by one for each.
     assert sum(time for _, time in samples[: 1 + len(together)]) == pytest.approx(3e6, rel=1e-9, abs=0.01)

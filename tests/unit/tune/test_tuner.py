@@ -1,10 +1,7 @@
 """A tuner in a closed loop with a simulated model and network."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -48,55 +45,64 @@ def in_layers(world: World, *pairs: range) -> Plan:
 
 # The world, its first plan, the outcomes of looks, how much slower than the best buckets of one size the last plan may be, and
 # whether that is the first one. What another plan would gain, below that a move is not worthwhile: 0.5 % of the time.
-WALKS: dict[str, tuple[World, Any, int, str, float, bool]] = {
-    **{
-        f"{network}, {size}, {how}": (World(cost=cost, is_queued=how == "queued"), cap, 6, "...KKK", 1.005, False)
-        for network, cost in NETWORKS.items()
-        for size, cap in (("many", MANY), ("few", FEW))
-        for how in ("queued", "in turn")
-    },
-    # By 2 %, gradients and collectives; so do predictions, and 20 more looks would each be a chance to move. 0.5 %, and what the
-    # median of five steps that differ by 2 % is off: 1.25 * 2 % / sqrt(5).
-    **{
-        f"{network}, steps differ": (World(cost=cost, noise=0.02), FEW, 26, "......K{20}", 1.016, False)
-        for network, cost in NETWORKS.items()
-    },
-    # The least gain doubles with every move from 0.5 %: by the eighth it is above half of the step.
-    **{
-        f"steps differ much, {seed}": (
-            World(cost=NETWORKS["stairs"], noise=0.1, seed=seed),
-            MANY,
-            20,
-            "([^M]*M){0,7}[^M]*",
-            ANY,
-            False,
-        )
-        for seed in (1, 2)
-    },
-    "fewer buckets that are as good are kept": (FAST, MANY, 4, "FKKK", 1.002, False),
-    "fewer buckets that are slower are tried once": (
-        replace(FAST, contention_us=lambda plan: 2e4 * (len(plan.buckets) < 48)),
-        *(MANY, 6, "FBKKKK", ANY, True),
-    ),
-    "buckets of one size do not tell what others would take": (
-        replace(FAR, params=model(layer_bytes=800_000)),
-        *(1e6, 5, "L.*", 1.01, False),
-    ),
-    "shards that would be whole on every rank for a moment stay": (
-        replace(SLOW, params=LARGE, has_shards=True),
-        *(300e6, 2, "[TK]*", ANY, True),
-    ),
-    "it goes back if a plan is slower than predicted": (CROWDED, FEW, 2, "MB", ANY, True),
-    "after going back it does not try for ever": (CROWDED, FEW, 16, "......K{10}", ANY, True),
-    # It would forget what small buckets take, and that another plan was faster.
-    "a curve that is wrong about sizes never seen is no other network": (
-        STEEP,
-        *(in_layers(STEEP, range(1, 22, 2)), 3, "MB.", ANY, True),
-    ),
-}
 
 
-@pytest.mark.parametrize(("world", "first", "num_looks", "outcomes", "most", "is_first"), WALKS.values(), ids=WALKS)
+@pytest.mark.parametrize(
+    ("world", "first", "num_looks", "outcomes", "most", "is_first"),
+    [
+        *(
+            pytest.param(
+                World(cost=cost, is_queued=how == "queued"), cap, 6, "...KKK", 1.005, False, id=f"{network}, {size}, {how}"
+            )
+            for network, cost in NETWORKS.items()
+            for size, cap in (("many", MANY), ("few", FEW))
+            for how in ("queued", "in turn")
+        ),
+        # By 2 %, gradients and collectives; so do predictions, and 20 more looks would each be a chance to move. 0.5 %, and what
+        # the median of five steps that differ by 2 % is off: 1.25 * 2 % / sqrt(5).
+        *(
+            pytest.param(World(cost=cost, noise=0.02), FEW, 26, "......K{20}", 1.016, False, id=f"{network}, steps differ")
+            for network, cost in NETWORKS.items()
+        ),
+        # The least gain doubles with every move from 0.5 %: by the eighth it is above half of the step.
+        *(
+            pytest.param(
+                World(cost=NETWORKS["stairs"], noise=0.1, seed=seed),
+                MANY,
+                20,
+                "([^M]*M){0,7}[^M]*",
+                ANY,
+                False,
+                id=f"steps differ much, {seed}",
+            )
+            for seed in (1, 2)
+        ),
+        pytest.param(FAST, MANY, 4, "FKKK", 1.002, False, id="fewer buckets that are as good are kept"),
+        pytest.param(
+            replace(FAST, contention_us=lambda plan: 2e4 * (len(plan.buckets) < 48)),
+            *(MANY, 6, "FBKKKK", ANY, True),
+            id="fewer buckets that are slower are tried once",
+        ),
+        pytest.param(
+            replace(FAR, params=model(layer_bytes=800_000)),
+            *(1e6, 5, "L.*", 1.01, False),
+            id="buckets of one size do not tell what others would take",
+        ),
+        pytest.param(
+            replace(SLOW, params=LARGE, has_shards=True),
+            *(300e6, 2, "[TK]*", ANY, True),
+            id="shards that would be whole on every rank for a moment stay",
+        ),
+        pytest.param(CROWDED, FEW, 2, "MB", ANY, True, id="it goes back if a plan is slower than predicted"),
+        pytest.param(CROWDED, FEW, 16, "......K{10}", ANY, True, id="after going back it does not try for ever"),
+        # It would forget what small buckets take, and that another plan was faster.
+        pytest.param(
+            STEEP,
+            *(in_layers(STEEP, range(1, 22, 2)), 3, "MB.", ANY, True),
+            id="a curve that is wrong about sizes never seen is no other network",
+        ),
+    ],
+)
 def test_a_walk(world: World, first: Plan | float, num_looks: int, outcomes: str, most: float, is_first: bool) -> None:
     first = first if isinstance(first, Plan) else world.plan_of_size(first)
     path = walk(tuner := Tuner(), replace(world), first, num_looks=num_looks)  # with random numbers of its own
@@ -110,28 +116,42 @@ def test_a_walk(world: World, first: Plan | float, num_looks: int, outcomes: str
 
 
 # The world before and after, the first plan, and how many looks are taken at each; the rest as above.
-CHANGES: dict[str, tuple[World, World, float, tuple[int, int], str, float]] = {
-    "a network changes although all is in one bucket": (HIGH, World(cost=line(200, 0.01)), 1e6, (8, 8), ".*", 1.01),
-    # 0.5 %, and 1.25 * 1 % / sqrt(5) that a median of five steps is off.
-    **{
-        f"{network} becomes four times slower": (
-            World(cost=cost, noise=0.01),
-            World(cost=slower(cost), noise=0.01),
-            *(FEW, (5, 8), ".*", 1.011),
-        )
-        for network, cost in NETWORKS.items()
-    },
-    "a faster network is no reason to go back": (
-        MIDDLING,
-        replace(MIDDLING, cost=slower(MIDDLING.cost)),
-        *(FEW, (3, 3), "[^B]*", ANY),
-    ),
-    # Nor does it keep the tuner from the plan that is the best one now.
-    "a longer backward is no reason to go back": (SLOW, replace(SLOW, backward_us=150_000.0), FEW, (4, 4), "[^B]*", 1.005),
-}
 
 
-@pytest.mark.parametrize(("before", "after", "cap_bytes", "num_looks", "outcomes", "most"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("before", "after", "cap_bytes", "num_looks", "outcomes", "most"),
+    [
+        pytest.param(
+            HIGH, World(cost=line(200, 0.01)), 1e6, (8, 8), ".*", 1.01, id="a network changes although all is in one bucket"
+        ),
+        # 0.5 %, and 1.25 * 1 % / sqrt(5) that a median of five steps is off.
+        *(
+            pytest.param(
+                World(cost=cost, noise=0.01),
+                World(cost=slower(cost), noise=0.01),
+                *(FEW, (5, 8), ".*", 1.011),
+                id=f"{network} becomes four times slower",
+            )
+            for network, cost in NETWORKS.items()
+        ),
+        pytest.param(
+            MIDDLING,
+            replace(MIDDLING, cost=slower(MIDDLING.cost)),
+            *(FEW, (3, 3), "[^B]*", ANY),
+            id="a faster network is no reason to go back",
+        ),
+        # Nor does it keep the tuner from the plan that is the best one now.
+        pytest.param(
+            SLOW,
+            replace(SLOW, backward_us=150_000.0),
+            FEW,
+            (4, 4),
+            "[^B]*",
+            1.005,
+            id="a longer backward is no reason to go back",
+        ),
+    ],
+)
 def test_it_follows(
     before: World, after: World, cap_bytes: float, num_looks: tuple[int, int], outcomes: str, most: float
 ) -> None:
@@ -207,8 +227,10 @@ def test_a_decision_says_what_the_plans_take_and_when_to_look_again() -> None:
 
 def test_nothing_measured_decides_nothing() -> None:
     tuner, plan = Tuner(), SLOW.plan_of_size(FEW)
-    assert tuner.decide(plan, has_shards=False) == Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
-    assert tuner.profile(plan, strategy="ddp") is None
+    assert (tuner.decide(plan, has_shards=False), tuner.profile(plan, strategy="ddp")) == (
+        Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS),
+        None,
+    )
 
 
 @pytest.mark.parametrize("has_shards", [True, False])
@@ -273,19 +295,15 @@ def test_a_profile_has_what_was_learned() -> None:
     plan, tuner = SLOW.plan_of_size(FEW), Tuner()
     walk(tuner, SLOW, plan, num_looks=1)
     profile = tuner.profile(plan, strategy="ddp")
-    assert profile is not None
     assert (profile.forward_us, profile.backward_us, profile.update_us) == (10_000.0, 40_000.0, 1_000.0)
     assert (profile.groups, profile.num_ranks, profile.params) == (plan.groups, plan.num_ranks, plan.params)
-    assert profile.step_us == pytest.approx(SLOW.finish_us(plan) + 1_000.0, abs=0.1)
-    assert profile.curves == tuner.curves
+    assert (profile.step_us, profile.curves) == (pytest.approx(SLOW.finish_us(plan) + 1_000.0, abs=0.1), tuner.curves)
 
 
 def test_gathers_leave_between_reductions() -> None:
     world = World(cost=line(100, 0.0003), has_shards=True)
     plan = walk(tuner := Tuner(), world, world.plan_of_size(MANY), num_looks=4).last
-    order = tuner.gathers_behind(plan)
-    assert order is not None
-    assert any(order[:-1])
+    assert any(tuner.gathers_behind(plan)[:-1])
 
 
 @pytest.mark.slow

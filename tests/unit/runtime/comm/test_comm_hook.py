@@ -1,7 +1,5 @@
 """Communication hooks that torch takes, one by one and in chains, without ranks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -49,61 +47,69 @@ class Hook:
     def __call__(self, state, bucket): ...
 
 
-HOOKS = {
-    "bare": lambda state, bucket: None,
-    "annotated": with_annotations(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]}),
-    "annotated by text": with_annotations(
-        state="object", bucket="dist.GradBucket", **{"return": "torch.futures.Future[torch.Tensor]"}
-    ),
-    "annotated by short text": with_annotations(bucket="GradBucket", **{"return": "Future[Tensor]"}),
-    "object": Hook(),
-    "partial": functools.partial(lambda extra, state, bucket: None, 1),
-    "more parameters": lambda state, bucket, *, extra=1: None,
-    "all_reduce": default_hooks.allreduce_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16, wrapped": default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
-    "power": powerSGD_hook.powerSGD_hook,
-    "quantized": quantization_hooks.quantization_pertensor_hook,
-}
-
-
-@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(lambda state, bucket: None, id="bare"),
+        pytest.param(with_annotations(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]}), id="annotated"),
+        pytest.param(
+            with_annotations(state="object", bucket="dist.GradBucket", **{"return": "torch.futures.Future[torch.Tensor]"}),
+            id="annotated by text",
+        ),
+        pytest.param(with_annotations(bucket="GradBucket", **{"return": "Future[Tensor]"}), id="annotated by short text"),
+        pytest.param(Hook(), id="object"),
+        pytest.param(functools.partial(lambda extra, state, bucket: None, 1), id="partial"),
+        pytest.param(lambda state, bucket, *, extra=1: None, id="more parameters"),
+        pytest.param(default_hooks.allreduce_hook, id="all_reduce"),
+        pytest.param(default_hooks.fp16_compress_hook, id="fp16"),
+        pytest.param(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), id="bf16, wrapped"),
+        pytest.param(powerSGD_hook.powerSGD_hook, id="power"),
+        pytest.param(quantization_hooks.quantization_pertensor_hook, id="quantized"),
+    ],
+)
 def test_a_hook_that_torch_takes_is_taken(hook: Any) -> None:
     assert CommHook(None, hook).name
 
 
 ASK = "register_comm_hook(state, hook)\n"
 LEAVE_OUT = f"{ASK}  Annotate it so, or leave the annotation out."
-REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
-    "not callable": (
-        1,
-        WrongType,
-        f" must be callable, got int.\n  {ASK}  Pass a function hook(state, bucket) that returns a torch.futures.Future.",
-    ),
-    "no bucket": (
-        lambda state, grads: None,
-        ConfigError,
-        f": expected a parameter named 'bucket', got ['state', 'grads'].\n  {ASK}  Write def hook(state, bucket).",
-    ),
-    "bucket annotation": (
-        with_annotations(bucket=int),
-        ConfigError,
-        f": bucket annotation should be dist.GradBucket, got <class 'int'>.\n  {LEAVE_OUT}",
-    ),
-    "bucket annotation by text": (
-        with_annotations(bucket="int"),
-        ConfigError,
-        f": bucket annotation should be dist.GradBucket, got 'int'.\n  {LEAVE_OUT}",
-    ),
-    "return annotation": (
-        with_annotations(**{"return": int}),
-        ConfigError,
-        f": return annotation should be torch.futures.Future[torch.Tensor], got <class 'int'>.\n  {LEAVE_OUT}",
-    ),
-}
 
 
-@pytest.mark.parametrize(("hook", "error", "text"), REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize(
+    ("hook", "error", "text"),
+    [
+        pytest.param(
+            1,
+            WrongType,
+            f" must be callable, got int.\n  {ASK}  Pass a function hook(state, bucket) that returns a torch.futures.Future.",
+            id="not callable",
+        ),
+        pytest.param(
+            lambda state, grads: None,
+            ConfigError,
+            f": expected a parameter named 'bucket', got ['state', 'grads'].\n  {ASK}  Write def hook(state, bucket).",
+            id="no bucket",
+        ),
+        pytest.param(
+            with_annotations(bucket=int),
+            ConfigError,
+            f": bucket annotation should be dist.GradBucket, got <class 'int'>.\n  {LEAVE_OUT}",
+            id="bucket annotation",
+        ),
+        pytest.param(
+            with_annotations(bucket="int"),
+            ConfigError,
+            f": bucket annotation should be dist.GradBucket, got 'int'.\n  {LEAVE_OUT}",
+            id="bucket annotation by text",
+        ),
+        pytest.param(
+            with_annotations(**{"return": int}),
+            ConfigError,
+            f": return annotation should be torch.futures.Future[torch.Tensor], got <class 'int'>.\n  {LEAVE_OUT}",
+            id="return annotation",
+        ),
+    ],
+)
 def test_a_hook_that_torch_refuses_is_refused(hook: Any, error: type[Exception], text: str) -> None:
     assert text_of(error, lambda: CommHook(None, hook)) == f"Communication hook{text}"
 
@@ -112,35 +118,33 @@ def test_a_bucket_has_the_methods_of_torchs() -> None:
     given, other = bucket(), torch.ones(6).half()
     names = [name for name in dir(dist.GradBucket) if not name.startswith("_")]
     assert [name for name in names if not callable(getattr(given, name, None))] == []
-    assert (given.index(), given.is_last()) == (4, True)
+    assert (given.index(), given.is_last(), [param.shape for param in given.parameters()]) == (4, True, [(2, 2), (2,)])
     assert [gradient.tolist() for gradient in given.gradients()] == [[[0, 1], [2, 3]], [4, 5]]
-    assert [param.shape for param in given.parameters()] == [(2, 2), (2,)]
     given.set_buffer(other)
     assert given.buffer() is other
     given.gradients()[1].zero_()  # torch's are views of whatever is the buffer; its wrappers and PowerSGD rely on that
     assert other.tolist() == [1, 1, 1, 1, 0, 0]
 
 
-RESULTS: dict[str, Callable[[HookedBucket], Any]] = {
-    "the buffer": lambda bucket: bucket.buffer().mul_(3),
-    "a new tensor": lambda bucket: 3 * bucket.buffer(),
-    "a list": lambda bucket: [3 * bucket.buffer()],
-    "a tuple": lambda bucket: (3 * bucket.buffer(),),
-    "another shape": lambda bucket: (3 * bucket.buffer()).view(2, 3),
-    "another dtype": lambda bucket: (3 * bucket.buffer()).half(),
-    "a graph": lambda bucket: 3 * bucket.buffer() * torch.ones(6, requires_grad=True),
-}
-
-
-@pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
+@pytest.mark.parametrize(
+    "result",
+    [
+        pytest.param(lambda bucket: bucket.buffer().mul_(3), id="the buffer"),
+        pytest.param(lambda bucket: 3 * bucket.buffer(), id="a new tensor"),
+        pytest.param(lambda bucket: [3 * bucket.buffer()], id="a list"),
+        pytest.param(lambda bucket: (3 * bucket.buffer(),), id="a tuple"),
+        pytest.param(lambda bucket: (3 * bucket.buffer()).view(2, 3), id="another shape"),
+        pytest.param(lambda bucket: (3 * bucket.buffer()).half(), id="another dtype"),
+        pytest.param(lambda bucket: 3 * bucket.buffer() * torch.ones(6, requires_grad=True), id="a graph"),
+    ],
+)
 def test_the_result_is_written_into_the_bucket(result: Callable[[HookedBucket], Any]) -> None:
     given = bucket()
     target = given.buffer()
     handle = CommHook(None, returns(lambda bucket: completed(result(bucket)))).start(given, ALONE)
     for _ in range(2):  # a second time is fine
         handle.wait()
-    assert torch.equal(target, 3 * BUFFER)
-    assert not target.requires_grad
+    assert (torch.equal(target, 3 * BUFFER), target.requires_grad) == (True, False)
 
 
 def test_a_handle_is_complete_when_its_future_is() -> None:
@@ -221,8 +225,7 @@ def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> 
     seen: list[Tensor] = []
     buffer, handle = started(undertow.chain_comm_hooks((None, halves), (seen, look)))
     handle.wait()
-    assert torch.equal(buffer, BUFFER + 0.5)
-    assert [it.dtype for it in seen] == [torch.float32]
+    assert (torch.equal(buffer, BUFFER + 0.5), [it.dtype for it in seen]) == (True, [torch.float32])
 
 
 def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
@@ -244,23 +247,37 @@ FUTURE = (
     "expected the communication hook to return a torch.futures.Future, got Tensor.\n  wrong, in a chain\n"
     "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result()."
 )
-HOOKS_REFUSALS: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
-    "no hook": (
-        ConfigError,
-        undertow.chain_comm_hooks,
-        "there is no hook to run.\n  chain_comm_hooks()\n  Give pairs: chain_comm_hooks((state, hook), ...).",
-    ),
-    "no pair": (
-        WrongType,
-        lambda: undertow.chain_comm_hooks((None, add), add),  # type: ignore[arg-type]
-        "stage 1 must be a pair of a state and a hook, got function.\n"
-        "  chain_comm_hooks()\n  Write chain_comm_hooks((state, hook), ...); the state may be None.",
-    ),
-    "no future, first": (WrongType, lambda: started(undertow.chain_comm_hooks((None, wrong), (2.0, add)))[1].wait(), FUTURE),
-    "no future, last": (WrongType, lambda: started(undertow.chain_comm_hooks((1.0, add), (None, wrong)))[1].wait(), FUTURE),
-}
 
 
-@pytest.mark.parametrize(("error", "call", "text"), HOOKS_REFUSALS.values(), ids=HOOKS_REFUSALS)
+@pytest.mark.parametrize(
+    ("error", "call", "text"),
+    [
+        pytest.param(
+            ConfigError,
+            undertow.chain_comm_hooks,
+            "there is no hook to run.\n  chain_comm_hooks()\n  Give pairs: chain_comm_hooks((state, hook), ...).",
+            id="no hook",
+        ),
+        pytest.param(
+            WrongType,
+            lambda: undertow.chain_comm_hooks((None, add), add),  # type: ignore[arg-type]
+            "stage 1 must be a pair of a state and a hook, got function.\n"
+            "  chain_comm_hooks()\n  Write chain_comm_hooks((state, hook), ...); the state may be None.",
+            id="no pair",
+        ),
+        pytest.param(
+            WrongType,
+            lambda: started(undertow.chain_comm_hooks((None, wrong), (2.0, add)))[1].wait(),
+            FUTURE,
+            id="no future, first",
+        ),
+        pytest.param(
+            WrongType,
+            lambda: started(undertow.chain_comm_hooks((1.0, add), (None, wrong)))[1].wait(),
+            FUTURE,
+            id="no future, last",
+        ),
+    ],
+)
 def test_what_is_no_chain_of_hooks_is_refused(error: type[Exception], call: Callable[[], object], text: str) -> None:
     assert text_of(error, call) == text

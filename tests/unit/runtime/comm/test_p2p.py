@@ -1,7 +1,5 @@
 """Reduce-scatter, all-gather and an all-reduce in rank order, posted and native, beside a chain of adds on one rank."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -61,17 +59,15 @@ def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_pa
         for index, numel in enumerate([5, 1, 1000, 0]):
             given = of_ranks(num_ranks * numel + 1, index, dtype)
             wanted = chain_of_adds([storage[rank * numel : (rank + 1) * numel] for storage in given], dtype) / num_ranks
-            shard = torch.empty_like(wanted)
-            trailer = range(num_ranks * numel + 1, num_ranks * numel + 3)
+            shard, trailer = torch.empty_like(wanted), range(num_ranks * numel + 1, num_ranks * numel + 3)
             handle = exchanges.reduce_scatter(given[rank], shard, trailer=trailer, pack=int)
             handle.on_done(done.append)
             started.append((handle, given[rank], shard, wanted))
         for handle, storage, shard, wanted in started:
             handle.wait()
-            assert handle.is_completed()
+            assert (handle.is_completed(), storage[-2:].tolist()) == (True, [1.0, num_ranks])
             # Without an order the backend's own: an ulp of a sum of three values.
             assert torch.equal(shard, wanted) if kind != "native" else torch.allclose(shard, wanted, rtol=1e-6, atol=1e-6)
-            assert storage[-2:].tolist() == [1.0, num_ranks]
         parts = [noise(7, rank=peer).to(dtype) for peer in range(num_ranks)]
         flat = torch.zeros(7 * num_ranks, dtype=dtype)
         flat.view(num_ranks, 7)[rank] = parts[rank]

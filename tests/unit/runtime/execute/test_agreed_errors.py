@@ -1,7 +1,5 @@
 """What the readings of a round mean, and what weights make of it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -80,11 +78,11 @@ def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, 
     this_round = round_with({"changed_ranks": (3,)}, {"changed_ranks": (1,)})
     assert has_changed_unlike(this_round, num_ranks=4)
     error = changed_unlike(this_round, rank=1, num_ranks=4, change=change)
-    assert isinstance(error, PlanMismatch)
-    assert str(error) == (
+    assert (type(error), str(error)) == (
+        PlanMismatch,
         "the parameters, or the communication hook, have changed on rank 1, 3 and not on rank 0, 2.\n"
         f"  synchronization 5, rank 1{where}\n"
-        "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank."
+        "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
     )
 
 

@@ -1,7 +1,5 @@
 """Parameters and buffers that a wrapper leaves alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -35,32 +33,35 @@ LINEAR = ("again.bias", "again.weight", "encoder.0.bias", "encoder.0.weight")
 
 
 # Entries, made of a model, and the names that they mean.
-MEANT: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    "a parameter": (lambda _: ["encoder.2.weight"], ("encoder.2.weight",)),
-    "a buffer": (lambda _: ["encoder.2.running_mean"], ("encoder.2.running_mean",)),
-    "a submodule": (lambda _: ["encoder.2"], NORM),
-    "submodules of submodules": (lambda _: ["encoder"], (*LINEAR, *NORM)),
-    "a submodule without tensors": (lambda _: ["encoder.1"], ()),
-    "a parameter itself": (lambda model: [model.embedding.weight], TIED),
-    "a buffer itself": (lambda model: [model.table], ("head.table", "table")),
-    "a module itself": (lambda model: [model.encoder[2]], NORM),
-    "a module with two names": (lambda model: [model.again], LINEAR),
-    # What is shared is ignored under all its names.
-    "a tied weight": (lambda _: ["embedding.weight"], TIED),
-    "its other name": (lambda _: ["head.weight"], TIED),
-    "the module that has it": (lambda _: ["embedding"], TIED),
-    "a buffer in two places": (lambda _: ["head.table"], ("head.table", "table")),
-    "a parameter of a module with two names": (lambda _: ["again.bias"], ("again.bias", "encoder.0.bias")),
-    "entries of all kinds, mixed and repeated": (
-        lambda model: (entry for entry in ("table", model.encoder[2], model.table, "encoder.2.bias")),
-        (*NORM, "head.table", "table"),
-    ),
-    "nothing": (lambda _: (), ()),
-    "places that are still empty": (lambda _: ["nothing", "head.bias"], ("head.bias", "nothing")),
-}
 
 
-@pytest.mark.parametrize(("entries", "names"), MEANT.values(), ids=MEANT)
+@pytest.mark.parametrize(
+    ("entries", "names"),
+    [
+        pytest.param(lambda _: ["encoder.2.weight"], ("encoder.2.weight",), id="a parameter"),
+        pytest.param(lambda _: ["encoder.2.running_mean"], ("encoder.2.running_mean",), id="a buffer"),
+        pytest.param(lambda _: ["encoder.2"], NORM, id="a submodule"),
+        pytest.param(lambda _: ["encoder"], (*LINEAR, *NORM), id="submodules of submodules"),
+        pytest.param(lambda _: ["encoder.1"], (), id="a submodule without tensors"),
+        pytest.param(lambda model: [model.embedding.weight], TIED, id="a parameter itself"),
+        pytest.param(lambda model: [model.table], ("head.table", "table"), id="a buffer itself"),
+        pytest.param(lambda model: [model.encoder[2]], NORM, id="a module itself"),
+        pytest.param(lambda model: [model.again], LINEAR, id="a module with two names"),
+        # What is shared is ignored under all its names.
+        pytest.param(lambda _: ["embedding.weight"], TIED, id="a tied weight"),
+        pytest.param(lambda _: ["head.weight"], TIED, id="its other name"),
+        pytest.param(lambda _: ["embedding"], TIED, id="the module that has it"),
+        pytest.param(lambda _: ["head.table"], ("head.table", "table"), id="a buffer in two places"),
+        pytest.param(lambda _: ["again.bias"], ("again.bias", "encoder.0.bias"), id="a parameter of a module with two names"),
+        pytest.param(
+            lambda model: (entry for entry in ("table", model.encoder[2], model.table, "encoder.2.bias")),
+            (*NORM, "head.table", "table"),
+            id="entries of all kinds, mixed and repeated",
+        ),
+        pytest.param(lambda _: (), (), id="nothing"),
+        pytest.param(lambda _: ["nothing", "head.bias"], ("head.bias", "nothing"), id="places that are still empty"),
+    ],
+)
 def test_what_is_ignored(entries: Callable[[Any], Any], names: tuple[str, ...]) -> None:
     model = Model()
     assert names_to_ignore(model, entries(model)) == names
@@ -74,52 +75,58 @@ def test_values_that_are_alike_are_not_mistaken_for_each_other() -> None:
 
 TYPE = "ignore, for a model of type Model\n  "
 KNOWN = "Use names of named_parameters(), named_buffers() or named_modules()."
-REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
-    # One thing instead of a sequence is told to be put into one.
-    **{
-        f"one {got}": (
-            ignore,
+
+
+@pytest.mark.parametrize(
+    ("ignore", "error", "text"),
+    [
+        # One thing instead of a sequence is told to be put into one.
+        *(
+            pytest.param(
+                ignore,
+                WrongType,
+                f"ignore must be a sequence of names, modules and tensors, got {got}.\n  {TYPE}Write ignore={remedy}.",
+                id=f"one {got}",
+            )
+            for ignore, got, remedy in (
+                ("head.weight", "'head.weight'", "('head.weight',)"),
+                (nn.Sequential(nn.ReLU()), "Sequential", "(it,)"),
+                (torch.zeros(2), "Tensor", "(it,)"),
+                (None, "None", "(it,)"),
+            )
+        ),
+        pytest.param(
+            ["table", 3],
             WrongType,
-            f"ignore must be a sequence of names, modules and tensors, got {got}.\n  {TYPE}Write ignore={remedy}.",
-        )
-        for ignore, got, remedy in (
-            ("head.weight", "'head.weight'", "('head.weight',)"),
-            (nn.Sequential(nn.ReLU()), "Sequential", "(it,)"),
-            (torch.zeros(2), "Tensor", "(it,)"),
-            (None, "None", "(it,)"),
-        )
-    },
-    "an entry of another type": (
-        ["table", 3],
-        WrongType,
-        f'ignore takes names, modules, parameters and buffers, got 3.\n  {TYPE}Write ignore=("embedding.weight", model.head).',
-    ),
-    **{
-        f"an unknown name: {name}": ([name], ConfigError, f"there is no {name!r} to ignore.\n  {TYPE}{remedy}")
-        for name, remedy in (
-            ("embeding.weight", "Did you mean 'embedding.weight'?"),
-            ("module.encoder", "Did you mean 'encoder'?"),
-            ("head.tables", "Did you mean 'head.table'?"),
-            ("xyzzy", KNOWN),
-            ("", KNOWN),
-        )
-    },
-    **{
-        f"not in the model: {what}": (
-            [entry],
-            ConfigError,
-            f"{what} that is to be ignored is not inside the model.\n  {TYPE}"
-            "Give modules, parameters and buffers of this very model, no copies, and not the whole of it.",
-        )
-        for entry, what in (
-            (nn.Linear(3, 4), "a module of type Linear"),
-            (nn.Parameter(torch.zeros(4, 3)), "a tensor of shape (4, 3)"),
-        )
-    },
-}
-
-
-@pytest.mark.parametrize(("ignore", "error", "text"), REFUSALS.values(), ids=REFUSALS)
+            "ignore takes names, modules, parameters and buffers, got 3.\n  "
+            f'{TYPE}Write ignore=("embedding.weight", model.head).',
+            id="an entry of another type",
+        ),
+        *(
+            pytest.param([name], ConfigError, f"there is no {name!r} to ignore.\n  {TYPE}{remedy}", id=f"an unknown name: {name}")
+            for name, remedy in (
+                ("embeding.weight", "Did you mean 'embedding.weight'?"),
+                ("module.encoder", "Did you mean 'encoder'?"),
+                ("head.tables", "Did you mean 'head.table'?"),
+                ("xyzzy", KNOWN),
+                ("", KNOWN),
+            )
+        ),
+        *(
+            pytest.param(
+                [entry],
+                ConfigError,
+                f"{what} that is to be ignored is not inside the model.\n  {TYPE}"
+                "Give modules, parameters and buffers of this very model, no copies, and not the whole of it.",
+                id=f"not in the model: {what}",
+            )
+            for entry, what in (
+                (nn.Linear(3, 4), "a module of type Linear"),
+                (nn.Parameter(torch.zeros(4, 3)), "a tensor of shape (4, 3)"),
+            )
+        ),
+    ],
+)
 def test_what_cannot_be_ignored_is_refused(ignore: Any, error: type[Exception], text: str) -> None:
     assert text_of(error, lambda: names_to_ignore(Model(), ignore)) == text
 

@@ -1,7 +1,5 @@
 """What is told of other ranks, as text."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -63,36 +61,38 @@ TOLD = faults.stall_text(
     ranks=range(2),
 )
 # What docs/reliability.md quotes.
-QUOTES = [
-    TOLD,
-    f"PeerFailed: {faults.failed(1, 'ValueError: row 7 has no label').error('synchronization 118, rank 0')}",
-    f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronization 3, rank 0')}",
-    f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronization 118, bucket 0').error()}",
-    f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronization 199; 1 of 6 parameters differ')}",
-]
 
 
-@pytest.mark.parametrize("text", QUOTES, ids=lambda text: text.partition(":")[0])
+@pytest.mark.parametrize(
+    "text",
+    [
+        TOLD,
+        f"PeerFailed: {faults.failed(1, 'ValueError: row 7 has no label').error('synchronization 118, rank 0')}",
+        f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronization 3, rank 0')}",
+        f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronization 118, bucket 0').error()}",
+        f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronization 199; 1 of 6 parameters differ')}",
+    ],
+    ids=lambda text: text.partition(":")[0],
+)
 def test_what_the_page_quotes_is_ours(text: str) -> None:
     assert text in [snippet.code.rstrip("\n") for snippet in snippets(PAGE)]
 
 
 def test_an_error_of_a_fault_has_three_parts() -> None:
     error = faults.stalled("rank 0 has waited.\n  rank 1: loading data").error("synchronization 7, rank 2")
-    assert isinstance(error, StallTimeout)
-    assert str(error) == (
+    assert (type(error), str(error)) == (
+        StallTimeout,
         "rank 0 has waited.\n"
         "  synchronization 7, rank 2\n"
         "  rank 1: loading data\n"
-        "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
+        "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be.",
     )
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(faults.failed(1, "x"), PeerFailed), (faults.lost(1), RankLost)])
 def test_every_error_of_a_fault_is_a_new_one(fault: faults.Fault, kind: type[Exception]) -> None:
-    errors = [fault.error("here"), fault.error("here")]
-    assert [type(error) for error in errors] == [kind] * 2
-    assert errors[0] is not errors[1]
+    first, second = fault.error("here"), fault.error("here")
+    assert (type(first), type(second), first is second) == (kind, kind, False)
 
 
 def test_a_long_message_of_an_exception_is_cut() -> None:
@@ -144,8 +144,7 @@ def test_what_a_thread_does_is_told_from_its_stack() -> None:
 
 
 def test_a_stack_has_places_and_no_values() -> None:
-    secret = "swordfish"
-    lines = faults.stack_lines(faults.frames_of(threading.get_ident()))
+    secret, lines = "swordfish", faults.stack_lines(faults.frames_of(threading.get_ident()))
     assert lines[-2].endswith(", in test_a_stack_has_places_and_no_values")
     assert not any(secret in line for line in lines)
     assert len(lines) <= 12
@@ -158,8 +157,8 @@ def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
 
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
-    assert faults.idle_since(118) == ", no training forward since synchronization 118"
-    assert faults.idle_since(0) == ", no training forward yet"
+    told = [faults.idle_since(number) for number in (118, 0)]
+    assert told == [", no training forward since synchronization 118", ", no training forward yet"]
 
 
 def test_what_ranks_say_does_not_steer_a_terminal(caplog: pytest.LogCaptureFixture) -> None:

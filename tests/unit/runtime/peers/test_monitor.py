@@ -1,7 +1,5 @@
 """Threads beside the one that trains: what the guard hears, what a rank waits for, workers, and broken groups that are freed."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import multiprocessing.util
@@ -12,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 from unittest.mock import Mock, patch
 
 import pytest
@@ -32,6 +29,8 @@ from undertow.runtime.peers.waiting import Waiting
 from undertow.runtime.peers.worker import Worker
 from undertow.runtime.torch_private import private
 
+CANNOT_START = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+
 
 @pytest.fixture
 def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
@@ -49,12 +48,10 @@ def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any],
     monkeypatch.setattr(guards, "tell_before_end", lambda *_, **_calls: None)
     # As much of a ring as a guard looks at when it begins.
     guard, ring = PeerMonitor(), SimpleNamespace(neighbors=(), members={}, look=lambda: None)
-    no_more = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
-    with no_more, pytest.raises(RuntimeError, match="can't start new thread"):
+    with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
         guard.adopt((0, 1), ring)  # type: ignore[arg-type]
     assert at_exit == []
     guard.adopt((0, 1), ring)  # type: ignore[arg-type]
-    assert guard._thread is not None
     assert guard._thread.is_alive()
     guard._is_over = True
     guard.wake()
@@ -62,20 +59,22 @@ def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any],
 
 
 GOOD = {"kind": "opens", "from": 0, "id": "0/1", "number": 3, "meeting": 0}
-MESSAGES = {
-    "without a kind": {"kind": None},
-    "from no rank": {"from": None},
-    "from a rank that is not there": {"from": 2},
-    "from a rank below all": {"from": -1},
-    "from infinity": {"from": float("inf")},
-    "of a number that is a list": {"number": [1]},
-    "of an infinite number": {"number": float("inf")},
-    "of a failure without a text": {"kind": "failed"},
-    "of a lost rank that is not there": {"kind": "lost", "rank": 7},
-}
 
 
-@pytest.mark.parametrize("change", MESSAGES.values(), ids=MESSAGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"kind": None}, id="without a kind"),
+        pytest.param({"from": None}, id="from no rank"),
+        pytest.param({"from": 2}, id="from a rank that is not there"),
+        pytest.param({"from": -1}, id="from a rank below all"),
+        pytest.param({"from": float("inf")}, id="from infinity"),
+        pytest.param({"number": [1]}, id="of a number that is a list"),
+        pytest.param({"number": float("inf")}, id="of an infinite number"),
+        pytest.param({"kind": "failed"}, id="of a failure without a text"),
+        pytest.param({"kind": "lost", "rank": 7}, id="of a lost rank that is not there"),
+    ],
+)
 def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
     ring, source = Ring([], rank=1, num_ranks=2, world=dist.HashStore()), Neighbor.__new__(Neighbor)
     with caplog.at_level(logging.WARNING, "undertow"):
@@ -185,8 +184,7 @@ def test_any_other_thread_may_be_the_one_that_trains(member: Any) -> None:
     begins, ends = threading.Event(), threading.Event()
     with ThreadPoolExecutor() as threads:
         threads.submit(wait_here, member, "bucket 3", begins, ends)
-        assert begins.wait(10.0)
-        assert member.waits_for == "bucket 3"
+        assert (begins.wait(10.0), member.waits_for) == (True, "bucket 3")
         ends.set()
     assert member.waits_for == ""
 
@@ -212,15 +210,13 @@ def test_a_process_may_end_while_a_worker_starts(at_exit: list[Any], monkeypatch
     monkeypatch.setattr(threading.Thread, "start", start_at_exit)
     worker, done = Worker("undertow-test", is_broken=bool), Future[None]()
     worker.submit(done.set_result, None)
-    assert done.result(10.0) is None
-    assert len(at_exit) == 2  # and from now on both ways of ending wait for it
+    assert (done.result(10.0), len(at_exit)) == (None, 2)  # and from now on both ways of ending wait for it
     for call in at_exit:
         call()
 
 
-def test_a_worker_that_cannot_start_is_not_waited_for(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+def test_a_worker_that_cannot_start_is_not_waited_for(at_exit: list[Any]) -> None:
+    with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
         Worker("undertow-test", is_broken=bool).submit(int)
     assert at_exit == []
 
@@ -237,20 +233,17 @@ def test_a_group_is_freed_once_torch_has_let_go() -> None:
     (thread,) = freeing._threads
     backend = weakref.ref(group._get_backend(torch.device("cpu")))
     freeing.finish()
-    assert thread.is_alive()
-    assert backend() is not None
+    assert (thread.is_alive(), backend() is None) == (True, False)
     dist.destroy_process_group(group)
     del group
     thread.join(10.0)
-    assert not thread.is_alive()
-    assert backend() is None
+    assert (thread.is_alive(), backend()) == (False, None)
 
 
 @in_ranks(2)
 def test_a_group_is_kept_where_no_thread_can_start() -> None:
     group, freeing, held = dist.new_group([0, 1]), LeakedGroups(), []
-    cannot_start = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
-    with cannot_start, mock.patch.object(private, "keep_for_ever", held.append):
+    with CANNOT_START, patch.object(private, "keep_for_ever", held.append):
         freeing.take(group)
     assert held == [group._get_backend(torch.device("cpu"))]
     freeing.finish()
@@ -260,8 +253,7 @@ def test_a_group_is_kept_where_no_thread_can_start() -> None:
 @in_ranks(2)
 def test_nothing_is_taken_in_a_healthy_run() -> None:
     def all_reduce(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return done.then(lambda it: it.value()[0])
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda it: it.value()[0])
 
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     model.register_comm_hook(None, all_reduce)

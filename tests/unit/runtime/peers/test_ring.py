@@ -1,7 +1,5 @@
 """Rings of pairs, among threads of one process."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -55,7 +53,6 @@ def made(num_ranks: int, *, ranks: Sequence[int] | None = None, **changed: Any) 
 def test_every_rank_is_connected_to_the_next_and_the_one_before(num_ranks: int) -> None:
     rings = made(num_ranks)
     for rank, neighbors in enumerate(rings):
-        assert isinstance(neighbors, list)
         assert [neighbor.rank for neighbor in neighbors] == [(rank + 1) % num_ranks, (rank - 1) % num_ranks]
         neighbors[0].send({"from": rank})
     for rank, neighbors in enumerate(rings):
@@ -115,10 +112,11 @@ def test_messages_come_whole_and_in_order(pair: tuple[Neighbor, Neighbor]) -> No
     assert received == sent
 
 
-LINES = ["no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"]
-
-
-@pytest.mark.parametrize("line", LINES, ids=lambda line: ascii(line)[:9])
+@pytest.mark.parametrize(
+    "line",
+    ["no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"],
+    ids=lambda line: ascii(line)[:9],
+)
 def test_a_message_that_cannot_be_read_is_dropped_with_a_word(
     line: str, pair: tuple[Neighbor, Neighbor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,8 +140,7 @@ def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Neighb
     heard = []
     while (said := second.read())[1]:
         heard += said[0]
-    assert heard == [{"text": "x" * 3 * ring._FRAME}]
-    assert second.read() == ([], False)
+    assert (heard, second.read()) == ([{"text": "x" * 3 * ring._FRAME}], ([], False))
     second.send({"a": 1})  # is dropped
 
 
@@ -153,7 +150,6 @@ def test_a_thread_that_listens_ends_with_the_connection(pair: tuple[Neighbor, Ne
     second.listen(lambda *said: heard.append(said))
     first.listen(lambda *_: None)
     first.close()
-    assert second._thread is not None
     second._thread.join(30.0)
     assert heard == [(second, [], False)]
     assert not any(thread.name.startswith("undertow-hears") for thread in threading.enumerate())
@@ -172,8 +168,7 @@ def test_a_neighbor_that_reads_is_told_any_number_of_messages(pair: tuple[Neighb
         first.send({"number": number})
         assert second.read() == ([{"number": number}], True)
         if number % ring._NUM_UNTOLD == 0:  # it says that it has them
-            assert first.read() == ([], True)
-            assert not first._sent
+            assert (first.read(), bool(first._sent)) == (([], True), False)
 
 
 def test_a_neighbor_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neighbor, Neighbor]) -> None:
@@ -182,8 +177,7 @@ def test_a_neighbor_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neig
         first.send({"number": number})
     assert [second.read()[0] for _ in range(ring._MAX_SENT)] == [[{"number": number}] for number in range(ring._MAX_SENT)]
     told = [first.read() for _ in range(ring._MAX_SENT // ring._NUM_UNTOLD)]
-    assert told == [([], True)] * len(told)
-    assert not first._sent
+    assert (told, bool(first._sent)) == ([([], True)] * len(told), False)
     first.send({"number": -1})
     assert second.read() == ([{"number": -1}], True)
 
@@ -195,8 +189,7 @@ def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Neighbor, Neighbor]
         sleeping.send_signal(signal.SIGSTOP)
         os.waitpid(sleeping.pid, os.WUNTRACED)
         first._process = sleeping.pid
-        assert first.is_stopped()
-        assert not second.is_stopped()  # it is this process
+        assert (first.is_stopped(), second.is_stopped()) == (True, False)  # the second is this process
         second._process = None
         assert not second.is_stopped()
     finally:
@@ -213,5 +206,7 @@ def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(private, "pair", Mock(side_effect=RuntimeError("Gloo connectFullMesh failed")))
     with pytest.raises(TimeoutError):  # all may come at once below, and nobody look who is missing
         made(2, ranks=[0], each=give_up)
-    assert made(3) == [None, None, None]
-    assert {name for store in stores for name, *_ in store.method_calls} == {"set", "add", "check", "get"}
+    assert (made(3), {name for store in stores for name, *_ in store.method_calls}) == (
+        [None, None, None],
+        {"set", "add", "check", "get"},
+    )

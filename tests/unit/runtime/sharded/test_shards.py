@@ -1,7 +1,5 @@
 """Parameters in the memory of their bucket, the optimizer over the parts of a rank, and placeholders of gradients."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable
@@ -16,8 +14,7 @@ from torch import nn
 
 from support.errors import text_of
 from support.strategies import spec
-from undertow import SyncConfig
-from undertow.errors import ShardedGradientError
+from undertow import ShardedGradientError, SyncConfig
 from undertow.optim.inner import InnerOptimizer, Owned
 from undertow.plan import Piece, first_plan, plan_from_groups
 from undertow.runtime.replan.planning import sharded_plan
@@ -77,8 +74,7 @@ def test_an_interrupted_update_of_sixteen_bits_loses_nothing() -> None:
                 actual.step([{}], lambda _part: grad)
         else:
             actual.step([{}], lambda _part: grad)
-        assert torch.equal(mine.target, whole.target)
-        assert torch.equal(mine.values, whole.target.bfloat16())
+        assert (torch.equal(mine.target, whole.target), torch.equal(mine.values, whole.target.bfloat16())) == (True, True)
 
 
 UNWATCHED: Any = SimpleNamespace(order=None)
@@ -86,8 +82,7 @@ UNWATCHED: Any = SimpleNamespace(order=None)
 
 @pytest.mark.parametrize(("num_ranks", "split"), [(1, set()), (2, {"large"})])
 def test_one_rank_alone_has_nobody_to_share_a_parameter_with(num_ranks: int, split: set[str]) -> None:
-    config = SyncConfig(bucket_cap_mb=1e-3)
-    params = [spec("large", 4096), spec("small", 8)]
+    config, params = SyncConfig(bucket_cap_mb=1e-3), [spec("large", 4096), spec("small", 8)]
     plan = sharded_plan(first_plan(params, config, num_ranks=num_ranks), UNWATCHED, None, config)
     assert {plan.params[index].name for index in plan.split_params} == split
 
@@ -105,25 +100,29 @@ def linear() -> nn.Linear:
 
 def test_it_looks_like_the_gradient() -> None:
     grad = linear().weight.grad
-    assert (grad.shape, grad.dtype, grad.device.type) == ((2, 3), torch.float32, "cpu")
-    assert repr(grad) == ("GradientPlaceholder('weight', shape=(2, 3), dtype=torch.float32): a shard of it is here")
+    assert (grad.shape, grad.dtype, grad.device.type, repr(grad)) == (
+        (2, 3),
+        torch.float32,
+        "cpu",
+        "GradientPlaceholder('weight', shape=(2, 3), dtype=torch.float32): a shard of it is here",
+    )
     assert grad.detach() is grad
 
 
-USES: dict[str, Callable[[nn.Linear], object]] = {
-    "norm": lambda layer: layer.weight.grad.norm(),
-    "clipping": lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 1.0),
-    "clipping of values": lambda layer: nn.utils.clip_grad_value_(layer.parameters(), 1.0),
-    "scaling": lambda layer: layer.weight.grad.mul_(2),
-    "adding two": lambda layer: layer.weight.grad.add_(layer.weight.grad),
-    "copy": lambda layer: layer.weight.grad.clone(),
-    "item": lambda layer: layer.weight.grad[0, 0].item(),
-    "optimizer": lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1).step(),
-    "fused optimizer": lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(),
-}
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda layer: layer.weight.grad.norm(), id="norm"),
+        pytest.param(lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 1.0), id="clipping"),
+        pytest.param(lambda layer: nn.utils.clip_grad_value_(layer.parameters(), 1.0), id="clipping of values"),
+        pytest.param(lambda layer: layer.weight.grad.mul_(2), id="scaling"),
+        pytest.param(lambda layer: layer.weight.grad.add_(layer.weight.grad), id="adding two"),
+        pytest.param(lambda layer: layer.weight.grad.clone(), id="copy"),
+        pytest.param(lambda layer: layer.weight.grad[0, 0].item(), id="item"),
+        pytest.param(lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1).step(), id="optimizer"),
+        pytest.param(lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(), id="fused optimizer"),
+    ],
+)
 def test_every_use_raises_with_the_way_out(use: Callable[[nn.Linear], object]) -> None:
     layer = linear()
     before = layer.weight.detach().clone()
@@ -145,8 +144,7 @@ def test_a_later_backward_adds_to_it() -> None:
     for model in (layer, bare):
         for scale in (1.0, 2.0):
             model(torch.full((1, 3), scale)).sum().backward()
-    assert layer.weight.grad is held
-    assert torch.equal(held.added, bare.weight.grad)
+    assert (layer.weight.grad is held, torch.equal(held.added, bare.weight.grad)) == (True, True)
 
 
 @pytest.mark.parametrize("foreach", [True, False])

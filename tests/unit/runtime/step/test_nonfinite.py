@@ -1,7 +1,5 @@
 """A step that is skipped changes nothing; fingerprints of parameters."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
@@ -94,13 +92,17 @@ def test_every_optimizer_of_torchs_is_left_as_it_was(name: str, num_steps: int) 
 
 def test_steps_that_an_optimizer_counts_elsewhere_are_not_counted() -> None:
     param = nn.Parameter(torch.randn(3))
-    param.grad = torch.ones(3)
-    optimizer = Counting([param])
+    param.grad, optimizer = torch.ones(3), Counting([param])
     optimizer.step()
     stepped(optimizer, numbers(is_found=True))
     (group,) = optimizer.param_groups
-    assert (optimizer.calls, group["steps"], float(group["total"]), optimizer.state[param]["steps"]) == (1, 1, 1.0, 1)
-    assert group["params"] == [param]
+    assert (optimizer.calls, group["steps"], float(group["total"]), optimizer.state[param]["steps"], group["params"]) == (
+        1,
+        1,
+        1.0,
+        1,
+        [param],
+    )
 
 
 def test_a_scheduler_does_not_take_a_skipped_step_for_none() -> None:
@@ -136,14 +138,13 @@ def test_the_first_of_several_rounds_of_a_step_is_named() -> None:
     assert "on rank 1.\n  synchronization 6," in text_of(NonFiniteGradient, lambda: judge.skips(optimizer))
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool]
-
-
 def num_different(tensors: Sequence[Tensor]) -> int:
     return len(set(fingerprints(tensors, device=torch.device("cpu")).tolist()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool]
+)
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 8, 1000])
 def test_every_single_bit_counts(dtype: torch.dtype, numel: int) -> None:
     tensors = [torch.zeros(numel, dtype=dtype)]

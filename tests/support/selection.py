@@ -1,13 +1,15 @@
-"""The list of skipped tests at the end of a run, and with --no-unexpected-skips the failure of a run that skips others.
+"""Which tests run: markers that are known, fewer products of parameters, and the list of skipped tests at the end of a run.
 
-A skip is expected where this machine lacks what its reason names; CI must not lose tests for another reason.
+The id of a parameter may name several values, as "an infinity, zero1" does. With --no-unexpected-skips a run fails that skips
+other tests: a skip is expected if this machine lacks what its reason names, and CI must not lose tests for another reason.
 """
 
+import difflib
 import os
 import re
 import shutil
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -44,7 +46,7 @@ EXPECTED = (
 
 def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
-        OPTION, action="store_true", help="fail a run that skips tests for a reason that support/skips.py does not have"
+        OPTION, action="store_true", help="fail a run that skips tests for a reason that support/selection.py does not have"
     )
 
 
@@ -70,3 +72,40 @@ def summarize(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("skipped")
     for reason, count in found.most_common():
         terminalreporter.write_line(f"{count:5}  {reason}{'  (UNEXPECTED)' if reason in wrong else ''}")
+
+
+def require_known(config: pytest.Config) -> None:
+    """UsageError, which is exit code 4, where -m names a marker that is not registered."""
+    known = {re.split(r"[:(]", line)[0] for line in config.getini("markers")}
+    named = re.findall(r"[A-Za-z_]\w*(?!\w*\s*=)", re.sub(r"\([^()]*=[^()]*\)", "", config.getoption("markexpr")))
+    for name in named:
+        if name not in known | {"and", "or", "not", "True", "False"}:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "pytest --markers lists them."
+            raise pytest.UsageError(f"-m names {name!r}, and no marker is called so. {hint}")
+
+
+def without_products(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Those with which every value of every parameter is there; first those whose values are all new."""
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        functions[item.nodeid.split("[")[0]].append(item)
+    return {item for of_one in functions.values() for item in _covering(of_one)}
+
+
+def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
+    seen: set[tuple[int, int, str]] = set()
+    chosen = []
+    for wanted in (all, any):
+        for item in items:
+            values = _values(item)
+            if not values or wanted(value not in seen for value in values):
+                chosen.append(item)
+                seen.update(values)
+    return chosen
+
+
+def _values(item: pytest.Item) -> set[tuple[int, int, str]]:
+    """The values that each parametrize mark has named: `callspec.indices` has the number of the product instead."""
+    ids = [] if (callspec := getattr(item, "callspec", None)) is None else callspec._idlist
+    return {(number, place, value) for number, named in enumerate(ids) for place, value in enumerate(named.split(", "))}

@@ -1,0 +1,290 @@
+"""Runs of the harness: the entry and ranks of `make bench`, cells of the matrix, and with root what shaped links carry."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks import tuning
+from benchmarks.__main__ import main
+from benchmarks.matrix import links, run
+from benchmarks.matrix.catalog import SYSTEMS, SystemSpec
+from benchmarks.matrix.cell import Effort
+from benchmarks.matrix.environments import peers, python_of, why_absent
+from benchmarks.matrix.links import PREFIX, remove_abandoned, shaped_network
+from benchmarks.ranks import run_ranks
+
+from support.project import ROOT
+from undertow import DistributedDataParallel
+
+pytestmark = pytest.mark.bench
+Measure, PATIENCE_S = Callable[..., dict[str, dict[str, Any]]], 120.0
+
+
+def test_a_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "planner", "--quick", "--out", str(tmp_path)]) == 0
+    machine, *lines = (json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines())
+    assert machine["is_quick"]
+    assert ("data-parallel", 10_000) in {(it["form"], it["num_params"]) for it in lines if it["type"] == "measurement"}
+    figures = {line["figure"]: line["target"] for line in lines if line["type"] == "figure"}
+    assert figures["planning, data-parallel, 10,000 parameters"] == "< 200 ms"
+    for told in (capsys.readouterr().out, (tmp_path / "bench.md").read_text()):
+        assert "planning, data-parallel, 10,000 parameters" in told
+
+
+def _tunes(_rank: int) -> list[float]:
+    times: list[float] = []
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    with tuning._timed(times):
+        for _ in range(3):
+            model(torch.ones(1, 8)).sum().backward()
+    return times
+
+
+def test_what_tuning_does_itself_is_timed_at_both_ends_of_a_round() -> None:
+    times = run_ranks(_tunes, 2)
+    assert [seconds > 0 for seconds in times] == [True] * 2 * 3
+
+
+def _sum_of_ranks(rank: int, more: int) -> list[int]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, rank + more)
+    return found
+
+
+def _one_raises(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("not on this rank")
+    dist.barrier()
+
+
+def _waits(rank: int, folder: Path) -> None:
+    (folder / str(rank)).touch()
+    time.sleep(600)
+
+
+def test_ranks_bring_back_what_the_first_one_has_found() -> None:
+    assert run_ranks(_sum_of_ranks, 2, 10) == [10, 11]
+
+
+def test_a_rank_that_raises_ends_the_others() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1:\n(.|\n)*ValueError: not on this rank"):
+        run_ranks(_one_raises, 2)
+    assert _ranks() == []
+
+
+def test_ranks_do_not_outlive_an_interruption(tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        while not is_over.wait(0.05):
+            if all((tmp_path / str(rank)).exists() for rank in range(2)):
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(_waits, 2, tmp_path)
+    finally:
+        is_over.set()
+        thread.join()
+    assert _ranks() == []
+
+
+def _ranks() -> list[int]:
+    processes = [it.info for it in psutil.process_iter(["pid", "ppid", "cmdline"])]
+    return [it["pid"] for it in processes if it["ppid"] == os.getpid() and "spawn_main" in " ".join(it["cmdline"] or ())]
+
+
+def bad(how: str) -> SystemSpec:
+    return SystemSpec(name=how, title=how, module="tests.support.bad_systems", variants={"": {"how": how}})
+
+
+def test_every_system_of_the_main_environment_trains_right_over_the_emulated_link(measure: Measure) -> None:
+    ours = ("ours", "ours-ordered", "ours-zero1", "ours-zero2", "ours-eager")
+    names = ("bare", "per-parameter", *ours, "torch-ddp", "torch-ddp-best", "torch-zero", "fsdp2")
+    rows = measure(*names, kind="emulated", link="none")
+    # Two of the four steps of a turn count.
+    assert {name: (row["error"], row["num_steps"]) for name, row in rows.items()} == dict.fromkeys(names, (None, 2))
+    # The sweep shows the best of its variants. Ranks share the interface: nobody's bytes can be told.
+    assert rows["torch-ddp-best"]["variant"] is not None
+    assert (rows["ours"]["sent_mb"], rows["per-parameter"]["collectives"]) == (None, 48)
+    # Half of the momentum of 480,000 elements; torch's gives whole parameters away.
+    whole = rows["per-parameter"]["state_mb"]
+    for name in ("ours-zero1", "ours-zero2", "ours-eager"):
+        assert rows[name]["state_mb"] == pytest.approx(whole / 2, rel=0.02), name
+
+
+def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure) -> None:
+    rows = measure("bare", "ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True))
+    for row in rows.values():
+        assert (row["error"], min(row["import_ms"], row["first_step_ms"]) > 0) == (None, True)
+        assert 100 < row["peak_rss_mb"] < 2_000  # torch alone is some 200 MB
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_models_that_compute_train_right(name: str, measure: Measure) -> None:
+    rows = measure("bare", "ours-untuned", "torch-ddp", kind="emulated", link="none", name=name)
+    assert [row["error"] for row in rows.values()] == [None] * 3
+
+
+@pytest.mark.parametrize("environment", peers())
+def test_every_system_of_a_peer_trains_right_over_the_emulated_link(environment: str, measure: Measure) -> None:
+    if python_of(environment) is None:
+        pytest.skip(why_absent(environment))
+    names = [name for name, spec in SYSTEMS.items() if spec.environment == environment]
+    rows = measure("bare", *names, kind="emulated", link="none")
+    assert {name: rows[name]["error"] for name in names} == dict.fromkeys(names)
+
+
+FAILING = {
+    "forgets to average": "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not",
+    "reads too early": "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not",
+    "wrong on rank 1": "on rank 1: trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all",
+    "fails on rank 1": "ValueError: not on this rank",
+    "dies": "rank 1 was killed by SIGKILL. The end of rank 1's log:\nthe last line of rank 1",
+}
+ABSENT = {
+    "cannot be imported": ({"module": "no_such_package"}, "ModuleNotFoundError: No module named 'no_such_package'"),
+    "has no environment": (
+        {"module": "x", "environment": "never-made"},
+        "no virtual environment .venv-peers/never-made; make bench-peers makes it",
+    ),
+}
+
+
+def test_systems_that_fail_are_lost_alone(measure: Measure) -> None:
+    systems = [bad(how) for how in FAILING]
+    systems += [SystemSpec(name=name, title=name, **given) for name, (given, _) in ABSENT.items()]
+    rows = measure("bare", *systems, "per-parameter", kind="emulated", link="none")
+    for name, error in FAILING.items():
+        assert error in rows[name]["error"], name
+    others = {name: error for name, (_, error) in ABSENT.items()} | {"bare": None, "per-parameter": None}
+    assert {name: rows[name]["error"] for name in others} == others
+
+
+def test_without_root_the_emulated_link_is_used_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(links.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    chosen = ("--workload", "replay@0.01", "--ranks", "2", "--link", "1gbit", "--system", "ours")
+    assert run.main([*chosen, "--quick", "--steps", "2", "--out", str(tmp_path)]) == 0
+    assert "no shaped links: this user is not root. Going on with the emulated link." in capsys.readouterr().err
+    machine, bare, ours = (json.loads(line) for line in (tmp_path / "matrix.jsonl").read_text().splitlines())
+    found = machine["links"], bare["kind"], ours["kind"], ours["system"]
+    assert (found, "1gbit (emulated)" in (tmp_path / "matrix.md").read_text()) == (
+        ("emulated (this user is not root)", "emulated", "emulated", "ours"),
+        True,
+    )
+    pictures = {f"matrix-replay@0.01.{kind}" for kind in ("png", "svg")}
+    assert {path.name for path in tmp_path.iterdir()} == {"matrix.jsonl", "matrix.md", "profiles", *pictures}
+
+
+def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    assert links.what_is_missing() == "'tc' is not installed (Debian, Ubuntu: apt-get install iproute2)"
+
+
+# Over networks of namespaces.
+
+
+def namespaces_of(process_id: int) -> list[str]:
+    return sorted(path.name for path in Path("/run/netns").glob(f"{PREFIX}{process_id}-*"))
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A matrix in a process of its own, which has begun with its first run."""
+    chosen = ("--workload", "replay", "--ranks", "2", "--link", "1gbit", "--system", "ours", "--out", str(tmp_path))
+    command = [sys.executable, "-m", "benchmarks", "matrix", *chosen]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        remove_abandoned()
+
+
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    return [it for it in process.children() if "benchmarks.matrix.worker" in it.cmdline()]
+
+
+def wait_for_its_ranks(runner: subprocess.Popen[str]) -> list[psutil.Process]:
+    next(line for line in runner.stderr if ": bare, " in line)
+    watched = psutil.Process(runner.pid)
+    while True:
+        if len(ranks := workers_of(watched)) == 2:
+            return ranks
+        assert runner.poll() is None
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("needs_namespaces")
+def test_a_shaped_link_counts_what_each_rank_sends(measure: Measure) -> None:
+    rows = measure("bare", "per-parameter", "ours", kind="shaped")
+    assert ({row["error"] for row in rows.values()}, namespaces_of(os.getpid())) == ({None}, [])
+    # An all-reduce of 0.48 MB between two ranks sends it once each; headers and acknowledgements come on top.
+    assert rows["bare"]["sent_mb"] <= 0.01 < 0.48 <= rows["ours"]["sent_mb"] <= 0.60
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("needs_namespaces")
+def test_a_rank_that_dies_leaves_nothing(measure: Measure) -> None:
+    rows = measure("bare", "per-parameter", bad("dies"), kind="shaped")
+    assert (
+        "rank 1 was killed by SIGKILL" in rows["dies"]["error"],
+        rows["per-parameter"]["error"],
+        namespaces_of(os.getpid()),
+        workers_of(psutil.Process()),
+    ) == (True, None, [], [])
+
+
+def fail_inside() -> None:
+    with shaped_network("5gbit", 2):
+        assert len(namespaces_of(os.getpid())) == 3
+        raise ZeroDivisionError
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("needs_namespaces")
+def test_an_exception_inside_leaves_nothing() -> None:
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert namespaces_of(os.getpid()) == []
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("needs_namespaces")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_matrix_tears_down(number: signal.Signals, runner: subprocess.Popen[str]) -> None:
+    ranks = wait_for_its_ranks(runner)
+    runner.send_signal(number)
+    assert (runner.wait(PATIENCE_S), namespaces_of(runner.pid)) == (130, [])
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("needs_namespaces")
+def test_what_a_killed_matrix_leaves_is_removed_by_the_next(runner: subprocess.Popen[str]) -> None:
+    ranks, left = wait_for_its_ranks(runner), namespaces_of(runner.pid)
+    assert len(left) == 3
+    runner.kill()
+    runner.wait(PATIENCE_S)
+    psutil.wait_procs(ranks, timeout=PATIENCE_S)  # the kernel ends them with their parent
+    assert not any(rank.is_running() for rank in ranks)
+    removed, not_removed = remove_abandoned()
+    assert (set(left) <= set(removed), not_removed, namespaces_of(runner.pid)) == (True, None, [])
