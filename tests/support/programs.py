@@ -179,7 +179,7 @@ CHANGES: dict[str, Callable[..., object]] = {
     "extend": lambda units, _, index: setattr(units[int(index)], "shift", nn.Parameter(torch.full((WIDTH,), 0.5))),
     "append": lambda units, number, kind="linear": units.append(made(kind, 50 + number)),
     "remove": lambda units, _: units.__delitem__(-1),
-    "to": lambda units, _, how: units.to(**{"memory_format" if "channels" in how else "dtype": getattr(torch, how)}),
+    "to": lambda units, _, how: units.to(**{"dtype" if "float" in how else "memory_format": getattr(torch, how)}),
     # A state dict is loaded whose tensors become the parameters.
     "assign": lambda units, _: units.load_state_dict({key: it.clone() for key, it in units.state_dict().items()}, assign=True),
 }
