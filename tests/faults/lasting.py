@@ -9,10 +9,16 @@ from benchmarks.matrix.links import shaped_network
 
 from faults.places import PLACES
 from support.faults import outcomes
+from support.ranks import in_ranks
 
 
 def test_with_a_rank_that_is_stopped() -> None:
     outcomes(PLACES["in data"].fault("stopped", 2))
+
+
+@in_ranks(2)
+def test_with_ranks_of_a_pool() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.mark.usefixtures("needs_namespaces")

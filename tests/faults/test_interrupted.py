@@ -15,13 +15,13 @@ from benchmarks.matrix.links import NAMESPACES, PREFIX, remove_abandoned
 from support.project import ROOT
 
 pytestmark, PATIENCE_S = pytest.mark.slow, 120.0
-SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def lasting(name: str) -> Iterator[subprocess.Popen[bytes]]:
+def lasting(name: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     path = Path(__file__).with_name("lasting.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{path}::{name}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, f"{path}::{name}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as tests:
         try:
             yield tests
@@ -42,10 +42,17 @@ def stopped(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if process.status() == psutil.STATUS_STOPPED]
 
 
-@SIGNALS
-def test_interrupted_tests_leave_no_process(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "name", "options"),
+    [
+        *((number, "test_with_a_rank_that_is_stopped", ()) for number in SIGNALS),
+        (signal.SIGINT, "test_with_ranks_of_a_pool", ()),
+        (signal.SIGINT, "test_with_ranks_of_a_pool", ("-n", "1")),
+    ],
+)
+def test_interrupted_tests_leave_no_process(number: signal.Signals, name: str, options: tuple[str, ...]) -> None:
     """Not even one that is stopped."""
-    with lasting("test_with_a_rank_that_is_stopped") as tests:
+    with lasting(name, *options) as tests:
         of_tests = psutil.Process(tests.pid)
         awaited(tests, lambda: stopped(of_tests.children(recursive=True)))
         processes = of_tests.children(recursive=True)
@@ -53,9 +60,10 @@ def test_interrupted_tests_leave_no_process(number: signal.Signals) -> None:
         tests.send_signal(number)
         tests.wait(PATIENCE_S)
         assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
+    assert number is not signal.SIGINT or tests.returncode == pytest.ExitCode.INTERRUPTED
 
 
-@SIGNALS
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.root
 @pytest.mark.usefixtures("needs_namespaces")
 def test_interrupted_tests_leave_no_namespace(number: signal.Signals) -> None:
