@@ -29,8 +29,8 @@ BUDGETS = {
 }
 # What is over its budget may not grow; what is within it leaves this table, which ends empty.
 NOT_YET = {
-    "statements": 15_860,
-    "statements of runtime": 7_730,
+    "statements": 15_750,
+    "statements of runtime": 7_727,
     "attributes of a class": 22,
 }
 # With one bucket, so that all runs enter the same.

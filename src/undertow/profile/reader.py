@@ -46,11 +46,7 @@ def profile_from_json(text: str, where: str) -> Profile:
 
     Raises ConfigError, naming its origin `where` and the field or line, if it is not a profile.
     """
-    data = _parsed(text, where)
-    try:
-        return _profile(data)
-    except ConfigError as error:
-        raise ConfigError(f"{where} is no profile.", where=str(error)) from error
+    return _profile_of(_parsed(text, where), where)
 
 
 def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]:
@@ -65,7 +61,14 @@ def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]
             return tuple(_spec(row, f"params[{index}]", _TABLE_FIELDS, ("name",)) for index, row in rows)
     except ConfigError as error:
         raise ConfigError(f"{path} is neither a saved plan nor a table of parameters.", where=str(error)) from error
-    return profile_from_json(text, str(path))
+    return _profile_of(data, str(path))
+
+
+def _profile_of(data: Any, where: str) -> Profile:
+    try:
+        return _profile(data)
+    except ConfigError as error:
+        raise ConfigError(f"{where} is no profile.", where=str(error)) from error
 
 
 def _text_of(path: str | Path) -> str:
