@@ -1,6 +1,6 @@
-"""What modules import and export, how long they are, and the words in them; how tests reach inside of the library.
+"""Imports, exports, lengths and words of modules; how tests reach inside of the library.
 
-Tests do so through tests/support/inside.py alone, but for the unit tests of those very modules.
+Only tests/support/inside.py and the unit tests of a module reach inside.
 """
 
 import ast

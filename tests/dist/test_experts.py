@@ -1,4 +1,4 @@
-"""Experts on 2 x 2 ranks: reduced over ranks of their own, with a divisor of their own; and steps that scalers leave out."""
+"""Experts on 2 x 2 ranks, each reduced over its group with its divisor; and steps that scalers skip."""
 
 import contextlib
 import copy

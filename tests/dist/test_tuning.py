@@ -88,7 +88,7 @@ FIXED: dict[str, tuple[dict[str, Any], str]] = {
 @in_ranks(2)
 @pytest.mark.parametrize("name", FIXED)
 def test_a_plan_that_was_asked_for_stays(name: str) -> None:
-    """That of the second step, with a hook that of the first, after looks that would have moved it."""
+    """The plan of the second step stays, or with a hook the plan of the first, after looks that would have moved it."""
     settings, why = FIXED[name]
     if name == PINNED:
         with training(MLP.model(), "ddp", bucket_cap_mb=1e-4) as (ddp, _):

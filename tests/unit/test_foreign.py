@@ -1,4 +1,4 @@
-"""What comes from elsewhere is refused by our own errors and shown without effect; the tree of those errors."""
+"""Foreign text is refused by undertow's errors and shown without effect; the tree of these errors."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""What collectives cost: by formula, by measurement, over links and networks by name."""
+"""Costs of collectives: by formula, by measurement, over links and networks."""
 
 import math
 import pickle

@@ -1,4 +1,4 @@
-"""Who hears of arrivals, one by one, and which ops a round releases as they come."""
+"""Arrivals are reported one by one, and release the ops of a round."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence

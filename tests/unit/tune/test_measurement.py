@@ -1,4 +1,4 @@
-"""What ranks tell each other: the times of some steps, and the plan that was made of them; what they tell the user."""
+"""Ranks tell each other the times of some steps and the plan made from them, and explain it to the user."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What earlier synchronizations of a step have brought, kept apart while a later one is under way.
+"""Keeps results of earlier synchronizations of a step apart while a later one runs.
 
 The mean of a mean and of something new is the mean of their sum; a sum over ranks would count what is there once for
 every rank. So before the first gradient of a backward is added to `.grad`, what that holds is taken out:
@@ -23,7 +23,7 @@ _THROWN_AWAY = 0, 0
 
 
 class Apart:
-    """Owns what was in `.grad` between the begin and the end of a synchronization.
+    """Holds what was in `.grad` from the start of a synchronization to its end.
 
     A backward that only accumulates takes it out too, and it stays out until the next one that synchronizes: between the
     two `.grad` is what is new. Placeholders keep the two apart themselves.

@@ -54,7 +54,7 @@ class _InForce:
 
 
 class CurrentPlan:
-    """What an engine works with: `compiled` (the plan and its buckets) and `watch` (its parameters).
+    """The plan in force: `compiled` (the plan and its buckets) and `watch` (hooks on its parameters).
 
     A change that a forward finds counts when the next round begins: it may be gone by then, where
     torch.func.functional_call has put other parameters into the module for the time of a call. Until then the hooks are

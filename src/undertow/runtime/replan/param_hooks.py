@@ -131,7 +131,7 @@ class ParamHooks:
                 other.close()
 
     def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
-        """Positions in `bucket` of those of the `missing` that have no gradient since the last synchronization."""
+        """Positions in `bucket` of the `missing` parameters that have no gradient since the last synchronization."""
         absent = set(missing) - self.arrived_before if missing else ()
         return [position for position, param in enumerate(bucket) if param in absent] if absent else []
 

@@ -478,7 +478,7 @@ class Engine:
         return watch.not_arrived(self.plan.buckets[bucket].params, watch.arrivals.missing(bucket))
 
     def _settle(self, this_round: Round) -> None:
-        """What every rank does alike when a synchronization is complete."""
+        """Does what every rank does alike after a complete synchronization."""
         self._recorder.round_ends(this_round.busy_ms)
         self._progress.round_ends(has_failed=this_round.has_failed, is_last=this_round.is_last)
         current_plan, watch = self.current_plan, self.current_plan.watch

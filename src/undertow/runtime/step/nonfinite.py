@@ -53,7 +53,7 @@ class Finding:
 
 
 class NonFinite:
-    """What the last synchronization has found, and what follows by `policy`: "raise", "skip", "warn" or "ignore".
+    """Remembers what the last synchronization found and acts on it by `policy`: "raise", "skip", "warn" or "ignore".
 
     It follows at the optimizer's step: a GradScaler makes gradients overflow on purpose, and does not step on those. `look`
     is asked there for what no synchronization could find. Of experts, which some ranks do not have, `fails_others` has these

@@ -26,7 +26,7 @@ class Reduction:
 
 
 def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool, is_weighted: bool) -> Reduction:
-    """See GradientSync.reduce_gradients_async; `op` is None for that of the settings."""
+    """See GradientSync.reduce_gradients_async; with `op=None` it is the op of the settings."""
     if private.graph_task_id() != -1:
         raise PhaseError(
             "reduce_gradients_async() was called inside a backward.",

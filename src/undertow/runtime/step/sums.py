@@ -1,4 +1,4 @@
-"""What a synchronization brings, combined with what earlier ones of the step have brought, and what it is divided by."""
+"""Combines the result of a synchronization with earlier ones of the step, and divides it by weights."""
 
 from __future__ import annotations
 

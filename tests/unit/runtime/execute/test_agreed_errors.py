@@ -1,4 +1,4 @@
-"""What the readings of a round mean, and what weights make of it."""
+"""Readings of a round become errors; weights become divisors."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What is told of other ranks, as text."""
+"""Faults of other ranks as text."""
 
 import logging
 import os
