@@ -120,7 +120,7 @@ class SyncConfig:
     ignore: names of parameters and buffers that are left alone.
     nonfinite: the action if gradients on some rank contain NaN or Inf when an optimizer is about to step. "ignore" does not look
         for them: looking would cost a pass over every bucket, and on devices the host would wait for the last one. "warn" prints
-        a line on rank 0. "skip" skips the step on every rank and changes nothing; it does not work in eager form, with experts,
+        a line on rank 0. "skip" skips the step on every rank and changes nothing; it does not work in backward, with experts,
         or if a plain optimizer is given a closure. "raise" raises NonFiniteGradient on every rank. Gradients that a GradScaler
         handles are left to it.
     check_replicas_every: number of synchronizations between comparisons of a fingerprint of every parameter over all ranks; if

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from undertow.cost import Costs
 from undertow.errors import ConfigError
-from undertow.plan import GathersBehind, LaneTimes, Plan, eager_order
+from undertow.plan import GathersBehind, LaneTimes, Plan, in_backward_order
 from undertow.profile import Profile
-from undertow.schedule import Op, OpKind, Strategy, Tracker, lower_data_parallel, lower_eager, verify
+from undertow.schedule import Op, OpKind, Strategy, Tracker, lower_data_parallel, lower_in_backward, verify
 from undertow.trace import BucketRecord, StepRecord
 from undertow.trace.record import Interval
 
@@ -34,8 +34,8 @@ class Conditions:
         quantiles of a normal distribution.
     contention: share of its speed that computation loses while the communication stream is busy; 0 to below 1.
     launch_us: microseconds of computing time that a rank needs to launch one collective.
-    eager: True steps and gathers buckets while backward runs; only with a sharded optimizer and with overlap.
-    gathers_behind: with `eager`, the gathers that follow each bucket's reduction; None lets `eager_order` choose them.
+    in_backward: True steps and gathers buckets while backward runs; only with a sharded optimizer and with overlap.
+    gathers_behind: with `in_backward`, the gathers after each bucket's reduction; None lets `in_backward_order` choose them.
     rank: the rank whose record is returned. Ranks are sorted: 0 is the fastest and shows all waiting, for the network and for
         other ranks.
     """
@@ -44,7 +44,7 @@ class Conditions:
     skew: float = 0.0
     contention: float = 0.0
     launch_us: float = 0.0
-    eager: bool = False
+    in_backward: bool = False
     gathers_behind: GathersBehind | None = None
     rank: int = 0
 
@@ -60,9 +60,9 @@ class Conditions:
             )
         if not 0 <= self.launch_us < float("inf"):
             raise _impossible(f"launch_us must be 0 or more, got {self.launch_us}.", remedy="Give microseconds per collective.")
-        if self.eager and not self.overlap:
+        if self.in_backward and not self.overlap:
             raise _impossible(
-                "eager steps lie under backward, and overlap=False lets nothing lie there.", remedy="Leave one out."
+                "steps in backward lie under backward, and overlap=False lets nothing lie there.", remedy="Leave one out."
             )
         if self.rank < 0:
             raise _impossible(f"there is no rank {self.rank}.", remedy="Ranks count from 0, the fastest.")
@@ -79,8 +79,8 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
     - `costs`: the time of a collective by kind and bytes, such as `costs_for` or a profile gives.
     - `conditions`: None is `Conditions()`.
 
-    Raises ConfigError if the plan is for another model, if `conditions.rank` is not in the plan, or if eager steps are requested
-    for a strategy without gathers.
+    Raises ConfigError if the plan is for another model, if `conditions.rank` is not in the plan, or if steps in backward are
+    requested for a strategy without gathers.
 
     ```python
     from undertow.schedule import ZERO1
@@ -98,15 +98,15 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         )
     if conditions.rank >= plan.num_ranks:
         raise _impossible(f"there is no rank {conditions.rank}.", remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.")
-    if conditions.eager and strategy.gather is None:
+    if conditions.in_backward and strategy.gather is None:
         raise _impossible(
-            f"there are no eager steps with strategy {strategy.name!r}.", remedy='Take "zero1", "zero2" or "hybrid".'
+            f"there are no steps in backward with strategy {strategy.name!r}.", remedy='Take "zero1", "zero2" or "hybrid".'
         )
     return _Step(profile, plan, strategy, costs, conditions).run()
 
 
 def lane_times(profile: Profile, plan: Plan, costs: Costs) -> LaneTimes:
-    """Returns the times of each bucket of `plan`, from which the planner of an eager step works.
+    """Returns the times of each bucket of `plan`, from which the planner of a step in backward works.
 
     If a reduction takes longer than a gather of as many bytes, the difference is the addition. It leaves the communication stream
     free and comes before the update. The update of each bucket takes a share of the profile's update time, by size.
@@ -196,7 +196,7 @@ class _Sent:
 class _Step:
     """Issues the ops of one step, from the end of the previous step's last bucket to the end of this step's.
 
-    An eager step follows the backward of another eager step, whose gathers it waits for.
+    A step in backward follows the backward of another step in backward, whose gathers it waits for.
     """
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
@@ -206,10 +206,10 @@ class _Step:
         self._uses = _uses(profile, plan)
         self._num_bytes = _num_bytes(plan, strategy)
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
-        if conditions.eager:
+        if conditions.in_backward:
             times = lane_times(profile, plan, costs)
-            behind = eager_order(times) if conditions.gathers_behind is None else conditions.gathers_behind
-            schedule = lower_eager(len(plan.buckets), strategy, behind)
+            behind = in_backward_order(times) if conditions.gathers_behind is None else conditions.gathers_behind
+            schedule = lower_in_backward(len(plan.buckets), strategy, behind)
             self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
             self._step_us = times.step_us
         else:
@@ -224,12 +224,12 @@ class _Step:
     def run(self) -> StepRecord:
         """Returns the step as the recorder of one rank would have recorded it."""
         tracker = Tracker(self._schedule, [bucket.params for bucket in self._plan.buckets], num_params=len(self._plan.params))
-        if self._conditions.eager:
+        if self._conditions.in_backward:
             self._backward(tracker)
             self._issue(tracker.join())
             tracker.reset()
         start_us, starts_us = self._now_us, self._clocks.now_us
-        begin_us = start_us if self._conditions.eager else self._update()
+        begin_us = start_us if self._conditions.in_backward else self._update()
         self._forward()
         forward_stop_us, gathers = self._now_us, tuple(self._gathers.values())
         self._backward(tracker)

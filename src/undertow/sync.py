@@ -267,11 +267,11 @@ class GradientSync:
         self.wait_for_parameters()
 
     def wait_for_parameters(self) -> None:
-        """Waits until all parameters that a sharded optimizer updates have arrived; PhaseError during an eager backward."""
+        """Waits for all parameters that a sharded optimizer updates; PhaseError in a backward that updates them."""
         if self.steps is not None:
             self.steps.wait()
 
-    def shard(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool = False) -> ShardedSteps:
+    def shard(self, stepper: Optimizer, settings: dict[str, Any], *, steps_in_backward: bool = False) -> ShardedSteps:
         """Hands the parameters to `stepper`: from its first step on, only it updates them, and each rank updates one shard.
 
         A collective call. Raises ConfigError if the settings do not support shards or an earlier stepper is still in use, and
@@ -280,9 +280,11 @@ class GradientSync:
         self.require_open("ShardedOptimizer")
         if self.steps is None:
             self._engine.open()
-            self.steps = ShardedSteps(self._module, self._engine, self._config, is_compiled=self._is_compiled, is_eager=is_eager)
+            self.steps = ShardedSteps(
+                self._module, self._engine, self._config, is_compiled=self._is_compiled, steps_in_backward=steps_in_backward
+            )
             self._attached.callback(self.steps.close)
-        self.steps.hand_to(stepper, settings, is_eager=is_eager)
+        self.steps.hand_to(stepper, settings, steps_in_backward=steps_in_backward)
         return self.steps
 
     def require_stepper(self, optimizer: Optimizer) -> None:

@@ -373,15 +373,15 @@ def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
 
 @pytest.mark.slow
 @in_ranks(2)
-@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
 @pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after wrapping"])
-def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, eager: bool) -> None:
+def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, in_backward: bool) -> None:
     torch._dynamo.reset()
     found = []
     for is_compiled in (False, True):
         model = Layers()
         inner = torch.compile(model, backend="aot_eager") if is_compiled and is_before else model
-        with training(inner, "zero1", "SGD", bucket_cap_mb=MIB, reduction="ordered", eager=eager) as (ddp, opt):
+        with training(inner, "zero1", "SGD", bucket_cap_mb=MIB, reduction="ordered", in_backward=in_backward) as (ddp, opt):
             run = torch.compile(ddp, backend="aot_eager") if is_compiled and not is_before else ddp
             train(run, opt, loss, steps=range(5))
             ddp.wait()
@@ -389,7 +389,7 @@ def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, e
     require_equal(*found)
 
 
-def calls_of_a_step(ddp: Any, opt: Any, step: int, *, eager: bool) -> dict[str, Call]:
+def calls_of_a_step(ddp: Any, opt: Any, step: int, *, in_backward: bool) -> dict[str, Call]:
     """Everything between one forward and the next, in an order in which each is right."""
     weight, is_sharded = ddp.module[0].weight, isinstance(opt, undertow.ShardedOptimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -402,11 +402,11 @@ def calls_of_a_step(ddp: Any, opt: Any, step: int, *, eager: bool) -> dict[str, 
     }
     return {
         "loss_weight": lambda: ddp.loss_weight(5.0),
-        "backward": (value if eager else scaler.scale(value)).backward,
+        "backward": (value if in_backward else scaler.scale(value)).backward,
         "finish": ddp.finish,
         "sync.finish": ddp.sync.finish,
         "full gradient": lambda: ddp.full_gradient(weight),
-        **({"step": opt.step} if eager else with_barrier),
+        **({"step": opt.step} if in_backward else with_barrier),
         "zero_grad": lambda: opt.zero_grad(set_to_none=False),
         "wait": ddp.wait,
         "sync.wait": ddp.sync.wait,
@@ -415,11 +415,11 @@ def calls_of_a_step(ddp: Any, opt: Any, step: int, *, eager: bool) -> dict[str, 
     }
 
 
-def results(strategy: str, *, eager: bool, run: Callable[[Call], Any]) -> dict[str, Tensor]:
+def results(strategy: str, *, in_backward: bool, run: Callable[[Call], Any]) -> dict[str, Tensor]:
     """The parameters after a few steps, of which `run` makes each call."""
-    with training(MLP.model(), strategy, "SGD", eager=eager, op="weighted") as (ddp, opt):
+    with training(MLP.model(), strategy, "SGD", in_backward=in_backward, op="weighted") as (ddp, opt):
         for step in range(3):
-            for call in calls_of_a_step(ddp, opt, step, eager=eager).values():
+            for call in calls_of_a_step(ddp, opt, step, in_backward=in_backward).values():
                 run(call)
         run(lambda: ddp.loss_weight(5.0))
         with ddp.no_sync():
@@ -433,15 +433,15 @@ def results(strategy: str, *, eager: bool, run: Callable[[Call], Any]) -> dict[s
 
 @pytest.mark.slow
 @in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize(("strategy", "eager"), [("ddp", False), ("zero1", False), ("zero1", True)])
-def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str, eager: bool) -> None:
+@pytest.mark.parametrize(("strategy", "in_backward"), [("ddp", False), ("zero1", False), ("zero1", True)])
+def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str, in_backward: bool) -> None:
     from torch._dynamo.convert_frame import input_codes
 
     torch._dynamo.reset()
     input_codes.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the loss
-        found = results(strategy, eager=eager, run=lambda call: torch.compile(call, backend="eager")())
+        found = results(strategy, in_backward=in_backward, run=lambda call: torch.compile(call, backend="eager")())
     seen = [code for ref in input_codes.seen if (code := ref())]
     assert len(input_codes.seen) > 0
     assert (
@@ -452,4 +452,4 @@ def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str, eager: bo
         )
         == []
     )
-    require_equal(results(strategy, eager=eager, run=lambda call: call()), found)
+    require_equal(results(strategy, in_backward=in_backward, run=lambda call: call()), found)

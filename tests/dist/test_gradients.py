@@ -105,10 +105,10 @@ def test_a_rank_alone_notes_gradients_without_a_frame() -> None:
 
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
-def test_a_gradient_that_is_written_too_late_for_an_eager_step_is_an_error() -> None:
+def test_a_gradient_that_is_written_too_late_for_a_step_in_backward_is_an_error() -> None:
     """As from autograd."""
     units = Units("linear written-and-used linear")
-    with training(units, "zero1", "SGD", eager=True, bucket_cap_mb=1e-6) as (ddp, optimizer):
+    with training(units, "zero1", "SGD", in_backward=True, bucket_cap_mb=1e-6) as (ddp, optimizer):
         ddp(noise(3, 4), "012").square().mean().backward()
         optimizer.step()
         assert text_of(PhaseError, lambda: ddp(noise(3, 4), "012").square().mean().backward()).startswith(

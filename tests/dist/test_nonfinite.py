@@ -75,7 +75,7 @@ def found(rank: int, *, step: int = BAD_STEP) -> str:
 @in_ranks(2, 3)
 @pytest.mark.parametrize("factor", [torch.inf, torch.nan])
 @pytest.mark.parametrize(
-    ("strategy", "eager", "settings"),
+    ("strategy", "in_backward", "settings"),
     [
         *((strategy, False, {}) for strategy in STRATEGIES),
         ("zero1", True, {}),
@@ -88,14 +88,16 @@ def found(rank: int, *, step: int = BAD_STEP) -> str:
     ],
     ids=str,
 )
-def test_every_rank_names_parameter_rank_and_step(factor: float, strategy: str, eager: bool, settings: dict[str, Any]) -> None:
+def test_every_rank_names_parameter_rank_and_step(
+    factor: float, strategy: str, in_backward: bool, settings: dict[str, Any]
+) -> None:
     """The next step may be tried."""
     settings = {"nonfinite": "raise", "bucket_cap_mb": ALL_IN_ONE, **settings}
-    with training(Layers(), strategy, "SGD", eager=eager, **settings) as (ddp, optimizer):
+    with training(Layers(), strategy, "SGD", in_backward=in_backward, **settings) as (ddp, optimizer):
         for step in range(BAD_STEP):
             train(ddp, optimizer, step)
         text = text_of(NonFiniteGradient, lambda: train(ddp, optimizer, BAD_STEP, factor=factor))
-        assert text == f"{found(dist.get_world_size() - 1)}\n{PARTLY if eager else REMEDY}"
+        assert text == f"{found(dist.get_world_size() - 1)}\n{PARTLY if in_backward else REMEDY}"
         train(ddp, optimizer, BAD_STEP + 1)
         assert all(param.isfinite().all() for param in parameters(ddp).values())
 
@@ -259,12 +261,12 @@ def test_a_sharded_step_with_a_closure_is_skipped() -> None:
 
 
 @in_ranks(2)
-def test_an_eager_step_cannot_be_skipped() -> None:
+def test_a_step_in_backward_cannot_be_skipped() -> None:
     with wrapped(Layers(), nonfinite="skip") as ddp:
-        assert text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1, eager=True)) == (
-            'nonfinite="skip" does not go with eager=True: buckets are updated before the last one is known to be finite.\n'
+        assert text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1, in_backward=True)) == (
+            'nonfinite="skip" does not go with in_backward=True: buckets are updated before the last one is known to be finite.\n'
             "  ShardedOptimizer\n"
-            '  Leave eager=True out, or use nonfinite="raise".'
+            '  Leave in_backward=True out, or use nonfinite="raise".'
         )
 
 
@@ -515,12 +517,15 @@ def test_rows_of_a_mesh_are_compared_too() -> None:
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize(("strategy", "eager"), [("ddp", False), ("zero1", False), ("zero1", True), ("zero2", False)])
-def test_equal_replicas_train_as_without_a_comparison(strategy: str, eager: bool) -> None:
+@pytest.mark.parametrize(("strategy", "in_backward"), [("ddp", False), ("zero1", False), ("zero1", True), ("zero2", False)])
+def test_equal_replicas_train_as_without_a_comparison(strategy: str, in_backward: bool) -> None:
     """Training goes on as without the comparison, where one rank is late with its gathers."""
     results = []
     for every in (1, None):
-        with training(MLP.model(), strategy, eager=eager, check_replicas_every=every, auto_tune=False) as (ddp, optimizer):
+        with training(MLP.model(), strategy, in_backward=in_backward, check_replicas_every=every, auto_tune=False) as (
+            ddp,
+            optimizer,
+        ):
             train_and_spoil(ddp, optimizer, None, num_steps=3)
             late = [] if strategy == "ddp" else late_ops(ddp, OpKind.ALL_GATHER, 1, seconds=0.05)
             train_and_spoil(ddp, optimizer, None, num_steps=6)

@@ -51,8 +51,10 @@ def test_every_plan_has_the_same_bits(case: str) -> None:
 @pytest.mark.parametrize("settings", [{"strategy": "hybrid", "shape": (1, 4)}, {"strategy": "hybrid", "shape": (4, 1)}], ids=str)
 def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(settings: dict[str, Any]) -> None:
     expected = reference(MLP, "ddp", num_steps=8, **ORDERED)
-    for eager in (False, True):
-        require_equal(expected, trained(MLP, num_steps=8, eager=eager, **settings, **ORDERED), what=f"eager={eager}")
+    for in_backward in (False, True):
+        require_equal(
+            expected, trained(MLP, num_steps=8, in_backward=in_backward, **settings, **ORDERED), what=f"in_backward={in_backward}"
+        )
 
 
 NEAR = {
@@ -146,10 +148,10 @@ def test_the_collectives_of_a_backend_do_the_same() -> None:
 
 @pytest.mark.slow
 @in_ranks(4)
-@pytest.mark.parametrize("eager", [False, True])
-def test_other_plans_on_the_way_change_no_bit_on_a_mesh(eager: bool) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_other_plans_on_the_way_change_no_bit_on_a_mesh(in_backward: bool) -> None:
     with scripted(all_in_one, one_each, in_pieces) as seen:
-        require_bits(TIED, "Adam", num_steps=24, among=[{"strategy": "hybrid", "eager": eager}], plans=[{}])
+        require_bits(TIED, "Adam", num_steps=24, among=[{"strategy": "hybrid", "in_backward": in_backward}], plans=[{}])
     assert dist.get_rank() > 0 or len({plan.fingerprint for plan in seen}) > 1
 
 
@@ -232,7 +234,7 @@ OVERFLOWS = {
         events=f"{STEP}, zero, forward 012, backward, forward 012, overflow |now, backward, step", settings=SKIPS
     ),
 }
-# An eager step has one backward, which has updated a part of the parameters when it fails.
+# A step in backward has one backward, which has updated a part of the parameters when it fails.
 BARRIER_STEPS = {
     **OVERFLOWS,
     "without overlap": Program(events=f"{STEP}, zero, forward 02|012, backward, step flying", settings={"overlap": False}),
@@ -259,21 +261,24 @@ CAPS_IN_TURN = cycle(["each", "pieces", "several", "default"])
 def examples(ways: dict[str, tuple[str, bool]]) -> dict[str, Program]:
     found = {
         f"{name}, {way}": dataclasses.replace(
-            program, strategy=strategy, is_eager=is_eager, plan=next(CAPS_IN_TURN) if program.plan == "each" else program.plan
+            program,
+            strategy=strategy,
+            steps_in_backward=steps_in_backward,
+            plan=next(CAPS_IN_TURN) if program.plan == "each" else program.plan,
         )
-        for way, (strategy, is_eager) in ways.items()
-        for name, program in {**STEPS, **({} if is_eager else BARRIER_STEPS)}.items()
+        for way, (strategy, steps_in_backward) in ways.items()
+        for name, program in {**STEPS, **({} if steps_in_backward else BARRIER_STEPS)}.items()
     }
     late = {
         f"{kind} comes late on rank {rank}, {way}": Program(
             events=f"{STEP}, {STEP}, late {rank} {kind} surely, {STEP}",
             times=1,
             strategy=strategy,
-            is_eager=is_eager,
+            steps_in_backward=steps_in_backward,
             plan="several",
         )
-        for way, (strategy, is_eager) in ways.items()
-        for kind in [*LATE, *(["step"] * is_eager), *(["all_reduce"] * (strategy == "hybrid"))]
+        for way, (strategy, steps_in_backward) in ways.items()
+        for kind in [*LATE, *(["step"] * steps_in_backward), *(["all_reduce"] * (strategy == "hybrid"))]
         for rank in ([0, 1] if strategy != "hybrid" else [0, 3])
     }
     return {**found, **late}
@@ -281,9 +286,16 @@ def examples(ways: dict[str, tuple[str, bool]]) -> dict[str, Program]:
 
 EXAMPLES = {
     **OVERFLOWS,
-    **examples({"zero1": ("zero1", False), "zero2": ("zero2", False), "eager": ("zero1", True), "eager zero2": ("zero2", True)}),
+    **examples(
+        {
+            "zero1": ("zero1", False),
+            "zero2": ("zero2", False),
+            "in_backward": ("zero1", True),
+            "in_backward zero2": ("zero2", True),
+        }
+    ),
 }
-MESHES = examples({"barrier": ("hybrid", False), "eager": ("hybrid", True)})
+MESHES = examples({"barrier": ("hybrid", False), "in_backward": ("hybrid", True)})
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -147,13 +147,13 @@ def test_after_close_and_with_strangers() -> None:
 @pytest.mark.slow
 @in_ranks(2, is_fresh=True)
 @pytest.mark.parametrize("keeping", [None, 1], ids=["both drop it", "one keeps it"])
-@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
-def test_a_dropped_wrapper_leaves_parameters_that_have_come(eager: bool, keeping: int | None) -> None:
+@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
+def test_a_dropped_wrapper_leaves_parameters_that_have_come(in_backward: bool, keeping: int | None) -> None:
     model, kept = MLP.model(), []
 
     def train() -> None:
         ddp = DistributedDataParallel(model, config=SyncConfig(strategy="zero1", **ORDERED))
-        opt = optimizer_for(ddp, "zero1", "SGD", eager=eager)
+        opt = optimizer_for(ddp, "zero1", "SGD", in_backward=in_backward)
         for step in range(3):
             one_step(ddp, opt, step)
             if step == 1:
@@ -211,9 +211,11 @@ def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing() -> None:
 
 # Only rank 1 has a part of the gradient, and every rank says so of it.
 @in_ranks(2)
-@pytest.mark.parametrize(("eager", "clips"), [(False, False), (False, True), (True, False)], ids=["step", "clip", "eager step"])
-def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(eager: bool, clips: bool) -> None:
-    with stepped(2, eager=eager, **SMALL) as (ddp, opt):
+@pytest.mark.parametrize(
+    ("in_backward", "clips"), [(False, False), (False, True), (True, False)], ids=["step", "clip", "step in backward"]
+)
+def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(in_backward: bool, clips: bool) -> None:
+    with stepped(2, in_backward=in_backward, **SMALL) as (ddp, opt):
         opt.zero_grad()
         MLP.loss(ddp, 2).backward()
         owned = of_all_ranks([bool(parts) for parts in opt.owned_parts().values()])
@@ -345,19 +347,19 @@ class WithOwnHook(torch.optim.AdamW):
 
 
 @contextlib.contextmanager
-def two_models(cls: type[Any], *, eager: bool) -> Iterator[tuple[DistributedDataParallel, Any]]:
+def two_models(cls: type[Any], *, in_backward: bool) -> Iterator[tuple[DistributedDataParallel, Any]]:
     """The first one, and its optimizer; both are there and neither has to do with the other."""
     settings = {"strategy": "zero1", **SMALL}
     with wrapped(MLP.model(), **settings) as ddp, wrapped(MLP.model(), **settings):
-        yield ddp, ShardedOptimizer(cls, ddp, lr=0.01, eager=eager)
+        yield ddp, ShardedOptimizer(cls, ddp, lr=0.01, in_backward=in_backward)
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, StepsAsItsBase, WithOwnHook])
-def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(cls: type[Any], eager: bool) -> None:
+def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(cls: type[Any], in_backward: bool) -> None:
     """In the thread that trains: at a forward, at the step of another model. Hooks of the optimizer's own are called."""
-    with two_models(cls, eager=eager) as (ddp, opt):
+    with two_models(cls, in_backward=in_backward) as (ddp, opt):
         for step in range(2):
             one_step(ddp, opt, step)
         assert len(ddp.plan.buckets) > 2
@@ -369,14 +371,14 @@ def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(c
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("eager", [False, True], ids=["barrier", "eager"])
-def test_the_users_hooks_for_all_optimizers_are_called_once_a_step(eager: bool) -> None:
+@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
+def test_the_users_hooks_for_all_optimizers_are_called_once_a_step(in_backward: bool) -> None:
     called: list[tuple[str, str, int]] = []
 
     def note(when: str) -> Any:
         return lambda optimizer, *_: called.append((when, type(optimizer).__name__, threading.get_ident()))
 
-    with two_models(torch.optim.AdamW, eager=eager) as (ddp, opt):
+    with two_models(torch.optim.AdamW, in_backward=in_backward) as (ddp, opt):
         hooks = [register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))]
         for step in range(3):
             called.clear()

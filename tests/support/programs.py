@@ -41,7 +41,7 @@ class Program:
     events: str = "zero, forward 012, backward, step"
     times: int = 3
     strategy: str = "ddp"
-    is_eager: bool = False
+    steps_in_backward: bool = False
     is_attached: bool = False
     is_alone: bool = False  # each rank is a group of its own
     has_hook: bool = False
@@ -225,7 +225,7 @@ class Run:
             how |= {"momentum": 0.5, "weight_decay": 0.01}
         self.optimizers: list[Any] = [torch.optim.SGD(model.parameters(), **how) for model in (self.module, self.bare)]
         if self.program.strategy != "ddp":
-            self.optimizers[0] = ShardedOptimizer(torch.optim.SGD, self.handle, eager=self.program.is_eager, **how)
+            self.optimizers[0] = ShardedOptimizer(torch.optim.SGD, self.handle, in_backward=self.program.steps_in_backward, **how)
 
     def happen(self, event: str) -> None:
         verb, _, words = event.partition(" ")
@@ -370,7 +370,7 @@ class Run:
         reference = self.reference
         reference.synchronize(op=op)
         self.is_synchronized = is_last
-        if not self.program.is_eager or not reference.has_shards:
+        if not self.program.steps_in_backward or not reference.has_shards:
             self.compare_gradients()
         if is_last:
             used = {name for name, param in self.bare.named_parameters() if param in reference.used}

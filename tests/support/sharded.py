@@ -37,8 +37,8 @@ MLP, TIED = CASES["mlp"], CASES["tied transformer"]
 SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
 ORDERED: dict[str, Any] = {"reduction": "ordered", **SMALL}
 # The ways to train in shards, by the number of ranks: four ranks are a mesh of two rows.
-_IN_SHARDS = ({"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "zero1", "eager": True})
-_ON_A_MESH = ({"strategy": "hybrid"}, {"strategy": "hybrid", "eager": True})
+_IN_SHARDS = ({"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "zero1", "in_backward": True})
+_ON_A_MESH = ({"strategy": "hybrid"}, {"strategy": "hybrid", "in_backward": True})
 
 
 def ways() -> tuple[dict[str, Any], ...]:
@@ -66,7 +66,7 @@ def training(
     strategy: str = "zero1",
     optimizer: str = "AdamW",
     *,
-    eager: bool = False,
+    in_backward: bool = False,
     state_dict: str = "full",
     shape: tuple[int, ...] = (2, 2),
     **settings: Any,
@@ -75,7 +75,7 @@ def training(
         mesh = stack.enter_context(mesh_of(*shape)) if strategy == "hybrid" else None
         ddp = DistributedDataParallel(model, device_mesh=mesh, config=SyncConfig(strategy=strategy, **settings))
         stack.callback(ddp.close)
-        yield ddp, optimizer_for(ddp, strategy, optimizer, eager=eager, state_dict=state_dict)
+        yield ddp, optimizer_for(ddp, strategy, optimizer, in_backward=in_backward, state_dict=state_dict)
 
 
 @contextlib.contextmanager

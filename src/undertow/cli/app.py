@@ -63,7 +63,7 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def undertow(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, steps_in_backward=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Data-parallel training for PyTorch whose gradient communication runs beneath the computation."""
@@ -155,7 +155,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     "one message per parameter, buckets of fixed size (25 MiB behind a first one of 1 MiB, as torch's DistributedDataParallel "
     "has them, and 40 MB), and the optimal buckets for this network. Prints what each step takes, what of its communication is "
     "exposed, how it compares with the shortest possible step, and the scaling efficiency, the share of the step that computing "
-    "alone takes. With --eager the optimal buckets are the best of some sizes. Draws timelines in "
+    "alone takes. With --in-backward the optimal buckets are the best of some sizes. Draws timelines in "
     "OUT/simulate.png, or with --sweep curves in OUT/simulate-SWEEP.png.\n\n"
     'Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "100gbit,5us" --sweep ranks\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
@@ -177,9 +177,9 @@ def simulate(  # noqa: PLR0913  # one argument per option
         float, typer.Option(help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank is shown.")
     ] = 0.0,
     contention: Annotated[float, typer.Option(help="Share of its speed that computing loses while the network works.")] = 0.0,
-    eager: Annotated[
+    in_backward: Annotated[
         bool,
-        typer.Option("--eager", help="Buckets are stepped and gathered while backward goes on; not with ddp."),
+        typer.Option("--in-backward", help="Buckets are stepped and gathered while backward goes on; not with ddp."),
     ] = False,
     sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
@@ -190,7 +190,7 @@ def simulate(  # noqa: PLR0913  # one argument per option
         strategy=strategy,
         num_ranks=ranks,
         network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
-        conditions=Conditions(skew=skew, contention=contention, eager=eager),
+        conditions=Conditions(skew=skew, contention=contention, in_backward=in_backward),
         sweep=sweep,
         out=out,
     )

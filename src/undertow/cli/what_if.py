@@ -14,7 +14,7 @@ from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy
 from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
-from undertow.tune.eager import best_eager_groups
+from undertow.tune.in_backward import best_groups_in_backward
 
 __all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "PER_PARAMETER", "WhatIf", "caps_of"]
 
@@ -47,8 +47,10 @@ class WhatIf:
     @cached_property
     def optimum(self) -> Optimum:
         profile = self.profile
-        if self.conditions.eager:
-            return best_eager_groups(profile, profile.order, self.network.costs, num_ranks=self.num_ranks, max_bytes=float("inf"))
+        if self.conditions.in_backward:
+            return best_groups_in_backward(
+                profile, profile.order, self.network.costs, num_ranks=self.num_ranks, max_bytes=float("inf")
+            )
         return optimal_groups(
             profile.params,
             profile.order,
@@ -66,7 +68,7 @@ class WhatIf:
     @property
     def limit_us(self) -> float:
         """Lower bound of the step time for any grouping, on equal ranks without contention."""
-        if self.conditions.eager:
+        if self.conditions.in_backward:
             return self.optimum.limit_us
         return self.profile.update_us + max(self.profile.timing.backward_end_us, self.optimum.limit_us)
 

@@ -59,8 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `cls`: an elementwise optimizer class, such as torch.optim.AdamW.
     - `target`: the result of `attach` or `DistributedDataParallel`.
     - `params`: parameters or parameter groups as in torch; None takes all trained parameters.
-    - `eager`: from the second step on, update parameters bucket by bucket during backward, with the hyper-parameters that are set
-      when it begins; `step()` confirms these updates. Clipping, a GradScaler and closures raise, because they need all gradients
+    - `in_backward`: from the second step on, update parameters bucket by bucket during backward, with the hyper-parameters that
+      are set when it begins; `step()` confirms these updates. Clipping, a GradScaler and closures raise, because they need all gradients
       before the update. Reading parameters or state in another thread during that backward raises PhaseError. After a failed
       backward the parameters are whole: the first read ends the synchronization on all ranks.
     - `state_dict`: "full", the default, makes `state_dict()` return a plain optimizer's state dict, whole on every rank; every
@@ -77,7 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         target: GradientSync | nn.Module,
         params: ParamGroups | None = None,
         *,
-        eager: bool = False,
+        in_backward: bool = False,
         state_dict: Literal["full", "sharded"] = "full",
         **defaults: Any,
     ) -> None:
@@ -90,8 +90,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make: MakeOptimizer = partial(make, **defaults)
         self._sync = sync
         whole = self._make([param for _, param in sync.named_parameters()] if params is None else params)
-        self._is_eager = eager
-        self._inners: dict[int, InnerOptimizer] = {}  # by bucket in eager mode; otherwise one, under key 0
+        self._steps_in_backward = in_backward
+        self._inners: dict[int, InnerOptimizer] = {}  # by bucket in backward; otherwise one, under key 0
         self._used: list[dict[str, Any]] = []  # hyper-parameters of the updates in the last backward, by group
         self._ours: frozenset[int] = frozenset()  # ids of the parameters that these updates cover
         self._sharding: Sharding | None = None
@@ -103,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
             require_elementwise(cls, self._make, hyper_parameters(group), device=sync.device)
-        self._steps = sync.shard(self, described(cls, self.param_groups), is_eager=eager)
+        self._steps = sync.shard(self, described(cls, self.param_groups), steps_in_backward=in_backward)
 
     @private.untraced
     @torch.no_grad()
@@ -111,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates this rank's shards; a collective call. Calls `closure` once, before the update."""
         loss = None
         if closure is not None:
-            self._require_barrier("step(closure)", "the closure's backward would update parameters before step() is through")
+            self._require_barrier("step(closure)", "the closure's backward would update parameters before step() ends")
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
@@ -137,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def begin_updates(self, sharding: Sharding) -> bool:
         """Called by the runtime when a synchronization begins; returns True if it updates buckets with the current settings."""
-        if not self._is_eager or sharding is not self._sharding:
+        if not self._steps_in_backward or sharding is not self._sharding:
             return False
         self._consolidated = None
         self._used, self._ours = self._settings(), frozenset(map(id, self._params()))
@@ -330,7 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _place(self, owned: Owned) -> int:
         """Returns the key of its inner optimizer."""
-        return owned.part.bucket if self._is_eager else 0
+        return owned.part.bucket if self._steps_in_backward else 0
 
     def _inner_over(self, by_group: Sequence[Sequence[Owned]], sharding: Sharding) -> InnerOptimizer:
         groups: list[dict[str, Any]] = [
@@ -347,8 +347,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if changed:
             raise PhaseError(
                 f"hyper-parameters have changed since the backward that has updated the parameters: {'; '.join(changed)}.",
-                where="ShardedOptimizer.step, eager=True",
-                remedy="Change them between step() and the next backward, as schedulers do, or leave eager=True out.",
+                where="ShardedOptimizer.step, in_backward=True",
+                remedy="Change them between step() and the next backward, as schedulers do, or leave in_backward=True out.",
             )
         if self._sharding is not None:
             self._sharding.require_synchronized(self._params())
@@ -356,12 +356,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._begin()
 
     def _require_barrier(self, what: str, why: str) -> None:
-        """Raises PhaseError in eager mode."""
-        if self._is_eager:
+        """Raises PhaseError in backward."""
+        if self._steps_in_backward:
             raise PhaseError(
-                f"{what} does not go with eager=True: {why}.",
+                f"{what} does not go with in_backward=True: {why}.",
                 where="ShardedOptimizer",
-                remedy="Leave eager=True out: gathers lie under the next forward, and updates between them and backward.",
+                remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
             )
 
     def _settings(self) -> list[dict[str, Any]]:

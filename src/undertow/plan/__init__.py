@@ -1,7 +1,7 @@
 """Plans buckets before any gradient exists."""
 
 from undertow.plan.choose import first_plan, plan_in_order
-from undertow.plan.gather_order import GathersBehind, LaneTimes, eager_order, lane_period_us
+from undertow.plan.gather_order import GathersBehind, LaneTimes, in_backward_order, lane_period_us
 from undertow.plan.grouping import (
     SizeCaps,
     default_caps,
@@ -14,7 +14,7 @@ from undertow.plan.grouping import (
 from undertow.plan.layout import GroupEntry, Groups, ParamSpec, Piece, Slot, Trailer, ranks_differ, signature_bits
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
-from undertow.plan.timing import StepTiming, eager_limit_us, finish_us
+from undertow.plan.timing import StepTiming, finish_us, in_backward_limit_us
 
 __all__ = [
     "Bucket",
@@ -31,12 +31,12 @@ __all__ = [
     "StepTiming",
     "Trailer",
     "default_caps",
-    "eager_limit_us",
-    "eager_order",
     "finish_us",
     "first_plan",
     "group_by_size",
     "group_in_pieces",
+    "in_backward_limit_us",
+    "in_backward_order",
     "lane_period_us",
     "largest_first",
     "observed",

@@ -69,7 +69,7 @@ class _Lane:
 
 
 def lane_period_us(times: LaneTimes, gathers_behind: GathersBehind) -> float:
-    """Returns the period of eager steps in microseconds: backward until all buckets are stepped, then the next forward."""
+    """Returns the period of steps in backward in microseconds: backward until all buckets are stepped, then the next forward."""
     lane = _Lane(times)
     for behind in gathers_behind:
         lane.reduce()
@@ -82,7 +82,7 @@ def lane_period_us(times: LaneTimes, gathers_behind: GathersBehind) -> float:
     return now_us + times.forward_us - computed_us
 
 
-def eager_order(times: LaneTimes) -> GathersBehind:
+def in_backward_order(times: LaneTimes) -> GathersBehind:
     """Returns the order with the shortest period found; all gathers follow the last reduction if no other order is shorter."""
     orders = [_gathers_last(times), *(_in_gaps(times, patience) for patience in _PATIENCES)]
     return min(orders, key=lambda order: lane_period_us(times, order))

@@ -125,8 +125,8 @@ def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, h
     return max(0.0, _latest_us(params, np.asarray(timing.used_us), costs, "all_gather")) + reduced
 
 
-def eager_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs) -> float:
-    """Returns a lower bound of the period of eager steps, which step and gather each bucket once it is reduced; microseconds.
+def in_backward_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs) -> float:
+    """Returns a lower bound of the period of steps in backward, which update and gather each reduced bucket; microseconds.
 
         limit = max(compute, cost of all, max over i of  r_i + C*(S_i) - last use in S_i)
 

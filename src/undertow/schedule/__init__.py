@@ -1,7 +1,7 @@
 """The ops of one step: lowered from a plan, verified, printed, and released as gradients arrive."""
 
 from undertow.schedule.arrivals import Arrivals, SerialArrivals
-from undertow.schedule.lower import gathers_after_reductions, lower_accumulation, lower_data_parallel, lower_eager
+from undertow.schedule.lower import gathers_after_reductions, lower_accumulation, lower_data_parallel, lower_in_backward
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule, schedule_from_text
 from undertow.schedule.placement import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
 from undertow.schedule.tracker import Releases, Tracker
@@ -26,7 +26,7 @@ __all__ = [
     "gathers_after_reductions",
     "lower_accumulation",
     "lower_data_parallel",
-    "lower_eager",
+    "lower_in_backward",
     "schedule_from_text",
     "strategy_named",
     "verify",

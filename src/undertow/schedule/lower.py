@@ -35,7 +35,7 @@ def lower_data_parallel(
     return build.schedule
 
 
-def lower_eager(num_buckets: int, strategy: Strategy, gathers_behind: Sequence[Sequence[int]] | None = None) -> Schedule:
+def lower_in_backward(num_buckets: int, strategy: Strategy, gathers_behind: Sequence[Sequence[int]] | None = None) -> Schedule:
     """Steps every bucket when it is reduced, and gathers it then or later, while backward runs.
 
     After the reduction of bucket k the lane carries the gathers of `gathers_behind[k]`, in that order. If it is None, the gathers
@@ -71,7 +71,7 @@ def lower_eager(num_buckets: int, strategy: Strategy, gathers_behind: Sequence[S
 
 
 def gathers_after_reductions(num_buckets: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the default of `lower_eager`: all gathers follow the last reduction, in the order of the forward."""
+    """Returns the default of `lower_in_backward`: all gathers follow the last reduction, in the order of the forward."""
     return (*((),) * (num_buckets - 1), tuple(reversed(range(num_buckets))))
 
 
@@ -114,10 +114,10 @@ class _Builder:
         writes: tuple[str, ...] = (),
         after: tuple[int, ...] = (),
     ) -> int:
-        is_eager = kind is OpKind.STEP and bucket is not None
+        steps_in_backward = kind is OpKind.STEP and bucket is not None
         op = Op(
             id=len(self._ops),
-            lane=self._lane_of(kind) if kind in COLLECTIVES else UPDATE if is_eager else COMPUTE,
+            lane=self._lane_of(kind) if kind in COLLECTIVES else UPDATE if steps_in_backward else COMPUTE,
             kind=kind,
             bucket=bucket,
             reads=tuple(Buffer(name, bucket) for name in reads),

@@ -23,7 +23,7 @@ class OpKind(StrEnum):
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"  # each rank gets its shard of the sum
     BIND = "bind"  # waits for the bucket; its gradients become views of it, or placeholders if this rank has only a shard
-    STEP = "step"  # the optimizer updates the parameters, or this rank's shards of them; one bucket's in eager form
+    STEP = "step"  # the optimizer updates the parameters, or this rank's shards of them; one bucket's in backward
     ALL_GATHER = "all_gather"  # each rank gets every other one's shard of the parameters
     USE = "use"  # the next forward reads the parameters
 

@@ -39,17 +39,17 @@ class Explanation:
 
 
 def explanation(
-    plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, history: Sequence[Decided], is_eager: bool = False
+    plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, history: Sequence[Decided], steps_in_backward: bool = False
 ) -> Explanation:
     """Explains `plan`; `tuner` has the measurements of its parameters, None without any.
 
-    `is_eager`: its buckets are stepped in backward, and times are of the whole step.
+    `steps_in_backward`: its buckets are stepped in backward, and times are of the whole step.
     """
     profile = None if tuner is None else tuner.profile(plan, strategy=strategy)
     measurement = None if tuner is None else tuner.measurement
     known = Explanation(
         num_ranks=plan.num_ranks,
-        strategy=f"{strategy} eager" if is_eager else strategy,
+        strategy=f"{strategy} in backward" if steps_in_backward else strategy,
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
         achieved_ms=None if measurement is None else measurement.synchronized_us * _MS,
@@ -62,9 +62,9 @@ def explanation(
     known = replace(known, network=tuple(_curve_text(profile, kind) for kind in needed))
     if not knows_enough(profile, has_shards=has_shards):
         return known
-    best, present_us = tuner.best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
+    best, present_us = tuner.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
     known = replace(known, predicted_ms=present_us * _MS, limit_ms=best.limit_us * _MS)
-    if is_eager:
+    if steps_in_backward:
         return replace(known, best_ms=min(present_us, best.best_us) * _MS)
     timing, costs = profile.timing, profile.costs()
 

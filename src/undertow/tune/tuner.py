@@ -8,11 +8,11 @@ from itertools import pairwise
 from statistics import median
 
 from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
-from undertow.plan import GathersBehind, Groups, Optimum, Plan, eager_order, finish_us, optimal_groups
+from undertow.plan import GathersBehind, Groups, Optimum, Plan, finish_us, in_backward_order, optimal_groups
 from undertow.profile import Profile
 from undertow.simulate import lane_times
 from undertow.tune.decision import Decision, Outcome
-from undertow.tune.eager import best_eager_groups, eager_period_us, without_update
+from undertow.tune.in_backward import best_groups_in_backward, in_backward_period_us, without_update
 from undertow.tune.measurement import Measurement
 
 # A plan must be predicted to gain at least this share of the time until gradients are reduced to be worth its new buckets.
@@ -122,10 +122,10 @@ class Tuner:
             step_us=_rounded(now.synchronized_us + now.rest_us),
         )
 
-    def decide(self, plan: Plan, *, has_shards: bool, is_eager: bool = False) -> Decision:
+    def decide(self, plan: Plan, *, has_shards: bool, steps_in_backward: bool = False) -> Decision:
         """Decides on the plan from the latest measurement; keeps it without a new one.
 
-        `is_eager`: its buckets are stepped in backward.
+        `steps_in_backward`: its buckets are stepped in backward.
         """
         now = self.measurement if self._is_new else None
         self._is_new = False
@@ -135,7 +135,7 @@ class Tuner:
         assert profile is not None  # there is a measurement
         if not knows_enough(profile, has_shards=has_shards):
             return self._try_other_sizes(plan, has_shards=has_shards)
-        best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, is_eager=is_eager)
+        best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
         move_us = _move_us(plan, profile.costs()) if has_shards else 0.0
         outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
         if groups is not None and not _may_move(plan, has_shards=has_shards):
@@ -154,16 +154,18 @@ class Tuner:
         profile = self.profile(plan, strategy="zero1")
         if profile is None or not knows_enough(profile, has_shards=True):
             return None
-        return eager_order(lane_times(without_update(profile), plan, profile.costs()))
+        return in_backward_order(lane_times(without_update(profile), plan, profile.costs()))
 
-    def best_and_present(self, profile: Profile, plan: Plan, *, has_shards: bool, is_eager: bool) -> tuple[Optimum, float]:
+    def best_and_present(
+        self, profile: Profile, plan: Plan, *, has_shards: bool, steps_in_backward: bool
+    ) -> tuple[Optimum, float]:
         """Returns the best known plan, in the user's order if given, and the time of the current plan by the same costs."""
         order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
         most_bytes = max_bucket_bytes(plan)
-        if is_eager:
+        if steps_in_backward:
             stepped = without_update(profile)
-            best = best_eager_groups(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
-            return best, eager_period_us(stepped, plan, costs)
+            best = best_groups_in_backward(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
+            return best, in_backward_period_us(stepped, plan, costs)
         best = optimal_groups(
             plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
         )

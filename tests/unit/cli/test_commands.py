@@ -272,7 +272,7 @@ REFUSALS = {
     "simulate small.json --link 1gbit --per-node 3": "4 ranks cannot be on nodes of 3 ranks each.\n",
     "simulate small.json --link 1gbit --strategy zero3": "there is no strategy 'zero3'.\n",
     "simulate small.json --link 1gbit --contention 1": "contention must be 0 or more and below 1, got 1.0.\n",
-    "simulate small.json --link 8gbit --eager": "there are no eager steps with strategy 'ddp'.\n",
+    "simulate small.json --link 8gbit --in-backward": "there are no steps in backward with strategy 'ddp'.\n",
     # Places where no picture can be.
     "simulate small.json --link 1gbit --out file": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out file/below": f"nothing can be written to 'file/below': Not a directory.\n{ELSEWHERE}",
@@ -291,7 +291,7 @@ def test_what_a_command_cannot_do_is_refused(line: str, undertow: Undertow) -> N
         Path("full", f"{picture}.png").mkdir(parents=True)
     Path("broken.json").write_text('{"undertow_profile": 1, "forward_us": 10')
     code, printed, error = undertow(line)
-    prints_first = any(option in line for option in ("--sweep bandwidth", "--eager", "--out full"))
+    prints_first = any(option in line for option in ("--sweep bandwidth", "--in-backward", "--out full"))
     assert (code, printed, error.startswith(f"Error: {REFUSALS[line]}")) == (2, printed if prints_first else "", True)
 
 
@@ -343,12 +343,12 @@ def test_a_sweep_says_of_every_method_what_is_exposed_and_hidden_in_80_columns(u
     assert "".join(f"{line.rstrip()}\n" for line in table.splitlines()) == SWEEP_TABLE
 
 
-def test_eager_steps_are_simulated_and_end_sooner(undertow: Undertow) -> None:
+def test_steps_in_backward_are_simulated_and_end_sooner(undertow: Undertow) -> None:
     line = "simulate small.json --link 8gbit,10us --strategy zero1"
-    printed = [undertow(f"{line} {option}").out for option in ("", "--eager")]
-    barrier_ms, eager_ms = (float(row[2]) for each in printed for row in rows_of(each) if row[0] == OPTIMAL)
+    printed = [undertow(f"{line} {option}").out for option in ("", "--in-backward")]
+    barrier_ms, in_backward_ms = (float(row[2]) for each in printed for row in rows_of(each) if row[0] == OPTIMAL)
     # 28.3 ms to reduce all, 28.3 to gather it, and the first gradient comes 10 ms after the forward that has to wait for it.
-    assert 10 + 2 * 28.3 <= eager_ms < barrier_ms
+    assert 10 + 2 * 28.3 <= in_backward_ms < barrier_ms
 
 
 def test_a_step_on_nodes_takes_what_its_schedule_has_on_each_axis(undertow: Undertow) -> None:

@@ -1,4 +1,4 @@
-"""Optimal plans, and the order of an eager step: against brute force, and by hand."""
+"""Optimal plans, and the order of a step in backward: against brute force, and by hand."""
 
 import math
 import random
@@ -36,9 +36,9 @@ from undertow.plan import (
     ParamSpec,
     Piece,
     StepTiming,
-    eager_limit_us,
-    eager_order,
     finish_us,
+    in_backward_limit_us,
+    in_backward_order,
     lane_period_us,
     optimal,
     optimal_groups,
@@ -48,7 +48,7 @@ from undertow.plan.atoms import atoms_of, small_pieces, whole_pieces
 from undertow.plan.layout import unit_numel
 from undertow.plan.optimal import SLACK
 from undertow.plan.timing import limit_us
-from undertow.schedule import ZERO1, gathers_after_reductions, lower_eager, verify
+from undertow.schedule import ZERO1, gathers_after_reductions, lower_in_backward, verify
 from undertow.simulate import lane_times
 
 # Sums of a few dozen times, in another order than the planner's: some units in the last place of 1e2.
@@ -440,7 +440,7 @@ def random_times(seed: int, num: int) -> LaneTimes:
     ids=["gathers fill the gaps", "without gaps first what is needed first"],
 )
 def test_orders_by_hand(times: LaneTimes, order: GathersBehind) -> None:
-    assert eager_order(times) == order
+    assert in_backward_order(times) == order
 
 
 def test_the_period_of_an_order_by_hand() -> None:
@@ -454,7 +454,7 @@ def test_the_order_is_near_the_best_of_all(num: int) -> None:
     ratios = []
     for times in (random_times(seed, num) for seed in range(60)):
         best_us = min(lane_period_us(times, order) for order in every_order(num))
-        ratios.append(lane_period_us(times, eager_order(times)) / best_us)
+        ratios.append(lane_period_us(times, in_backward_order(times)) / best_us)
     # Of 900 random cases the worst was 7.6 % above the best, and all together 0.3 %.
     assert max(ratios) < 1.08
     assert sum(ratios) / len(ratios) < 1.007
@@ -463,8 +463,8 @@ def test_the_order_is_near_the_best_of_all(num: int) -> None:
 @given(st.integers(0, 10_000), st.integers(1, 9))
 def test_an_order_can_be_lowered_and_is_no_worse_than_none(seed: int, num: int) -> None:
     times = random_times(seed, num)
-    order = eager_order(times)
-    verify(lower_eager(num, ZERO1, order), ZERO1, num_buckets=num)
+    order = in_backward_order(times)
+    verify(lower_in_backward(num, ZERO1, order), ZERO1, num_buckets=num)
     assert lane_period_us(times, order) <= lane_period_us(times, gathers_after_reductions(num))
 
 
@@ -472,8 +472,8 @@ def test_an_order_can_be_lowered_and_is_no_worse_than_none(seed: int, num: int) 
 def test_no_period_is_below_the_limit(seed: int, num: int) -> None:
     profile, costs = random_profile(seed, num), lines((2, 0.02), gather=(1, 0.015))
     plan = plan_from_groups(profile.params, [[param] for param in profile.order], num_ranks=2)
-    times, limit_us = lane_times(profile, plan, costs), eager_limit_us(profile.params, profile.timing, costs)
-    assert lane_period_us(times, eager_order(times)) >= limit_us - 1e-6  # the same sums in another order: rounding
+    times, limit_us = lane_times(profile, plan, costs), in_backward_limit_us(profile.params, profile.timing, costs)
+    assert lane_period_us(times, in_backward_order(times)) >= limit_us - 1e-6  # the same sums in another order: rounding
 
 
 def test_limits_by_hand() -> None:
@@ -482,6 +482,6 @@ def test_limits_by_hand() -> None:
     # 20 + 34 - 5.
     profile, costs = profile_of([20, 10], backward_us=20), lines((1, 0.03), gather=(1, 0.02))
     # Costs are looked up at 12288 sizes and taken from below: a cell is a thousandth of the size here.
-    assert eager_limit_us(profile.params, profile.timing, costs) == pytest.approx(49, rel=2e-3)
+    assert in_backward_limit_us(profile.params, profile.timing, costs) == pytest.approx(49, rel=2e-3)
     # A model without parameters is limited by its backward.
-    assert eager_limit_us((), StepTiming(ready_us=[], backward_end_us=7, used_us=[]), FREE) == 7
+    assert in_backward_limit_us((), StepTiming(ready_us=[], backward_end_us=7, used_us=[]), FREE) == 7

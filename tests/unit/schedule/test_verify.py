@@ -19,7 +19,7 @@ from undertow.schedule import (
     Strategy,
     lower_accumulation,
     lower_data_parallel,
-    lower_eager,
+    lower_in_backward,
     schedule_from_text,
     strategy_named,
     verify,
@@ -40,7 +40,7 @@ id  lane     kind        bucket  reads     writes    after
 10  compute  step        *       grad[*]   param[*]  08 09
 11  compute  use         *       param[*]  -         10
 """
-EAGER = """\
+IN_BACKWARD_SMALL = """\
 id  lane     kind            bucket  reads      writes     after
 00  compute  fill            b0      param[b0]  grad[b0]   -
 01  compute  pack            b0      grad[b0]   grad[b0]   00
@@ -60,7 +60,7 @@ id  lane     kind            bucket  reads      writes     after
 15  compute  use             b0      param[b0]  -          10
 """
 SHARDED = {"of": lower_data_parallel(2, ZERO1).to_text(), "strategy": ZERO1}  # 10 steps, 11 and 12 gather, 13 and 14 use
-STEPPED_EARLY = {"of": EAGER, "strategy": ZERO1}
+STEPPED_EARLY = {"of": IN_BACKWARD_SMALL, "strategy": ZERO1}
 MESH = {"of": lower_data_parallel(2, HYBRID).to_text(), "strategy": HYBRID}
 # The last collective has its own edge to the end of backward, so that a fault of its pack is only that.
 APART = STEP.replace("grad[b1]  05", "grad[b1]  04 05")
@@ -325,10 +325,10 @@ def test_a_fault_is_found(lines: list[str], how: dict[str, Any], fault: str) -> 
     ("lines", "text", "strategy"),
     [
         ([], STEP, DDP),
-        ([], EAGER, ZERO1),
+        ([], IN_BACKWARD_SMALL, ZERO1),
         (["08  compute  bind  b0  grad[b0]  -  06 07"], STEP, DDP),  # a collective is after all earlier ones of its lane
     ],
-    ids=["the step above", "the eager one", "bound after a later collective"],
+    ids=["the step above", "the in_backward one", "bound after a later collective"],
 )
 def test_schedules_without_a_fault(lines: list[str], text: str, strategy: Strategy) -> None:
     assert verify(schedule := read(*lines, of=text), strategy, num_buckets=2) is schedule
@@ -339,7 +339,7 @@ def test_lowered_schedules_are_right(num_buckets: int) -> None:
     for strategy, schedules in {
         DDP: [lower(num_buckets) for lower in LOWERINGS],
         HYBRID: [lower_data_parallel(num_buckets, HYBRID, overlap=overlap) for overlap in (False, True)]
-        + [lower_eager(num_buckets, HYBRID), lower_accumulation(num_buckets, HYBRID)],
+        + [lower_in_backward(num_buckets, HYBRID), lower_accumulation(num_buckets, HYBRID)],
     }.items():
         assert [verify(schedule, strategy, num_buckets=num_buckets) for schedule in schedules] == schedules
 
@@ -349,9 +349,9 @@ def test_three_thousand_buckets_are_no_problem(lower: Any) -> None:
     verify(lower(3000), num_buckets=3000)
 
 
-def test_an_eager_step_is_lowered_so() -> None:
-    assert lower_eager(2, ZERO1).to_text() == EAGER
-    assert refusal(lambda: lower_eager(2, ZERO1, ((1,), (0,)))) == (
+def test_a_step_in_backward_is_lowered_so() -> None:
+    assert lower_in_backward(2, ZERO1).to_text() == IN_BACKWARD_SMALL
+    assert refusal(lambda: lower_in_backward(2, ZERO1, ((1,), (0,)))) == (
         "bucket 1 cannot be gathered before it is reduced.\n"
         "  the lane behind the reduction of bucket 0\n"
         "  Put its gather behind its own reduction, or a later one."

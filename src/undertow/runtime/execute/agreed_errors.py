@@ -59,7 +59,7 @@ def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mappi
         first = min(wrong.values())
         raise misused(first, [of_rank for of_rank, misuse in wrong.items() if misuse == first], number=this_round.number)
     failed = _reported(reading.failed_ranks for reading in this_round.readings)
-    is_told = this_round.is_eager and (failed or _reported(reading.changed_ranks for reading in this_round.readings))
+    is_told = this_round.steps_in_backward and (failed or _reported(reading.changed_ranks for reading in this_round.readings))
     if any(reading.ranks_differ for reading in this_round.readings) and not is_told:
         raise Desync(
             "ranks are not in the same step.",
@@ -77,7 +77,7 @@ def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mappi
             "gradients arrived again after their parameters had been updated.",
             where=where,
             remedy="The step is incomplete on every rank. Let every step use a parameter as often as the first one did, "
-            "or leave eager=True out.",
+            "or leave in_backward=True out.",
         )
     if failed and not this_round.has_failed:
         raise PeerFailed(

@@ -13,7 +13,7 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.executor import Executor, Round
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.sharded.layout import Sharding
-from undertow.schedule import DDP, OpKind, Releases, Schedule, lower_accumulation, lower_data_parallel, lower_eager, verify
+from undertow.schedule import DDP, OpKind, Releases, Schedule, lower_accumulation, lower_data_parallel, lower_in_backward, verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Present:
     plan: Plan
     generation: int
     has_shards: bool
-    is_eager: bool = False  # its buckets are stepped in backward
+    steps_in_backward: bool = False  # its buckets are stepped in backward
 
 
 class CompiledPlan:
@@ -50,16 +50,18 @@ class CompiledPlan:
         accumulation = lower_accumulation(num_buckets, self.strategy)
         self._accumulating = Releases(verify(accumulation, self.strategy, num_buckets=num_buckets))
         self._gathers_behind: GathersBehind | None = None
-        self.eager = None if sharding is None else sharding.eager
-        if self.eager is not None:
-            self._follow(lower_eager(num_buckets, self.strategy))
+        self.in_backward = None if sharding is None else sharding.in_backward
+        if self.in_backward is not None:
+            self._follow(lower_in_backward(num_buckets, self.strategy))
         else:
             self.gather_in()
 
     @property
     def present(self) -> Present:
         has_shards = self.sharding is not None
-        return Present(plan=self.plan, generation=self.generation, has_shards=has_shards, is_eager=self.eager is not None)
+        return Present(
+            plan=self.plan, generation=self.generation, has_shards=has_shards, steps_in_backward=self.in_backward is not None
+        )
 
     @cached_property
     def executor(self) -> Executor:
@@ -83,10 +85,10 @@ class CompiledPlan:
         self._follow(lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.overlap, gather_order=order))
 
     def interleave(self, gathers_behind: GathersBehind | None) -> None:
-        """In eager form gathers buckets from now on behind the reductions that `lower_eager` takes; None: behind the last one."""
-        if self.eager is not None and self._gathers_behind != gathers_behind:
+        """Gathers buckets from now on after the reductions that `lower_in_backward` takes; None: after the last one."""
+        if self.in_backward is not None and self._gathers_behind != gathers_behind:
             self._gathers_behind = gathers_behind
-            self._follow(lower_eager(len(self.plan.buckets), self.strategy, gathers_behind))
+            self._follow(lower_in_backward(len(self.plan.buckets), self.strategy, gathers_behind))
 
     def _follow(self, schedule: Schedule) -> None:
         self._synchronizing = Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))
@@ -94,8 +96,8 @@ class CompiledPlan:
 
     def round_ended(self, this_round: Round) -> None:
         """All ranks have found it sound."""
-        if self.eager is not None:
-            self.eager.is_due = this_round.steps
+        if self.in_backward is not None:
+            self.in_backward.is_due = this_round.steps
 
     def gather(self) -> None:
         """The optimizer has stepped, whether a round came before or not: every rank gets what the others have updated."""

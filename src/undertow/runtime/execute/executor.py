@@ -49,7 +49,7 @@ class Round:
     rescale: float = 1.0  # of the mean over all ranks, where some of them have run out of data
     weighing: RoundWeights | None = None  # what the mean is divided by, where losses are sums
     steps: bool = False  # buckets are stepped in it as soon as they are reduced
-    is_eager: bool = False  # after a failure or a change a bucket tells so by its signature, and is not stepped
+    steps_in_backward: bool = False  # after a failure or a change a bucket tells so by its signature, and is not stepped
     has_failed: bool = False
     misuse: int = 0  # why, where it is a reduction by hand that cannot be right
     op: str | None = None  # of a reduction by hand, where it is not that of the settings
@@ -112,10 +112,10 @@ class Executor:
         if self._sharding is not None:
             self._sharding.begin_round()
             self._sharding.gathers.round_begins()
-            eager = self._sharding.eager
-            this_round.is_eager = eager is not None
-            if eager is not None and this_round.is_synchronized and not this_round.has_changed:
-                this_round.steps = eager.begin_round(self._sharding) and this_round.is_last
+            in_backward = self._sharding.in_backward
+            this_round.steps_in_backward = in_backward is not None
+            if in_backward is not None and this_round.is_synchronized and not this_round.has_changed:
+                this_round.steps = in_backward.begin_round(self._sharding) and this_round.is_last
             if this_round.steps:
                 self._sharding.gathers.steps_begin()
         if self._reducer.hook is not None:
@@ -203,7 +203,7 @@ class Executor:
             return
         kind = OpKind.ALL_REDUCE if self._sharding is None else OpKind.REDUCE_SCATTER
         self._recorder.ready(index, num_bytes=self._reducer.wire_bytes(self._buckets[index]), kind=kind)
-        if this_round.is_eager and (this_round.has_failed or this_round.has_changed):
+        if this_round.steps_in_backward and (this_round.has_failed or this_round.has_changed):
             self._unsound.add(index)
         unused = binding.take(this_round.not_arrived(index))
         this_round.unused[index] = unused
@@ -260,8 +260,8 @@ class Executor:
     def _step(self, index: int) -> None:
         sharding, this_round = self._sharding, self._the_round
         assert sharding is not None
-        eager = sharding.eager
-        assert eager is not None  # the schedule is its
+        in_backward = sharding.in_backward
+        assert in_backward is not None  # the schedule is its
         # Now: a backward that fails later says nothing of a bucket that left before, with which all ranks go on alike.
         is_sound, weighing = index not in self._unsound, this_round.weighing
         weighs = is_sound or this_round.has_changed
@@ -273,9 +273,9 @@ class Executor:
             reduced.wait()  # it is over, and raises here if it has failed
             is_alike = self._settle(index, this_round, weighs=weighs)
             if this_round.steps and is_sound and is_alike and (weighing is None or weighing.is_sound()):
-                eager.update(index)
+                in_backward.update(index)
 
-        self._steps[index] = eager.axes.after_reductions(step)
+        self._steps[index] = in_backward.axes.after_reductions(step)
         self._handles[index].append(self._steps[index])
 
     def _settle(self, index: int, this_round: Round, *, weighs: bool) -> bool:

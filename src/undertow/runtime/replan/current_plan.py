@@ -37,7 +37,7 @@ from undertow.runtime.replan.param_hooks import Listeners, ParamHooks, params_of
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.replan.uses import Uses
 from undertow.runtime.sharded.groups import ShardGroups
-from undertow.runtime.sharded.in_backward import EagerSteps
+from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.placeholder import make_gradients_whole
 from undertow.schedule import Strategy, strategy_named
@@ -270,7 +270,7 @@ class CurrentPlan:
         """Whether the optimizer's next step moves to another plan."""
         return self._groups is not None
 
-    def shard(self, strategy: Strategy, axes: ShardGroups, eager: EagerSteps | None = None) -> Sharding:
+    def shard(self, strategy: Strategy, axes: ShardGroups, in_backward: StepsInBackward | None = None) -> Sharding:
         """Lays out parameters and gradients as `strategy` has them, in rank 0's order if that has come, from now on.
 
         Where the parameters change, later rounds reduce whole gradients until it is called again. What it returns is the
@@ -292,7 +292,7 @@ class CurrentPlan:
             self.watch.order.close()
             self.watch.order = None
         self._recorder.forgets_gathers()
-        sharding = Sharding(plan, now.params, strategy, axes, self._recorder, eager)
+        sharding = Sharding(plan, now.params, strategy, axes, self._recorder, in_backward)
         reducer = dataclasses.replace(now.reducer, shard_exchanges=sharding.exchanges)
         self.compiled = self._assemble(
             self.watch.named_params, reducer, generation=now.generation + 1, plan=plan, sharding=sharding
@@ -300,7 +300,7 @@ class CurrentPlan:
         if self.is_active:
             _ = self.compiled.executor
         sharding.take_over(held)
-        if eager is not None:
+        if in_backward is not None:
             self.watch.arrivals.learn_repeats()  # a second part of a gradient will come too late there
         self.watch.arrivals.regroup(params_of_bucket(plan))
         return sharding

@@ -51,8 +51,8 @@ def sharded_plan(now: Plan, watch: ParamHooks, groups: Groups | None, config: Sy
 
 def planned(now: CompiledPlan, watch: ParamHooks, config: SyncConfig) -> Plan | None:
     """The plan that was sent to all ranks for the round that begins: in rank 0's order, or what it has decided on."""
-    if now.eager is not None:
-        now.eager.require_confirmed("a second backward runs")
+    if now.in_backward is not None:
+        now.in_backward.require_confirmed("a second backward runs")
     order = None if watch.order is None else watch.order.take()
     groups = None if watch.tuning is None else watch.tuning.take(now.present)
     if watch.tuning is not None:
@@ -111,5 +111,7 @@ def explanation_of(watch: ParamHooks, compiled: CompiledPlan, config: SyncConfig
         why = (
             "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
         )
-    is_eager = compiled.eager is not None
-    return explanation(compiled.plan, watch.tuner, why=why, strategy=compiled.strategy.name, history=history, is_eager=is_eager)
+    steps_in_backward = compiled.in_backward is not None
+    return explanation(
+        compiled.plan, watch.tuner, why=why, strategy=compiled.strategy.name, history=history, steps_in_backward=steps_in_backward
+    )

@@ -112,7 +112,7 @@ class Tuning:
             assert measured is not None  # a round has ended
             yield from self._learn(measured)
             num_rounds = NUM_STEPS_BETWEEN_LOOKS
-            if self._may_move or measured.is_eager:
+            if self._may_move or measured.steps_in_backward:
                 self._decide(measured)
                 self.is_about_to_communicate = False
                 yield
@@ -138,14 +138,16 @@ class Tuning:
         decision = Decision(outcome=Outcome.FROZEN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         if self._group.rank == 0:
             if self._may_move and not self._is_frozen():
-                decision = self.tuner.decide(measured.plan, has_shards=measured.has_shards, is_eager=measured.is_eager)
+                decision = self.tuner.decide(
+                    measured.plan, has_shards=measured.has_shards, steps_in_backward=measured.steps_in_backward
+                )
             decision = self._with_order(decision, measured)
         numbers: Tensor = torch.from_numpy(decision.to_array(measured.plan.params)).to(self._group.device)
         work = dist.broadcast(numbers, group=self._group.process_group, group_src=0, async_op=True)
         self._sent = measured, numbers, started(work)
 
     def _with_order(self, decision: Decision, measured: Present) -> Decision:
-        if not measured.is_eager:
+        if not measured.steps_in_backward:
             return decision
         plan = measured.plan
         if decision.groups is not None:

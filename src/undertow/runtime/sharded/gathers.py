@@ -89,8 +89,8 @@ class Gathers:
         if private.graph_task_id() != -1 and not self.being_stepped.isdisjoint(buckets):
             raise PhaseError(
                 "parameters are read in the backward that has updated them already.",
-                where="ShardedOptimizer(..., eager=True), in a checkpointed part of the model or in a function's own backward",
-                remedy="Let every step use a parameter as often as the first one did, or leave eager=True out.",
+                where="ShardedOptimizer(..., in_backward=True), in a checkpointed part of the model or a function's backward",
+                remedy="Let every step use a parameter as often as the first one did, or leave in_backward=True out.",
             )
 
     def make_whole(self) -> None:
@@ -175,6 +175,6 @@ class Gathers:
         group.require_no_fault()  # raises the reason if there is one
         raise PhaseError(
             "parameters are read that a backward updates: the shards of other ranks are not there yet.",
-            where=f"ShardedOptimizer(..., eager=True), bucket {', '.join(map(str, left))}, rank {group.rank}",
+            where=f"ShardedOptimizer(..., in_backward=True), bucket {', '.join(map(str, left))}, rank {group.rank}",
             remedy="Read them in the thread that trains, behind backward. If none runs, start again from a checkpoint.",
         )

@@ -1,4 +1,4 @@
-"""Steps in eager mode: a bucket is stepped as soon as it is reduced, while backward continues.
+"""Steps in backward: a bucket is stepped as soon as it is reduced, while backward continues.
 
 reduce-scatter ──> settle (this rank's part of the mean) ──> update ──> all-gather        on the threads of the exchanges
 backward ends ──> bind ──> step(): confirms the updates                                   on the training thread
@@ -39,7 +39,7 @@ class BucketStepper(Protocol):
         ...
 
 
-class EagerSteps:
+class StepsInBackward:
     """The optimizer that steps buckets in backward, and whether its `step()` is due.
 
     `end_backward` ends a backward that an exception has interrupted, if none is running.
@@ -74,7 +74,7 @@ class EagerSteps:
 
     @private.left_alone
     def forward_ends(self, outputs: object) -> None:
-        """Makes a second backward through these outputs raise a clear error, instead of autograd's, after an eager update."""
+        """Makes a second backward through these outputs raise a clear error, instead of autograd's, after an update."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in private.tensors_in(outputs):
                 if tensor.grad_fn is not None:
@@ -84,25 +84,25 @@ class EagerSteps:
         """Raises PhaseError if `what` comes between a backward that has updated the parameters and its step()."""
         if self.is_due:
             raise PhaseError(
-                f"{what} before step(), and an eager optimizer has updated the parameters in the backward before.",
-                where="ShardedOptimizer(..., eager=True)",
+                f"{what} before step(), and with in_backward=True the last backward has updated the parameters.",
+                where="ShardedOptimizer(..., in_backward=True)",
                 remedy="Add losses up and run one backward, or run all but the last one of a step in accumulate(), "
-                "or leave eager=True out.",
+                "or leave in_backward=True out.",
             )
 
 
 @private.left_alone
-def _require_confirmed(weak: weakref.ref[EagerSteps], _gradients: object) -> None:
+def _require_confirmed(weak: weakref.ref[StepsInBackward], _gradients: object) -> None:
     steps = weak()
     if steps is not None:
         steps.require_confirmed("a second backward runs")
 
 
-def eager_steps_over(axes: ShardGroups, *, overlap: bool, end_backward: Callable[[], object]) -> EagerSteps | None:
+def steps_in_backward_over(axes: ShardGroups, *, overlap: bool, end_backward: Callable[[], object]) -> StepsInBackward | None:
     """Returns None for a single rank, which sends nothing; raises ConfigError if buckets cannot be stepped in backward."""
     if not overlap:
         raise ConfigError(
-            "eager=True steps under backward, and overlap=False lets nothing lie there.",
+            "in_backward=True steps under backward, and overlap=False lets nothing lie there.",
             where="ShardedOptimizer",
             remedy="Leave one of the two out.",
         )
@@ -110,8 +110,8 @@ def eager_steps_over(axes: ShardGroups, *, overlap: bool, end_backward: Callable
         return None
     if not axes.can_step_in_backward:
         raise ConfigError(
-            f"eager=True is not built yet for {axes.inside.group.backend}: buckets would have to be stepped on a stream.",
+            f"in_backward=True is not built yet for {axes.inside.group.backend}: buckets would have to be stepped on a stream.",
             where="ShardedOptimizer",
             remedy="Leave it out: gathers lie under the next forward.",
         )
-    return EagerSteps(axes, end_backward)
+    return StepsInBackward(axes, end_backward)

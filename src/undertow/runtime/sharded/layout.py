@@ -19,7 +19,7 @@ from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import ShardedBinding
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.groups import ShardGroups
-from undertow.runtime.sharded.in_backward import EagerSteps
+from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.placeholder import GradientPlaceholder
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
 from undertow.runtime.sharded.split import SplitParam
@@ -39,7 +39,7 @@ class Sharding:
         strategy: Strategy,
         axes: ShardGroups,
         recorder: Recorder,
-        eager: EagerSteps | None = None,
+        in_backward: StepsInBackward | None = None,
     ) -> None:
         _require_dense(plan)
         _require_apart(plan, params)
@@ -58,7 +58,7 @@ class Sharding:
             FlatParams(bucket, [params[index] for index in bucket.params], parts, num_ranks=plan.num_ranks)
             for bucket, parts in zip(plan.buckets, self._parts, strict=True)
         ]
-        self.eager = eager  # set if buckets are stepped in backward
+        self.in_backward = in_backward  # set if buckets are stepped in backward
         self._bindings: list[ShardedBinding] = []
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=group) for spec, param in zip(plan.params, params, strict=True)
@@ -66,7 +66,7 @@ class Sharding:
         num_pieces = Counter(index for bucket in plan.buckets for index in bucket.params)
         self._splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
         self.parts = [part for parts in self._parts for part in parts if part.numel]
-        end_backward = int if eager is None else eager.end_backward
+        end_backward = int if in_backward is None else in_backward.end_backward
         self.gathers = Gathers(self._flats, self.exchanges, recorder, end_backward=end_backward)
 
     def binding(self, bucket: Bucket) -> ShardedBinding:

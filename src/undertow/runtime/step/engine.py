@@ -29,7 +29,7 @@ from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
 from undertow.runtime.step.checks import Checks
-from undertow.runtime.step.in_backward import InBackward
+from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
 from undertow.runtime.step.progress import Progress
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.step.sums import Combination
@@ -52,7 +52,7 @@ class Engine:
         group.num_steps, group.is_idle = self._progress.rounds, self._progress.is_idle
         self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
-        self._in_backward = InBackward()
+        self._optimizers_in_backward = OptimizersInBackward()
         self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
         self.combination = Combination(self.current_plan, config.op, is_between=self._is_between_rounds)
         self.siblings = SiblingEngines([self])
@@ -228,7 +228,7 @@ class Engine:
         self.is_closed = True
         self.combination.give_back()
         self.current_plan.close()
-        self._in_backward.close()
+        self._optimizers_in_backward.close()
 
     @property
     def synchronizes(self) -> bool:
@@ -239,7 +239,7 @@ class Engine:
     def _prepare(self, watch: ParamHooks) -> None:
         """What can only be known when a forward begins."""
         watch.run_last()
-        self._in_backward.take_over(watch)
+        self._optimizers_in_backward.take_over(watch)
         if watch.distributed is None and private.is_rpc_running():
             watch.distributed = DistributedBackwards(watch.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere)
         if watch.distributed is not None:
@@ -334,7 +334,7 @@ class Engine:
     def _begin(self, *, is_synchronized: bool, is_shadow: bool = False, op: str | None = None) -> None:
         current_plan = self.current_plan
         current_plan.settle()
-        self._in_backward.take_over(current_plan.watch)
+        self._optimizers_in_backward.take_over(current_plan.watch)
         if is_synchronized:
             current_plan.open()
             current_plan.adopt_plan()
@@ -496,4 +496,4 @@ class Engine:
             return  # it has left the other ranks already
         current_plan.round_ended(this_round)
         self.checks.round_was_sound(this_round)
-        self._in_backward.step()
+        self._optimizers_in_backward.step()

@@ -16,7 +16,7 @@ from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.sharded.forward_waits import ForwardWaits
 from undertow.runtime.sharded.groups import ShardGroups
-from undertow.runtime.sharded.in_backward import BucketStepper, eager_steps_over
+from undertow.runtime.sharded.in_backward import BucketStepper, steps_in_backward_over
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.nonfinite import Arguments, NonFinite
@@ -40,7 +40,7 @@ class ShardedSteps:
         config: SyncConfig,
         *,
         is_compiled: bool,
-        is_eager: bool,
+        steps_in_backward: bool,
     ) -> None:
         current_plan = engine.current_plan
         self.strategy = strategy_named(config.strategy or ZERO1.name)
@@ -66,8 +66,8 @@ class ShardedSteps:
                 where='ShardedOptimizer, SyncConfig(op="weighted")',
                 remedy="Divide the loss by the weight, or use a plain optimizer there.",
             )
-        if is_eager and config.nonfinite == "skip":
-            raise no_skips_in_eager_form()
+        if steps_in_backward and config.nonfinite == "skip":
+            raise no_skips_in_backward()
         self._numbers = engine.checks.numbers
         self._module = weakref.ref(module)  # which holds us, by its hooks
         self._current_plan = current_plan
@@ -75,31 +75,35 @@ class ShardedSteps:
         self._settings = config.to_dict()
         self._group = current_plan.group
         self._axes = ShardGroups(current_plan.group, config, divisor=current_plan.compiled.reducer.divisor)
-        self.is_eager = is_eager
-        self.eager = None
+        self.steps_in_backward = steps_in_backward
+        self.in_backward = None
         try:
-            if is_eager:
-                self.eager = eager_steps_over(self._axes, overlap=config.overlap, end_backward=engine.end_failed_backward)
+            if steps_in_backward:
+                self.in_backward = steps_in_backward_over(
+                    self._axes, overlap=config.overlap, end_backward=engine.end_failed_backward
+                )
         except ConfigError:
             self._axes.close()
             raise
-        eager = self.eager
-        self._output_hook = None if eager is None else module.register_forward_hook(OutputHook(module, eager.forward_ends))
+        in_backward = self.in_backward
+        self._output_hook = (
+            None if in_backward is None else module.register_forward_hook(OutputHook(module, in_backward.forward_ends))
+        )
         self._stepper: weakref.ref[Optimizer] | None = None
         self._sharding: Sharding | None = None
         self._places: ForwardWaits | None = None
         self._is_compiled = is_compiled
         self._is_closed = False
 
-    def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_eager: bool) -> None:
+    def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, steps_in_backward: bool) -> None:
         """From now on only `stepper` may step. A collective call; PlanMismatch where ranks give different `settings`.
 
         ConfigError while an earlier one is there.
         """
-        if is_eager != self.is_eager:
+        if steps_in_backward != self.steps_in_backward:
             raise ConfigError(
-                f"an optimizer of this model was made with eager={self.is_eager} before.",
-                where=f"ShardedOptimizer(..., eager={is_eager})",
+                f"an optimizer of this model was made with in_backward={self.steps_in_backward} before.",
+                where=f"ShardedOptimizer(..., in_backward={steps_in_backward})",
                 remedy="Wrap the model anew, or make both alike.",
             )
         earlier = self._earlier()
@@ -114,8 +118,8 @@ class ShardedSteps:
                 "on its own. To replace the optimizer, `del` the first one before you make another.",
             )
         self._stepper = weakref.ref(stepper)
-        if self.eager is not None:
-            self.eager.hand_to(cast(BucketStepper, stepper))
+        if self.in_backward is not None:
+            self.in_backward.hand_to(cast(BucketStepper, stepper))
 
     def _earlier(self) -> str:
         """The class of the optimizer that is there already; empty where it was dropped."""
@@ -141,7 +145,7 @@ class ShardedSteps:
         """An optimizer steps: what this rank owns, with nothing in flight. The same object while the layout is the same."""
         self._require_open("Step before close(), or make a new wrapper and a new optimizer.")
         self._current_plan.wait_for_parameters()
-        sharding = self._current_plan.shard(self.strategy, self._axes, self.eager)
+        sharding = self._current_plan.shard(self.strategy, self._axes, self.in_backward)
         if sharding is not self._sharding:
             self._sharding = sharding
             self._watch(sharding)
@@ -150,12 +154,12 @@ class ShardedSteps:
         return sharding
 
     def begin_clipping(self) -> Sharding:
-        """The same, before the optimizer steps; PhaseError in eager form, where it has stepped already."""
-        if self.is_eager:
+        """The same, before the optimizer steps; PhaseError in backward, where it has stepped already."""
+        if self.steps_in_backward:
             raise PhaseError(
-                "clip_grad_norm_ does not go with eager=True: the norm is known when parameters are updated already.",
+                "clip_grad_norm_ does not go with in_backward=True: the norm is known when parameters are updated already.",
                 where=f"clip_grad_norm_, rank {self._group.rank}",
-                remedy="Leave eager=True out: gathers lie under the next forward, and updates between them and backward.",
+                remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
             )
         return self.begin()
 
@@ -184,12 +188,12 @@ class ShardedSteps:
     @property
     def is_stepped(self) -> bool:
         """Whether the last backward has updated the parameters, and `confirm` is due."""
-        return self.eager is not None and self.eager.is_due
+        return self.in_backward is not None and self.in_backward.is_due
 
     def confirm(self) -> bool:
         """The optimizer steps where `is_stepped`. Returns whether there is more to do: to `begin`, for a plan is to be taken."""
-        assert self.eager is not None  # else nothing is stepped
-        self.eager.is_due = False
+        assert self.in_backward is not None  # else nothing is stepped
+        self.in_backward.is_due = False
         return self._current_plan.is_layout_due
 
     def skips(self, optimizer: Optimizer) -> bool:
@@ -197,8 +201,8 @@ class ShardedSteps:
         try:
             return self._numbers.skips(optimizer, has_begun=self.is_stepped)
         except NonFiniteGradient:
-            if self.eager is not None:
-                self.eager.is_due = False  # there is nothing more to confirm
+            if self.in_backward is not None:
+                self.in_backward.is_due = False  # there is nothing more to confirm
             raise
 
     @private.untraced
@@ -234,8 +238,8 @@ class ShardedSteps:
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
-        if is_training and self.eager is not None:
-            self.eager.require_confirmed("a training forward begins")
+        if is_training and self.in_backward is not None:
+            self.in_backward.require_confirmed("a training forward begins")
         if self._places is not None:
             self._places.root_begins(is_training=is_training and not is_compiled)
 
@@ -263,7 +267,7 @@ class ShardedSteps:
         if self._axes.num_ranks == 1 or module is None:
             return
         # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
-        is_free = self._axes.inside.may_differ_in_order and sharding.eager is None  # else the lane's order is planned
+        is_free = self._axes.inside.may_differ_in_order and sharding.in_backward is None  # else the lane's order is planned
         follow = self._current_plan.compiled.gather_in if is_free else _leave
         self._places = ForwardWaits(module, sharding.buckets_of(), sharding.gathers, on_order=follow, only_root=self._is_compiled)
 
@@ -285,11 +289,11 @@ def no_join_with_shards() -> PhaseError:
     )
 
 
-def no_skips_in_eager_form() -> ConfigError:
+def no_skips_in_backward() -> ConfigError:
     return ConfigError(
-        'nonfinite="skip" does not go with eager=True: buckets are updated before the last one is known to be finite.',
+        'nonfinite="skip" does not go with in_backward=True: buckets are updated before the last one is known to be finite.',
         where="ShardedOptimizer",
-        remedy='Leave eager=True out, or use nonfinite="raise".',
+        remedy='Leave in_backward=True out, or use nonfinite="raise".',
     )
 
 

@@ -10,7 +10,7 @@ from undertow.runtime.replan.param_hooks import ParamHooks
 from undertow.runtime.torch_private import private
 
 
-class InBackward:
+class OptimizersInBackward:
     """Steps the optimizers that torch.distributed.optim._apply_optimizer_in_backward has put on parameters.
 
     Torch has them step as soon as a gradient is there; here they wait until it is the mean over ranks.

@@ -64,8 +64,8 @@ from undertow import (
     save_checkpoint,
 )
 
-EAGER: dict[str, Any] = {"eager": True, **SMALL}
-IN_BACKWARD = {"strategy": "zero1", "eager": True}
+IN_BACKWARD_SMALL: dict[str, Any] = {"in_backward": True, **SMALL}
+IN_BACKWARD = {"strategy": "zero1", "in_backward": True}
 
 
 def backward(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:
@@ -75,7 +75,7 @@ def backward(ddp: DistributedDataParallel, opt: torch.optim.Optimizer, step: int
 
 @in_ranks(2)
 def test_parameters_are_updated_when_backward_returns_and_step_confirms() -> None:
-    with stepped(1, **EAGER) as (ddp, opt):
+    with stepped(1, **IN_BACKWARD_SMALL) as (ddp, opt):
         before = parameters(ddp)
         backward(ddp, opt, 1)
         after = parameters(ddp)
@@ -86,7 +86,7 @@ def test_parameters_are_updated_when_backward_returns_and_step_confirms() -> Non
 
 @in_ranks(2)
 def test_one_thread_updates_every_bucket_and_gathers_stay_in_flight() -> None:
-    with training(MLP.model(), **EAGER) as (ddp, opt):
+    with training(MLP.model(), **IN_BACKWARD_SMALL) as (ddp, opt):
         threads: list[str] = []
         update = opt.update
         opt.update = lambda bucket: (threads.append(threading.current_thread().name), update(bucket))
@@ -104,19 +104,19 @@ def test_one_thread_updates_every_bucket_and_gathers_stay_in_flight() -> None:
 
 
 AGAIN = (
-    "a second backward runs before step(), and an eager optimizer has updated the parameters in the backward before.\n"
-    "  ShardedOptimizer(..., eager=True)\n"
-    "  Add losses up and run one backward, or run all but the last one of a step in accumulate(), or leave eager=True out."
+    "a second backward runs before step(), and with in_backward=True the last backward has updated the parameters.\n"
+    "  ShardedOptimizer(..., in_backward=True)\n"
+    "  Add losses up and run one backward, or run all but the last one of a step in accumulate(), or leave in_backward=True out."
 )
 REFUSED: dict[str, tuple[str, Any]] = {
     "clipping": (
-        "clip_grad_norm_ does not go with eager=True: the norm is known when parameters are updated already.\n"
+        "clip_grad_norm_ does not go with in_backward=True: the norm is known when parameters are updated already.\n"
         "  ShardedOptimizer\n"
-        "  Leave eager=True out: gathers lie under the next forward, and updates between them and backward.",
+        "  Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
         lambda _, opt: opt.clip_grad_norm_(1.0),
     ),
     "a closure": (
-        "step(closure) does not go with eager=True: the closure's backward would update parameters before step() is through.",
+        "step(closure) does not go with in_backward=True: the closure's backward would update parameters before step() ends.",
         lambda _, opt: opt.step(lambda: None),
     ),
     "a training forward": (AGAIN.replace("a second backward runs", "a training forward begins"), lambda ddp, _: MLP.loss(ddp, 2)),
@@ -128,8 +128,8 @@ REFUSED: dict[str, tuple[str, Any]] = {
     ),
     "other hyper-parameters": (
         "hyper-parameters have changed since the backward that has updated the parameters: lr of group 0: 0.01, now 1.0.\n"
-        "  ShardedOptimizer.step, eager=True\n"
-        "  Change them between step() and the next backward, as schedulers do, or leave eager=True out.",
+        "  ShardedOptimizer.step, in_backward=True\n"
+        "  Change them between step() and the next backward, as schedulers do, or leave in_backward=True out.",
         lambda _, opt: (opt.param_groups[0].update(lr=1.0), opt.step()),
     ),
 }
@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_right_raises_where_it_happens(what: str) -> None:
     text, act = REFUSED[what]
-    with stepped(1, optimizer="AdamW", **EAGER) as (ddp, opt):
+    with stepped(1, optimizer="AdamW", **IN_BACKWARD_SMALL) as (ddp, opt):
         backward(ddp, opt, 1)
         assert text_of(PhaseError, lambda: act(ddp, opt)).startswith(text)
 
@@ -166,7 +166,7 @@ def test_a_second_loss_of_one_forward_is_refused_with_its_reason(structure: str,
     model = TwoLosses(structure)
     target = attach(model) if is_attached else DistributedDataParallel(model)
     forward = model if is_attached else target
-    opt = ShardedOptimizer(torch.optim.SGD, target, eager=True, lr=0.1)
+    opt = ShardedOptimizer(torch.optim.SGD, target, in_backward=True, lr=0.1)
     for step in range(3):
         found = tree_leaves(forward(noise(3, 6, step=step)))
         losses = [found[0].sum(), found[-1].square().sum()]
@@ -187,8 +187,8 @@ def test_a_second_loss_of_one_forward_is_refused_with_its_reason(structure: str,
 @in_ranks(2)
 def test_a_scaler_is_refused_before_the_first_update() -> None:
     scaler = torch.amp.GradScaler("cpu")
-    text = "GradScaler does not go with eager=True: it looks for infinite gradients when parameters are updated"
-    with training(MLP.model(), **EAGER) as (ddp, opt):
+    text = "GradScaler does not go with in_backward=True: it looks for infinite gradients when parameters are updated"
+    with training(MLP.model(), **IN_BACKWARD_SMALL) as (ddp, opt):
         scaler.scale(MLP.loss(ddp, 0)).backward()
         assert text in text_of(PhaseError, lambda: scaler.step(opt))  # the very first, before anything is updated
 
@@ -197,14 +197,14 @@ def test_a_scaler_is_refused_before_the_first_update() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "an optimizer of this model was made with eager=False before"),
-        ({"overlap": False}, "eager=True steps under backward, and overlap=False lets nothing lie there"),
+        ({}, "an optimizer of this model was made with in_backward=False before"),
+        ({"overlap": False}, "in_backward=True steps under backward, and overlap=False lets nothing lie there"),
     ],
 )
 def test_it_is_refused_where_it_cannot_be_made(settings: dict[str, Any], text: str) -> None:
     with wrapped(MLP.model(), strategy="zero1", **settings) as ddp:
         _first = None if settings else optimizer_for(ddp, "zero1")
-        assert text in text_of(ConfigError, lambda: optimizer_for(ddp, "zero1", eager=True))
+        assert text in text_of(ConfigError, lambda: optimizer_for(ddp, "zero1", in_backward=True))
 
 
 # The lane carries gathers between the reductions of the same backward.
@@ -225,7 +225,7 @@ def test_an_exception_in_an_update_comes_out_of_backward_as_itself() -> None:
     def fail(bucket: int) -> None:
         raise ZeroDivisionError(f"in bucket {bucket}")
 
-    with stepped(2, **EAGER) as (ddp, opt):
+    with stepped(2, **IN_BACKWARD_SMALL) as (ddp, opt):
         opt.update = fail
         assert "in bucket 0" in text_of(ZeroDivisionError, lambda: backward(ddp, opt, 2))
         in_flight = gathers_of(ddp).in_flight
@@ -246,7 +246,7 @@ class Detached(nn.Sequential):
 # A use that autograd does not count delays no update, and must not be computed with what that has written.
 @in_ranks(2)
 def test_autograd_refuses_a_parameter_that_was_updated_too_early() -> None:
-    with training(Detached(nn.Linear(6, 6), nn.Linear(6, 6)), "zero1", "SGD", **EAGER) as (ddp, opt):
+    with training(Detached(nn.Linear(6, 6), nn.Linear(6, 6)), "zero1", "SGD", **IN_BACKWARD_SMALL) as (ddp, opt):
         one_step(ddp, opt, 0)
         assert "modified by an inplace operation" in text_of(RuntimeError, lambda: backward(ddp, opt, 1))
 
@@ -272,7 +272,7 @@ class Twice(nn.Module):
 @in_ranks(2)
 @pytest.mark.parametrize("calls_layer", [True, False])
 def test_a_recomputation_with_updated_parameters_is_an_error_on_every_rank(calls_layer: bool) -> None:
-    with training(Twice(calls_layer=calls_layer), "zero1", "SGD", **EAGER) as (ddp, opt):
+    with training(Twice(calls_layer=calls_layer), "zero1", "SGD", **IN_BACKWARD_SMALL) as (ddp, opt):
         one_step(ddp, opt, 0)
         one_step(ddp, opt, 1)
         ddp.module.runs_twice = calls_layer or dist.get_rank() == 0
@@ -299,16 +299,16 @@ def test_rank_0_plans_the_lane_and_all_follow() -> None:
 def test_other_plans_are_taken_with_their_state() -> None:
     expected = reference(TIED, "ddp", num_steps=40, reduction="ordered")
     with scripted(one_each, in_pieces, all_in_one) as seen:
-        require_equal(expected, trained(TIED, "zero1", num_steps=40, eager=True, reduction="ordered"))
+        require_equal(expected, trained(TIED, "zero1", num_steps=40, in_backward=True, reduction="ordered"))
     assert dist.get_rank() > 0 or len({plan.fingerprint for plan in seen}) >= 4
 
 
 @pytest.mark.slow
 @in_ranks(2)
 def test_what_is_saved_after_a_step_is_whole() -> None:
-    def saved_after_steps(*, eager: bool) -> list[Any]:
+    def saved_after_steps(*, in_backward: bool) -> list[Any]:
         found = []
-        with training(TIED.model(), eager=eager, **ORDERED) as (ddp, opt):
+        with training(TIED.model(), in_backward=in_backward, **ORDERED) as (ddp, opt):
             for step in range(4):
                 step_of(ddp, opt, TIED, step)
                 found.append(copied([opt.full_state_dict()["state"], ddp.state_dict()]))
@@ -316,19 +316,19 @@ def test_what_is_saved_after_a_step_is_whole() -> None:
                     opt.load_state_dict(opt.full_state_dict())
         return found
 
-    require_same_states(saved_after_steps(eager=True), saved_after_steps(eager=False))
+    require_same_states(saved_after_steps(in_backward=True), saved_after_steps(in_backward=False))
 
 
-# Backwards in eager form that fail when they have updated a part: what may be read then, and what comes after.
+# Backwards in backward that fail when they have updated a part: what may be read then, and what comes after.
 
 
-EAGER_SGD: dict[str, Any] = {"optimizer": "SGD", "eager": True, **SMALL}
+IN_BACKWARD_SGD: dict[str, Any] = {"optimizer": "SGD", "in_backward": True, **SMALL}
 Read = Callable[[DistributedDataParallel, Any], Parameters]
 
 
 def started(op: str = "mean") -> AbstractContextManager[Any]:
     torch.manual_seed(3)
-    return training(Fragile(), "hybrid" if dist.get_world_size() == 4 else "zero1", op=op, **EAGER_SGD)
+    return training(Fragile(), "hybrid" if dist.get_world_size() == 4 else "zero1", op=op, **IN_BACKWARD_SGD)
 
 
 def weighted_step(ddp: DistributedDataParallel, opt: Any, step: int, *, weight: float | None = None) -> None:
@@ -443,7 +443,7 @@ def test_another_thread_is_told_that_a_backward_updates_what_it_reads() -> None:
         require_same_everywhere(parameters(ddp))
         first, where, remedy = text_of(PhaseError, reads[0].result).splitlines()
     assert first == "parameters are read that a backward updates: the shards of other ranks are not there yet."
-    assert re.fullmatch(rf"  ShardedOptimizer\(\.\.\., eager=True\), bucket .*, rank {dist.get_rank()}", where)
+    assert re.fullmatch(rf"  ShardedOptimizer\(\.\.\., in_backward=True\), bucket .*, rank {dist.get_rank()}", where)
     assert (remedy, len(reads)) == (
         "  Read them in the thread that trains, behind backward. If none runs, start again from a checkpoint.",
         1,
@@ -493,7 +493,7 @@ def test_what_a_lost_rank_leaves_in_part_is_not_read() -> None:
 def test_steps_behind_a_micro_batch_that_failed_are_as_ever(num_failing: int) -> None:
     def trained(*, fails: bool) -> Parameters:
         torch.manual_seed(3)
-        with training(Fragile(), "zero2", **EAGER_SGD) as (ddp, opt):
+        with training(Fragile(), "zero2", **IN_BACKWARD_SGD) as (ddp, opt):
             train(ddp, opt)
             if fails:
                 with ddp.no_sync():
