@@ -60,9 +60,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `target`: the result of `attach` or `DistributedDataParallel`.
     - `params`: parameters or parameter groups as in torch; None takes all trained parameters.
     - `in_backward`: from the second step on, update parameters bucket by bucket during backward, with the hyper-parameters that
-      are set when it begins; `step()` confirms these updates. Clipping, a GradScaler and closures raise, because they need all gradients
-      before the update. Reading parameters or state in another thread during that backward raises PhaseError. After a failed
-      backward the parameters are whole: the first read ends the synchronization on all ranks.
+      are set when it begins; `step()` confirms these updates. Clipping, a GradScaler and closures raise, because they need all
+      gradients before the update. Reading parameters or state in another thread during that backward raises PhaseError.
+      After a failed backward the parameters are whole: the first read ends the synchronization on all ranks.
     - `state_dict`: "full", the default, makes `state_dict()` return a plain optimizer's state dict, whole on every rank; every
       rank must call it. "sharded" makes it return this rank's shards, which only torch.distributed.checkpoint can save.
     - `defaults`: the settings of `cls`.
