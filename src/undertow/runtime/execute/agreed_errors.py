@@ -1,16 +1,14 @@
-"""What all ranks conclude from the trailers of a round, alike."""
+"""The errors of a round: the same on every rank if its trailers report them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 
 from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
-from undertow.runtime.execute.executor import Round
+from undertow.runtime.execute.round import Round, RoundResult
 
 
 class Misuse(IntEnum):
-    """Why a rank cannot reduce by hand as it was asked to; other than zero and one, which say whether its backward failed."""
+    """The reason why a rank cannot reduce by hand; not 0 or 1, which in a trailer say if its backward failed."""
 
     NOTHING = 2
     TWICE = 3
@@ -34,7 +32,7 @@ _MISUSES = {
 
 
 def misused(misuse: int, ranks: Iterable[int], *, number: int) -> PhaseError:
-    """The error, the same on every rank, of a reduction by hand that is wrong on these."""
+    """Returns the error, the same on every rank, of a reduction by hand that is wrong on these ranks."""
     what, remedy = _MISUSES[Misuse(misuse)]
     where = f"reduce_gradients_async(), synchronization {number}"
     return PhaseError(what.format(", ".join(map(str, sorted(ranks)))), where=where, remedy=remedy)
@@ -46,40 +44,42 @@ def _place(this_round: Round) -> str:
     return f"synchronization {this_round.number}{stepped[this_round.mode]}{op}"
 
 
-def late_buckets(this_round: Round) -> list[int]:
-    """Buckets for which some rank has a part that came after they had left."""
-    return sorted({bucket for reading in this_round.readings if not reading.is_overdue for bucket in reading.late_buckets})
+def require_sound(result: RoundResult, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}) -> None:
+    """Raises, on every rank, the error that some rank has reported.
 
-
-def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}) -> None:
-    """Raises, on every rank, what some rank has reported; `places` asks where all ranks stand, with the place of this one."""
-    where = f"synchronization {this_round.number}, rank {rank}"
-    wrong = {of_rank: misuse for reading in this_round.readings for of_rank, misuse in reading.misuses}
+    `places` asks all ranks for their positions, given this rank's.
+    """
+    if not result.readings:
+        return
+    number = result.round.number
+    where = f"synchronization {number}, rank {rank}"
+    wrong = {of_rank: misuse for reading in result.readings for of_rank, misuse in reading.misuses}
     if wrong:
         first = min(wrong.values())
-        raise misused(first, [of_rank for of_rank, misuse in wrong.items() if misuse == first], number=this_round.number)
-    failed = _reported(reading.failed_ranks for reading in this_round.readings)
-    is_told = this_round.steps_in_backward and (failed or _reported(reading.changed_ranks for reading in this_round.readings))
-    if any(reading.ranks_differ for reading in this_round.readings) and not is_told:
+        raise misused(first, [of_rank for of_rank, misuse in wrong.items() if misuse == first], number=number)
+    failed = result.reported("failed_ranks")
+    is_told = result.steps_in_backward and (failed or result.reported("changed_ranks"))
+    if any(reading.ranks_differ for reading in result.readings) and not is_told:
+        listed = sorted(places(_place(result.round)).items())
         raise Desync(
             "ranks are not in the same step.",
-            where="\n  ".join((where, *(f"rank {it}: {place}" for it, place in sorted(places(_place(this_round)).items())))),
+            where="\n  ".join((where, *(f"rank {other}: {place}" for other, place in listed))),
             remedy="Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish().",
         )
-    if any(reading.late_buckets and reading.is_overdue for reading in this_round.readings):
+    if any(reading.late_buckets and reading.is_overdue for reading in result.readings):
         raise Desync(
             "gradients arrived again after their bucket had left, and were left out.",
             where=f"{where}, or the one before",
             remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
         )
-    if this_round.steps and late_buckets(this_round):
+    if result.steps and result.late_buckets:
         raise PhaseError(
             "gradients arrived again after their parameters had been updated.",
             where=where,
             remedy="The step is incomplete on every rank. Let every step use a parameter as often as the first one did, "
             "or leave in_backward=True out.",
         )
-    if failed and not this_round.has_failed:
+    if failed and not result.has_failed:
         raise PeerFailed(
             f"backward failed on rank {', '.join(map(str, failed))}.",
             where=where,
@@ -87,39 +87,31 @@ def require_sound(this_round: Round, *, rank: int, places: Callable[[str], Mappi
         )
 
 
-def not_waited_for(this_round: Round) -> PhaseError:
-    """The error where a backward begins while this round, which was launched by hand, is under way."""
+def not_waited_for(number: int) -> PhaseError:
+    """Returns the error of a backward that begins while synchronization `number`, launched by hand, is under way."""
     return PhaseError(
         "a backward began while gradients are being synchronized.",
-        where=f"synchronization {this_round.number}",
+        where=f"synchronization {number}",
         remedy="Wait for reduce_gradients_async() before the next backward.",
     )
 
 
-def has_changed_unlike(this_round: Round, *, num_ranks: int) -> bool:
-    """Whether the parameters have changed on some ranks and not on others."""
-    return 0 < len(_reported(reading.changed_ranks for reading in this_round.readings)) < num_ranks
-
-
-def all_have_other_buffers(this_round: Round, *, num_ranks: int) -> bool:
-    """Whether every rank's buffers are others than those that were compared; read at once by each, or by none."""
-    return len(_reported(reading.other_buffers_ranks for reading in this_round.readings if not reading.is_overdue)) == num_ranks
-
-
-def changed_unlike(this_round: Round, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch:
-    """The error for that; `change` is what is known of it here."""
-    reported = _reported(reading.changed_ranks for reading in this_round.readings)
-    changed = ", ".join(map(str, reported))
-    unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in reported)
+def changed_unlike(result: RoundResult, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch | None:
+    """Returns the error if parameters have changed on some ranks only; `change` describes the change on this rank."""
+    changed = result.reported("changed_ranks")
+    if not 0 < len(changed) < num_ranks:
+        return None
+    unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in changed)
     return PlanMismatch(
-        f"the parameters, or the communication hook, have changed on rank {changed} and not on rank {unchanged}.",
-        where=f"synchronization {this_round.number}, rank {rank}{change and f': {change}'}",
+        f"the parameters, or the communication hook, have changed on rank {', '.join(map(str, changed))} and not on rank "
+        f"{unchanged}.",
+        where=f"synchronization {result.round.number}, rank {rank}{change and f': {change}'}",
         remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
     )
 
 
 def step_within_backward(where: str) -> PhaseError:
-    """The error of an optimizer that comes before the end of a round."""
+    """Returns the error of an optimizer that steps before the end of a round."""
     return PhaseError(
         "an optimizer steps within a backward, on gradients that are not averaged yet.",
         where=where,
@@ -127,12 +119,8 @@ def step_within_backward(where: str) -> PhaseError:
     )
 
 
-def _reported(flags: Iterable[Sequence[int]]) -> list[int]:
-    return sorted({rank for ranks in flags for rank in ranks})
-
-
 def synchronized_already(number: int) -> PhaseError:
-    """The error of a second reduction beside one that is under way."""
+    """Returns the error of a second reduction while one is under way."""
     return PhaseError(
         "gradients are being synchronized already.",
         where=f"synchronization {number}",

@@ -1,24 +1,87 @@
-"""A round under way."""
+"""One synchronization, or one backward that only accumulates: how it begins, and what its ranks report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from undertow.runtime.execute.executor import Round
+from undertow.runtime.gradients.trailer import Reading
+from undertow.runtime.gradients.weights import RoundWeights
 from undertow.schedule import Releases
+
+
+class RoundKind(Enum):
+    """What a round does with gradients."""
+
+    ACCUMULATE = auto()  # packs them, or leaves them in place, and sends nothing
+    REDUCE = auto()
+    SHADOW = auto()  # contributes none: this rank has run out of data
+    RETIRE = auto()  # the last one under a plan whose parameters have changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """A round as its beginning decides it."""
+
+    kind: RoundKind
+    number: int  # of the synchronization
+    generation: int  # of the plan
+    not_arrived: Callable[[int], Sequence[int]]  # bucket -> positions without a new gradient on this rank
+    has_repeats: Callable[[], bool]  # True if some parameter arrived more often than expected
+    rebinds: Callable[[int], Collection[int]] | None = None  # bucket -> positions that take over others' values; None: all
+    is_last: bool = True  # of the step, which adds up no more gradients
+    mode: int | None = 0  # must be the same on every rank; None on a rank that accepts the mode of the others
+    rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
+    weights: RoundWeights | None = None  # the divisor of sums, if losses are weighted
+    op: str | None = None  # of a reduction by hand, if it differs from the settings'
+    has_other_buffers: bool = False  # buffers differ from the compared ones
+    is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
+
+    @property
+    def is_synchronized(self) -> bool:
+        return self.kind is not RoundKind.ACCUMULATE
+
+
+@dataclass(slots=True)
+class RoundResult:
+    """What this rank reports to a round, and what it finds out there."""
+
+    round: Round
+    steps_in_backward: bool = False  # after a failure or a change, a bucket tells so by its signature, and is not stepped
+    steps: bool = False  # buckets are stepped as soon as they are reduced
+    has_failed: bool = False
+    misuse: int = 0  # the reason why a reduction by hand is wrong here, or 0
+    unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank
+    readings: list[Reading] = field(default_factory=list)
+    nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)  # bucket -> positions, on any rank
+    keeps_earlier: bool = False  # its results are added to earlier ones of the step
+    busy_ms: tuple[float, ...] = ()
+
+    @property
+    def is_unsound(self) -> bool:
+        """True if gradients are not those of a finished backward under this plan."""
+        return self.has_failed or self.round.kind is RoundKind.RETIRE
+
+    @property
+    def late_buckets(self) -> list[int]:
+        """Buckets with a gradient, on some rank, that arrived after they had been launched."""
+        return self.reported("late_buckets", overdue=False)
+
+    def reported(self, field: str, *, overdue: bool = True) -> list[int]:
+        """Returns the ranks, or buckets, that the trailers list in that field; with or without trailers of earlier rounds."""
+        if not self.readings:
+            return []
+        readings = (reading for reading in self.readings if overdue or not reading.is_overdue)
+        return sorted({number for reading in readings for number in getattr(reading, field)})
 
 
 @dataclass(slots=True)
 class OpenRound:
-    """The round under way, and how far it has come."""
+    """The round under way, and how far it is."""
 
     round: Round
+    result: RoundResult
     releases: Releases
-    holds_back: bool  # nothing leaves before the end of backward, as under a plan that not all ranks have agreed on
-    ending: Iterator[None] | None = None  # what follows backward, in parts: see Engine._end_round
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether its last bucket has left, or may leave."""
-        return self.ending is not None
+    holds_back: bool  # nothing is launched before the end of backward, as under a plan that not all ranks have agreed on
+    ending: Iterator[None] | None = None  # the rest after backward, in parts: see Engine._end_round; None while backward runs
