@@ -508,7 +508,7 @@ def test_the_axes_of_a_mesh_work_at_the_same_time(in_backward: bool) -> None:
 
     def before(ddp: Any, _opt: Any, step: int) -> None:
         if step == 1:
-            inside, num_calls = sharding_of(ddp).exchanges, count()
+            inside, num_calls = sharding_of(ddp).groups.shard, count()
             reduce = inside.reduce_scatter
 
             def reduced(*args: Any, **kwargs: Any) -> Any:

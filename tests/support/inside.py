@@ -256,7 +256,7 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
         wait(chosen)
 
     gathers.wait = noted  # type: ignore[method-assign]
-    late_calls(_sharding_after_a_step(model).exchanges, "_send", seconds=seconds, rank=0)
+    late_calls(_sharding_after_a_step(model).groups.shard, "_send", seconds=seconds, rank=0)
     return waited
 
 
@@ -315,23 +315,23 @@ def shorten_patience(factor: float) -> None:
 
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
-    "sends": ("exchanges", "_send"),
-    "gathers": ("exchanges", "_post_all_gather"),
-    "reductions": ("exchanges", "_post_reduce_scatter"),
-    "sends across": ("across", "_send"),
-    "reductions across": ("across", "_post_both"),
+    "sends": ("shard", "_send"),
+    "gathers": ("shard", "_post_all_gather"),
+    "reductions": ("shard", "_post_reduce_scatter"),
+    "sends across": ("replicate", "_send"),
+    "reductions across": ("replicate", "_post_both"),
 }
 
 
 def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
     """Has `call` made first, in the thread that does it, at every one of these under the present plan."""
     axis, name = _PLACES[place]
-    owner = getattr(sharding_of(model), axis)
+    owner = getattr(sharding_of(model).groups, axis)
     setattr(owner, name, _after(call, getattr(owner, name)))
 
 
 def post(model: Model, work: Callable[[], object]) -> None:
-    _sharding_after_a_step(model).exchanges._posting.submit(work)  # type: ignore[attr-defined]
+    _sharding_after_a_step(model).groups.shard._posting.submit(work)  # type: ignore[attr-defined]
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:

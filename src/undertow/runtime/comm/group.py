@@ -85,13 +85,13 @@ class GroupRef:
         return tuple(tuple(map(self.ranks.index, row)) for row in self.rows)
 
     @property
-    def inside(self) -> GroupRef:
+    def shard(self) -> GroupRef:
         """Returns the group of ranks that hold the other shards of this replica, this process included."""
         row = next((row for row in self.rows if dist.get_rank() in row), self.ranks)
         return GroupRef(row, self.backend, self.timeout)
 
     @property
-    def across(self) -> GroupRef | None:
+    def replicate(self) -> GroupRef | None:
         """Returns the group of ranks that hold the same shard as this process, or None if there is no other."""
         column = next((column for column in zip(*self.rows, strict=True) if dist.get_rank() in column), None)
         return None if column is None else GroupRef(tuple(sorted(column)), self.backend, self.timeout)

@@ -70,7 +70,7 @@ class Executor:
         self, plan: Plan, params: Sequence[Tensor], recorder: Recorder, reducer: Reducer, sharding: Sharding | None
     ) -> None:
         self._rank = reducer.group.rank
-        self._group = reducer.group if sharding is None else sharding.exchanges.group
+        self._group = reducer.group if sharding is None else sharding.groups.shard.group
         self._labels = [label_of(bucket, plan) for bucket in plan.buckets]
         self._recorder = recorder
         self._reducer = reducer
@@ -199,13 +199,13 @@ class Executor:
         if not this_round.is_synchronized:
             if not binding.has_graph():
                 self._packed.add(index)
-                binding.stow()
+                binding.pack_local()
             return
         kind = OpKind.ALL_REDUCE if self._sharding is None else OpKind.REDUCE_SCATTER
         self._recorder.ready(index, num_bytes=self._reducer.wire_bytes(self._buckets[index]), kind=kind)
         if this_round.steps_in_backward and (this_round.has_failed or this_round.has_changed):
             self._unsound.add(index)
-        unused = binding.take(this_round.not_arrived(index))
+        unused = binding.pack(this_round.not_arrived(index))
         this_round.unused[index] = unused
         is_last = index == len(self._bindings) - 1
         self._trailers[index].write(
@@ -243,7 +243,7 @@ class Executor:
             pack()
             self._look(index)
 
-        handle = self._sharding.exchanges.reduce_scatter(binding.bucket.storage, target, trailer=trailer, pack=pack_and_look)
+        handle = self._sharding.groups.shard.reduce_scatter(binding.bucket.storage, target, trailer=trailer, pack=pack_and_look)
         self._handles[index] = [handle]
         self._recorder.launched(index, handle)
 
@@ -251,9 +251,9 @@ class Executor:
         binding, bucket, sharding = self._bindings[index], self._buckets[index], self._sharding
         assert isinstance(binding, ShardedBinding)
         assert sharding is not None
-        assert sharding.across is not None  # the schedule is that of its strategy
+        assert sharding.groups.replicate is not None  # the schedule is that of its strategy
         trailer = binding.bucket.storage[bucket.trailer.start : bucket.storage_numel]
-        handle = sharding.across.all_reduce_behind(self._handles[index][0], binding.reduced, trailer=trailer)
+        handle = sharding.groups.replicate.all_reduce_behind(self._handles[index][0], binding.reduced, trailer=trailer)
         self._handles[index] = [handle]
         self._recorder.launched(index, handle)
 
@@ -275,7 +275,7 @@ class Executor:
             if this_round.steps and is_sound and is_alike and (weighing is None or weighing.is_sound()):
                 in_backward.update(index)
 
-        self._steps[index] = in_backward.axes.after_reductions(step)
+        self._steps[index] = sharding.groups.after_reductions(step)
         self._handles[index].append(self._steps[index])
 
     def _settle(self, index: int, this_round: Round, *, weighs: bool) -> bool:
@@ -310,7 +310,7 @@ class Executor:
         if handles is None:
             if index in self._packed:
                 self._packed.remove(index)
-                binding.keep()
+                binding.bind_local()
             return
         self._recorder.wait_begins(index)
         with self._group.waiting(self._labels[index]):
@@ -323,14 +323,14 @@ class Executor:
         if this_round.weighing is not None or this_round.rescale != 1.0:
             _rescale(binding.values(), this_round)
         used = self._used_elsewhere(index, this_round)
-        binding.give(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
+        binding.bind(used if this_round.rebinds is None else set(used).intersection(this_round.rebinds(index)))
 
     def _bind_placeholders(self, sharding: Sharding, index: int) -> None:
         binding = self._bindings[index]
         assert isinstance(binding, ShardedBinding)
         if binding.settled is None:
             self._settle(index, self._the_round, weighs=not self._the_round.has_failed)
-        binding.give()
+        binding.bind()
         sharding.gathers.being_stepped.discard(index)
 
     def _used_elsewhere(self, index: int, this_round: Round) -> Collection[int]:

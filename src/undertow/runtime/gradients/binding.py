@@ -41,11 +41,11 @@ class Binding(Protocol):
     bucket: GradientBucket
     params: Sequence[Tensor]
 
-    def take(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         """Moves every gradient out of `.grad`, leaving None, and returns the positions unused on this rank.
 
         Because of the None, a gradient that arrives while the bucket is in flight becomes a separate tensor. A parameter in
-        `not_arrived` contributes its current `.grad`, or zeros if that is None; `give` can restore it.
+        `not_arrived` contributes its current `.grad`, or zeros if that is None; `bind` can restore it.
         """
         ...
 
@@ -57,7 +57,7 @@ class Binding(Protocol):
         """Returns the values to reduce: a dense bucket's flat gradients, or each sparse gradient."""
         ...
 
-    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         """Binds `.grad` to the reduced values.
 
         Positions unused here are bound too if they are in `used_elsewhere`; the others get their previous `.grad` back,
@@ -65,16 +65,16 @@ class Binding(Protocol):
         """
         ...
 
-    def stow(self) -> object:
-        """Like `take`, in a backward that only accumulates: gradients that are not sent yet may stay in place."""
+    def pack_local(self) -> object:
+        """Like `pack`, in a backward that only accumulates: gradients that are not sent yet may stay in place."""
         ...
 
-    def keep(self) -> None:
-        """Binds `.grad` to the stowed values."""
+    def bind_local(self) -> None:
+        """Binds `.grad` to the locally packed values."""
         ...
 
     def has_result(self) -> bool:
-        """Returns True if some `.grad` exists that has not been zeroed since `give`. On a device, the host may wait."""
+        """Returns True if some `.grad` exists that has not been zeroed since `bind`. On a device, the host may wait."""
         ...
 
     def look(self) -> None:
@@ -85,7 +85,7 @@ class Binding(Protocol):
         ...
 
     def is_written(self, position: int) -> bool:
-        """Returns True if `.grad` was written since `give` and `look`; called for positions without a gradient from autograd."""
+        """Returns True if `.grad` was written since `bind` and `look`; called for positions without a gradient from autograd."""
         ...
 
     def catch_late(self) -> bool:
@@ -115,11 +115,11 @@ class DenseBinding:
         self.look()
         self.postponed: list[Callable[[], None]] | None = None  # copies into the bucket, if another thread is to make them
 
-    def take(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         with torch.no_grad():
             if not not_arrived and not self.bucket.is_held() and not self.bucket.is_torn():
-                return self._take_new()
-            return self._take_any(not_arrived)
+                return self._pack_new()
+            return self._pack_any(not_arrived)
 
     def has_graph(self) -> bool:
         return _has_graph(self.params)
@@ -127,7 +127,7 @@ class DenseBinding:
     def values(self) -> Sequence[Tensor]:
         return (self.bucket.bucket_tensor,)
 
-    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
         if not restored:
             for param, view in zip(self.params, self.bucket.views, strict=True):
@@ -139,11 +139,11 @@ class DenseBinding:
         self._kept.clear()
         self._versions = self._versions_seen = list(map(_version_of, self.bucket.views))
 
-    stow = take
-    keep = give
+    pack_local = pack
+    bind_local = bind
 
     def release(self) -> dict[int, Tensor | None]:
-        """Ends a `take` without binding; returns the previous `.grad` of each position that is unused here."""
+        """Ends a `pack` without binding; returns the previous `.grad` of each position that is unused here."""
         kept = {position: kept.grad for position, kept in self._kept.items()}
         self._kept.clear()
         return kept
@@ -189,7 +189,7 @@ class DenseBinding:
         # The mean of a sum is the sum of the means, so the earlier result stays as it is.
         self.bucket.bucket_tensor.add_(values[0])
 
-    def _take_new(self) -> list[int]:
+    def _pack_new(self) -> list[int]:
         """The usual case: `.grad` was cleared before backward, and every gradient is a new tensor."""
         unused: list[int] = []
         for start in range(0, len(self.params), _MOST_AT_ONCE):
@@ -205,7 +205,7 @@ class DenseBinding:
         self._kept = dict.fromkeys(unused, _Kept(None, was_view=False))
         return unused
 
-    def _take_any(self, not_arrived: Collection[int]) -> list[int]:
+    def _pack_any(self, not_arrived: Collection[int]) -> list[int]:
         grads = [param.grad for param in self.params]
         unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
         for position in unused:
@@ -279,7 +279,7 @@ class SparseBinding:
         self.look()
 
     @torch.no_grad()
-    def take(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         grads = [param.grad for param in self.params]
         unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
         self._kept = {position: grads[position] for position in unused}
@@ -295,7 +295,7 @@ class SparseBinding:
     def values(self) -> Sequence[Tensor]:
         return self._values
 
-    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
         for position, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
             if position in restored:
@@ -306,8 +306,8 @@ class SparseBinding:
         self._kept = {}
         self.look()
 
-    stow = take
-    keep = give
+    pack_local = pack
+    bind_local = bind
 
     def has_result(self) -> bool:
         return any(grad is not None and has_values(grad) for grad in map(_grad_of, self.params))

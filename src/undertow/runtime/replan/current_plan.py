@@ -270,7 +270,7 @@ class CurrentPlan:
         """Whether the optimizer's next step moves to another plan."""
         return self._groups is not None
 
-    def shard(self, strategy: Strategy, axes: ShardGroups, in_backward: StepsInBackward | None = None) -> Sharding:
+    def shard(self, strategy: Strategy, shard_groups: ShardGroups, in_backward: StepsInBackward | None = None) -> Sharding:
         """Lays out parameters and gradients as `strategy` has them, in rank 0's order if that has come, from now on.
 
         Where the parameters change, later rounds reduce whole gradients until it is called again. What it returns is the
@@ -292,8 +292,8 @@ class CurrentPlan:
             self.watch.order.close()
             self.watch.order = None
         self._recorder.forgets_gathers()
-        sharding = Sharding(plan, now.params, strategy, axes, self._recorder, in_backward)
-        reducer = dataclasses.replace(now.reducer, shard_exchanges=sharding.exchanges)
+        sharding = Sharding(plan, now.params, strategy, shard_groups, self._recorder, in_backward)
+        reducer = dataclasses.replace(now.reducer, shard_exchanges=sharding.groups.shard)
         self.compiled = self._assemble(
             self.watch.named_params, reducer, generation=now.generation + 1, plan=plan, sharding=sharding
         )

@@ -1,8 +1,8 @@
 """Binds `param.grad` under a sharded optimizer to a placeholder that has this rank's part of the gradient.
 
-.grad   None ── autograd ──> gradient ── take ──> None ── reduce-scatter ──> placeholder (part) ── zero_grad ──> None
+.grad   None ── autograd ──> gradient ── pack ──> None ── reduce-scatter ──> placeholder (part) ── zero_grad ──> None
                                                                              │  autograd adds       ▲
-                                                                             └──> .added ── take, reduce-scatter: part += new
+                                                                             └──> .added ── pack, reduce-scatter: part += new
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ShardedBinding:
         for placeholder, part in zip(placeholders, parts, strict=True):
             placeholder.parts[bucket.index] = part.of_shard(self._shard)
 
-    def take(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         self._held, self._live, self.settled = {}, set(), None
         for position, split in self._splits.items():
             held, grad, is_live = split.take()
@@ -76,14 +76,14 @@ class ShardedBinding:
                 self._held[position] = held
             if is_live:
                 self._live.add(position)
-        return self._take(not_arrived)
+        return self._pack(not_arrived)
 
-    def stow(self) -> None:
-        """Like `take`, but a gradient with pieces in other buckets stays in place until all of them take it."""
+    def pack_local(self) -> None:
+        """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
         self._held, self._live = {}, set()
-        self._take()
+        self._pack()
 
-    def _take(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def _pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         for position, param in enumerate(self.params):
             grad = param.grad
             if position not in self._splits and isinstance(grad, GradientPlaceholder):
@@ -92,7 +92,7 @@ class ShardedBinding:
                 if not grad.is_cleared:
                     self._live.add(position)
         self._dense.postponed = []
-        unused = self._dense.take(not_arrived)
+        unused = self._dense.pack(not_arrived)
         self._unused = set(unused)
         return unused
 
@@ -136,7 +136,7 @@ class ShardedBinding:
 
     @torch.no_grad()
     def settle(self, used_elsewhere: Collection[int] = ()) -> None:
-        """Moves the reduced values to their final place without binding them; `give` does that in autograd's thread."""
+        """Moves the reduced values to their final place without binding them; `bind` does that in autograd's thread."""
         unused = {**self._dense.release(), **self._wholes}
         reduced, self._aside = self._aside, None
         self.settled = []
@@ -148,7 +148,7 @@ class ShardedBinding:
                 self.settled.append(unused[position] if held is None else held)
         self._held, self._wholes = {}, {}
 
-    def give(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         if self.settled is None:
             self.settle(used_elsewhere)
         for param, grad in zip(self.params, self.settled or (), strict=True):
@@ -158,9 +158,9 @@ class ShardedBinding:
             self.look()
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def bind_local(self) -> None:
         self.packing()()
-        self._dense.keep()
+        self._dense.bind_local()
         for position in self._splits:
             self._dense.params[position].grad = None
         for position, held in self._held.items():

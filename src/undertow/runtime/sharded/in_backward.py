@@ -45,8 +45,8 @@ class StepsInBackward:
     `end_backward` ends a backward that an exception has interrupted, if none is running.
     """
 
-    def __init__(self, axes: ShardGroups, end_backward: Callable[[], object]) -> None:
-        self.axes = axes
+    def __init__(self, groups: ShardGroups, end_backward: Callable[[], object]) -> None:
+        self.groups = groups
         self.end_backward = end_backward
         self.is_due = False  # a backward has updated the parameters, and step() has not confirmed it
         self._stepper: weakref.ref[BucketStepper] | None = None  # the user holds it
@@ -98,7 +98,7 @@ def _require_confirmed(weak: weakref.ref[StepsInBackward], _gradients: object) -
         steps.require_confirmed("a second backward runs")
 
 
-def steps_in_backward_over(axes: ShardGroups, *, overlap: bool, end_backward: Callable[[], object]) -> StepsInBackward | None:
+def steps_in_backward_over(groups: ShardGroups, *, overlap: bool, end_backward: Callable[[], object]) -> StepsInBackward | None:
     """Returns None for a single rank, which sends nothing; raises ConfigError if buckets cannot be stepped in backward."""
     if not overlap:
         raise ConfigError(
@@ -106,12 +106,12 @@ def steps_in_backward_over(axes: ShardGroups, *, overlap: bool, end_backward: Ca
             where="ShardedOptimizer",
             remedy="Leave one of the two out.",
         )
-    if axes.num_ranks == 1:
+    if groups.num_ranks == 1:
         return None
-    if not axes.can_step_in_backward:
+    if not groups.can_step_in_backward:
         raise ConfigError(
-            f"in_backward=True is not built yet for {axes.inside.group.backend}: buckets would have to be stepped on a stream.",
+            f"in_backward=True is not built yet for {groups.shard.group.backend}: buckets would have to be stepped on a stream.",
             where="ShardedOptimizer",
             remedy="Leave it out: gathers lie under the next forward.",
         )
-    return StepsInBackward(axes, end_backward)
+    return StepsInBackward(groups, end_backward)

@@ -37,7 +37,7 @@ class Sharding:
         plan: Plan,
         params: Sequence[Tensor],
         strategy: Strategy,
-        axes: ShardGroups,
+        groups: ShardGroups,
         recorder: Recorder,
         in_backward: StepsInBackward | None = None,
     ) -> None:
@@ -47,9 +47,9 @@ class Sharding:
         self.params = tuple(params)
         self._ids = frozenset(map(id, params))
         self.strategy = strategy
-        self.exchanges, self.across = axes.inside, axes.across
-        self.rank = axes.rank  # among all ranks; `group` has the ranks with the other shards of this replica
-        self.group = group = axes.inside.group
+        self.groups = groups
+        self.rank = groups.rank  # among all ranks; `group` has the ranks with the other shards of this replica
+        self.group = group = groups.shard.group
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
         self._num_replicas = plan.num_ranks // group.num_ranks
@@ -67,7 +67,7 @@ class Sharding:
         self._splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
         self.parts = [part for parts in self._parts for part in parts if part.numel]
         end_backward = int if in_backward is None else in_backward.end_backward
-        self.gathers = Gathers(self._flats, self.exchanges, recorder, end_backward=end_backward)
+        self.gathers = Gathers(self._flats, self.groups.shard, recorder, end_backward=end_backward)
 
     def binding(self, bucket: Bucket) -> ShardedBinding:
         """Creates the owner of the `.grad` of a bucket's parameters."""
@@ -246,7 +246,7 @@ class Sharding:
         whole.view(self.group.num_ranks, -1)[self.group.rank].copy_(own)
         if self.group.num_ranks > 1:
             with self.group.waiting(f"the shards of bucket {bucket}"):
-                self.exchanges.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int).wait()
+                self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int).wait()
         return whole
 
 

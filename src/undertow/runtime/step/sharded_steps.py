@@ -74,16 +74,16 @@ class ShardedSteps:
         self._overlap = config.overlap
         self._settings = config.to_dict()
         self._group = current_plan.group
-        self._axes = ShardGroups(current_plan.group, config, divisor=current_plan.compiled.reducer.divisor)
+        self._groups = ShardGroups(current_plan.group, config, divisor=current_plan.compiled.reducer.divisor)
         self.steps_in_backward = steps_in_backward
         self.in_backward = None
         try:
             if steps_in_backward:
                 self.in_backward = steps_in_backward_over(
-                    self._axes, overlap=config.overlap, end_backward=engine.end_failed_backward
+                    self._groups, overlap=config.overlap, end_backward=engine.end_failed_backward
                 )
         except ConfigError:
-            self._axes.close()
+            self._groups.close()
             raise
         in_backward = self.in_backward
         self._output_hook = (
@@ -145,7 +145,7 @@ class ShardedSteps:
         """An optimizer steps: what this rank owns, with nothing in flight. The same object while the layout is the same."""
         self._require_open("Step before close(), or make a new wrapper and a new optimizer.")
         self._current_plan.wait_for_parameters()
-        sharding = self._current_plan.shard(self.strategy, self._axes, self.in_backward)
+        sharding = self._current_plan.shard(self.strategy, self._groups, self.in_backward)
         if sharding is not self._sharding:
             self._sharding = sharding
             self._watch(sharding)
@@ -257,17 +257,17 @@ class ShardedSteps:
             self._sharding.gathers.let_go()
         if self._places is not None:
             self._places.close()
-        self._axes.close()
+        self._groups.close()
 
     def _watch(self, sharding: Sharding) -> None:
         if self._places is not None:
             self._places.close()
             self._places = None
         module = self._module()
-        if self._axes.num_ranks == 1 or module is None:
+        if self._groups.num_ranks == 1 or module is None:
             return
         # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
-        is_free = self._axes.inside.may_differ_in_order and sharding.in_backward is None  # else the lane's order is planned
+        is_free = self._groups.shard.may_differ_in_order and sharding.in_backward is None  # else the lane's order is planned
         follow = self._current_plan.compiled.gather_in if is_free else _leave
         self._places = ForwardWaits(module, sharding.buckets_of(), sharding.gathers, on_order=follow, only_root=self._is_compiled)
 
