@@ -26,6 +26,7 @@ from undertow.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from undertow.by_hand.average import average_gradients
+    from undertow.by_hand.bucket import GradientBucket
     from undertow.by_hand.manager import GradientBucketManager
     from undertow.checkpoint.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.ddp.attach import BucketedDDPHooks, attach
@@ -33,14 +34,13 @@ if TYPE_CHECKING:
     from undertow.ddp.wrapper import DistributedDataParallel
     from undertow.optim.clipping import clip_grad_norm_
     from undertow.optim.sharded_optimizer import ShardedOptimizer
-    from undertow.runtime.gradients.storage import GradientBucket
     from undertow.sync import GradientSync
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
     "BucketedDDPHooks": "undertow.ddp.attach",
     "DistributedDataParallel": "undertow.ddp.wrapper",
-    "GradientBucket": "undertow.runtime.gradients.storage",
+    "GradientBucket": "undertow.by_hand.bucket",
     "GradientBucketManager": "undertow.by_hand.manager",
     "ShardedOptimizer": "undertow.optim.sharded_optimizer",
     "GradientSync": "undertow.sync",

@@ -23,17 +23,17 @@ from undertow.profile import Profile
 from undertow.report.explain import print_explanation
 from undertow.report.terminal import print_report
 from undertow.runtime.comm.broadcast import average_buffers, broadcast_buffers, broadcast_in_place
-from undertow.runtime.comm.comm_hook import CommHook
+from undertow.runtime.comm.comm_hook import CommHook, no_hook_with_sums
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.mesh import chosen_group, other_group, warn_of_lone_rank
 from undertow.runtime.comm.recorder import Recorder, clock_for
-from undertow.runtime.execute.hooks import is_outermost_forward, warn_of_late_backward
+from undertow.runtime.execute.hooks import is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.gradients.weights import require_weighted
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
 from undertow.runtime.replan.planning import explanation_of, measured_profile
 from undertow.runtime.step.dropped import let_go_when_dropped
-from undertow.runtime.step.engine import Engine
+from undertow.runtime.step.engine import Engine, Phase
 from undertow.runtime.step.reduction import Reduction, start_reduction
 from undertow.runtime.step.sharded_steps import (
     ShardedSteps,
@@ -92,7 +92,7 @@ class GradientSync:
         if isinstance(process_group, GroupRef):
             return  # a copied or unpickled model: its ranks open the group when they first use it
         try:
-            self._engine.open()
+            self._engine.current_plan.open()
             self.share(shared)
         except BaseException:
             self.close()
@@ -108,7 +108,9 @@ class GradientSync:
             self._engine.use_hook(self._hook)
         attached, members, engine = contextlib.ExitStack(), self._members, self._engine
         attached.callback(self._group.close)
-        attached.callback(lambda: None if engine.is_passed_on else members.close())  # a successor has taken the members over
+        attached.callback(
+            lambda: None if engine.phase is Phase.HANDED_OVER else members.close()
+        )  # a successor has taken the members over
         attached.callback(self._engine.close)
         attached.callback(watch_steps(self, self._engine))
         self._attached = attached
@@ -161,11 +163,11 @@ class GradientSync:
     @property
     def rescale(self) -> float:
         """Factor for the mean, and only the mean, if some ranks have run out of data; used from the next synchronization on."""
-        return self._engine.rescale
+        return self._engine.progress.rescale
 
     @rescale.setter
     def rescale(self, value: float) -> None:
-        self._engine.rescale = value if self._config.op == "mean" else 1.0
+        self._engine.progress.rescale = value if self._config.op == "mean" else 1.0
 
     @property
     def config(self) -> SyncConfig:
@@ -174,7 +176,7 @@ class GradientSync:
     @property
     def plan(self) -> Plan:
         """The plan of the last synchronization; a new plan takes effect when the next one begins."""
-        return self._engine.plan
+        return self._engine.current_plan.plan
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Returns all parameters of the module except ignored ones, frozen parameters included."""
@@ -227,7 +229,7 @@ class GradientSync:
         if self._is_closed:
             self.require_open("loss_weight(n)")
         require_weighted(self._config.op)
-        self._engine.combination.weigh(n)
+        self._engine.earlier.weights.give(n)  # type: ignore[union-attr]  # it has weights
 
     @private.untraced
     def finish(self, *, buffers_follow: int | None = 0) -> None:
@@ -279,7 +281,7 @@ class GradientSync:
         """
         self.require_open("ShardedOptimizer")
         if self.steps is None:
-            self._engine.open()
+            self._engine.current_plan.open()
             self.steps = ShardedSteps(
                 self._module, self._engine, self._config, is_compiled=self._is_compiled, steps_in_backward=steps_in_backward
             )
@@ -317,7 +319,8 @@ class GradientSync:
         self.require_open("register_comm_hook()")
         if self.steps is not None:
             raise no_hooks_with_shards()
-        self._engine.combination.require_plain_mean()
+        if self._engine.earlier is not None:
+            raise no_hook_with_sums()
         chosen = CommHook(state, hook)
         self._engine.use_hook(chosen)
         self._hook = chosen
@@ -334,17 +337,17 @@ class GradientSync:
         group = other_group(process_group, self._config.strategy)
         warn_of_lone_rank(process_group, type(self._module).__name__)
         before = self._engine
-        accumulated = before.pass_on()
+        accumulated = before.hand_over()
         self._let_go()
         self._set_up(group)
         self._engine.accumulates(before.is_accumulating)
-        self._engine.inherit(accumulated)
+        self._engine.take_from(accumulated)
 
     def share(self, kinds: Collection[str], *, source: int = 0) -> None:
         """Copies the "parameters" or "buffers" of rank `source` to every rank; a collective call."""
         if self._group.num_ranks == 1:
             return
-        self._engine.open()
+        self._engine.current_plan.open()
         self.wait_for_parameters()
         if "parameters" in kinds:
             broadcast_in_place([param for _, param in self.named_parameters()], self._group, source=source)
@@ -355,7 +358,7 @@ class GradientSync:
         """Copies buffers from rank `source` or averages them, depending on the settings; a collective call."""
         if self._group.num_ranks == 1:
             return
-        self._engine.open()
+        self._engine.current_plan.open()
         follow = average_buffers if self._config.buffers == "mean" else broadcast_buffers
         follow(self._members.common_buffers, self._group, source=source)
 
@@ -371,7 +374,7 @@ class GradientSync:
 
     def join_ends(self) -> None:
         """Ends `join`: all ranks are at the same point again and contribute gradients."""
-        self._engine.join_ends()
+        self._engine.progress.join_ends()
 
     def wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         """Makes the end of the next synchronizing backward, or the next forward, wait for these futures too."""
@@ -395,9 +398,11 @@ class GradientSync:
         """Called before each forward of the module: starts a step and, unless `buffers_follow` is None, synchronizes buffers."""
         self._is_compiled |= is_compiled
         if self._engine.is_closed:
-            if self.is_training_forward and self._engine.current_plan.has_unwatched():
+            trained = self._members.trained_now()
+            if self.is_training_forward and any(not is_watched(param) for _, param in trained):
                 self.require_open("a training forward")
-                self._engine.require_successor()
+                if self._engine.phase is Phase.HANDED_OVER:
+                    self._engine.current_plan.require_watched()
             return
         if is_outermost_forward():
             self._engine.forward_begins(is_training=self._module.training)
@@ -418,7 +423,7 @@ class GradientSync:
 
     def report(self, *, show: bool = True) -> StepReport:
         """Returns the times of the last steps on this rank, and prints them if `show` is true; never communicates."""
-        records = self._recorder.records(generation=self._engine.generation)
+        records = self._recorder.records(generation=self._engine.current_plan.now.compiled.generation)
         num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
         one_graph = one_graph and self.num_ranks > 1 and not cut_bytes(self.plan, num_ranks=self.num_ranks)
         report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
@@ -428,15 +433,17 @@ class GradientSync:
 
     def traces(self) -> tuple[Trace, ...]:
         """Returns the traces of the recorded steps that ran under the current plan, oldest first."""
-        return tuple(record.trace() for record in self._recorder.records(generation=self._engine.generation))
+        return tuple(
+            record.trace() for record in self._recorder.records(generation=self._engine.current_plan.now.compiled.generation)
+        )
 
     def explain(self, *, show: bool = True) -> Explanation:
         """Returns, and prints if `show` is true, the reasons for the plan: its time, the limit, other plans, and all decisions.
 
         Never communicates: a single rank may call it. The decisions are the same on all ranks.
         """
-        current_plan = self._engine.current_plan
-        explanation = explanation_of(current_plan.watch, current_plan.compiled, self._config)
+        now = self._engine.current_plan.now
+        explanation = explanation_of(now.hooks, now.compiled, self._config)
         if show:
             print_explanation(explanation)
         return explanation
@@ -446,8 +453,8 @@ class GradientSync:
 
         Raises PhaseError until the first steps of the model are measured, which takes about ten.
         """
-        current_plan = self._engine.current_plan
-        return measured_profile(current_plan.watch, current_plan.compiled, self._config)
+        now = self._engine.current_plan.now
+        return measured_profile(now.hooks, now.compiled, self._config)
 
     def measure_network(self) -> None:
         """Measures the network with messages of many sizes, for plans and profiles; a collective call between steps.

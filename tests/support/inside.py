@@ -31,7 +31,7 @@ from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.p2p import Exchange, P2PCollectives
 from undertow.runtime.execute.compiled_plan import CompiledPlan
-from undertow.runtime.execute.executor import Executor
+from undertow.runtime.execute.sharded_executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.trailer import TrailerCodec
 from undertow.runtime.gradients.weights import RoundWeights
@@ -64,15 +64,15 @@ def engine_of(model: Model) -> Engine:
 
 
 def generation_of(model: Model) -> int:
-    return engine_of(model).generation
+    return engine_of(model).current_plan.now.compiled.generation
 
 
 def assembly_of(model: Model) -> CompiledPlan:
-    return engine_of(model).current_plan.compiled
+    return engine_of(model).current_plan.now.compiled
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:
-    return assembly_of(model).executor._bindings[bucket].bucket.storage
+    return assembly_of(model).executor.buckets[bucket].binding.storage.flat
 
 
 def sharding_of(model: Model) -> Sharding | None:
@@ -101,7 +101,7 @@ def member_of(model: Model) -> ModelMonitor:
 
 def skip_a_round(model: Model) -> None:
     """Has this rank believe that it has finished a synchronization more than it has."""
-    engine_of(model)._progress.num_rounds += 1
+    engine_of(model).progress.num_rounds += 1
 
 
 def nothing(_op: Op) -> None:
@@ -120,7 +120,7 @@ def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[o
 @contextlib.contextmanager
 def settles_after_the_round(model: Model) -> Iterator[None]:
     """`with` it buckets that are stepped in backward are settled only when this rank has ended its synchronization."""
-    engine, settle, has_ended = engine_of(model), Executor._settle, threading.Event()
+    engine, settle, has_ended = engine_of(model), ShardedExecutor._settle, threading.Event()
     end = engine._end_round
 
     def ending(this: Any) -> Any:
@@ -131,7 +131,7 @@ def settles_after_the_round(model: Model) -> Iterator[None]:
         assert has_ended.wait(30.0)
         return settle(*args, **kwargs)
 
-    with mock.patch.object(engine, "_end_round", ending), mock.patch.object(Executor, "_settle", late):
+    with mock.patch.object(engine, "_end_round", ending), mock.patch.object(ShardedExecutor, "_settle", late):
         yield
 
 
@@ -349,7 +349,7 @@ def gathers_behind(model: Model) -> Any:
 
 def interleave(model: Model, behind: Any) -> None:
     assembly_of(model).interleave(behind)
-    engine_of(model).current_plan.watch.tuning._order = (sync_of(model).plan.groups, behind)
+    engine_of(model).current_plan.now.hooks.tuning._order = (sync_of(model).plan.groups, behind)
 
 
 def records_of(model: Model) -> Any:
@@ -401,7 +401,7 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
     world = GroupRef.of(dist.group.WORLD)
     group = GroupRef(world.ranks, world.backend, world.timeout, rows=rows)
     with contextlib.closing(GradientSync(module, process_group=group, config=SyncConfig(strategy="hybrid"))) as sync:
-        sync._engine.open()
+        sync._engine.current_plan.open()
 
 
 def stored_entries_of(path: Path) -> dict[str, Entry]:

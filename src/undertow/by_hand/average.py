@@ -16,7 +16,7 @@ from undertow.plan import Bucket, ParamSpec, SizeCaps, group_by_size, plan_from_
 from undertow.runtime.comm.group import GroupRef, user_group
 from undertow.runtime.comm.handles import ReductionHandle, all_reduce_async
 from undertow.runtime.comm.mesh import warn_of_lone_rank
-from undertow.runtime.gradients.storage import GradientBucket, spec_of
+from undertow.runtime.gradients.storage import BucketStorage, spec_of
 from undertow.runtime.gradients.trailer import TrailerCodec, to_device
 from undertow.runtime.torch_private import private
 
@@ -90,11 +90,11 @@ class _Shipment:
         self._examples = [examples[index] for index in self._params]
         self._gradients = [gradients[index] for index in self._params]
         self._missing = [position for position, gradient in enumerate(self._gradients) if gradient is None]
-        self._bucket = GradientBucket(layout.index, layout.num_bytes, (), layout=layout)
-        self._trailer = TrailerCodec(layout, self._bucket, divisor=num_ranks)
+        self._storage = BucketStorage(layout, ())
+        self._trailer = TrailerCodec(layout, self._storage, divisor=num_ranks)
         # Elements in logical order, whatever the strides: those may differ from rank to rank, especially if one rank has None.
         self._views = [
-            self._bucket.storage[slot.start : slot.stop].view(example.shape)
+            self._storage.flat[slot.start : slot.stop].view(example.shape)
             for slot, example in zip(layout.slots, self._examples, strict=True)
         ]
         self._missing_everywhere = set(self._missing)
@@ -102,7 +102,7 @@ class _Shipment:
 
     def send(self, group: dist.ProcessGroup, reference: GroupRef, *, fingerprint: int) -> ReductionHandle:
         """Starts the mean over ranks; `fingerprint`, of 24 bits, must be the same on all."""
-        storage = self._bucket.storage
+        storage = self._storage.flat
         # Signatures have fields for step, generation and mode of a training run; here all of their bits hold the fingerprint.
         bits = signature_bits(step=fingerprint, generation=fingerprint >> 12, mode=fingerprint >> 20)
         signature = to_device(bits, storage.dtype, storage.device)
@@ -114,7 +114,7 @@ class _Shipment:
     def learn(self) -> bool:
         """Reads which gradients other ranks have, once the mean is complete; returns True if they differ from this rank's."""
         # Reading makes the host wait for a device. A rank that has every gradient learns nothing from the flags.
-        must_read = self._missing or self._bucket.storage.device.type == "cpu"
+        must_read = self._missing or self._storage.flat.device.type == "cpu"
         reading = self._trailer.read() if must_read else None
         if reading is None:
             return False

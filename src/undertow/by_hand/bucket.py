@@ -55,9 +55,8 @@ class GradientBucket:
         Raises ConfigError, with its name, if a gradient is missing, and PhaseError while the bucket is in flight.
         """
         sources = self.require_ready()
-        pairs = [(view, source) for view, source in zip(self._views, sources, strict=True) if view is not source]
-        if pairs:
-            private.copy_each([view for view, _ in pairs], [source for _, source in pairs])
+        with torch.no_grad():
+            private.copy_each(self._views, sources)
         self.reduction_handle = None
         self._is_prepared, self.is_copied_back = True, False
 
@@ -100,11 +99,8 @@ class GradientBucket:
                 remedy="Call prepare() and reduce_async() after every backward, and copy back once.",
             )
         handle.wait()
-        targets = self._present_gradients()
-        pairs = [(target, view) for view, target in zip(self._views, targets, strict=True) if view is not target]
-        if pairs:
-            with torch.no_grad():
-                private.copy_each([target for target, _ in pairs], [view for _, view in pairs])
+        with torch.no_grad():
+            private.copy_each(self._present_gradients(), self._views)
         self.is_copied_back = True
 
     def require_reduced(self) -> ReductionHandle:

@@ -8,10 +8,11 @@ from types import TracebackType
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.by_hand.bucket import GradientBucket
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import SizeCaps, group_by_size, largest_first
 from undertow.runtime.comm.handles import ReductionHandle
-from undertow.runtime.gradients.storage import GradientBucket, spec_of
+from undertow.runtime.gradients.storage import spec_of
 
 
 class GradientBucketManager:

@@ -255,3 +255,11 @@ def _check_signature(hook: object) -> None:
 def _is_same_text(annotation: object, text: str) -> bool:
     """Compares annotations under `from __future__ import annotations`, which are text with the file's own prefix."""
     return isinstance(annotation, str) and text.split(".")[-1].rstrip("]") in annotation
+
+
+def no_hook_with_sums() -> ConfigError:
+    return ConfigError(
+        'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with op="weighted".',
+        where="register_comm_hook(state, hook)",
+        remedy="Leave the hook out, or have it divide by what you want.",
+    )

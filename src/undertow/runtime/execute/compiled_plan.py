@@ -1,4 +1,4 @@
-"""What a plan becomes: the ops of both kinds of round, and buckets."""
+"""A plan ready to run: the ops of both kinds of round, and buckets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import Tensor
 
 from undertow.plan import GathersBehind, Plan
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.executor import Executor, Round
+from undertow.runtime.execute.executor import Executor
+from undertow.runtime.execute.round import Round, RoundKind
+from undertow.runtime.execute.sharded_executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
 from undertow.schedule import DDP, OpKind, Releases, Schedule, lower_accumulation, lower_data_parallel, lower_in_backward, verify
 
@@ -23,7 +26,7 @@ class Present:
     plan: Plan
     generation: int
     has_shards: bool
-    steps_in_backward: bool = False  # its buckets are stepped in backward
+    steps_in_backward: bool = False
 
 
 class CompiledPlan:
@@ -39,66 +42,62 @@ class CompiledPlan:
         generation: int,
         sharding: Sharding | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self.generation = plan, generation
         self.params = tuple(params)
         self.strides = tuple(param.stride() for param in params)  # of this moment, as buckets are laid out
         self.reducer, self.sharding = reducer, sharding
-        self.generation = generation
         self.strategy = DDP if sharding is None else sharding.strategy
+        self.present = Present(
+            plan=plan, generation=generation, has_shards=sharding is not None, steps_in_backward=self.in_backward is not None
+        )
         self._recorder = recorder
         num_buckets = len(plan.buckets)
         accumulation = lower_accumulation(num_buckets, self.strategy)
         self._accumulating = Releases(verify(accumulation, self.strategy, num_buckets=num_buckets))
         self._gathers_behind: GathersBehind | None = None
-        self.in_backward = None if sharding is None else sharding.in_backward
         if self.in_backward is not None:
             self._follow(lower_in_backward(num_buckets, self.strategy))
         else:
             self.gather_in()
 
     @property
-    def present(self) -> Present:
-        has_shards = self.sharding is not None
-        return Present(
-            plan=self.plan, generation=self.generation, has_shards=has_shards, steps_in_backward=self.in_backward is not None
-        )
+    def in_backward(self) -> StepsInBackward | None:
+        """Set if buckets are stepped in backward."""
+        return None if self.sharding is None else self.sharding.in_backward
 
     @cached_property
     def executor(self) -> Executor:
-        """Made when it is first asked for: a group of one rank never needs the buckets."""
-        return Executor(self.plan, self.params, self._recorder, self.reducer, self.sharding)
+        """Constructed at the first access: a group of one rank never needs the buckets."""
+        if self.sharding is None:
+            return Executor(self.plan, self.params, self._recorder, self.reducer)
+        return ShardedExecutor(self.plan, self.params, self._recorder, self.reducer, self.sharding)
 
     def releases(self, this_round: Round) -> Releases:
-        """The ops of a round of its kind, none of which has happened."""
-        # A micro-batch that is reduced to shards, and nothing more.
-        is_added_up = self.strategy.reduces_micro_batches and not this_round.is_last
-        is_accumulating = is_added_up or not this_round.is_synchronized
+        """Returns the ops for this kind of round; none of them has happened."""
+        # Under some strategies a micro-batch is reduced to shards, and nothing more.
+        adds_up_shards = not this_round.is_last and self.strategy.reduces_micro_batches
+        is_accumulating = this_round.kind is RoundKind.ACCUMULATE or adds_up_shards
         releases = self._accumulating if is_accumulating else self._synchronizing
         releases.reset()
         return releases
 
     def gather_in(self, order: Sequence[int] | None = None) -> None:
-        """Gathers buckets in that order from now on: the one in which the forward needs them."""
+        """Gathers buckets in that order from now on: the order in which the forward needs them."""
         num_buckets = len(self.plan.buckets)
-        if order is not None:  # one without parameters is needed nowhere
+        if order is not None:  # a bucket without parameters is needed nowhere
             order = tuple(dict.fromkeys((*order, *range(num_buckets))))
         self._follow(lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.overlap, gather_order=order))
 
     def interleave(self, gathers_behind: GathersBehind | None) -> None:
-        """Gathers buckets from now on after the reductions that `lower_in_backward` takes; None: after the last one."""
+        """With steps in backward, gathers buckets after these reductions from now on; None: after the last one."""
         if self.in_backward is not None and self._gathers_behind != gathers_behind:
             self._gathers_behind = gathers_behind
             self._follow(lower_in_backward(len(self.plan.buckets), self.strategy, gathers_behind))
 
+    def gather(self) -> None:
+        """Called after the optimizer has stepped, with or without a round: every rank gets the other ranks' updates."""
+        self.executor.run(self._gathers)
+
     def _follow(self, schedule: Schedule) -> None:
         self._synchronizing = Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
-
-    def round_ended(self, this_round: Round) -> None:
-        """All ranks have found it sound."""
-        if self.in_backward is not None:
-            self.in_backward.is_due = this_round.steps
-
-    def gather(self) -> None:
-        """The optimizer has stepped, whether a round came before or not: every rank gets what the others have updated."""
-        self.executor.run(self._gathers)

@@ -19,17 +19,34 @@ from undertow.runtime.torch_private.module_hook import ModuleHook
 from undertow.schedule import Arrivals, SerialArrivals
 
 for _arrive in (Arrivals.arrive, SerialArrivals.arrive):
-    private.left_alone(_arrive)  # where a backward is compiled with what surrounds it, its hooks are looked at too
+    private.left_alone(_arrive)  # if a backward is compiled with the code around it, so are its hooks
 
 
-def watch_parameters(params: Sequence[Tensor], arrivals: Arrivals) -> list[RemovableHandle]:
+class ArrivalHooks:
     """Hooks that report every gradient of `params`, by index."""
-    # A partial for each and no closure: thousands of those would not stay in the cache, and every frame counts here.
-    return [private.hook_gradients(param, partial(arrivals.arrive, index)) for index, param in enumerate(params)]
+
+    def __init__(self, params: Sequence[Tensor], arrivals: Arrivals) -> None:
+        self._params = tuple(params)
+        # A partial for each: thousands of closures would not stay in the cache, and every frame counts here.
+        self._hooks = [private.hook_gradients(param, partial(arrivals.arrive, index)) for index, param in enumerate(params)]
+        self._num_hooks_ever = private.num_hooks_ever()
+
+    def run_last(self) -> bool:
+        """Moves these hooks after newer ones; returns True if there were any."""
+        if self._num_hooks_ever == private.num_hooks_ever():
+            return False
+        self._num_hooks_ever = private.num_hooks_ever()
+        moved = [private.run_last(param, hook) for param, hook in zip(self._params, self._hooks, strict=True)]
+        return any(moved)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._params, self._hooks = (), []
 
 
 def earlier_watchers(named_params: Iterable[tuple[str, Tensor]], *, but: object = None) -> dict[str, Any]:
-    """The engines that watch these parameters already, each by the name of one of them; not the one `but` is a method of."""
+    """Returns the engines that watch these parameters, each with the name of one; not the engine with the method `but`."""
     found: dict[int, tuple[str, Any]] = {}
     for name, param in named_params:
         for engine in _watchers_of(param):
@@ -39,21 +56,21 @@ def earlier_watchers(named_params: Iterable[tuple[str, Tensor]], *, but: object 
 
 
 def is_watched(param: Tensor, *, but: object = None) -> bool:
-    """Whether an engine waits for the gradient of `param`; another one than `but`."""
+    """Returns True if an engine other than `but` waits for the gradient of `param`."""
     return any(engine is not but for engine in _watchers_of(param))
 
 
 def watch_frozen(params: Iterable[Tensor], then: Callable[[Tensor], object]) -> list[RemovableHandle]:
-    """Hooks that call `then(param)` when a gradient comes after all: somebody has unfrozen the parameter since."""
+    """Registers hooks that call `then(param)` when a gradient arrives after all, because the parameter was unfrozen."""
     hooks = []
     for param in params:
-        with contextlib.suppress(RuntimeError):  # it never can be trained
+        with contextlib.suppress(RuntimeError):  # it can never be trained
             hooks.append(private.hook_gradients(param, then))
     return hooks
 
 
 def call_at_registration(then: Callable[[], object]) -> Callable[[], None]:
-    """Calls `then` whenever any module gets a parameter or a submodule; returns what ends that."""
+    """Calls `then` whenever any module gets a parameter or a submodule; returns the function that ends this."""
 
     def hook(*_registered: object) -> None:
         then()
@@ -78,7 +95,7 @@ def _watchers_of(param: Tensor) -> Iterator[Any]:
 
 
 def is_outermost_forward() -> bool:
-    """Not a recomputation inside a backward, nor an evaluation, for which no other rank waits."""
+    """Returns False in a recomputation inside a backward and in an evaluation, for which no other rank waits."""
     return private.graph_task_id() == -1 and torch.is_grad_enabled()
 
 
@@ -105,7 +122,7 @@ def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
 
 
 class OutermostEnd:
-    """Calls `on_end` when the outermost of nested backwards is over, where a reentrant checkpoint runs one inside another."""
+    """Calls `on_end` at the end of the outermost of nested backwards; a reentrant checkpoint runs one inside another."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
@@ -114,7 +131,7 @@ class OutermostEnd:
 
     @property
     def is_coming(self) -> bool:
-        """Whether a watched backward still runs; one that an exception has ended does not, and its end never comes."""
+        """True if a watched backward still runs. A backward that an exception has ended does not, and never reaches its end."""
         return len(self._watches) > 0
 
     def watch(self, task: int) -> None:
@@ -126,11 +143,11 @@ class OutermostEnd:
             private.call_after_backward(watch)
 
     def forget(self) -> None:
-        """The next round is another one: tasks of this one, also those that an exception ended, count no more."""
+        """Forgets the backwards of this round, including those that an exception ended."""
         self._watched.clear()
         self._watches.clear()
 
-    @private.untraced  # where a whole step is compiled, what runs in its backward is looked at too
+    @private.untraced  # if a whole step is compiled, so are the hooks of its backward
     def _task_is_over(self, watch: _BackwardEnd) -> None:
         node = private.enclosing_node()
         if node is None:
@@ -146,7 +163,7 @@ class OutermostEnd:
 
 
 class _BackwardEnd:
-    """What a backward calls at its end. Held by nothing but that backward: it is gone as soon as that one is."""
+    """The callback at the end of a backward. Only that backward holds it, so it is gone as soon as the backward is."""
 
     __slots__ = ("__weakref__", "_on_over")
 

@@ -3,8 +3,6 @@
 A sparse gradient has no place in a flat bucket: it stays a separate tensor, and its bucket holds only a trailer.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from undertow.runtime.gradients.storage import GradientBucket
+from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.written import Known, has_values
 from undertow.runtime.torch_private import private
 
@@ -38,7 +36,7 @@ class _Kept:
 class Binding(Protocol):
     """Owns the `.grad` of one bucket's parameters. Positions count the bucket's slots."""
 
-    bucket: GradientBucket
+    storage: BucketStorage
     params: Sequence[Tensor]
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
@@ -104,8 +102,8 @@ class Binding(Protocol):
 class DenseBinding:
     """The `.grad` of parameters whose gradients lie in a bucket."""
 
-    def __init__(self, bucket: GradientBucket, params: Sequence[Tensor]) -> None:
-        self.bucket = bucket
+    def __init__(self, storage: BucketStorage, params: Sequence[Tensor]) -> None:
+        self.storage = storage
         self.params: Sequence[Tensor] = tuple(params)
         self._kept: dict[int, _Kept] = {}
         self._late: dict[int, Tensor] = {}  # gradients that arrived after the bucket was launched
@@ -117,7 +115,7 @@ class DenseBinding:
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         with torch.no_grad():
-            if not not_arrived and not self.bucket.is_held() and not self.bucket.is_torn():
+            if not not_arrived and not self.storage.is_view_referenced() and not self.storage.is_rebased():
                 return self._pack_new()
             return self._pack_any(not_arrived)
 
@@ -125,19 +123,19 @@ class DenseBinding:
         return _has_graph(self.params)
 
     def values(self) -> Sequence[Tensor]:
-        return (self.bucket.bucket_tensor,)
+        return (self.storage.gradients,)
 
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
         if not restored:
-            for param, view in zip(self.params, self.bucket.views, strict=True):
+            for param, view in zip(self.params, self.storage.views, strict=True):
                 param.grad = view
         else:
-            for position, (param, view) in enumerate(zip(self.params, self.bucket.views, strict=True)):
+            for position, (param, view) in enumerate(zip(self.params, self.storage.views, strict=True)):
                 param.grad = _put_back(self._kept[position], view) if position in restored else view
             self._known.look((position, self.params[position].grad) for position in restored)
         self._kept.clear()
-        self._versions = self._versions_seen = list(map(_version_of, self.bucket.views))
+        self._versions = self._versions_seen = list(map(_version_of, self.storage.views))
 
     pack_local = pack
     bind_local = bind
@@ -151,21 +149,21 @@ class DenseBinding:
     def has_result(self) -> bool:
         grads = [param.grad for param in self.params]
         # For gradients in the bucket, versions answer this without reading values.
-        if any(map(is_, grads, self.bucket.views)) and list(map(_version_of, self.bucket.views)) == self._versions:
+        if any(map(is_, grads, self.storage.views)) and list(map(_version_of, self.storage.views)) == self._versions:
             return True
-        if all(map(is_, grads, self.bucket.views)):
-            return bool(self.bucket.bucket_tensor.any())
+        if all(map(is_, grads, self.storage.views)):
+            return bool(self.storage.gradients.any())
         return any(grad is not None and bool(grad.any()) for grad in grads)
 
     def look(self) -> None:
-        self._versions_seen = list(map(_version_of, self.bucket.views))
+        self._versions_seen = list(map(_version_of, self.storage.views))
         grads = list(map(_grad_of, self.params))
-        pairs = zip(grads, self.bucket.views, strict=True)
+        pairs = zip(grads, self.storage.views, strict=True)
         is_cleared = all(map(is_, grads, repeat(None)))
         self._known.look(() if is_cleared else enumerate(None if grad is view else grad for grad, view in pairs))
 
     def is_written(self, position: int) -> bool:
-        grad, view = self.params[position].grad, self.bucket.views[position]
+        grad, view = self.params[position].grad, self.storage.views[position]
         if grad is None:
             return False
         is_known = view._version == self._versions_seen[position] if grad is view else self._known.has(position, grad)
@@ -177,8 +175,8 @@ class DenseBinding:
 
     @torch.no_grad()
     def late_values(self) -> Sequence[Tensor]:
-        late = torch.zeros_like(self.bucket.bucket_tensor)
-        views = self.bucket.views_of(late)
+        late = torch.zeros_like(self.storage.gradients)
+        views = self.storage.views_of(late)
         for position, grad in self._late.items():
             views[position].copy_(grad)
         self._late.clear()
@@ -187,7 +185,7 @@ class DenseBinding:
     @torch.no_grad()
     def add_late(self, values: Sequence[Tensor]) -> None:
         # The mean of a sum is the sum of the means, so the earlier result stays as it is.
-        self.bucket.bucket_tensor.add_(values[0])
+        self.storage.gradients.add_(values[0])
 
     def _pack_new(self) -> list[int]:
         """The usual case: `.grad` was cleared before backward, and every gradient is a new tensor."""
@@ -199,7 +197,7 @@ class DenseBinding:
                 unused += (start + position for position, grad in enumerate(grads) if grad is None)
                 self._fill(self._fill_some, start, grads)
             else:
-                self._fill(self.bucket.fill, start, cast(list[Tensor], grads))
+                self._fill(self.storage.fill, start, cast(list[Tensor], grads))
             for param in params:
                 param.grad = None
         self._kept = dict.fromkeys(unused, _Kept(None, was_view=False))
@@ -209,16 +207,16 @@ class DenseBinding:
         grads = [param.grad for param in self.params]
         unused = sorted({*not_arrived, *(position for position, grad in enumerate(grads) if grad is None)})
         for position in unused:
-            self._kept[position] = _keep(grads[position], self.bucket.views[position])
+            self._kept[position] = _keep(grads[position], self.storage.views[position])
         for param in self.params:
             param.grad = None
-        is_torn = self.bucket.is_torn()
-        num_in_place = sum(map(is_, grads, self.bucket.views))
-        if num_in_place == len(grads) and not is_torn:
+        is_rebased = self.storage.is_rebased()
+        num_in_place = sum(map(is_, grads, self.storage.views))
+        if num_in_place == len(grads) and not is_rebased:
             return unused
         # Other code may still hold the last step's gradients, which must not change.
-        if is_torn or self.bucket.is_held(num_references=num_in_place):
-            self.bucket.renew()
+        if is_rebased or self.storage.is_view_referenced(num_references=num_in_place):
+            self.storage.reallocate()
         self._fill(self._fill_some, 0, grads)
         return unused
 
@@ -241,7 +239,7 @@ class DenseBinding:
 
     def _fill_some(self, start: int, grads: Sequence[Tensor | None]) -> None:
         """Copies the gradients that are not in place already, and writes zeros for None."""
-        views = self.bucket.views[start : start + len(grads)]
+        views = self.storage.views[start : start + len(grads)]
         targets, sources, absent = [], [], []
         for grad, view in zip(grads, views, strict=True):
             if grad is None:
@@ -268,8 +266,8 @@ def _put_back(kept: _Kept, view: Tensor) -> Tensor | None:
 class SparseBinding:
     """The `.grad` of parameters with sparse gradients, such as those of nn.Embedding(sparse=True)."""
 
-    def __init__(self, bucket: GradientBucket, params: Sequence[Tensor]) -> None:
-        self.bucket = bucket
+    def __init__(self, storage: BucketStorage, params: Sequence[Tensor]) -> None:
+        self.storage = storage
         self.params: Sequence[Tensor] = tuple(params)
         self._values: list[Tensor] = []
         self._are_dense: list[bool] = []

@@ -35,7 +35,7 @@ class FiniteCheck:
     @torch.no_grad()
     def look(self, binding: Binding, layout: Bucket, trailer: TrailerCodec) -> None:
         """Marks non-finite gradients in the trailer of a packed bucket; the last one also tells if this rank has found any."""
-        bad = self.bad_slots(binding.values() if layout.is_sparse else [binding.bucket.bucket_tensor], layout)
+        bad = self.bad_slots(binding.values() if layout.is_sparse else [binding.storage.gradients], layout)
         if bad is not None:
             trailer.mark_nonfinite(bad)
             self._has_found = bad.any() if self._has_found is None else self._has_found | bad.any().to(self._has_found.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, ranks_differ
-from undertow.runtime.gradients.storage import GradientBucket
+from undertow.runtime.gradients.storage import BucketStorage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class Reading:
 class TrailerCodec:
     """The trailer of one bucket, whose sum over ranks comes back divided by `divisor`."""
 
-    def __init__(self, layout: Bucket, bucket: GradientBucket, *, divisor: float) -> None:
+    def __init__(self, layout: Bucket, storage: BucketStorage, *, divisor: float) -> None:
         self._fields = layout.trailer
-        self._bucket = bucket
+        self._storage = storage
         self._divisor = divisor
-        self._mine = bucket.storage.new_zeros(self._fields.stop - self._fields.start)
+        self._mine = storage.flat.new_zeros(self._fields.stop - self._fields.start)
         self._used, self._signature = (self._part(field) for field in (self._fields.used, self._fields.signature))
         self._used.fill_(1)
         self._unused: Sequence[int] = ()
@@ -69,11 +69,11 @@ class TrailerCodec:
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
         fields = self._fields
-        self._bucket.storage[fields.used.start : fields.used.stop].masked_fill_(are_bad, math.nan)
+        self._storage.flat[fields.used.start : fields.used.stop].masked_fill_(are_bad, math.nan)
 
     def tell_nonfinite(self, has_any: Tensor, *, rank: int) -> None:
         """Tells, with the last bucket, whether this rank has such gradients in any bucket. [] bool"""
-        self._bucket.storage[self._fields.nonfinite[rank]].copy_(has_any)
+        self._storage.flat[self._fields.nonfinite[rank]].copy_(has_any)
 
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer; None if every rank used the same parameters and none had anything to report."""
@@ -114,7 +114,7 @@ class TrailerCodec:
 
     def busy_ms(self) -> tuple[float, ...]:
         """Waits for the device; returns how long each rank was busy since the previous synchronization."""
-        part = self._bucket.storage[self._fields.busy.start : self._fields.busy.stop]
+        part = self._storage.flat[self._fields.busy.start : self._fields.busy.stop]
         return tuple(float(busy) * self._divisor for busy in part.abs().tolist())
 
     def _write_verdict(self, verdict: Verdict) -> None:
@@ -128,7 +128,7 @@ class TrailerCodec:
         # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
         values[fields.busy[verdict.rank] - fields.failed.start] = min(verdict.busy_ms, 60_000.0)
         # Not into `_mine`: reports that are the same on all ranks must still be read.
-        verdict_part = self._bucket.storage[fields.failed.start : fields.stop]
+        verdict_part = self._storage.flat[fields.failed.start : fields.stop]
         verdict_part.copy_(to_device(values, self._mine.dtype, self._mine.device))
 
     def _misuses(self, failed: Tensor) -> tuple[tuple[int, int], ...]:
@@ -137,7 +137,7 @@ class TrailerCodec:
         return tuple((rank, reason) for rank, reason in enumerate(reasons) if reason > 1)
 
     def _trailer(self) -> Tensor:
-        return self._bucket.storage[self._fields.start : self._fields.stop]
+        return self._storage.flat[self._fields.start : self._fields.stop]
 
     def _part(self, field: range) -> Tensor:
         return self._mine[field.start - self._fields.start : field.stop - self._fields.start]

@@ -1,4 +1,4 @@
-"""The parameters and the plan in force: how they come about, and how all ranks change them together."""
+"""The parameters and the plan in force: how they are made, and how all ranks change them together."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.agreed_errors import (
     changed_unlike,
     frozen_again,
-    has_changed_unlike,
     left_by_newer,
     require_sound,
     unfrozen_in_backward,
 )
 from undertow.runtime.execute.compiled_plan import CompiledPlan
-from undertow.runtime.execute.executor import Round
 from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers, is_watched
+from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.replan.order import ObservedOrder
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks, params_of_bucket
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
-from undertow.runtime.replan.uses import Uses
+from undertow.runtime.replan.single_rank import SingleRank
 from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
@@ -44,25 +43,30 @@ from undertow.schedule import Strategy, strategy_named
 
 
 @dataclass(frozen=True, slots=True)
-class _InForce:
-    """What a formation works with at one moment."""
+class InForce:
+    """A plan, ready to run, and the hooks on its parameters.
+
+    `retiring` is the plan before it, if the parameters have changed or a communication hook is new: until all ranks have met
+    under it once more and agreed, nothing is sent under the new one.
+    """
 
     compiled: CompiledPlan
-    watch: ParamHooks
-    retiring: CompiledPlan | None
-    groups: Groups | None
+    hooks: ParamHooks
+    retiring: CompiledPlan | None = None
+    retiring_hooks: ParamHooks | None = None  # until a round has begun
+    groups: Groups | None = None  # of the plan to which the next step of a sharded optimizer moves
 
 
 class CurrentPlan:
-    """The plan in force: `compiled` (the plan and its buckets) and `watch` (hooks on its parameters).
+    """Owns the plan in force, `now`; `is_active` if there are rounds.
 
-    A change that a forward finds counts when the next round begins: it may be gone by then, where
-    torch.func.functional_call has put other parameters into the module for the time of a call. Until then the hooks are
-    on both sets of parameters.
-
-    `retiring` is the plan before, where the parameters have changed, or a hook is new: until all ranks have met under it once
-    more and agreed, nothing leaves under the new one. `listeners` are called by the hooks.
+    A change that a forward finds counts when the next round begins: it may be gone by then, as when torch.func.functional_call
+    puts other parameters into the module for one call. Until then the hooks are on both sets of parameters. `listeners` are
+    called by the hooks.
     """
+
+    now: InForce
+    is_active: bool
 
     def __init__(
         self,
@@ -72,20 +76,16 @@ class CurrentPlan:
         recorder: Recorder,
         listeners: Listeners,
     ) -> None:
-        self.retiring: CompiledPlan | None = None
-        self._retiring_watch: ParamHooks | None = None  # of what is retiring, until a round has begun
-        self._before: _InForce | None = None  # a change that does not count yet
-        self._members, self._config, self._recorder = members, config, recorder
-        self._listeners, self._has_looked = listeners, True
-        self._groups: Groups | None = None  # of the plan that the next step of a sharded optimizer moves to
+        self.members, self.group = members, group
+        self._config, self._recorder, self._listeners = config, recorder, listeners
+        self._before: InForce | None = None  # the plan before a change that does not count yet
+        self._is_stale = False  # the module is to be looked at
         self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
-        named_params = members.trained()
-        self.compiled = self._assemble(named_params, Reducer.of(group, config), generation=0)
-        self.watch = self._watch_over(named_params)
+        self._begin(members.trained(), Reducer.of(group, config))
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
         this = weakref.ref(self)  # torch keeps such hooks for the life of the process
-        self._end_registrations = call_at_registration(lambda: None if (it := this()) is None else it.look_again(if_active=True))
+        self._end_registrations = call_at_registration(lambda: None if (it := this()) is None else it.mark_stale())
         try:
             self._take_over()
         except ConfigError:
@@ -94,233 +94,232 @@ class CurrentPlan:
 
     @property
     def plan(self) -> Plan:
-        return self.compiled.plan
-
-    @property
-    def group(self) -> OwnGroup:
-        return self.compiled.reducer.group
-
-    @property
-    def is_active(self) -> bool:
-        """Whether there is anything to do: one rank alone has its mean already, if nothing weighs it."""
-        return self.compiled.reducer.is_active or self._call_before is not None
+        return self.now.compiled.plan
 
     @property
     def trains(self) -> bool:
-        """Whether a round has anything to do: not where all ranks have agreed that nothing is trained, and nothing is weighed."""
-        is_settled = self.retiring is None and self.group.is_open and self._call_before is None
-        return self.is_active and not (is_settled and not self.watch.named_params)
+        """True if a round has anything to do: all ranks may have agreed that nothing is trained, and nothing is weighted."""
+        is_settled = self.now.retiring is None and self.group.is_open and self._call_before is None
+        return self.is_active and not (is_settled and not self.now.hooks.named_params)
 
     @property
     def has_result(self) -> bool:
-        """Whether anything is left of what the last round brought: else the user has thrown it away, step or no step."""
-        return not self.is_active or (self._before or self).compiled.executor.has_result()
+        """True if anything is left of the result of the last round; otherwise the user has cleared it, step or no step."""
+        return not self.is_active or (self._before or self.now).compiled.executor.has_result()
 
     @property
     def holds_shards(self) -> bool:
-        """Whether some gradient is in shards, of what an earlier round has brought."""
-        sharding = self.compiled.sharding
+        """True if some gradient is in shards, with the result of an earlier round."""
+        sharding = self.now.compiled.sharding
         return sharding is not None and any(map(sharding.holds_gradient, range(len(sharding.params))))
 
     def open(self) -> None:
-        """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""
+        """Creates Undertow's process group and compares the ranks; a collective call the first time. Raises PlanMismatch."""
         if self.group.num_ranks > 1 and not self.group.is_open:
             self.group.open()
             self._compare().require()
-            self._members.ranks_agree()
+            self.members.ranks_agree()
 
-    def concerns(self, params: set[int]) -> bool:
-        """Whether one of these parameters, by id, is the module's, trained or not."""
-        # Asked by every optimizer's step, of which there may be one per parameter.
-        return not self._members.ids.isdisjoint(params) or self._members.has_new_of(params)
-
-    def has_unwatched(self) -> bool:
-        """Whether nobody, ourselves or another, waits for the gradient of some parameter that is trained."""
-        return any(not is_watched(param) for _, param in self._members.trained_now())
+    def owns_any(self, params: set[int]) -> bool:
+        """Returns True if one of these parameters, by id, is the module's, trained or not."""
+        # Called by every optimizer's step, of which there may be one per parameter.
+        return not self.members.ids.isdisjoint(params) or self.members.has_new_of(params)
 
     def require_watched(self) -> None:
-        """PhaseError where nobody, ourselves or another, waits for the gradient of any parameter that is trained."""
-        trained = self._members.trained_now()
+        """Raises PhaseError if no engine waits for the gradient of any trained parameter."""
+        trained = self.members.trained_now()
         if trained and not any(is_watched(param) for _, param in trained):
             raise left_by_newer(trained[0][0])
 
-    def require_left(self, param: Tensor) -> None:
-        """PhaseError where this parameter, which is in no plan and has a gradient, is still one of the module's."""
-        name = self._members.name_of(param)
+    def require_not_the_modules(self, param: Tensor) -> None:
+        """Raises PhaseError if this parameter, which is in no plan and has a gradient, is still one of the module's."""
+        name = self.members.name_of(param)
         if name is not None:
             raise unfrozen_in_backward(name, rank=self.group.rank)
 
-    def look_again(self, *, if_active: bool = False) -> None:
-        """Looks for changes of the parameters when it is next asked to; `if_active` only where there are rounds."""
-        self._has_looked &= if_active and not self.is_active
+    def mark_stale(self) -> None:
+        """Makes the next `look` compare the module's parameters, if there are rounds."""
+        self._is_stale |= self.is_active
+
+    def look(self) -> None:
+        """Called by a forward: follows the parameters of the module if they have changed."""
+        self._is_stale = False
+        if self.members.has_changed():
+            self._follow(self.members.trained())
 
     def look_for_thawed(self) -> None:
-        """A backward begins: looks again when the round does where a parameter is trained that was frozen so far."""
-        self._has_looked &= not self.watch.has_thawed()
+        """Called when a backward begins: marks the module stale if a parameter is trained that was frozen so far."""
+        if self.now.hooks.has_thawed():
+            self._is_stale = True
 
-    def look(self, *, in_backward: bool = False) -> None:
-        """Follows the parameters of the module where they have changed since the last look."""
-        if not self._has_looked:
-            self._has_looked = True
-            if self._members.has_changed():
-                follow = self._follow_more if in_backward else self._follow
-                follow(self._members.trained())
+    def apply_changes(self) -> None:
+        """Called when a round begins: looks once more, and applies the changes found.
 
-    def settle(self) -> None:
-        """Looks once more, for a round begins: what has changed by now counts.
-
-        But for what is only frozen: where parts of a module take turns between two forwards, all of them stay in the plan, and
-        those whose turn it is not are unused.
+        A parameter that is only frozen stays in the plan: if parts of a module take turns between two forwards, the parameters
+        of the other parts are unused.
         """
         announced = self._before  # by a forward, since which gradients of new parameters are counted
-        self._has_looked &= announced is None
-        self.look(in_backward=True)
+        if self._is_stale or announced is not None:
+            self._is_stale = False
+            if self.members.has_changed():
+                self._follow_added(self.members.trained())
         if self._before is None:
             return
         try:
             self._take_over()
         except ConfigError:  # refused, and looked at again
             self._go_back(self._before)
-            self._members.unsee()
-            self._has_looked = False
+            self.members.unsee()
+            self._is_stale = True
             raise
+        before, old, hooks = self._before.hooks, self._before.compiled, self.now.hooks
         if self.is_active and self._before is not announced:
-            self.watch.arrived_before |= self.watch.came_uncounted(self._before.watch)
-        before, old = self._before.watch, self._before.compiled
+            # Parameters that were not watched so far: their gradients arrived in this backward, before Undertow's hooks.
+            hooks.arrived_before |= {
+                index for index, param in enumerate(hooks.params) if id(param) not in before.ids and param.grad is not None
+            }
         self._before = None
         before.close()
         accumulated = before.accumulated_ids()
         if self.is_active:
             accumulated |= {id(old.params[index]) for index in old.executor.written(range(len(old.params)))}
-        self.watch.arrived_before |= self.watch.indices(accumulated)
-        self._accumulated |= accumulated.difference(self.watch.ids)
+        hooks.arrived_before |= hooks.indices(accumulated)
+        self._accumulated |= accumulated.difference(hooks.ids)
 
     def close(self) -> None:
-        """Takes all hooks off."""
+        """Removes all hooks."""
         self._end_registrations()
-        self.compiled.reducer.close()
-        self.watch.close()
+        self.now.compiled.reducer.close()
+        self.now.hooks.close()
         if self._before is not None:
-            self._before.watch.close()
+            self._before.hooks.close()
 
     def use_hook(self, hook: CommHook) -> None:
-        """Reduces buckets by `hook` from the next round on, before which the ranks meet without it and compare their hooks."""
-        self.settle()
+        """Reduces buckets by `hook` from the next round on; before it the ranks meet without it and compare their hooks."""
+        self.apply_changes()
         self.group.hooks_use_users = True
-        if self.group.is_open and self.group.num_ranks > 1 and self.retiring is None:
-            self.retiring, self._retiring_watch = self.compiled, self.watch
-        self._renew(dataclasses.replace(self.compiled.reducer, hook=hook))
+        now = self.now
+        if self.group.is_open and self.group.num_ranks > 1 and now.retiring is None:
+            self.now = dataclasses.replace(now, retiring=now.compiled, retiring_hooks=now.hooks)
+        self._replace(dataclasses.replace(now.compiled.reducer, hook=hook))
 
     def call_before(self, call: Callable[[], object]) -> None:
-        """Has `call` called before each gradient is added to what `.grad` holds, also with one rank."""
-        self.settle()
+        """Calls `call` before each gradient is added to `.grad`, also with one rank."""
+        self.apply_changes()
         self._call_before = call
         if self.group.num_ranks == 1:
-            self._renew(self.compiled.reducer)
+            self._replace(self.now.compiled.reducer)
         else:
-            self.watch.call_before(call)
+            self.now.hooks.call_before(call)
 
-    def _renew(self, reducer: Reducer) -> None:
-        before, named_params, arrived = self.compiled, self.watch.named_params, self.watch.arrived_before
-        self.watch.close()
-        self.compiled = self._assemble(named_params, reducer, generation=before.generation, sharding=before.sharding)
-        self.watch = self._watch_over(named_params)
-        self.watch.arrived_before |= arrived
+    def _replace(self, reducer: Reducer) -> None:
+        before, hooks = self.now.compiled, self.now.hooks
+        hooks.close()
+        compiled = self._compile(hooks.named_params, reducer, generation=before.generation, sharding=before.sharding)
+        self.is_active = reducer.is_active or self._call_before is not None
+        self.now = dataclasses.replace(self.now, compiled=compiled, hooks=self._hook(hooks.named_params, compiled))
+        self.now.hooks.arrived_before |= hooks.arrived_before
 
     def adopt_plan(self) -> None:
-        """A round begins: re-plans in rank 0's order, or as it has planned, where that was sent and is another plan.
+        """Called when a round begins: moves to the plan that rank 0 has sent, if it differs.
 
-        Where an optimizer steps on shards, they are laid out anew when it next does.
+        With a sharded optimizer, parameters are laid out anew at its next step.
         """
-        if self.retiring is not None:
-            watch, self._retiring_watch = self._retiring_watch, None
-            if watch is not None:  # the other ranks, if their parameters have not changed, move on now
-                self.retiring = self._moved(self.retiring, planned(self.retiring, watch, self._config))
+        now = self.now
+        if now.retiring is not None:
+            if now.retiring_hooks is not None:  # the other ranks, if their parameters have not changed, move on now
+                retiring = self._moved(now.retiring, planned(now.retiring, now.retiring_hooks, self._config))
+                self.now = dataclasses.replace(now, retiring=retiring, retiring_hooks=None)
             return
-        now = self.compiled
-        plan = planned(now, self.watch, self._config)
-        if now.sharding is not None:
-            self._groups = self._groups if plan is None else plan.groups
+        compiled = now.compiled
+        plan = planned(compiled, now.hooks, self._config)
+        if plan is None:
             return
-        self.compiled = self._moved(now, plan)
-        if self.compiled is not now:
-            self.watch.arrived_before |= now.executor.written(range(len(now.params)))  # which the new one cannot tell
-            self.watch.arrivals.regroup(params_of_bucket(self.plan))
+        if compiled.sharding is not None:
+            self.now = dataclasses.replace(now, groups=plan.groups)
+            return
+        moved = self._moved(compiled, plan)
+        if moved is not compiled:
+            self.now = dataclasses.replace(now, compiled=moved)
+            now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))  # which the new plan cannot tell
+            now.hooks.arrivals.regroup(params_of_bucket(plan))
 
-    def _moved(self, now: CompiledPlan, plan: Plan | None) -> CompiledPlan:
-        if plan is None or plan.fingerprint == now.plan.fingerprint or now.sharding is not None:
-            return now
-        # The old buckets' storage goes when the last `.grad` has moved into the new ones.
-        moved = CompiledPlan(plan, now.params, now.reducer, self._recorder, generation=now.generation + 1)
-        moved.executor.take_over_readings(now.executor)
+    def _moved(self, compiled: CompiledPlan, plan: Plan | None) -> CompiledPlan:
+        if plan is None or plan.fingerprint == compiled.plan.fingerprint or compiled.sharding is not None:
+            return compiled
+        # The old buckets' memory is freed when the last `.grad` has moved into the new ones.
+        generation = compiled.generation + 1
+        moved = CompiledPlan(plan, compiled.params, compiled.reducer, self._recorder, generation=generation)
+        moved.executor.take_over_readings(compiled.executor)
         return moved
 
-    def round_ended(self, this_round: Round) -> None:
-        """All ranks have found the round sound."""
-        self.compiled.round_ended(this_round)
-        self.watch.round_ends(self.compiled.present)
+    def round_ended(self, result: RoundResult) -> None:
+        """Called after a round that all ranks have found sound: sends measurements."""
+        compiled, hooks = self.now.compiled, self.now.hooks
+        if compiled.in_backward is not None:
+            compiled.in_backward.is_due = result.steps
+        if hooks.order is not None:
+            hooks.order.send()
+        if hooks.tuning is not None:
+            hooks.tuning.round_ends(compiled.present)
 
     @property
     def must_read_at_once(self) -> bool:
-        """Whether ranks communicate at the end of this round if it is sound: all must know that then."""
-        return self.watch.tuning is not None and self.watch.tuning.is_about_to_communicate
+        """True if ranks communicate at the end of this round if it is sound: all must know that then."""
+        tuning = self.now.hooks.tuning
+        return tuning is not None and tuning.is_about_to_communicate
 
-    @property
-    def is_layout_due(self) -> bool:
-        """Whether the optimizer's next step moves to another plan."""
-        return self._groups is not None
+    def shard(self, strategy: Strategy, groups: ShardGroups, in_backward: StepsInBackward | None = None) -> Sharding:
+        """Lays out parameters and gradients for `strategy`, in rank 0's order if that has arrived.
 
-    def shard(self, strategy: Strategy, shard_groups: ShardGroups, in_backward: StepsInBackward | None = None) -> Sharding:
-        """Lays out parameters and gradients as `strategy` has them, in rank 0's order if that has come, from now on.
-
-        Where the parameters change, later rounds reduce whole gradients until it is called again. What it returns is the
-        same object for as long as the layout is.
+        If the parameters change, later rounds reduce whole gradients until it is called again. Returns the same object as long as
+        the layout stays.
         """
-        now = self.compiled
-        if now.sharding is not None and self._groups is None:
-            return now.sharding
-        if self.retiring is not None:
+        now, compiled, hooks = self.now, self.now.compiled, self.now.hooks
+        if compiled.sharding is not None and now.groups is None:
+            return compiled.sharding
+        if now.retiring is not None:
             raise PhaseError(
                 "an optimizer steps after its parameters have changed, and no gradients of the new ones have been averaged.",
                 where=f"rank {self.group.rank}",
                 remedy="Run a forward and a backward between the change and the step.",
             )
-        held = {} if now.sharding is None else now.sharding.held_gradients()
-        groups, self._groups = self._groups, None
-        plan = sharded_plan(self.compiled.plan, self.watch, groups, self._config)
-        if self.watch.order is not None:
-            self.watch.order.close()
-            self.watch.order = None
+        held = {} if compiled.sharding is None else compiled.sharding.held_gradients()
+        plan = sharded_plan(compiled.plan, hooks, now.groups, self._config)
+        if hooks.order is not None:
+            hooks.order.close()
+            hooks.order = None
         self._recorder.forgets_gathers()
-        sharding = Sharding(plan, now.params, strategy, shard_groups, self._recorder, in_backward)
-        reducer = dataclasses.replace(now.reducer, shard_exchanges=sharding.groups.shard)
-        self.compiled = self._assemble(
-            self.watch.named_params, reducer, generation=now.generation + 1, plan=plan, sharding=sharding
+        sharding = Sharding(plan, compiled.params, strategy, groups, self._recorder, in_backward)
+        reducer = dataclasses.replace(compiled.reducer, shard_exchanges=sharding.groups.shard)
+        sharded = CompiledPlan(
+            plan, compiled.params, reducer, self._recorder, generation=compiled.generation + 1, sharding=sharding
         )
+        self.now = InForce(sharded, hooks)
         if self.is_active:
-            _ = self.compiled.executor
+            _ = sharded.executor
         sharding.take_over(held)
         if in_backward is not None:
-            self.watch.arrivals.learn_repeats()  # a second part of a gradient will come too late there
-        self.watch.arrivals.regroup(params_of_bucket(plan))
+            hooks.arrivals.learn_repeats()  # a second part of a gradient would arrive too late there
+        hooks.arrivals.regroup(params_of_bucket(plan))
         return sharding
 
     @property
     def is_counted_apart(self) -> bool:
-        """Whether the last round under the old plan has a number of its own: not where only a hook is new."""
-        return self.retiring is not None and self.retiring.reducer.hook is self.compiled.reducer.hook
+        """True if the last round under the old plan has a separate number, as it has unless only a hook is new."""
+        retiring = self.now.retiring
+        return retiring is not None and retiring.reducer.hook is self.now.compiled.reducer.hook
 
     def retire(self, following: Round) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
-        The round before the `following` one, with its weights, and gradients only of parameters that leave with some.
-        Yields where it waits. PlanMismatch, on all ranks, where changes are not alike. New parameters take over rank 0's values.
+        This is the round before the `following` one, with its weights. It has gradients only of parameters that leave with some.
+        Yields before each wait. Raises PlanMismatch, on all ranks, if changes differ. New parameters take over rank 0's values.
         """
-        old = self.retiring
-        assert old is not None  # else nothing is to be retired
-        make_gradients_whole(self.watch.named_params, rank=self.group.rank)
+        old, hooks = self.now.retiring, self.now.hooks
+        assert old is not None  # else there is nothing to retire
+        make_gradients_whole(hooks.named_params, rank=self.group.rank)
         accumulated, self._accumulated = self._accumulated, set()
-        staying = set(map(id, self.watch.params))
         # Not `old` itself: its executor remembers the round, and they would keep each other alive.
         buckets, ids = old.plan.buckets, [id(param) for param in old.params]
 
@@ -328,170 +327,178 @@ class CurrentPlan:
             return [place for place, param in enumerate(buckets[bucket].params) if ids[param] not in without]
 
         this_round = Round(
+            kind=RoundKind.RETIRE,
             number=following.number - self.is_counted_apart,
             generation=old.generation,
             mode=following.mode,
-            weighing=following.weighing,
-            is_synchronized=True,
+            weights=following.weights,
             not_arrived=partial(places, without=accumulated),
-            rebinds=partial(places, without=staying),
+            rebinds=partial(places, without=set(hooks.ids)),
             has_repeats=bool,
-            has_changed=True,
         )
-        releases = old.releases(this_round)
-        with gradients_aside([param for param in old.params if id(param) in staying]):
-            old.executor.begin(this_round)
+        result, releases = RoundResult(this_round), old.releases(this_round)
+        with gradients_aside([param for param in old.params if id(param) in hooks.ids]):
+            old.executor.begin(result)
             old.executor.run(releases.end_backward())
             yield
             old.executor.run(releases.join())
         self._recorder.forgets_buckets()
-        require_sound(this_round, rank=self.group.rank, places=self.group.places)
+        require_sound(result, rank=self.group.rank, places=self.group.places)
         change = (
             first_change(old.plan.params, self.plan.params) if self.is_counted_apart else "a communication hook was registered"
         )
-        self.require_changed_alike(this_round, change=change)
-        if lost := [name for name, param in self._members.named_params() if id(param) in accumulated.difference(ids)]:
+        self.require_changed_alike(result, change=change)
+        if lost := [name for name, param in self.members.named_params() if id(param) in accumulated.difference(ids)]:
             raise frozen_again(lost[0], this_round.number, rank=self.group.rank)
         agreement = self._compare()
         yield
         agreement.require()
-        self._members.ranks_agree()
-        known = set(map(id, old.params))
+        self.members.ranks_agree()
+        known = set(ids)
         self.wait_for_parameters()  # before others are written
-        write = send_in_place([param for param in self.watch.params if id(param) not in known], self.group)
+        write = send_in_place([param for param in hooks.params if id(param) not in known], self.group)
         yield
         write()
-        self.retiring = None
+        self.now = dataclasses.replace(self.now, retiring=None)
 
     def wait_for_parameters(self) -> None:
-        """Returns when every parameter is what a sharded optimizer has made of it."""
-        for compiled in (self.compiled, self.retiring, None if self._before is None else self._before.compiled):
+        """Waits until all parameters that a sharded optimizer updates have arrived."""
+        for compiled in (self.now.compiled, self.now.retiring, None if self._before is None else self._before.compiled):
             if compiled is not None and compiled.sharding is not None:
                 compiled.sharding.gathers.wait_for_all()
 
     @property
     def has_other_buffers(self) -> bool:
-        """Whether this rank's buffers are others than those that the ranks have compared."""
-        return self._config.buffers != "off" and self._members.common_buffers.are_others()
+        """True if this rank's buffers differ from those that the ranks have compared."""
+        return self._config.buffers != "off" and self.members.common_buffers.are_others()
 
     def compare_buffers(self) -> Iterator[None]:
-        """All ranks have other buffers: from now on these are the common ones, if they are the same; yields where it waits."""
-        agreement = self._members.compare_buffers(self.group)
+        """Called if all ranks have other buffers: makes them the common ones if they are the same; yields before the wait."""
+        agreement = self.members.compare_buffers(self.group)
         yield
         if agreement.is_reached():
-            self._members.ranks_agree()
-        else:  # each rank goes on with what they had in common
-            self._members.common_buffers.accept()
+            self.members.ranks_agree()
+        else:  # each rank continues with the buffers that they had in common
+            self.members.common_buffers.accept()
 
-    def require_changed_alike(self, this_round: Round, *, change: str = "") -> None:
-        """PlanMismatch, on every rank, where the parameters have changed on some ranks and not on others."""
-        if not has_changed_unlike(this_round, num_ranks=self.group.num_ranks):
+    def require_changed_alike(self, result: RoundResult, *, change: str = "") -> None:
+        """Raises PlanMismatch, on every rank, if the parameters have changed on some ranks only."""
+        if not result.readings:
             return
-        # On the host every rank has read the same and is here now, and the comparison names a parameter. On a device the
-        # others read later, when this rank is gone.
+        error = changed_unlike(result, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)
+        if error is None:
+            return
+        # On the host every rank has read the same and is here now, and the comparison names a parameter. On a device the other
+        # ranks read later, when this one is gone.
         if self.group.device.type == "cpu":
             self._compare().require()
-        raise changed_unlike(this_round, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)
+        raise error
 
-    def _follow_more(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
-        """The same, but what is only frozen, maybe for its turn, stays in the plan until a forward finds it so."""
-        before, has_all = self._before, self._has_all(named_params, of=self.compiled)
+    def _follow_added(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
+        """Follows new parameters; a parameter that is only frozen, maybe for its turn, stays until a forward finds it so."""
+        before, has_all = self._before, self._has_all(named_params, of=self.now.compiled)
         if before is not None and (self._is_in_force(named_params, of=before.compiled) or not has_all):
             self._go_back(before)
-        if not self._has_all(named_params, of=self.compiled):
-            self._follow(self._members.trained(also=self.watch.ids))
-        if not self._is_in_force(named_params, of=self.compiled):
-            self._members.unsee()  # that forward is to look
+        if not self._has_all(named_params, of=self.now.compiled):
+            self._follow(self.members.trained(also=self.now.hooks.ids))
+        if not self._is_in_force(named_params, of=self.now.compiled):
+            self.members.unsee()  # that forward is to look
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
-        """From now on these are the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
+        """Makes these the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
         if self._before is not None:
             self._go_back(self._before)
-        if self._is_in_force(named_params, of=self.compiled):
+        before = self.now
+        if self._is_in_force(named_params, of=before.compiled):
             return
-        before = _InForce(self.compiled, self.watch, self.retiring, self._groups)
-        self._groups = None
-        if self.retiring is None and self.is_active:
-            self.retiring, self._retiring_watch = self.compiled, self.watch
-        generation = (self.retiring or self.compiled).generation + 1
+        retiring, retiring_hooks = before.retiring, before.retiring_hooks
+        if retiring is None and self.is_active:
+            retiring, retiring_hooks = before.compiled, before.hooks
         try:
-            reducer = dataclasses.replace(self.compiled.reducer, shard_exchanges=None)  # until an optimizer steps again
-            self.compiled = self._assemble(named_params, reducer, generation=generation)
-            self.watch = self._watch_over(named_params, before=before.watch)
+            reducer = dataclasses.replace(before.compiled.reducer, shard_exchanges=None)  # until an optimizer steps again
+            generation = (retiring or before.compiled).generation + 1
+            compiled = self._compile(named_params, reducer, generation=generation)
+            hooks = self._hook(named_params, compiled, before=before.hooks)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
-            self.compiled, self.retiring, self._groups = before.compiled, before.retiring, before.groups
-            self._has_looked = False
-            self._members.unsee()
+            self._is_stale = True
+            self.members.unsee()
             raise
-        self._before = before
+        self.now, self._before = InForce(compiled, hooks, retiring, retiring_hooks), before
 
-    def _go_back(self, before: _InForce) -> None:
-        self.watch.close()
-        self.compiled, self.watch, self.retiring = before.compiled, before.watch, before.retiring
-        self._groups, self._retiring_watch, self._before = before.groups, None, None
+    def _go_back(self, before: InForce) -> None:
+        self.now.hooks.close()
+        self.now, self._before = dataclasses.replace(before, retiring_hooks=None), None
 
     def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
         return len(named_params) == len(of.params) and self._has_all(named_params, of=of)
 
     def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
-        """Whether that plan has these parameters as they are now, and perhaps others; in the same order."""
-        specs = self._members.specs(named_params)
+        """Returns True if that plan has these parameters, in this order and unchanged, and perhaps others."""
+        specs = self.members.specs(named_params)
         wanted = [(id(param), spec, param.stride()) for (_, param), spec in zip(named_params, specs, strict=True)]
         planned = zip(map(id, of.params), of.plan.params, of.strides, strict=True)
-        return all(each in planned for each in wanted)  # which goes on behind the one that was found
+        return all(each in planned for each in wanted)  # each search continues after the one that was found
 
     def _compare(self) -> Agreement:
         """Compares the parameters and settings of all ranks; a collective call."""
-        settings = {**surroundings(self.group, self.compiled.reducer.hook), **self._config.to_dict()}
-        return self._members.compare(self.group, self.plan.params, self.compiled.params, settings)
+        compiled = self.now.compiled
+        settings = {**surroundings(self.group, compiled.reducer.hook), **self._config.to_dict()}
+        return self.members.compare(self.group, compiled.plan.params, compiled.params, settings)
 
-    def _assemble(
+    def _begin(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> None:
+        self.is_active = reducer.is_active  # a single rank has its mean already, unless losses are weighted
+        compiled = self._compile(named_params, reducer, generation=0)
+        self.now = InForce(compiled, self._hook(named_params, compiled))
+
+    def _compile(
         self,
         named_params: Sequence[tuple[str, Tensor]],
         reducer: Reducer,
         *,
         generation: int,
-        plan: Plan | None = None,
         sharding: Sharding | None = None,
     ) -> CompiledPlan:
-        if plan is None:
-            # One that is pinned for shards, and may have parameters in pieces, counts from the first step on.
-            config = self._config
-            if strategy_named(config.strategy).gather is not None:
-                config = dataclasses.replace(config, plan=None)
-            plan = first_plan(self._members.specs(named_params), config, num_ranks=reducer.group.num_ranks)
+        config = self._config
+        # A plan pinned for shards may have parameters in pieces; it counts from the first step of the optimizer on.
+        if strategy_named(config.strategy).gather is not None:
+            config = dataclasses.replace(config, plan=None)
+        plan = first_plan(self.members.specs(named_params), config, num_ranks=reducer.group.num_ranks)
         params = [param for _, param in named_params]
         return CompiledPlan(plan, params, reducer, self._recorder, generation=generation, sharding=sharding)
 
-    def _watch_over(self, named_params: Sequence[tuple[str, Tensor]], *, before: ParamHooks | None = None) -> ParamHooks:
-        watch = ParamHooks(named_params, self.plan, self._listeners, frozen=self._members.frozen())
+    def _hook(
+        self, named_params: Sequence[tuple[str, Tensor]], compiled: CompiledPlan, *, before: ParamHooks | None = None
+    ) -> ParamHooks:
+        hooks = ParamHooks(named_params, compiled.plan, self._listeners, frozen=self.members.frozen())
         if self.is_active:
-            _ = self.compiled.executor  # what does not fit into memory fails here and not in the first backward
-            watch.start()
+            _ = compiled.executor  # what does not fit into memory fails here instead of in the first backward
+            hooks.start(self._listeners.on_thawed)
             if self._call_before is not None:
-                watch.call_before(self._call_before)
-            if follows_observed_order(self.compiled, self._config):
-                watch.order = ObservedOrder(watch.params, self.group)
+                hooks.call_before(self._call_before)
+            if follows_observed_order(compiled, self._config):
+                hooks.order = ObservedOrder(hooks.params, self.group)
         else:
-            watch.uses = Uses(watch.params, None if before is None else before.uses)
-        measure(watch, self.compiled, self._config, self._recorder)
-        return watch
+            hooks.alone = SingleRank(hooks.params, None if before is None else before.alone)
+        measure(hooks, compiled, self._config, self._recorder)
+        return hooks
 
     def _take_over(self) -> None:
-        """A module may be wrapped again, alone or as part of a larger one; its gradients are averaged once, by the newest.
+        """Takes over the parameters of engines whose module was wrapped again, alone or in a larger one.
 
-        ConfigError where taking over would leave a parameter of the earlier one without anybody, or in another group.
+        Gradients are averaged once, by the newest engine. Raises ConfigError if an earlier engine would keep parameters that no
+        other engine watches, or has another group.
         """
         if not self.is_active:
             return
-        earlier = earlier_watchers(self.watch.named_params, but=self._listeners.on_full)
+        hooks = self.now.hooks
+        earlier = earlier_watchers(hooks.named_params, but=self._listeners.on_full)
         for name, engine in earlier.items():
-            if not engine.may_pass_on(self.watch.ids, self.group.user):
+            if not engine.may_hand_over(hooks.ids, self.group.user):
                 raise ConfigError(
                     "a part of this module is synchronized already.",
                     where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
                     remedy="Call close() on the earlier one first.",
                 )
         for engine in earlier.values():
-            self.watch.arrived_before |= self.watch.indices(engine.pass_on())
-            self._members.gives_back |= engine.current_plan._members.gives_back
+            hooks.arrived_before |= hooks.indices(engine.hand_over())
+            self.members.gives_back |= engine.current_plan.members.gives_back

@@ -1,4 +1,4 @@
-"""Who plans: what is measured, the user, or nobody."""
+"""Decides who makes the plan: measurements, the user, or only the size of the model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from undertow.runtime.replan.tuning import Tuning
 from undertow.tune import Explanation, Outcome, Tuner, explanation
 
 
-def measure(watch: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recorder: Recorder) -> None:
-    """Has the parameters measured, and the plan looked after where it is not fixed."""
+def measure(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recorder: Recorder) -> None:
+    """Starts to measure the parameters, and to improve the plan if it is not fixed."""
     group = compiled.reducer.group
-    if not watch.named_params or not recorder.is_on:
+    if not hooks.named_params or not recorder.is_on:
         return
     if group.num_ranks == 1:
-        watch.alone = SingleRankProbe(watch.params, compiled.plan, recorder)
+        hooks.probe = SingleRankProbe(hooks.params, compiled.plan, recorder)
         return
     order = None if config.order == "observed" else [param for bucket in compiled.plan.buckets for param in bucket.params]
-    watch.tuning = Tuning(
-        watch.arrivals,
+    hooks.tuning = Tuning(
+        hooks.arrivals,
         recorder,
         group,
         Tuner(order),
@@ -36,9 +36,9 @@ def measure(watch: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recor
     )
 
 
-def sharded_plan(now: Plan, watch: ParamHooks, groups: Groups | None, config: SyncConfig) -> Plan:
-    """The same with large parameters in pieces, the pinned one, or that of the groups to which a sharded optimizer moves."""
-    order = None if watch.order is None else watch.order.take()
+def sharded_plan(now: Plan, hooks: ParamHooks, groups: Groups | None, config: SyncConfig) -> Plan:
+    """Returns the plan with large parameters in pieces, the pinned plan, or the plan to which a sharded optimizer moves."""
+    order = None if hooks.order is None else hooks.order.take()
     if groups is not None:
         return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
     if config.plan is not None:
@@ -49,30 +49,30 @@ def sharded_plan(now: Plan, watch: ParamHooks, groups: Groups | None, config: Sy
     return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
 
 
-def planned(now: CompiledPlan, watch: ParamHooks, config: SyncConfig) -> Plan | None:
-    """The plan that was sent to all ranks for the round that begins: in rank 0's order, or what it has decided on."""
+def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | None:
+    """Returns the plan that rank 0 has sent for the round that begins, if any: its order of arrival, or its decision."""
     if now.in_backward is not None:
         now.in_backward.require_confirmed("a second backward runs")
-    order = None if watch.order is None else watch.order.take()
-    groups = None if watch.tuning is None else watch.tuning.take(now.present)
-    if watch.tuning is not None:
-        now.interleave(watch.tuning.gathers_behind(now.plan))
+    order = None if hooks.order is None else hooks.order.take()
+    groups = None if hooks.tuning is None else hooks.tuning.take(now.present)
+    if hooks.tuning is not None:
+        now.interleave(hooks.tuning.gathers_behind(now.plan))
     if groups is not None:
         return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
     return None if order is None else plan_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
 
 
 def follows_observed_order(compiled: CompiledPlan, config: SyncConfig) -> bool:
-    """Whether the plan takes over rank 0's order of arrival."""
-    # A changed plan changes the rounding of three or more summands: not where the user wants the same bits every
-    # time. A hook may keep state for every bucket.
+    """Returns True if the plan takes over rank 0's order of arrival."""
+    # A changed plan changes the rounding of three or more summands, which a user who wants the same bits does not expect. A hook
+    # may keep state for every bucket.
     reducer = compiled.reducer
     is_free = config.plan is None and reducer.hook is None and not torch.are_deterministic_algorithms_enabled()
     return config.order == "observed" and is_free and reducer.group.num_ranks > 1 and bool(compiled.params)
 
 
 def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
-    """Why the plan does not follow what is measured; empty where it does. The same on every rank."""
+    """Returns why the plan does not follow measurements, or "" if it does; the same on every rank."""
     reasons = (
         (reducer.group.num_ranks == 1, "one rank has nothing to send"),
         (config.plan is not None, "it is pinned: SyncConfig(plan=...)"),
@@ -85,23 +85,23 @@ def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
     return next((reason for applies, reason in reasons if applies), "")
 
 
-def measured_profile(watch: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Profile:
-    """What was measured of these parameters; PhaseError before anything was."""
-    profile = None if watch.tuner is None else watch.tuner.profile(compiled.plan, strategy=compiled.strategy.name)
+def measured_profile(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Profile:
+    """Returns the measurements of these parameters; raises PhaseError before there are any."""
+    profile = None if hooks.tuner is None else hooks.tuner.profile(compiled.plan, strategy=compiled.strategy.name)
     if profile is None:
         raise no_profile(config)
     return profile
 
 
 def no_profile(config: SyncConfig) -> PhaseError:
-    """The error where somebody asks for a profile too early."""
+    """Returns the error of a profile that is requested too early."""
     remedy = "Set record to 'summary' or 'full'." if config.record == "off" else "Run some ten steps first, then ask again."
     return PhaseError("nothing has been measured of this model yet.", where="profile()", remedy=remedy)
 
 
-def explanation_of(watch: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
-    """Why the plan in force is this one; communicates nothing."""
-    history = () if watch.tuning is None else watch.tuning.history
+def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
+    """Explains the plan in force; does not communicate."""
+    history = () if hooks.tuning is None else hooks.tuning.history
     why = why_fixed(config, compiled.reducer)
     if not why and torch.are_deterministic_algorithms_enabled():
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
@@ -113,5 +113,5 @@ def explanation_of(watch: ParamHooks, compiled: CompiledPlan, config: SyncConfig
         )
     steps_in_backward = compiled.in_backward is not None
     return explanation(
-        compiled.plan, watch.tuner, why=why, strategy=compiled.strategy.name, history=history, steps_in_backward=steps_in_backward
+        compiled.plan, hooks.tuner, why=why, strategy=compiled.strategy.name, history=history, steps_in_backward=steps_in_backward
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from undertow.plan import Bucket
 from undertow.runtime.comm.p2p import accumulation_dtype
 from undertow.runtime.gradients.binding import DenseBinding
-from undertow.runtime.gradients.storage import GradientBucket
+from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.written import Known, has_values
 from undertow.runtime.sharded.placeholder import GradientPlaceholder
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
@@ -46,11 +46,11 @@ class ShardedBinding:
             stand_in(slot, like=like) if position in splits else param
             for position, (slot, param) in enumerate(zip(bucket.slots, params, strict=True))
         ]
-        self.bucket = GradientBucket(bucket.index, bucket.num_bytes, packed, layout=bucket)
+        self.storage = BucketStorage(bucket, packed)
         self.params: Sequence[Tensor] = tuple(params)
         self._index = bucket.index
         self._slots = bucket.slots
-        self._dense = DenseBinding(self.bucket, packed)
+        self._dense = DenseBinding(self.storage, packed)
         self._parts = tuple(parts)
         self._splits = dict(splits)
         self._wholes: dict[int, Tensor | None] = {}  # by position, the gradients of split parameters while the bucket is packed

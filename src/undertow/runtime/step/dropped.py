@@ -1,4 +1,4 @@
-"""What becomes of a model that nobody holds any more."""
+"""Closes a model that user code has dropped."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from undertow.runtime.step.engine import Engine
 
-_NOT_THE_USERS = ("undertow-", "Dummy-")  # names of threads: ours, and those that Python has not started
+_NOT_THE_USERS = ("undertow-", "Dummy-")  # names of Undertow's threads, and of threads that Python has not started
 
 
 def let_go_when_dropped(owner: object, engine: Engine, close: Callable[[], object]) -> weakref.finalize[..., Any]:
-    """Has `close` called when `owner` is gone, but not at exit; or before, when what it returns is called.
+    """Calls `close` when `owner` is gone, except at exit, or earlier if the returned finalizer is called.
 
-    It is called when the parameters of the engine's last step, and of its companions, have come: other ranks wait for this one's
-    shards as well. Nobody learns of an error. Where the garbage collector finds that a model was dropped in a thread that may
-    itself be what brings parameters, or in a child process, which has no such threads, nothing is waited for.
+    It waits for the parameters of the engine's last step, and of its siblings' last steps, because other ranks wait for this
+    rank's shards. Errors are dropped. It does not wait if the garbage collector runs in one of Undertow's threads, which may
+    be the one that gathers parameters, or in a child process, which has no such threads.
     """
     made = weakref.finalize(owner, _let_go, engine, close, os.getpid())
     made.atexit = False

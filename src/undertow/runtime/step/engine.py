@@ -1,40 +1,58 @@
-"""The phase of the step: when a round begins, what ends it, and what all ranks do then.
+"""The phase of a step: when a round begins, when it ends, and the actions of all ranks after it.
 
-    idle ──first gradient──> filling ──outermost backward over──> launched ──every engine launched──> idle
-                             hooks release ops                    the last bucket has left            waits, binds
+    IDLE ──first gradient──> BACKWARD ──end of the outermost backward──> LAUNCHED ──every engine launched──> IDLE
+                             hooks release ops                           the last bucket is sent             waits, binds
 
-A round synchronizes or only accumulates; which one is decided when backward runs.
+A round synchronizes gradients or only accumulates them, as decided when backward runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.plan import Plan
 from undertow.runtime.comm.comm_hook import CommHook, no_second_hook
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute import agreed_errors
-from undertow.runtime.execute.executor import Round
 from undertow.runtime.execute.hooks import OutermostEnd, is_watched
-from undertow.runtime.execute.round import OpenRound
+from undertow.runtime.execute.round import OpenRound, Round, RoundKind, RoundResult
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
 from undertow.runtime.step.checks import Checks
+from undertow.runtime.step.earlier_gradients import EarlierGradients
 from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
 from undertow.runtime.step.progress import Progress
 from undertow.runtime.step.siblings import SiblingEngines, all_of
-from undertow.runtime.step.sums import Combination
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.dist_autograd import DistributedBackwards
+
+
+class Phase(Enum):
+    """Where an engine is in a step."""
+
+    IDLE = auto()  # no round is under way
+    BACKWARD = auto()  # gradients arrive
+    LAUNCHED = auto()  # the last bucket is sent, or may be
+    CLOSED = auto()
+    HANDED_OVER = auto()  # closed, and another engine has its parameters
+
+
+_NEXT: dict[Phase, set[Phase]] = {
+    Phase.IDLE: {Phase.BACKWARD, Phase.CLOSED},
+    Phase.BACKWARD: {Phase.LAUNCHED, Phase.CLOSED},
+    Phase.LAUNCHED: {Phase.IDLE, Phase.CLOSED},
+    Phase.CLOSED: {Phase.HANDED_OVER},
+    Phase.HANDED_OVER: set(),
+}
 
 
 class Engine:
@@ -44,165 +62,159 @@ class Engine:
     """
 
     def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
-        self.is_accumulating = self.is_closed = False
-        self.rescale = 1.0  # of the mean over all ranks, where some of them have run out of data
+        self.is_accumulating = False
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
-        self.is_passed_on, self._recorder, self._members = False, recorder, members  # passed on to somebody who came later
-        self._progress = Progress()
-        group.num_steps, group.is_idle = self._progress.rounds, self._progress.is_idle
+        self.phase = Phase.IDLE
+        self._recorder = recorder
+        self.progress = Progress()
+        group.num_steps, group.is_idle = self.progress.rounds, self.progress.is_idle
         self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
-        self._optimizers_in_backward = OptimizersInBackward()
+        self._optimizers = OptimizersInBackward()
         self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
-        self.combination = Combination(self.current_plan, config.op, is_between=self._is_between_rounds)
+        self.earlier: EarlierGradients | None = None  # the mean needs none: the mean of a mean and of new gradients is their mean
+        if config.op == "weighted" or self.current_plan.now.compiled.reducer.divisor != group.num_ranks:
+            is_weighted = config.op == "weighted"
+            self.earlier = EarlierGradients(self.current_plan, is_weighted=is_weighted, is_between=self._is_between_rounds)
         self.siblings = SiblingEngines([self])
-        self.checks = Checks(self.current_plan, members, config)
+        self.checks = Checks(self.current_plan, config)
 
     @property
-    def plan(self) -> Plan:
-        return self.current_plan.plan
-
-    @property
-    def generation(self) -> int:
-        return self.current_plan.compiled.generation
-
-    @property
-    def unused_parameters(self) -> tuple[str, ...]:
-        """Names of parameters that got no gradient on this rank in the last synchronized step."""
-        watch = self.current_plan.watch
-        return self._progress.unused if watch.uses is None else watch.names_in_order(self.plan, watch.uses.unused)
-
-    def accumulates(self, value: bool) -> None:
-        """Whether a backward that runs from now on only accumulates."""
-        self.is_accumulating = value
-        if self.current_plan.watch.uses is not None:
-            self.current_plan.watch.uses.accumulates(value)
+    def is_closed(self) -> bool:
+        return self.phase in (Phase.CLOSED, Phase.HANDED_OVER)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a round is under way."""
+        """True if a round is under way."""
         return self._open is not None
 
+    @property
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters without a gradient on this rank in the last synchronized step."""
+        hooks = self.current_plan.now.hooks
+        if hooks.alone is None:
+            return self.progress.unused
+        order = [param for bucket in self.current_plan.plan.buckets for param in bucket.params]
+        return tuple(hooks.named_params[param][0] for param in dict.fromkeys(order) if param in hooks.alone.unused)
+
+    def accumulates(self, value: bool) -> None:
+        """Sets whether the following backwards only accumulate."""
+        self.is_accumulating = value
+        alone = self.current_plan.now.hooks.alone
+        if alone is not None:
+            alone.accumulates(value)
+
     def forward_begins(self, *, is_training: bool) -> None:
-        """Called before every forward that may be followed by a backward."""
-        self.current_plan.group.require_no_fault()
+        """Called before every forward that a backward may follow."""
+        current_plan = self.current_plan
+        current_plan.group.require_no_fault()
         self._abandon()
         self._await_others()
         self.checks.require_alike()
-        current_plan = self.current_plan
-        current_plan.look_again()
         current_plan.look()
-        if current_plan.is_active:
-            self._prepare(current_plan.watch)
+        now, is_active, progress = current_plan.now, current_plan.is_active, self.progress
+        if is_active:
+            self._prepare(now.hooks)
         if not is_training:
             return
         current_plan.group.trains_here()
-        if not current_plan.is_active and not self.is_accumulating:
+        if not is_active and not self.is_accumulating:
             self._recorder.round_ends(())  # there are no rounds that would end a step
         self._recorder.forward_begins()
-        if current_plan.watch.uses is not None:
-            self._progress.has_accumulated &= not current_plan.watch.uses.is_over
-        current_plan.watch.forward_begins()
-        if current_plan.is_active and not self._progress.has_begun:
-            current_plan.compiled.executor.look()
-            self.combination.forward_begins()
-        self._progress.forward_begins(is_accumulating=not self.synchronizes)
+        if now.hooks.probe is not None:
+            now.hooks.probe.forward_begins()
+        if now.hooks.alone is not None:
+            progress.has_accumulated &= not now.hooks.alone.is_complete
+            now.hooks.alone.forward_begins()
+        if is_active and not progress.has_begun:
+            now.compiled.executor.look()
+            if self.earlier is not None:
+                self.earlier.forward_begins()
+        progress.forward_begins(is_accumulating=not self.synchronizes)
 
     def use_hook(self, hook: CommHook) -> None:
-        """Reduces buckets by `hook` from the next round on. PhaseError in a round, or if there is a hook already."""
-        earlier = self.current_plan.compiled.reducer.hook
+        """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
+        earlier = self.current_plan.now.compiled.reducer.hook
         if self._open is not None or earlier is not None:
             raise no_second_hook(earlier)
         self.current_plan.use_hook(hook)
 
-    def concerns(self, params: set[int]) -> bool:
-        """Whether one of these parameters, by id, is ours."""
-        return not self.is_closed and self.current_plan.concerns(params)
-
-    def may_pass_on(self, params: frozenset[int], group: GroupRef) -> bool:
-        """Whether somebody who synchronizes those parameters, by id, over `group` may take ours over."""
+    def may_hand_over(self, params: frozenset[int], group: GroupRef) -> bool:
+        """Returns True if another engine that has these parameters, by id, over `group` may take this one's over."""
         if self.is_busy and private.graph_task_id() != -1:
             return False
-        self.current_plan.settle()
-        return params >= self.current_plan.watch.ids and group.ranks == self.current_plan.group.user.ranks
+        self.current_plan.apply_changes()
+        return params >= self.current_plan.now.hooks.ids and group.ranks == self.current_plan.group.user.ranks
 
-    def pass_on(self) -> set[int]:
-        """Ends here; returns the parameters, by id, that have accumulated a gradient since the last synchronization."""
-        self.combination.require_no_weights()
+    def hand_over(self) -> set[int]:
+        """Closes; returns the parameters, by id, that have accumulated a gradient since the last synchronization."""
+        if self.earlier is not None:
+            self.earlier.weights.require_none()
         self.complete()
         self.current_plan.wait_for_parameters()
         self.close()
-        self.is_passed_on = True
-        return self.current_plan.watch.accumulated_ids()
+        self._enter_phase(Phase.HANDED_OVER)
+        return self.current_plan.now.hooks.accumulated_ids()
 
-    def require_successor(self) -> None:
-        """PhaseError where our parameters were passed on to somebody who is gone."""
-        if self.is_passed_on:
-            self.current_plan.require_watched()
-
-    def inherit(self, accumulated: set[int]) -> None:
-        """Takes over what another engine has passed on."""
-        watch = self.current_plan.watch
-        watch.arrived_before |= watch.indices(accumulated)
-        self._progress.has_accumulated |= bool(accumulated)
+    def take_from(self, accumulated: set[int]) -> None:
+        """Takes over the gradients that another engine has handed over."""
+        hooks = self.current_plan.now.hooks
+        hooks.arrived_before |= hooks.indices(accumulated)
+        self.progress.has_accumulated |= bool(accumulated)
 
     def finish_before_step(self, params: set[int], *, steps: bool) -> None:
-        """Runs a round if one is owed before an optimizer updates these parameters, by id, or before their gradients are looked
-        at, and it does not step. PhaseError in the middle of a backward.
+        """Runs a round if one is owed before an optimizer `steps` on these parameters, by id, or their gradients are read.
+
+        Raises PhaseError inside a backward.
         """
+        current_plan, progress = self.current_plan, self.progress
         if self._open is not None and private.graph_task_id() != -1:
-            raise agreed_errors.step_within_backward(
-                f"synchronization {self._open.round.number}, rank {self.current_plan.group.rank}"
-            )
+            raise agreed_errors.step_within_backward(f"synchronization {self._open.round.number}, rank {current_plan.group.rank}")
         self._abandon()
-        progress, current_plan = self._progress, self.current_plan
-        is_up_to_date = progress.has_brought(params) and not self._members.has_new_of(params)
+        is_up_to_date = progress.has_result_for(params) and not current_plan.members.has_new_of(params)
         if not is_up_to_date:
-            current_plan.settle()
-            current_plan.look_again(if_active=True)  # the next backward may come without a forward that tells of a change
-            progress.is_owed |= current_plan.retiring is not None  # parameters of which no forward has told
+            current_plan.apply_changes()
+            current_plan.mark_stale()  # the next backward may run without a forward that finds a change
+            progress.is_owed |= current_plan.now.retiring is not None  # parameters that no forward has found
         if progress.is_owed and not (is_up_to_date and current_plan.has_result):
             self._run_outside_of_backward(steps=True)
         self.checks.require_alike()
         if steps:
             progress.steps(params)
-            if current_plan.watch.uses is not None:
-                current_plan.watch.uses.steps()
+            if current_plan.now.hooks.alone is not None:
+                current_plan.now.hooks.alone.steps()
 
     @property
     def is_step_empty(self) -> bool:
-        """Whether nothing has come yet of what a step begins with, neither a training forward nor a synchronization."""
-        return not self._progress.is_owed and not (self._progress.is_step_due and self.current_plan.has_result)
+        """True if neither a training forward nor a synchronization has begun the step."""
+        return not self.progress.is_owed and not (self.progress.is_step_due and self.current_plan.has_result)
 
     def finish(self) -> None:
         """Runs a round, unless one has run since the last training forward or step; for a rank without gradients."""
-        num_rounds = self._progress.num_rounds
+        num_rounds = self.progress.num_rounds
         self._abandon()
-        was_abandoned = self._progress.num_rounds > num_rounds  # and its gradients may be gone
+        was_abandoned = self.progress.num_rounds > num_rounds  # and its gradients may be gone
         begins = self.is_step_empty and not was_abandoned
         if begins:
-            self._progress.forgets_unused()
-        if self._progress.is_owed or begins:
+            self.progress.forgets_unused()
+        if self.progress.is_owed or begins:
             self._run_outside_of_backward()
 
     def shadow(self) -> None:
-        """A round in which this rank, which has run out of data, only keeps the others company."""
+        """Takes part in a round of the other ranks, without data; gradients that were not synchronized drop out."""
         self._abandon()
-        self.combination.runs_out()
-        self.current_plan.settle()
+        self.current_plan.now.hooks.arrived_before.clear()
+        if self.earlier is not None:
+            self.earlier.weights.forget_accumulated()
+        self.current_plan.apply_changes()
         if self._meets:
-            with gradients_aside(self.current_plan.watch.params):
-                self._begin(is_synchronized=True, is_shadow=True)
+            with gradients_aside(self.current_plan.now.hooks.params):
+                self._begin(RoundKind.SHADOW)
                 self._launch_rest()
                 self.complete()
 
-    def join_ends(self) -> None:
-        """From here on all ranks count again, and those that had run out of data are where the others are."""
-        self.rescale = 1.0
-        self._progress.begins_anew()
-
     def complete(self) -> None:
-        """Waits for what was launched and binds the gradients. Raises what the ranks have agreed on."""
+        """Waits for launched buckets and binds the gradients; raises the error that the ranks have agreed on."""
         this = self._open
         if this is None or this.ending is None:
             self._abandon()
@@ -215,182 +227,210 @@ class Engine:
                 self._close_round()
 
     def end_failed_backward(self) -> None:
-        """Ends a round that an exception in backward has left open, before somebody reads what it has updated in part."""
-        if self._open is not None and not self._open.is_launched and not self._end.is_coming:  # else one runs elsewhere
+        """Ends a round that an exception in backward has left open, before partly updated parameters are read."""
+        if self.phase is Phase.BACKWARD and not self._end.is_coming:  # else one runs in another thread
             self._abandon()
 
-    def open(self) -> None:
-        """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""
-        self.current_plan.open()
-
     def close(self) -> None:
-        """Ends what is under way and takes the hooks off; gradients stay where they are."""
-        self.is_closed = True
-        self.combination.give_back()
+        """Ends the round under way and removes the hooks; gradients stay in place."""
+        if not self.is_closed:
+            self._enter_phase(Phase.CLOSED)
+        if self.earlier is not None:
+            self.earlier.give_back()
         self.current_plan.close()
-        self._optimizers_in_backward.close()
+        self._optimizers.close()
 
     @property
     def synchronizes(self) -> bool:
-        """Whether a backward that runs now communicates: also one that only accumulates, where what rests are shards."""
+        """True if a backward that runs now communicates, as one that only accumulates does if it adds up shards."""
         current_plan = self.current_plan
-        return not self.is_accumulating or (current_plan.compiled.strategy.reduces_micro_batches and current_plan.is_active)
+        return not self.is_accumulating or (current_plan.is_active and current_plan.now.compiled.strategy.reduces_micro_batches)
 
-    def _prepare(self, watch: ParamHooks) -> None:
-        """What can only be known when a forward begins."""
-        watch.run_last()
-        self._optimizers_in_backward.take_over(watch)
-        if watch.distributed is None and private.is_rpc_running():
-            watch.distributed = DistributedBackwards(watch.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere)
-        if watch.distributed is not None:
-            watch.distributed.forward_begins()
+    @property
+    def is_backward_due(self) -> bool:
+        """True if a training forward has run whose backward is to synchronize, and no synchronization has followed."""
+        return self.progress.is_owed and self._meets
+
+    def _enter_phase(self, phase: Phase) -> None:
+        assert phase in _NEXT[self.phase], f"{self.phase} -> {phase}"
+        self.phase = phase
+
+    def _prepare(self, hooks: ParamHooks) -> None:
+        """Does the preparations that only a forward makes possible."""
+        hooks.run_last()
+        self._optimizers.take_over(hooks)
+        if hooks.distributed is None and private.is_rpc_running():
+            hooks.distributed = DistributedBackwards(hooks.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere)
+        if hooks.distributed is not None:
+            hooks.distributed.forward_begins()
 
     def _reduce_elsewhere(self, gradients: dict[int, Tensor]) -> None:
-        """A round for gradients that do not lie in `.grad`, at the end of their backward."""
+        """Runs a round for gradients that are not in `.grad`, at the end of their backward."""
         if self.is_accumulating:
             return
-        watch = self.current_plan.watch
-        params = watch.params
+        hooks = self.current_plan.now.hooks
+        params = hooks.params
         with gradients_aside(params):
-            self._begin(is_synchronized=True)
+            self._begin(RoundKind.REDUCE)
             for index, gradient in gradients.items():
                 params[index].grad = gradient
-                watch.arrivals.note(index)
+                hooks.arrivals.note(index)
             self._launch_rest()
             self.complete()
             for index, gradient in gradients.items():
                 gradient.copy_(params[index].grad)  # type: ignore[arg-type]  # it is the mean
 
     @private.untraced
-    def _enter(self, watch: ParamHooks, task: int, param: int) -> None:
-        """The gradient of `param` of `watch` is the first to arrive there in backward `task`."""
-        is_first = self._is_between_rounds()
-        current_plan, gradient_of = self.current_plan, id(watch.params[param])
-        before = current_plan.watch
-        if is_first:
+    def _enter(self, hooks: ParamHooks, task: int, param: int) -> None:
+        """Called with the first gradient in backward `task`, of `param` of `hooks`."""
+        current_plan, gradient_of = self.current_plan, id(hooks.named_params[param][1])
+        before = current_plan.now.hooks
+        if self._is_between_rounds():
             current_plan.look_for_thawed()
-            current_plan.settle()
-            if gradient_of not in current_plan.watch.ids:
-                return  # it was in the module for one forward only, or is no more
+            current_plan.apply_changes()
+            if gradient_of not in current_plan.now.hooks.ids:
+                return  # it was in the module for one forward only, or no longer is
             self.siblings.take_part(task)
         self._end.watch(task)
-        now = current_plan.watch
-        if now is not before and now is not watch:  # since a moment ago, and this gradient counts there
+        now = current_plan.now.hooks
+        if now is not before and now is not hooks:  # since a moment ago, and this gradient counts there
             for index in now.indices({gradient_of}):
                 now.arrivals.arrive(index)
 
     @private.untraced
     def _thawed(self, param: Tensor) -> None:
-        """A gradient of a parameter has come that was frozen when the plan was made; PhaseError where no plan will have it."""
+        """Called with a gradient of a parameter that was frozen when the plan was made; PhaseError if no plan will have it."""
         current_plan = self.current_plan
-        if self.is_closed or id(param) in current_plan.watch.ids or param.grad is None or is_watched(param, but=self):
+        if self.is_closed or id(param) in current_plan.now.hooks.ids or param.grad is None or is_watched(param, but=self):
             return  # counted elsewhere, or frozen again
         if self._is_between_rounds():
             task = private.graph_task_id()
-            current_plan.look_again()
-            current_plan.settle()
-            if id(param) in current_plan.watch.ids:
+            current_plan.mark_stale()
+            current_plan.apply_changes()
+            if id(param) in current_plan.now.hooks.ids:
                 self.siblings.take_part(task)
                 self._end.watch(task)
                 return
-        current_plan.require_left(param)
+        current_plan.require_not_the_modules(param)
 
     def take_part(self, task: int) -> None:
-        """Begins a round in backward `task`, unless one is under way, whether a gradient of ours will come or not."""
-        if self.current_plan.watch.uses is not None:
-            self.current_plan.watch.uses.backward_runs()
+        """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
+        if self.current_plan.now.hooks.alone is not None:
+            self.current_plan.now.hooks.alone.backward_runs()
         if self.current_plan.is_active and not self.is_closed and self._is_between_rounds():
-            self._end.watch(task)  # first: who finds a round open and no end coming takes its backward for failed
-            self._begin(is_synchronized=self.synchronizes)
+            self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
+            self._begin(RoundKind.REDUCE if self.synchronizes else RoundKind.ACCUMULATE)
 
     def finish_owed(self) -> None:
-        """Runs a round if one is owed: a companion has."""
-        if self._progress.is_owed:
+        """Runs a round if one is owed: a sibling has."""
+        if self.progress.is_owed:
             self._run_outside_of_backward()
 
     def _run_outside_of_backward(self, *, steps: bool = False) -> None:
-        own = (self._launch, self.complete) if self._meets and not self.is_closed else ()
-        self._progress.is_owed = False
-        if self.current_plan.watch.uses is not None:
-            self.current_plan.watch.uses.backward_runs(steps=steps)
+        own = (self.launch_accumulated, self.complete) if self._meets and not self.is_closed else ()
+        self.progress.is_owed = False
+        if self.current_plan.now.hooks.alone is not None:
+            self.current_plan.now.hooks.alone.backward_runs(steps=steps)
         all_of(*own, self.siblings.finish_owed)
 
     @property
-    def is_backward_due(self) -> bool:
-        """Whether a training forward has run whose backward is to synchronize, and no synchronization has followed."""
-        return self._progress.is_owed and self._meets
-
-    @property
     def _meets(self) -> bool:
-        """Whether the other ranks are needed: where nothing is trained they are for what companions train."""
+        """True if the other ranks are needed: a rank that trains nothing is needed for what its siblings train."""
         return self.current_plan.trains or (self.current_plan.is_active and len(self.siblings) > 1)
 
-    def _launch(self, *, op: str | None = None) -> None:
+    def launch_accumulated(self, *, op: str | None = None) -> None:
+        """Sends accumulated gradients, outside of a backward; `complete` waits for them."""
         if self._open is not None:
-            raise agreed_errors.synchronized_already(self._progress.num_rounds)
-        self._begin(is_synchronized=True, op=op)
+            raise agreed_errors.synchronized_already(self.progress.num_rounds)
+        self._begin(RoundKind.REDUCE, op=op)
         self._launch_rest()
 
-    def _begin(self, *, is_synchronized: bool, is_shadow: bool = False, op: str | None = None) -> None:
-        current_plan = self.current_plan
-        current_plan.settle()
-        self._optimizers_in_backward.take_over(current_plan.watch)
+    def refuse(self, misuse: agreed_errors.Misuse) -> None:
+        """Tells all ranks, in a round, that a reduction by hand is wrong here; `.grad` stays as it is. Raises its PhaseError."""
+        number = self.progress.num_rounds
+        self._begin(RoundKind.REDUCE)
+        assert self._open is not None
+        self._open.result.misuse = misuse
+        self._give_up(self._open)
+        # On a device, where the others read it later.
+        raise agreed_errors.misused(misuse, [self.current_plan.group.rank], number=number)
+
+    def abandon_launched(self) -> bool | None:
+        """Ends the round under way; returns True if its buckets were launched, and None if there was none."""
+        if self._open is None:
+            return None
+        was_launched = self.phase is Phase.LAUNCHED
+        self._abandon()
+        return was_launched
+
+    def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
+        current_plan, progress = self.current_plan, self.progress
+        current_plan.apply_changes()
+        self._optimizers.take_over(current_plan.now.hooks)
+        is_synchronized = kind is not RoundKind.ACCUMULATE
         if is_synchronized:
             current_plan.open()
             current_plan.adopt_plan()
-        is_last = not self.is_accumulating
-        weighing = self.combination.begins(is_synchronized=is_synchronized, is_shadow=is_shadow, is_last=is_last)
-        compiled, arrivals = current_plan.compiled, current_plan.watch.arrivals
+        now, is_last = current_plan.now, not self.is_accumulating
+        arrivals, compiled = now.hooks.arrivals, now.compiled
+        weights = None if self.earlier is None else self.earlier.round_begins(kind, is_last=is_last)
         arrivals.reset()
         this_round = Round(
-            number=self._progress.num_rounds,
+            kind=kind,
+            number=progress.num_rounds + (is_synchronized and current_plan.is_counted_apart),
             generation=compiled.generation,
-            mode=None if is_shadow else self._progress.mode,
-            is_shadow=is_shadow,
-            is_synchronized=is_synchronized,
+            mode=None if kind is RoundKind.SHADOW else progress.mode,
             is_last=is_last,
             not_arrived=self._not_arrived,
             has_repeats=lambda: arrivals.has_repeats,
             has_other_buffers=is_synchronized and current_plan.has_other_buffers,
-            is_read_at_once=current_plan.must_read_at_once or self.checks.must_be_read(self._progress.num_rounds),
-            rescale=self.rescale * compiled.reducer.factor(op),
+            is_read_at_once=current_plan.must_read_at_once or self.checks.must_be_read(progress.num_rounds),
+            rescale=progress.rescale * compiled.reducer.factor(op),
             op=op,
-            weighing=weighing,
+            weights=weights,
         )
-        # A hook that the user has put on since the forward may run after ours, once, on the first gradient.
-        holds_back = current_plan.retiring is not None or current_plan.watch.run_last()
-        self._open = OpenRound(this_round, compiled.releases(this_round), holds_back=holds_back)
-        compiled.executor.begin(this_round)
+        # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
+        holds_back = now.retiring is not None or now.hooks.run_last()
+        result = RoundResult(this_round)
+        self._open = OpenRound(this_round, result, compiled.releases(this_round), holds_back=holds_back)
+        if self.phase is Phase.IDLE:
+            self._enter_phase(Phase.BACKWARD)
+        compiled.executor.begin(result)
         self._recorder.backward_begins(generation=compiled.generation)
 
     def _is_between_rounds(self) -> bool:
         this = self._open
         if this is not None and not self._end.is_coming:  # a new backward has begun, and this round is not its own
-            if this.is_launched:
-                raise agreed_errors.not_waited_for(this.round)
+            if this.ending is not None:
+                raise agreed_errors.not_waited_for(this.round.number)
             self._give_up(this)
         return self._open is None
 
     @private.untraced
     def _fill(self, bucket: int) -> None:
         if self._open is not None and not self._open.holds_back:
-            self.current_plan.compiled.executor.run(self._open.releases.fill(bucket))
+            self.current_plan.now.compiled.executor.run(self._open.releases.fill(bucket))
 
     def _launch_rest(self) -> None:
-        """Backward is over: what is missing is unused here, and everything that is still here leaves."""
+        """Called at the end of backward: parameters without a gradient are unused here; launches the remaining buckets."""
         this = self._open
-        if this is None or this.is_launched:
+        if this is None or this.ending is not None:
             return  # a nested backward has reached the outermost end as well
         self._recorder.backward_ends()
-        self._note_written()
-        this.ending = self._end_round(this)
-        next(this.ending)
+        hooks = self.current_plan.now.hooks
+        # Gradients that something other than autograd has written into `.grad` count as well.
+        absent = hooks.arrivals.absent
+        if absent:
+            for param in self.current_plan.now.compiled.executor.written(absent - hooks.arrived_before):
+                hooks.arrivals.note(param)
+        self._end_backward(this)
+        next(this.ending)  # type: ignore[call-overload]
         if private.graph_task_id() != -1:
             private.call_after_backward(self._go_on)
 
     @private.untraced
     def _go_on(self) -> None:
-        """Behind the callbacks of all other engines: with several models in one backward all launch, then all wait."""
+        """Called after the callbacks of all other engines: with several models in one backward all launch, then all wait."""
         this = self._open
         if this is None or this.ending is None:
             return
@@ -404,40 +444,42 @@ class Engine:
             raise
         private.call_after_backward(self._go_on)
 
-    def _note_written(self) -> None:
-        """Gradients that something else than autograd has written into `.grad` count as well."""
-        watch = self.current_plan.watch
-        for param in self.current_plan.compiled.executor.written(watch.arrivals.absent - watch.arrived_before):
-            watch.arrivals.note(param)
+    def _end_backward(self, this: OpenRound) -> None:
+        this.ending = self._end_round(this)
+        if self.phase is Phase.BACKWARD:
+            self._enter_phase(Phase.LAUNCHED)
 
     def _end_round(self, this: OpenRound) -> Iterator[None]:
-        """What follows backward, in parts: it yields wherever it is about to wait for other ranks."""
-        current_plan = self.current_plan
-        if current_plan.retiring is not None and this.round.is_synchronized:
-            self._progress.num_rounds += current_plan.is_counted_apart  # also where the ranks do not agree: all have been there
-            this.round.number += current_plan.is_counted_apart
+        """Runs the rest of a round after backward, in parts: yields before each wait for other ranks."""
+        current_plan, result = self.current_plan, this.result
+        if current_plan.now.retiring is not None and this.round.is_synchronized:
+            # Also if the ranks do not agree: all of them have run it.
+            self.progress.num_rounds += current_plan.is_counted_apart
             yield from current_plan.retire(this.round)
-        executor, watch = current_plan.compiled.executor, current_plan.watch
+        executor, hooks = current_plan.now.compiled.executor, current_plan.now.hooks
         executor.run(this.releases.end_backward())
         yield
         executor.run(this.releases.join())
         self._await_others()
-        late = agreed_errors.late_buckets(this.round)
+        late = result.late_buckets
         if late:
             executor.launch_late_parts(late)
             yield
             executor.add_late_parts()
-            watch.arrivals.learn_repeats()
-        if agreed_errors.all_have_other_buffers(this.round, num_ranks=current_plan.group.num_ranks):
-            yield from current_plan.compare_buffers()
-        self.combination.round_is_bound(this.round)
+            hooks.arrivals.learn_repeats()
+        if this.round.has_other_buffers:
+            others = result.reported("other_buffers_ranks", overdue=False)
+            if len(others) == current_plan.group.num_ranks:
+                yield from current_plan.compare_buffers()
+        if self.earlier is not None:
+            self.earlier.round_is_bound(result)
         self._close_round()
         if this.round.is_synchronized:
-            self._settle(this.round)
+            self._round_ends(result)
         else:
-            watch.arrived_before |= watch.arrivals.arrived
-            self._progress.has_accumulated = True
-            current_plan.look_again()
+            hooks.arrived_before |= hooks.arrivals.arrived
+            self.progress.has_accumulated = True
+            current_plan.mark_stale()
 
     def _await_others(self) -> None:
         awaited, self.also_awaited = self.also_awaited, []
@@ -446,54 +488,61 @@ class Engine:
 
     def _close_round(self) -> None:
         self._open = None
-        self.current_plan.watch.arrivals.forget_traversal()
+        if self.phase is Phase.LAUNCHED:
+            self._enter_phase(Phase.IDLE)
+        self.current_plan.now.hooks.arrivals.forget_traversal()
         self._end.forget()
 
     def _abandon(self) -> None:
         """Ends a round that an exception in backward has left open, and waits for one that was launched by hand."""
         if self._open is None or private.graph_task_id() != -1:
             return
-        if self._open.is_launched:
+        if self._open.ending is not None:
             self.complete()
         else:
             self._give_up(self._open)
 
     def _give_up(self, this: OpenRound) -> None:
-        """Ends a round whose backward failed: the other ranks are waiting for our buckets, and drop what they get.
+        """Ends a round whose backward failed: the other ranks wait for this rank's buckets, and drop them.
 
-        Every `.grad` is afterwards what it is now: the user may have cleared it, or another backward have begun.
+        Afterwards every `.grad` is as it is now: the user may have cleared it, or another backward may have begun.
         """
-        this.round.has_failed = this.round.is_synchronized
+        this.result.has_failed = this.round.is_synchronized
         try:
-            with gradients_aside(self.current_plan.watch.params) if this.round.is_synchronized else contextlib.nullcontext():
+            with gradients_aside(self.current_plan.now.hooks.params) if this.result.has_failed else contextlib.nullcontext():
                 self._recorder.backward_ends()
-                this.ending = self._end_round(this)
+                self._end_backward(this)
                 self.complete()
         finally:
-            self.combination.give_back()
+            if self.earlier is not None:
+                self.earlier.give_back()
 
     def _not_arrived(self, bucket: int) -> list[int]:
-        """Positions in `bucket` of parameters without a gradient since the last synchronization."""
-        watch = self.current_plan.watch
-        return watch.not_arrived(self.plan.buckets[bucket].params, watch.arrivals.missing(bucket))
+        """Returns the positions in `bucket` of parameters without a gradient since the last synchronization."""
+        now = self.current_plan.now
+        missing = now.hooks.arrivals.missing(bucket)
+        return now.hooks.not_arrived(now.compiled.plan.buckets[bucket].params, missing) if missing else []
 
-    def _settle(self, this_round: Round) -> None:
-        """Does what every rank does alike after a complete synchronization."""
-        self._recorder.round_ends(this_round.busy_ms)
-        self._progress.round_ends(has_failed=this_round.has_failed, is_last=this_round.is_last)
-        current_plan, watch = self.current_plan, self.current_plan.watch
-        if not this_round.has_failed:
-            watch.arrived_before.clear()
-            current_plan.look_again()
-        names = watch.names_of(self.plan, this_round.unused)
-        self._progress.notes_unused(names, is_last=this_round.is_last, is_gone=watch.has_no_gradient)
-        self.combination.round_ends(this_round)
-        self.checks.round_ends(this_round)
-        agreed_errors.require_sound(this_round, rank=current_plan.group.rank, places=current_plan.group.places)
-        self.combination.require_sound(this_round)
-        current_plan.require_changed_alike(this_round)
-        if this_round.has_failed:
+    def _round_ends(self, result: RoundResult) -> None:
+        """Runs the actions of every rank after a complete synchronization; raises the error that the ranks have agreed on."""
+        this_round, current_plan, progress = result.round, self.current_plan, self.progress
+        self._recorder.round_ends(result.busy_ms)
+        progress.round_ends(has_failed=result.has_failed, is_last=this_round.is_last)
+        hooks, plan = current_plan.now.hooks, current_plan.now.compiled.plan
+        if not result.has_failed:
+            hooks.arrived_before.clear()
+            current_plan.mark_stale()
+        names = hooks.names_of(plan, result.unused) if any(result.unused.values()) else ()
+        progress.notes_unused(names, is_last=this_round.is_last, params=hooks.named_params)
+        if self.earlier is not None and this_round.weights is not None:
+            self.earlier.weights.ends(this_round.weights)
+        self.checks.round_ends(result)
+        agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places)
+        if self.earlier is not None and not result.has_failed:  # a backward that has failed has another error to raise
+            self.earlier.require_sound(this_round)
+        current_plan.require_changed_alike(result)
+        if result.has_failed:
             return  # it has left the other ranks already
-        current_plan.round_ended(this_round)
-        self.checks.round_was_sound(this_round)
-        self._optimizers_in_backward.step()
+        current_plan.round_ended(result)
+        self.checks.round_was_sound(result)
+        self._optimizers.step()

@@ -1,4 +1,4 @@
-"""What is done about gradients that are infinite or no number: when an optimizer is about to step on them."""
+"""Acts on gradients that are not finite when an optimizer is about to step on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.errors import NonFiniteGradient, PhaseError
 from undertow.plan import Plan
-from undertow.runtime.execute.executor import Round
+from undertow.runtime.execute.round import RoundResult
 from undertow.runtime.peers import faults
 
 _NUM_NAMES = 3
@@ -32,23 +32,23 @@ class Finding:
 
     @property
     def what(self) -> str:
-        """In words."""
+        """The finding in words."""
         gradients = "the gradient of" if len(self.params) == 1 else "the gradients of"
         verb = "is" if len(self.params) == 1 else "are"
         ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
         return f"{gradients} {_listed(list(map(repr, self.params)))} {verb} infinite or no number on {ranks}."
 
     def covers(self, other: Finding) -> bool:
-        """Whether all of `other` is in it."""
+        """Returns True if `other` is a part of it."""
         return set(self.params) >= set(other.params) and set(self.ranks) >= set(other.ranks)
 
     def error(self, *, has_begun: bool = False) -> NonFiniteGradient:
-        """A new one each time; `has_begun`: other buckets are updated already."""
+        """Returns a new error each time; `has_begun` if other buckets are updated already."""
         return NonFiniteGradient(self.what, where=self.where, remedy=_PARTLY_TAKEN if has_begun else _NOT_TAKEN)
 
     @property
     def fault(self) -> faults.Fault:
-        """For the ranks that know nothing of these gradients, and step: from here on nobody can go on."""
+        """The fault for ranks that do not know about these gradients, and step: no rank can continue."""
         return faults.Fault(NonFiniteGradient, self.what, _NOT_BY_ALL)
 
 
@@ -76,14 +76,14 @@ class NonFinite:
     def is_on(self) -> bool:
         return self._policy != "ignore"
 
-    def round_ends(self, this_round: Round, plan: Plan) -> None:
-        """Takes over what a synchronization has found. What an earlier one has found counts as long as it is part of the sum."""
-        if this_round.nonfinite and not this_round.has_failed:
-            found = _finding_of(this_round, plan, self._names)
-            # Where a step synchronizes several times the mean of an earlier one comes again, from every rank.
+    def round_ends(self, result: RoundResult, plan: Plan) -> None:
+        """Takes over a synchronization's findings. Earlier findings count as long as they are part of the sum."""
+        if result.nonfinite and not result.has_failed:
+            found = _finding_of(result, plan, self._names)
+            # If a step synchronizes several times, the mean of an earlier synchronization returns from every rank.
             is_echo = self._finding is not None and not self._is_judged and found.covers(self._finding)
             self._finding, self._is_judged = self._finding if is_echo else found, False
-        elif not this_round.keeps_earlier:
+        elif not result.keeps_earlier:
             self._finding = None
 
     def skips(self, optimizer: Optimizer, *, has_begun: bool = False) -> bool:
@@ -145,14 +145,13 @@ class NonFinite:
             faults.tell(f"{finding.what} {follows}{times}\n  {finding.where}")
 
 
-def _finding_of(this_round: Round, plan: Plan, names: Sequence[int]) -> Finding:
-    buckets = sorted(this_round.nonfinite)
-    slots = [plan.buckets[bucket].slots[position] for bucket in buckets for position in this_round.nonfinite[bucket]]
-    ranks = sorted({rank for reading in this_round.readings if not reading.is_overdue for rank in reading.nonfinite_ranks})
+def _finding_of(result: RoundResult, plan: Plan, names: Sequence[int]) -> Finding:
+    buckets = sorted(result.nonfinite)
+    slots = [plan.buckets[bucket].slots[position] for bucket in buckets for position in result.nonfinite[bucket]]
     return Finding(
         params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
-        ranks=tuple(names[rank] for rank in ranks),
-        where=f"synchronization {this_round.number}, bucket {_listed(list(map(str, buckets)))}",
+        ranks=tuple(names[rank] for rank in result.reported("nonfinite_ranks", overdue=False)),
+        where=f"synchronization {result.round.number}, bucket {_listed(list(map(str, buckets)))}",
     )
 
 

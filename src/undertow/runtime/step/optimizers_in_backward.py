@@ -20,12 +20,12 @@ class OptimizersInBackward:
         self._rearm: dict[Tensor, Callable[[], None]] = {}  # parameters are keys by identity
         self._seen: ParamHooks | None = None
 
-    def take_over(self, watch: ParamHooks) -> None:
-        """From now on those of this watch's parameters as well; once is enough."""
-        if watch is self._seen:
+    def take_over(self, hooks: ParamHooks) -> None:
+        """Also takes over the optimizers of these parameters; once is enough."""
+        if hooks is self._seen:
             return
-        self._seen = watch
-        for param in watch.params:
+        self._seen = hooks
+        for param in hooks.params:
             if param not in self._rearm and private.optimizers_in_backward(param):
                 self._rearm[param] = private.disarm_optimizers_in_backward(param)
 
@@ -38,7 +38,7 @@ class OptimizersInBackward:
                 param.grad = None
 
     def close(self) -> None:
-        """Has them step by themselves again."""
+        """Lets them step by themselves again."""
         for rearm in self._rearm.values():
             rearm()
         self._rearm.clear()

@@ -1,12 +1,14 @@
-"""Which rounds have run, and whether another one is owed."""
+"""Counts rounds, and tells if another one is owed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
 
 
 class Progress:
-    """What outlives a round.
+    """The state of an engine that outlives a round.
 
     A rank owes a round when a training forward ran and no round has followed: the other ranks may be waiting in theirs.
     An optimizer whose parameters have not stepped since the last round steps on what that round has brought; a forward in
@@ -15,6 +17,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.num_rounds = 0  # synchronized ones
+        self.rescale = 1.0  # factor for the mean over all ranks, if some of them have run out of data
         self.is_owed = False
         self.has_begun = False  # a training forward has run since the last synchronization
         self.has_accumulated = False  # since the last synchronization
@@ -26,32 +29,32 @@ class Progress:
         self._is_after_round = False
 
     def rounds(self) -> int:
-        """Number of synchronizations that are complete; asked from other threads."""
+        """Returns the number of complete synchronizations; called from other threads."""
         return self.num_rounds
 
     def is_idle(self) -> bool:
-        """Whether no step has begun since the last synchronization; asked from other threads."""
+        """Returns True if no step has begun since the last synchronization; called from other threads."""
         return not self.has_begun
 
     @property
     def is_step_due(self) -> bool:
-        """Whether no optimizer has stepped since the last round."""
+        """True if no optimizer has stepped since the last round."""
         return self._is_after_round and not self._stepped
 
     @property
     def mode(self) -> int | None:
-        """In the signature: a rank that has stepped since the last round and one that has not are not in the same place.
+        """Part of the signature: ranks differ if one has stepped since the last round and another has not.
 
-        None, which goes by the others, on a rank that leaves steps to another one, or takes them without torch's optimizers.
+        None, which accepts the others' mode, on a rank that leaves steps to another one, or steps without torch's optimizers.
         """
         return int(self.is_step_due) if self._has_ever_stepped else None
 
-    def has_brought(self, params: Collection[int]) -> bool:
-        """Whether the last round's result is what these parameters, by id, have not stepped on yet."""
+    def has_result_for(self, params: Collection[int]) -> bool:
+        """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
         return self._is_after_round and self._stepped.isdisjoint(params)
 
     def forward_begins(self, *, is_accumulating: bool) -> None:
-        """A training forward."""
+        """Called before a training forward."""
         self.unused = ()
         if self._is_last_run:
             self.forgets_unused()
@@ -60,7 +63,7 @@ class Progress:
         self.has_accumulated |= is_accumulating
 
     def round_ends(self, *, has_failed: bool, is_last: bool) -> None:
-        """Has accumulated something still, where it is not the last one of a step: gradients that came are reduced already."""
+        """Called after a round. Gradients stay accumulated if it was not the last one of the step: they are reduced already."""
         self.num_rounds += 1
         self.is_owed = self.has_begun = False
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
@@ -68,24 +71,27 @@ class Progress:
         self._stepped.clear()
 
     def forgets_unused(self) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         self._unused_so_far = None
 
-    def notes_unused(self, names: tuple[str, ...], *, is_last: bool, is_gone: Callable[[str], bool]) -> None:
-        """A round has found these parameters unused; `is_gone` says of which the user has thrown away what came before."""
+    def notes_unused(self, names: tuple[str, ...], *, is_last: bool, params: Sequence[tuple[str, Tensor]]) -> None:
+        """Called after a round that found parameters with these names, of `params`, unused."""
         before = self._unused_so_far
-        unused = names if before is None else tuple(name for name in names if name in before or is_gone(name))
-        self._unused_so_far, self._is_last_run = unused, is_last
+        if before is not None and names:
+            cleared = {name for name, param in params if param.grad is None}  # so an earlier gradient counts no more
+            names = tuple(name for name in names if name in before or name in cleared)
+        self._unused_so_far, self._is_last_run = names, is_last
         if is_last:
-            self.unused = unused
+            self.unused = names
 
     def steps(self, params: Collection[int]) -> None:
-        """An optimizer updates these parameters, by id."""
+        """Called before an optimizer updates these parameters, by id."""
         self._stepped.update(params)
         self._unused_so_far = None
         self._has_ever_stepped = True
 
-    def begins_anew(self) -> None:
-        """All ranks are where they are before the first round."""
+    def join_ends(self) -> None:
+        """Called when all ranks contribute again, and are at the same place as before the first round."""
+        self.rescale = 1.0
         self._is_after_round = False
         self._stepped.clear()

@@ -1,4 +1,4 @@
-"""Gradients on their way, for whoever waits."""
+"""Reductions that user code starts and waits for."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from functools import partial
 
 from undertow.errors import ConfigError, PhaseError, UndertowError
-from undertow.runtime.execute import agreed_errors
+from undertow.runtime.execute.agreed_errors import Misuse, misused
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.siblings import all_of
 from undertow.runtime.torch_private import private
 
 
 class Reduction:
-    """Gradients on their way, from `GradientSync.reduce_gradients_async`."""
+    """Gradients in flight, as `GradientSync.reduce_gradients_async` returns them."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
 
     @private.untraced
     def wait(self) -> None:
-        """Returns when every `.grad` is the mean over ranks, or what else `op` says."""
+        """Waits until every `.grad` is the mean over ranks, or the result of another `op`."""
         all_of(*(engine.complete for engine in self._engines))
 
 
 def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool, is_weighted: bool) -> Reduction:
-    """See GradientSync.reduce_gradients_async; with `op=None` it is the op of the settings."""
+    """Starts GradientSync.reduce_gradients_async; `op=None` is the op of the settings."""
     if private.graph_task_id() != -1:
         raise PhaseError(
             "reduce_gradients_async() was called inside a backward.",
@@ -56,45 +56,25 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
         all_of(*(partial(_reduce_accumulated, engine, op) for engine in engines))
     except UndertowError:
         with contextlib.suppress(UndertowError):
-            reduction.wait()  # what has left over other groups of ranks
+            reduction.wait()  # for reductions over other groups of ranks
         raise
     return reduction
 
 
 def _reduce_accumulated(engine: Engine, op: str | None) -> None:
-    """Sends what was accumulated; `complete` waits for it. PhaseError on every rank where that cannot be right on some."""
-    progress, uses = engine._progress, engine.current_plan.watch.uses
-    if uses is not None:  # a rank alone
-        if uses.is_over or not (progress.has_accumulated or uses.has_accumulated):
-            raise agreed_errors.misused(
-                agreed_errors.Misuse.NOTHING, [engine.current_plan.group.rank], number=progress.num_rounds
-            )
-        uses.reduces()
+    """Sends accumulated gradients; `complete` waits for them. Raises PhaseError on every rank if some rank must not reduce."""
+    progress, current_plan = engine.progress, engine.current_plan
+    alone = current_plan.now.hooks.alone
+    if alone is not None:
+        if alone.is_complete or not (progress.has_accumulated or alone.has_accumulated):
+            raise misused(Misuse.NOTHING, [current_plan.group.rank], number=progress.num_rounds)
+        alone.reduces()
         progress.has_accumulated = progress.is_owed = False
-    elif engine.current_plan.is_active:
-        misuse = _misuse(engine, op)
-        engine._launch(op=op) if misuse is None else _refuse(engine, misuse)
-
-
-def _misuse(engine: Engine, op: str | None) -> agreed_errors.Misuse | None:
-    """Why what was accumulated cannot be reduced now; ends what is under way."""
-    if engine._open is not None:
-        is_launched = engine._open.is_launched
-        engine._abandon()
-        if is_launched:
-            return agreed_errors.Misuse.TWICE
-    if not engine._progress.has_accumulated:
-        return agreed_errors.Misuse.NOTHING
-    return agreed_errors.Misuse.SHARDS if op is not None and engine.current_plan.holds_shards else None
-
-
-def _refuse(engine: Engine, misuse: agreed_errors.Misuse) -> None:
-    """A round that tells all ranks of it; `.grad` stays as it is here."""
-    number = engine._progress.num_rounds
-    engine._begin(is_synchronized=True)
-    assert engine._open is not None
-    engine._open.round.misuse = misuse
-    engine._give_up(engine._open)
-    raise agreed_errors.misused(
-        misuse, [engine.current_plan.group.rank], number=number
-    )  # on a device, where others read it later
+    elif current_plan.is_active:
+        if engine.abandon_launched():
+            engine.refuse(Misuse.TWICE)
+        if not progress.has_accumulated:
+            engine.refuse(Misuse.NOTHING)
+        if op is not None and current_plan.holds_shards:
+            engine.refuse(Misuse.SHARDS)
+        engine.launch_accumulated(op=op)

@@ -50,11 +50,11 @@ class ShardedSteps:
                 where="ShardedOptimizer",
                 remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
             )
-        if current_plan.compiled.reducer.hook is not None:
+        if current_plan.now.compiled.reducer.hook is not None:
             raise no_hooks_with_shards()
         if current_plan.group.in_join:
             raise no_join_with_shards()
-        if current_plan.group.num_ranks == 1 and current_plan.compiled.reducer.is_active:
+        if current_plan.group.num_ranks == 1 and current_plan.now.compiled.reducer.is_active:
             raise ConfigError(
                 "these experts are on one rank only, which has nobody to share an optimizer with.",
                 where=f"ShardedOptimizer, ExpertGroup(match={config.experts[0].match!r})",
@@ -74,7 +74,7 @@ class ShardedSteps:
         self._overlap = config.overlap
         self._settings = config.to_dict()
         self._group = current_plan.group
-        self._groups = ShardGroups(current_plan.group, config, divisor=current_plan.compiled.reducer.divisor)
+        self._groups = ShardGroups(current_plan.group, config, divisor=current_plan.now.compiled.reducer.divisor)
         self.steps_in_backward = steps_in_backward
         self.in_backward = None
         try:
@@ -176,7 +176,7 @@ class ShardedSteps:
 
     def _send(self) -> None:
         if self._current_plan.is_active:
-            self._current_plan.compiled.gather()
+            self._current_plan.now.compiled.gather()
         elif self._sharding is not None:
             self._sharding.copy_out()
 
@@ -194,7 +194,7 @@ class ShardedSteps:
         """The optimizer steps where `is_stepped`. Returns whether there is more to do: to `begin`, for a plan is to be taken."""
         assert self.in_backward is not None  # else nothing is stepped
         self.in_backward.is_due = False
-        return self._current_plan.is_layout_due
+        return self._current_plan.now.groups is not None
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Whether the step is to leave everything as it is, on every rank; NonFiniteGradient on every rank."""
@@ -268,7 +268,7 @@ class ShardedSteps:
             return
         # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
         is_free = self._groups.shard.may_differ_in_order and sharding.in_backward is None  # else the lane's order is planned
-        follow = self._current_plan.compiled.gather_in if is_free else _leave
+        follow = self._current_plan.now.compiled.gather_in if is_free else _leave
         self._places = ForwardWaits(module, sharding.buckets_of(), sharding.gathers, on_order=follow, only_root=self._is_compiled)
 
 
@@ -314,13 +314,13 @@ def _leave(_order: object) -> None:
 def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
     """Runs a round if one is owed before somebody looks at the gradients of these parameters: other ranks may be in theirs."""
     ids, engine = set(map(id, params)), sync._engine
-    if engine.concerns(ids):
+    if not engine.is_closed and engine.current_plan.owns_any(ids):
         engine.finish_before_step(ids, steps=False)
 
 
 def require_synchronized(sync: Any) -> None:
     """PhaseError where gradients were accumulated since the last synchronization: each rank has its own."""
-    if sync._engine.current_plan.watch.arrived_before:
+    if sync._engine.current_plan.now.hooks.arrived_before:
         raise PhaseError(
             "gradients were accumulated and are not synchronized: each rank would find another norm.",
             where=f"clip_grad_norm_, rank {sync.rank}",
@@ -350,11 +350,11 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
         if steps and sync is not None and sync._members.replaced.former:  # hence never in a run without such changes
             is_sharded = sync.steps is not None and sync.steps.is_stepper(optimizer)
             sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
-        if engine is not None and sync is not None and engine.concerns(params):
+        if engine is not None and sync is not None and not engine.is_closed and engine.current_plan.owns_any(params):
             sync.require_stepper(optimizer)
             engine.finish_before_step(params, steps=steps)
-            if steps and not has_closure:  # whose backward is to come
-                engine.combination.require_backward(type(optimizer).__name__)
+            if engine.earlier is not None and steps and not has_closure:  # a closure's backward is still to come
+                engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
             if sync.steps is None:
                 numbers: NonFinite = engine.checks.numbers
                 return numbers

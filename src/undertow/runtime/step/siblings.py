@@ -1,68 +1,56 @@
-"""Engines of one module, which meet other ranks in the same backwards."""
+"""Engines of one module, whose rounds belong to the same backwards."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from undertow.errors import UndertowError
 
 
-class SiblingEngine(Protocol):
-    """What an engine is to others."""
-
-    current_plan: Any
-
-    def take_part(self, task: int) -> None: ...
-
-    def finish_owed(self) -> None: ...
-
-    def complete(self) -> None: ...
-
-
 class SiblingEngines:
-    """Engines whose rounds belong to the same backwards: one that reaches any of them is a round of all.
+    """Engines whose rounds belong to the same backwards: a backward that reaches one of them is a round of all.
 
-    None of a rank's tokens may reach its experts; the ranks that hold the same ones wait for it in that backward all the same.
-    The order is the same on every rank, so that they also wait for one another in one order.
+    No token of a rank may reach its experts; the ranks with the same experts wait for it in that backward nevertheless. The
+    order is the same on every rank, so that engines also wait for each other in one order.
     """
 
-    def __init__(self, engines: Sequence[SiblingEngine]) -> None:
-        self._engines = [weakref.ref(engine) for engine in engines]  # which hold us
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self._engines = [weakref.ref(engine) for engine in engines]  # which hold this object
 
     def __len__(self) -> int:
         return len(self._engines)
 
     def take_part(self, task: int) -> None:
-        """Every engine begins a round in backward `task`, unless it is in one."""
+        """Begins a round of every engine in backward `task`, unless it is in one."""
         for engine in self._present():
             engine.take_part(task)
 
     def finish_owed(self) -> None:
-        """One of them has run a round outside of backward: the others run theirs, for which ranks in backwards wait too."""
+        """Called after one engine has run a round outside of backward: the others run theirs, for which other ranks wait too."""
         all_of(*(engine.finish_owed for engine in self._present()))
 
     def complete(self) -> None:
-        """One of them has failed: what the others have launched ends, and their errors, if any, come second."""
+        """Called after one engine has failed: ends the launched rounds of the others, and drops their errors."""
         for engine in self._present():
             with contextlib.suppress(UndertowError):
                 engine.complete()
 
     def wait_for_parameters(self) -> None:
-        """Returns when those of all of them have come, or what was to bring them has failed, of which nobody is told."""
+        """Waits for the parameters of all engines; drops errors."""
         for engine in self._present():
             with contextlib.suppress(RuntimeError):
                 if engine.current_plan.group.is_alive:
                     engine.current_plan.wait_for_parameters()
 
-    def _present(self) -> Iterator[SiblingEngine]:
+    def _present(self) -> Iterator[Any]:
         return (engine for ref in self._engines if (engine := ref()) is not None)
 
 
 def all_of(*calls: Callable[[], object]) -> None:
-    """Calls all of them, for other ranks wait in each; the first error is raised then."""
+    """Calls all of `calls`, because other ranks wait in each, and then raises the first error."""
     first: UndertowError | None = None
     for call in calls:
         try:

@@ -1,4 +1,4 @@
-"""What collectives take on the process group, found out by sending nothing useful."""
+"""Measures the cost of collectives by sending messages of many sizes."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _NUM_TIMES = 5
 
 
 def sweep(engine: Engine, config: SyncConfig) -> None:
-    """Has the tuner learn what all-reduces of many sizes take; a collective call. PhaseError where nothing learns."""
+    """Teaches the tuner the cost of all-reduces of many sizes; a collective call. Raises PhaseError if nothing is measured."""
     engine.complete()
-    tuner = engine.current_plan.watch.tuner
+    tuner = engine.current_plan.now.hooks.tuner
     if tuner is None:
         raise no_profile(config)
     if engine.current_plan.group.num_ranks > 1:
-        engine.open()
+        engine.current_plan.open()
         with engine.current_plan.group.waiting("the measurement of the network"):
-            tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.compiled.reducer))
+            tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.now.compiled.reducer))
 
 
 def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
-    """Pairs of bytes and microseconds of all-reduces, one after another, the same on every rank; a collective call.
+    """Returns pairs of bytes and microseconds of all-reduces, the same on every rank; a collective call.
 
-    The median of some, on the rank that had to wait longest for each.
+    Each time is the median of some, on the rank that waited longest.
     """
     group = reducer.group
     tensor = torch.zeros(_SIZES[-1] // 4, device=group.device)
     times = torch.zeros(len(_SIZES), _NUM_TIMES, dtype=torch.float64)
     for row, num_bytes in zip(times, _SIZES, strict=True):
         part = tensor[: num_bytes // 4]
-        for at in range(-1, _NUM_TIMES):  # the first one makes what the others find
+        for at in range(-1, _NUM_TIMES):  # the first one allocates memory for the others
             group.complete(started(dist.barrier(group=group.process_group, async_op=True)))
             began_s = time.perf_counter()
             reducer.reduce(part, numel=part.numel()).wait()
             if group.device.type == "cuda":
-                torch.cuda.synchronize(group.device)  # what is measured is the end, not the launch
+                torch.cuda.synchronize(group.device)  # measures the end, not the launch
             if at >= 0:
                 row[at] = (time.perf_counter() - began_s) * 1e6
     latest = times.to(group.device)

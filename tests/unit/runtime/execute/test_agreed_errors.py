@@ -9,17 +9,17 @@ import torch
 
 from support.errors import text_of
 from undertow.errors import Desync, PeerFailed, PlanMismatch
-from undertow.runtime.execute.agreed_errors import changed_unlike, has_changed_unlike, late_buckets, require_sound
-from undertow.runtime.execute.executor import Round
+from undertow.runtime.execute.agreed_errors import changed_unlike, require_sound
+from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.trailer import Reading
 from undertow.runtime.gradients.weights import RoundWeights
 
 
-def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
-    this_round = Round(number=5, generation=1, is_synchronized=True, not_arrived=lambda _: (), has_repeats=bool)
-    this_round.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
-    this_round.has_failed = has_failed
-    return this_round
+def round_with(*readings: dict[str, Any], has_failed: bool = False) -> RoundResult:
+    this_round = Round(kind=RoundKind.REDUCE, number=5, generation=1, not_arrived=lambda _: (), has_repeats=bool)
+    result = RoundResult(this_round, has_failed=has_failed)
+    result.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
+    return result
 
 
 DIFFERENT = "ranks are not in the same step.\n"
@@ -76,7 +76,6 @@ def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
 )
 def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, where: str) -> None:
     this_round = round_with({"changed_ranks": (3,)}, {"changed_ranks": (1,)})
-    assert has_changed_unlike(this_round, num_ranks=4)
     error = changed_unlike(this_round, rank=1, num_ranks=4, change=change)
     assert (type(error), str(error)) == (
         PlanMismatch,
@@ -88,12 +87,12 @@ def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, 
 
 @pytest.mark.parametrize("changed", [[], [(0, 1)], [(0,), (1,)]], ids=["nowhere", "everywhere", "everywhere, in two buckets"])
 def test_parameters_that_changed_on_all_ranks_or_none_are_fine(changed: list[tuple[int, ...]]) -> None:
-    assert not has_changed_unlike(round_with(*({"changed_ranks": ranks} for ranks in changed)), num_ranks=2)
+    assert changed_unlike(round_with(*({"changed_ranks": ranks} for ranks in changed)), rank=0, num_ranks=2) is None
 
 
 def test_late_buckets_are_those_of_this_round() -> None:
     readings = [{"late_buckets": (4, 1)}, {"late_buckets": (1, 2)}, {"late_buckets": (0,), "is_overdue": True}]
-    assert (late_buckets(round_with(*readings)), late_buckets(round_with())) == ([1, 2, 4], [])
+    assert (round_with(*readings).late_buckets, round_with().late_buckets) == ([1, 2, 4], [])
 
 
 def test_where_all_ranks_stand_is_said_by_rank() -> None:

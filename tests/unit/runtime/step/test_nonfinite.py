@@ -17,7 +17,7 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow.errors import NonFiniteGradient
 from undertow.plan import plan_from_groups
-from undertow.runtime.execute.executor import Round
+from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.trailer import Reading
 from undertow.runtime.model import replicas
 from undertow.runtime.model.replicas import fingerprints
@@ -55,9 +55,9 @@ def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
     return judge
 
 
-def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> Round:
-    this = Round(number=number, generation=0, is_synchronized=True, not_arrived=lambda _: [], has_repeats=bool)
-    this.keeps_earlier = keeps_earlier
+def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> RoundResult:
+    this_round = Round(kind=RoundKind.REDUCE, number=number, generation=0, not_arrived=lambda _: [], has_repeats=bool)
+    this = RoundResult(this_round, keeps_earlier=keeps_earlier)
     if is_found:
         this.nonfinite[0] = frozenset({0})
         this.readings.append(Reading(used=frozenset({0}), ranks_differ=False, nonfinite_ranks=ranks))

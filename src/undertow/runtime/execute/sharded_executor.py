@@ -1,0 +1,128 @@
+"""Issues the ops of a plan under a sharded optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from undertow.plan import Bucket, Plan
+from undertow.runtime.comm.handles import Handle
+from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.execute.executor import Executor, LiveBucket
+from undertow.runtime.execute.round import RoundKind, RoundResult
+from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.sharded.layout import Sharding
+from undertow.schedule import OpKind
+
+
+class ShardedExecutor(Executor):
+    """Issues the ops of one plan of which each rank has its shards of the gradients, in `sharding`."""
+
+    reduction = OpKind.REDUCE_SCATTER
+
+    def __init__(self, plan: Plan, params: Sequence[Tensor], recorder: Recorder, reducer: Reducer, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self._steps: dict[int, Handle] = {}  # of buckets that are stepped in backward
+        super().__init__(plan, params, recorder, reducer)
+        self._group = sharding.groups.shard.group
+
+    def begin(self, result: RoundResult) -> None:
+        sharding, this_round = self._sharding, result.round
+        sharding.begin_round()
+        sharding.gathers.round_begins()
+        in_backward = sharding.in_backward
+        if in_backward is not None:
+            result.steps_in_backward = True
+            if this_round.is_synchronized and this_round.kind is not RoundKind.RETIRE:
+                result.steps = in_backward.begin_round(sharding) and this_round.is_last
+            if result.steps:
+                sharding.gathers.steps_begin()
+        super().begin(result)
+
+    def _binding(self, bucket: Bucket) -> Any:
+        return self._sharding.binding(bucket)
+
+    def _packed(self, bucket: LiveBucket) -> None:
+        self._result.keeps_earlier |= bucket.binding.keeps_earlier
+
+    def _reduce_scatter(self, bucket: LiveBucket) -> None:
+        binding, layout, result = bucket.binding, bucket.layout, self._result
+        target = binding.target(is_apart=result.has_failed or result.round.rebinds is not None)
+        self._recorder.launches(layout.index)
+        pack = binding.packing()
+
+        def pack_and_look() -> None:
+            pack()
+            self._mark_nonfinite(bucket)
+
+        trailer = range(layout.trailer.start, layout.storage_numel)
+        shard_group = self._sharding.groups.shard
+        handle = shard_group.reduce_scatter(binding.storage.flat, target, trailer=trailer, pack=pack_and_look)
+        bucket.handles = [handle]
+        self._recorder.launched(layout.index, handle)
+
+    def _all_reduce_shard(self, bucket: LiveBucket) -> None:
+        """Sums the shards of all replicas, after the reduce-scatter inside this one."""
+        layout, replicate = bucket.layout, self._sharding.groups.replicate
+        assert replicate is not None  # the schedule of a strategy with two axes
+        trailer = bucket.binding.storage.flat[layout.trailer.start : layout.storage_numel]
+        handle = replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)
+        bucket.handles = [handle]
+        self._recorder.launched(layout.index, handle)
+
+    def _step(self, bucket: LiveBucket) -> None:
+        sharding, result, index = self._sharding, self._result, bucket.layout.index
+        in_backward = sharding.in_backward
+        assert in_backward is not None  # the schedule of steps in backward
+        # Now: a backward that fails later says nothing about a bucket that was launched before, and that all ranks step alike.
+        is_sound, weights = not bucket.is_unsound, result.round.weights
+        weighs = is_sound or result.round.kind is RoundKind.RETIRE
+        if result.steps:
+            sharding.gathers.step_begins(index)
+        reduced = bucket.handles[0]
+
+        def step() -> None:
+            reduced.wait()  # it is complete, and raises here if it has failed
+            is_alike = self._settle(bucket, result, weighs=weighs)
+            if result.steps and is_sound and is_alike and (weights is None or weights.is_sound()):
+                in_backward.update(index)
+
+        self._steps[index] = sharding.groups.after_reductions(step)
+        bucket.handles.append(self._steps[index])
+
+    def _settle(self, bucket: LiveBucket, result: RoundResult, *, weighs: bool) -> bool:
+        """Reads the trailer of a reduced bucket; returns True if the bucket may be stepped, on which all ranks agree."""
+        binding, this_round = bucket.binding, result.round
+        num_readings = len(result.readings)
+        if weighs and this_round.weights is not None:
+            sums = this_round.weights.sums()
+            binding.weigh(divisor=sums.divisor, keep=sums.keep)
+        elif this_round.rescale != 1.0:
+            binding.reduced.mul_(this_round.rescale)
+        binding.settle(self._used_elsewhere(bucket, result))
+        if self._finite is not None and self._finite.stops_updates and bucket.layout.index in result.nonfinite:
+            return False
+        return not any(reading.ranks_differ for reading in result.readings[num_readings:])
+
+    def _bind(self, bucket: LiveBucket) -> None:
+        if self._await(bucket):
+            if bucket.binding.settled is None:
+                self._settle(bucket, self._result, weighs=not self._result.has_failed)
+            bucket.binding.bind()
+            self._sharding.gathers.being_stepped.discard(bucket.layout.index)
+
+    def _all_gather(self, bucket: LiveBucket) -> None:
+        # After a change the result belongs to the old plan, whose parameters may have become others.
+        is_read = self._result is None or self._result.round.kind is not RoundKind.RETIRE
+        index = bucket.layout.index
+        self._sharding.gathers.launch(index, step=self._steps.pop(index, None), is_read=is_read)
+
+    ops = Executor.ops | {
+        OpKind.REDUCE_SCATTER: _reduce_scatter,
+        OpKind.ALL_REDUCE: _all_reduce_shard,
+        OpKind.STEP: _step,
+        OpKind.BIND: _bind,
+        OpKind.ALL_GATHER: _all_gather,
+    }
