@@ -24,6 +24,7 @@ class BucketStorage:
 
     def __init__(self, layout: Bucket, like: Sequence[Tensor]) -> None:
         self._layout = layout
+        self._device = like[0].device if like else torch.device(layout.device)
         # Fixed now: parameters may be cast or moved later, and new memory must keep the layout of the other ranks.
         self._shapes = [tensor.shape for tensor in like]
         self._strides = [strides_of_gradient(tensor) for tensor in like]
@@ -49,9 +50,8 @@ class BucketStorage:
 
     def reallocate(self) -> None:
         """Allocates new memory; code that holds the old one keeps its values."""
-        layout = self._layout
         # Padding stays zero.
-        self.flat = torch.zeros(layout.storage_numel, dtype=getattr(torch, layout.dtype), device=torch.device(layout.device))
+        self.flat = torch.zeros(self._layout.storage_numel, dtype=getattr(torch, self._layout.dtype), device=self._device)
         # `.data` gives each view a separate version counter; plain views share one with their base.
         self.views = [view.data for view in self.views_of(self.flat)]
         self._pointers = list(map(Tensor.data_ptr, self.views))
