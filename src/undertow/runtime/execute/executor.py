@@ -83,7 +83,7 @@ class Executor:
         if not ops:
             return
         observer, is_profiling = self._recorder.observer, private.is_profiling()
-        with self._group.waiting() if ops[0].kind is OpKind.BIND else self._group.launching():
+        with nullcontext() if ops[0].kind is OpKind.BIND else self._group.launching():  # a bucket names its own wait
             for op in ops:
                 if observer is not None:
                     observer.before(op)

@@ -32,7 +32,7 @@ class ArrivalHooks:
         self._num_hooks_ever = private.num_hooks_ever()
 
     def run_last(self) -> bool:
-        """Moves these hooks after newer ones; returns True if there were any."""
+        """Moves these hooks after newer hooks of user code, which may change a gradient; returns True if there were any."""
         if self._num_hooks_ever == private.num_hooks_ever():
             return False
         self._num_hooks_ever = private.num_hooks_ever()

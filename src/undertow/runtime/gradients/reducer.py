@@ -44,9 +44,9 @@ class Reducer:
         mean_divisor = _divisor(group, dataclasses.replace(config, op="mean"))
         return cls(group, config.average_in_collective, divisor, mean_divisor=mean_divisor, **how)  # type: ignore[arg-type]
 
-    def factor(self, op: str | None) -> float:
-        """Returns the factor that turns its results into results for `op`; None is the `op` of the settings."""
-        return 1.0 if op is None else self.divisor / (1 if op == "sum" else self.mean_divisor)
+    def factor(self, op: str) -> float:
+        """Returns the factor that turns its results into results for `op`."""
+        return self.divisor / (1 if op == "sum" else self.mean_divisor)
 
     def __post_init__(self) -> None:
         if self.hook is not None and self.wire is not None:

@@ -61,7 +61,7 @@ class ParamHooks:
         self.probe: SingleRankProbe | None = None  # on one rank
         self.alone: SingleRank | None = None  # if there are no rounds
         self.distributed: DistributedBackwards | None = None
-        self._arrival_hooks = ArrivalHooks([], self.arrivals)
+        self.arrival_hooks = ArrivalHooks([], self.arrivals)
         self._other_hooks: list[tuple[object, RemovableHandle]] = []  # each with an object that must stay alive
 
     @property
@@ -76,7 +76,7 @@ class ParamHooks:
 
     def start(self, on_thawed: Callable[[Tensor], object]) -> None:
         """Registers the hooks."""
-        self._arrival_hooks = ArrivalHooks(self.params, self.arrivals)
+        self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
         self._other_hooks += [(None, hook) for hook in watch_frozen(self._frozen, on_thawed)]
 
     def has_thawed(self) -> bool:
@@ -90,13 +90,9 @@ class ParamHooks:
         """Calls `call` before each gradient is added to `.grad`."""
         self._other_hooks += [private.before_accumulating(param, call) for param in self.params]
 
-    def run_last(self) -> bool:
-        """Moves Undertow's hooks after newer hooks of user code, which may change a gradient; returns True if there were any."""
-        return self._arrival_hooks.run_last()
-
     def close(self) -> None:
         """Removes the hooks; a second call does nothing."""
-        self._arrival_hooks.remove()
+        self.arrival_hooks.remove()
         for _, hook in self._other_hooks:
             hook.remove()
         self._other_hooks = []

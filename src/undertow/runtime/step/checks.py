@@ -23,13 +23,15 @@ class Checks:
         self.numbers = NonFinite(
             config.nonfinite, rank=group.rank, look=partial(_found_alone, current_plan, names[0]), names=names
         )
-        self._replicas = Replicas(group, config.check_replicas_every, names=names)
+        every = config.check_replicas_every
+        self.replicas = None if every is None or group.num_ranks == 1 else Replicas(group, every, names=names)
         self._current_plan = current_plan
 
     def must_be_read(self, number: int) -> bool:
         """Returns True if the end of synchronization `number` waits for its trailers, on devices too."""
         # A synchronization in which the parameters change counts as two.
-        return self.numbers.is_on or self._replicas.is_due(number) or self._replicas.is_due(number + 1)
+        replicas = self.replicas
+        return self.numbers.is_on or (replicas is not None and (replicas.is_due(number) or replicas.is_due(number + 1)))
 
     def round_ends(self, result: RoundResult) -> None:
         """Called after a synchronization has ended on every rank, successfully or not."""
@@ -38,19 +40,19 @@ class Checks:
     def round_was_sound(self, result: RoundResult) -> None:
         """Called after a synchronization that all ranks have found sound: compares parameters if that is due."""
         number = result.round.number
-        if self._replicas.is_due(number):
+        if self.replicas is not None and self.replicas.is_due(number):
             current_plan = self._current_plan
             current_plan.wait_for_parameters()
             params = [*current_plan.now.hooks.named_params, *current_plan.members.common_frozen]
-            self._replicas.send(params, number=number, counts=result.round.kind is not RoundKind.SHADOW)
+            self.replicas.send(params, number=number, counts=result.round.kind is not RoundKind.SHADOW)
 
     def require_alike(self) -> None:
         """Waits for compared parameters; raises ReplicaMismatch, on every rank, if they differ.
 
         Does nothing inside a backward, where ranks may wait for each other in different models.
         """
-        if private.graph_task_id() == -1:
-            self._replicas.require_alike()
+        if self.replicas is not None and private.graph_task_id() == -1:
+            self.replicas.require_alike()
 
 
 def _found_alone(current_plan: CurrentPlan, rank: int) -> Finding | None:

@@ -108,8 +108,10 @@ class Engine:
         """Called before every forward that a backward may follow."""
         current_plan = self.current_plan
         current_plan.group.require_no_fault()
-        self._abandon()
-        self._await_others()
+        if self._open is not None:
+            self._abandon()
+        if self.also_awaited:
+            self._await_others()
         self.checks.require_alike()
         current_plan.look()
         now, is_active, progress = current_plan.now, current_plan.is_active, self.progress
@@ -170,7 +172,8 @@ class Engine:
         current_plan, progress = self.current_plan, self.progress
         if self._open is not None and private.graph_task_id() != -1:
             raise agreed_errors.step_within_backward(f"synchronization {self._open.round.number}, rank {current_plan.group.rank}")
-        self._abandon()
+        if self._open is not None:
+            self._abandon()
         is_up_to_date = progress.has_result_for(params) and not current_plan.members.has_new_of(params)
         if not is_up_to_date:
             current_plan.apply_changes()
@@ -257,8 +260,9 @@ class Engine:
 
     def _prepare(self, hooks: ParamHooks) -> None:
         """Does the preparations that only a forward makes possible."""
-        hooks.run_last()
-        self._optimizers.take_over(hooks)
+        hooks.arrival_hooks.run_last()
+        if hooks is not self._optimizers.seen:
+            self._optimizers.take_over(hooks)
         if hooks.distributed is None and private.is_rpc_running():
             hooks.distributed = DistributedBackwards(hooks.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere)
         if hooks.distributed is not None:
@@ -366,7 +370,8 @@ class Engine:
     def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
         current_plan, progress = self.current_plan, self.progress
         current_plan.apply_changes()
-        self._optimizers.take_over(current_plan.now.hooks)
+        if current_plan.now.hooks is not self._optimizers.seen:
+            self._optimizers.take_over(current_plan.now.hooks)
         is_synchronized = kind is not RoundKind.ACCUMULATE
         if is_synchronized:
             current_plan.open()
@@ -377,7 +382,7 @@ class Engine:
         arrivals.reset()
         this_round = Round(
             kind=kind,
-            number=progress.num_rounds + (is_synchronized and current_plan.is_counted_apart),
+            number=progress.num_rounds + (is_synchronized and now.retiring is not None and current_plan.is_counted_apart),
             generation=compiled.generation,
             mode=None if kind is RoundKind.SHADOW else progress.mode,
             is_last=is_last,
@@ -385,12 +390,12 @@ class Engine:
             has_repeats=lambda: arrivals.has_repeats,
             has_other_buffers=is_synchronized and current_plan.has_other_buffers,
             is_read_at_once=current_plan.must_read_at_once or self.checks.must_be_read(progress.num_rounds),
-            rescale=progress.rescale * compiled.reducer.factor(op),
+            rescale=progress.rescale * (1.0 if op is None else compiled.reducer.factor(op)),
             op=op,
             weights=weights,
         )
         # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
-        holds_back = now.retiring is not None or now.hooks.run_last()
+        holds_back = now.retiring is not None or now.hooks.arrival_hooks.run_last()
         result = RoundResult(this_round)
         self._open = OpenRound(this_round, result, compiled.releases(this_round), holds_back=holds_back)
         if self.phase is Phase.IDLE:
@@ -460,7 +465,8 @@ class Engine:
         executor.run(this.releases.end_backward())
         yield
         executor.run(this.releases.join())
-        self._await_others()
+        if self.also_awaited:
+            self._await_others()
         late = result.late_buckets
         if late:
             executor.launch_late_parts(late)
@@ -545,4 +551,5 @@ class Engine:
             return  # it has left the other ranks already
         current_plan.round_ended(result)
         self.checks.round_was_sound(result)
-        self._optimizers.step()
+        if self._optimizers.has_any:
+            self._optimizers.step()

@@ -64,6 +64,7 @@ class NonFinite:
 
     def __init__(self, policy: str, *, rank: int, look: Callable[[], Finding | None], names: Sequence[int]) -> None:
         self.num_skipped = 0  # steps
+        self.is_on = policy != "ignore"
         self._policy = policy
         self._rank = rank
         self._names = names  # of the ranks
@@ -71,10 +72,6 @@ class NonFinite:
         self._num_told = 0
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has come to it
-
-    @property
-    def is_on(self) -> bool:
-        return self._policy != "ignore"
 
     def round_ends(self, result: RoundResult, plan: Plan) -> None:
         """Takes over a synchronization's findings. Earlier findings count as long as they are part of the sum."""

@@ -18,16 +18,18 @@ class OptimizersInBackward:
 
     def __init__(self) -> None:
         self._rearm: dict[Tensor, Callable[[], None]] = {}  # parameters are keys by identity
-        self._seen: ParamHooks | None = None
+        self.seen: ParamHooks | None = None
 
     def take_over(self, hooks: ParamHooks) -> None:
         """Also takes over the optimizers of these parameters; once is enough."""
-        if hooks is self._seen:
-            return
-        self._seen = hooks
+        self.seen = hooks
         for param in hooks.params:
             if param not in self._rearm and private.optimizers_in_backward(param):
                 self._rearm[param] = private.disarm_optimizers_in_backward(param)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._rearm)
 
     def step(self) -> None:
         """Updates every parameter that has a gradient, and drops the gradient."""
@@ -42,4 +44,4 @@ class OptimizersInBackward:
         for rearm in self._rearm.values():
             rearm()
         self._rearm.clear()
-        self._seen = None
+        self.seen = None

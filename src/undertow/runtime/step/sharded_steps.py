@@ -6,6 +6,8 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, compress, repeat
+from operator import itemgetter
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -344,9 +346,9 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
 
     def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> NonFinite | None:
         sync, engine = weak_sync(), weak_engine()
-        stepped = (param for group in optimizer.param_groups for param in group["params"])
-        # An optimizer over shards has other tensors: were it asked of those, every model would look through its parameters.
-        params = {id(param) for param in stepped if isinstance(param, nn.Parameter)}
+        # An optimizer over shards has other tensors than parameters: for those, every model would look through its parameters.
+        stepped = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
+        params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
         if steps and sync is not None and sync._members.replaced.former:  # hence never in a run without such changes
             is_sharded = sync.steps is not None and sync.steps.is_stepper(optimizer)
             sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
