@@ -39,7 +39,6 @@ from undertow.runtime.step.sharded_steps import (
     ShardedSteps,
     full_gradient,
     no_hooks_with_shards,
-    require_plain_strategy,
     watch_steps,
 )
 from undertow.runtime.step.siblings import SiblingEngines
@@ -289,13 +288,6 @@ class GradientSync:
         self.steps.hand_to(stepper, settings, steps_in_backward=steps_in_backward)
         return self.steps
 
-    def require_stepper(self, optimizer: Optimizer) -> None:
-        """Raises PhaseError unless `optimizer` is the one that updates these parameters."""
-        if self.steps is None:
-            require_plain_strategy(self._config, optimizer)
-        else:
-            self.steps.require_stepper(optimizer)
-
     @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """Returns the mean gradient of a parameter, or None if it has none; a collective call under a sharded optimizer."""
@@ -397,7 +389,7 @@ class GradientSync:
     def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
         """Called before each forward of the module: starts a step and, unless `buffers_follow` is None, synchronizes buffers."""
         self._is_compiled |= is_compiled
-        if self._engine.is_closed:
+        if self._engine.phase >= Phase.CLOSED:
             trained = self._members.trained_now()
             if self.is_training_forward and any(not is_watched(param) for _, param in trained):
                 self.require_open("a training forward")
@@ -418,7 +410,7 @@ class GradientSync:
         """Called after each forward of the module."""
         if self.steps is not None:
             self.steps.forward_ends()
-        if not self._engine.is_closed and is_outermost_forward():
+        if self._engine.phase < Phase.CLOSED and is_outermost_forward():
             self._recorder.forward_ends()
 
     def report(self, *, show: bool = True) -> StepReport:

@@ -49,8 +49,6 @@ def require_sound(result: RoundResult, *, rank: int, places: Callable[[str], Map
 
     `places` asks all ranks for their positions, given this rank's.
     """
-    if not result.readings:
-        return
     number = result.round.number
     where = f"synchronization {number}, rank {rank}"
     wrong = {of_rank: misuse for reading in result.readings for of_rank, misuse in reading.misuses}

@@ -169,12 +169,13 @@ class Executor:
         self._recorder.ready(index, num_bytes=bucket.wire_bytes, kind=self.reduction)
         bucket.is_unsound = result.steps_in_backward and result.is_unsound
         unused = result.unused[index] = binding.pack(result.round.not_arrived(index))
-        verdict = self._verdict() if bucket.layout.trailer.has_verdict else None
+        verdict = self._verdict() if bucket.layout.trailer.num_late else None
         bucket.trailer.write(unused=unused, signature=self._signature(bucket), verdict=verdict)
         self._packed(bucket)
 
     def _packed(self, bucket: LiveBucket) -> None:
-        self._mark_nonfinite(bucket)
+        if self._finite is not None:
+            self._mark_nonfinite(bucket)
 
     def _all_reduce(self, bucket: LiveBucket) -> None:
         flat, trailer = bucket.binding.storage.flat, bucket.layout.trailer
@@ -214,7 +215,7 @@ class Executor:
         if not self._must_read_now(bucket, result):
             self._snapshots.append(bucket.trailer.snapshot())
             return ()
-        if bucket.layout.trailer.has_verdict:
+        if bucket.layout.trailer.num_late:  # the last bucket
             result.busy_ms = bucket.trailer.busy_ms()
         # torch's name for it
         with torch.profiler.record_function("search_unused_parameters") if private.is_profiling() else nullcontext():
@@ -268,15 +269,16 @@ class Executor:
         # No `.grad` holds anything except late gradients, from autograd or written by some function, which no hook reports. This
         # includes the last bucket, just packed: of a parameter in pieces it has taken what had arrived by then.
         result = self._result
-        has_late = result.round.has_repeats() or any(map(is_not, map(_gradient_of, self._params), repeat(None)))
-        in_flight = self.buckets if has_late else ()
+        arrivals = result.round.arrivals
+        has_repeats = arrivals is not None and arrivals.has_repeats
+        has_late = has_repeats or any(map(is_not, map(_gradient_of, self._params), repeat(None)))
         return Verdict(
             rank=self._reducer.group.rank,
             has_failed=result.has_failed,
             misuse=result.misuse,
             has_changed=result.round.kind is RoundKind.RETIRE,
             has_other_buffers=result.round.has_other_buffers,
-            late_buckets=[bucket.layout.index for bucket in in_flight if bucket.binding.catch_late()],
+            late_buckets=[bucket.layout.index for bucket in self.buckets if bucket.binding.catch_late()] if has_late else (),
             busy_ms=self._recorder.busy_ms(),
         )
 

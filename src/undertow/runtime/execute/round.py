@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 
 from undertow.runtime.gradients.trailer import Reading
 from undertow.runtime.gradients.weights import RoundWeights
-from undertow.schedule import Releases
+from undertow.schedule import Arrivals, Releases
 
 
 class RoundKind(Enum):
@@ -20,7 +21,7 @@ class RoundKind(Enum):
     RETIRE = auto()  # the last one under a plan whose parameters have changed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Round:
     """A round as its beginning decides it."""
 
@@ -28,7 +29,7 @@ class Round:
     number: int  # of the synchronization
     generation: int  # of the plan
     not_arrived: Callable[[int], Sequence[int]]  # bucket -> positions without a new gradient on this rank
-    has_repeats: Callable[[], bool]  # True if some parameter arrived more often than expected
+    arrivals: Arrivals | None = None  # of this rank's gradients
     rebinds: Callable[[int], Collection[int]] | None = None  # bucket -> positions that take over others' values; None: all
     is_last: bool = True  # of the step, which adds up no more gradients
     mode: int | None = 0  # must be the same on every rank; None on a rank that accepts the mode of the others
@@ -38,7 +39,7 @@ class Round:
     has_other_buffers: bool = False  # buffers differ from the compared ones
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
 
-    @property
+    @cached_property
     def is_synchronized(self) -> bool:
         return self.kind is not RoundKind.ACCUMULATE
 

@@ -62,7 +62,7 @@ class TrailerCodec:
             self._used[list(unused)] = 0
         self._unused = unused
         self._signature.copy_(signature)
-        self._trailer().copy_(self._mine)
+        self._storage.flat[self._fields.start : self._fields.stop].copy_(self._mine)
         if verdict is not None:
             self._write_verdict(verdict)
 
@@ -77,13 +77,13 @@ class TrailerCodec:
 
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer; None if every rank used the same parameters and none had anything to report."""
-        return self.parse(self._trailer(), self._mine)
+        return self.parse(self._storage.flat[self._fields.start : self._fields.stop], self._mine)
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
         reduced, mine = (
             torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
-            for part in (self._trailer(), self._mine)
+            for part in (self._storage.flat[self._fields.start : self._fields.stop], self._mine)
         )
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
@@ -115,7 +115,7 @@ class TrailerCodec:
     def busy_ms(self) -> tuple[float, ...]:
         """Waits for the device; returns how long each rank was busy since the previous synchronization."""
         part = self._storage.flat[self._fields.busy.start : self._fields.busy.stop]
-        return tuple(float(busy) * self._divisor for busy in part.abs().tolist())
+        return tuple((part.abs().double() * self._divisor).tolist())
 
     def _write_verdict(self, verdict: Verdict) -> None:
         fields = self._fields
@@ -135,9 +135,6 @@ class TrailerCodec:
         """Decodes the reasons: small integers, which every dtype can tell apart even if the sum over ranks was divided."""
         reasons = [round(abs(value) * self._divisor) for value in failed.tolist()]
         return tuple((rank, reason) for rank, reason in enumerate(reasons) if reason > 1)
-
-    def _trailer(self) -> Tensor:
-        return self._storage.flat[self._fields.start : self._fields.stop]
 
     def _part(self, field: range) -> Tensor:
         return self._mine[field.start - self._fields.start : field.stop - self._fields.start]

@@ -147,11 +147,6 @@ class CurrentPlan:
         if self.members.has_changed():
             self._follow(self.members.trained())
 
-    def look_for_thawed(self) -> None:
-        """Called when a backward begins: marks the module stale if a parameter is trained that was frozen so far."""
-        if self.now.hooks.has_thawed():
-            self._is_stale = True
-
     def apply_changes(self) -> None:
         """Called when a round begins: looks once more, and applies the changes found.
 
@@ -232,7 +227,9 @@ class CurrentPlan:
                 self.now = dataclasses.replace(now, retiring=retiring, retiring_hooks=None)
             return
         compiled = now.compiled
-        plan = planned(compiled, now.hooks, self._config)
+        order, tuning = now.hooks.order, now.hooks.tuning
+        is_sent = (order is not None and order.sent is not None) or (tuning is not None and tuning.sent is not None)
+        plan = planned(compiled, now.hooks, self._config) if is_sent or compiled.in_backward is not None else None
         if plan is None:
             return
         if compiled.sharding is not None:
@@ -334,7 +331,6 @@ class CurrentPlan:
             weights=following.weights,
             not_arrived=partial(places, without=accumulated),
             rebinds=partial(places, without=set(hooks.ids)),
-            has_repeats=bool,
         )
         result, releases = RoundResult(this_round), old.releases(this_round)
         with gradients_aside([param for param in old.params if id(param) in hooks.ids]):
@@ -383,8 +379,6 @@ class CurrentPlan:
 
     def require_changed_alike(self, result: RoundResult, *, change: str = "") -> None:
         """Raises PlanMismatch, on every rank, if the parameters have changed on some ranks only."""
-        if not result.readings:
-            return
         error = changed_unlike(result, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)
         if error is None:
             return

@@ -23,7 +23,7 @@ class ObservedOrder:
         self._group = group
         self._seen: list[Tensor] = []
         self._hooks: list[RemovableHandle] = [private.hook_gradients(param, self._seen.append) for param in params]
-        self._sent: tuple[Tensor, dist.Work] | None = None
+        self.sent: tuple[Tensor, dist.Work] | None = None
 
     def send(self) -> None:
         """Ends the watch and sends what rank 0 has seen; a second call does nothing.
@@ -36,14 +36,14 @@ class ObservedOrder:
         order = order.to(self._group.device)  # [number of parameters]
         with self._group.waiting():
             work = dist.broadcast(order, group=self._group.process_group, group_src=0, async_op=True)
-        self._sent = order, started(work)
+        self.sent = order, started(work)
 
     def take(self) -> list[int] | None:
         """The order that was sent, once; waits for it."""
-        if self._sent is None:
+        if self.sent is None:
             return None
-        order, work = self._sent
-        self._sent = None
+        order, work = self.sent
+        self.sent = None
         with self._group.waiting("the order of rank 0's gradients"):
             self._group.complete(work)
         return order.tolist()

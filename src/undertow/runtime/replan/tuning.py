@@ -54,16 +54,16 @@ class Tuning:
         self._order: tuple[Groups, GathersBehind] | None = None  # of the plan with these groups
         self._is_measuring = False
         self._now: Present | None = None
-        self._sent: tuple[Present, Tensor, dist.Work] | None = None  # a decision on its way
+        self.sent: tuple[Present, Tensor, dist.Work] | None = None  # a decision on its way
         self._next_look = NUM_STEPS_BETWEEN_LOOKS
         self._looks: Iterator[None] | None = self._look_again_and_again()
 
     def take(self, present: Present) -> Groups | None:
         """What the buckets shall hold from this round on, which begins, where that was decided: on every rank in the same one."""
-        if self._sent is None:
+        if self.sent is None:
             return None
-        decided_on, numbers, work = self._sent
-        self._sent = None
+        decided_on, numbers, work = self.sent
+        self.sent = None
         with self._group.waiting("rank 0's plan"):
             self._group.complete(work)
         decision = decision_from_array(numbers.cpu().numpy(), decided_on.plan.params)
@@ -144,7 +144,7 @@ class Tuning:
             decision = self._with_order(decision, measured)
         numbers: Tensor = torch.from_numpy(decision.to_array(measured.plan.params)).to(self._group.device)
         work = dist.broadcast(numbers, group=self._group.process_group, group_src=0, async_op=True)
-        self._sent = measured, numbers, started(work)
+        self.sent = measured, numbers, started(work)
 
     def _with_order(self, decision: Decision, measured: Present) -> Decision:
         if not measured.steps_in_backward:

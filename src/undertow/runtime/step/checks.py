@@ -33,10 +33,6 @@ class Checks:
         replicas = self.replicas
         return self.numbers.is_on or (replicas is not None and (replicas.is_due(number) or replicas.is_due(number + 1)))
 
-    def round_ends(self, result: RoundResult) -> None:
-        """Called after a synchronization has ended on every rank, successfully or not."""
-        self.numbers.round_ends(result, self._current_plan.plan)
-
     def round_was_sound(self, result: RoundResult) -> None:
         """Called after a synchronization that all ranks have found sound: compares parameters if that is due."""
         number = result.round.number

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -36,14 +36,14 @@ from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.dist_autograd import DistributedBackwards
 
 
-class Phase(Enum):
-    """Where an engine is in a step."""
+class Phase(IntEnum):
+    """Where an engine is in a step; from CLOSED on it is closed."""
 
     IDLE = auto()  # no round is under way
     BACKWARD = auto()  # gradients arrive
     LAUNCHED = auto()  # the last bucket is sent, or may be
     CLOSED = auto()
-    HANDED_OVER = auto()  # closed, and another engine has its parameters
+    HANDED_OVER = auto()  # another engine has its parameters
 
 
 _NEXT: dict[Phase, set[Phase]] = {
@@ -80,10 +80,6 @@ class Engine:
         self.checks = Checks(self.current_plan, config)
 
     @property
-    def is_closed(self) -> bool:
-        return self.phase in (Phase.CLOSED, Phase.HANDED_OVER)
-
-    @property
     def is_busy(self) -> bool:
         """True if a round is under way."""
         return self._open is not None
@@ -112,13 +108,17 @@ class Engine:
             self._abandon()
         if self.also_awaited:
             self._await_others()
-        self.checks.require_alike()
+        if self.checks.replicas is not None:
+            self.checks.require_alike()
         current_plan.look()
-        now, is_active, progress = current_plan.now, current_plan.is_active, self.progress
-        if is_active:
-            self._prepare(now.hooks)
-        if not is_training:
-            return
+        if current_plan.is_active:
+            self._prepare(current_plan.now.hooks)
+        if is_training:
+            self._training_forward_begins()
+
+    def _training_forward_begins(self) -> None:
+        current_plan, progress = self.current_plan, self.progress
+        now, is_active = current_plan.now, current_plan.is_active
         current_plan.group.trains_here()
         if not is_active and not self.is_accumulating:
             self._recorder.round_ends(())  # there are no rounds that would end a step
@@ -132,7 +132,7 @@ class Engine:
             now.compiled.executor.look()
             if self.earlier is not None:
                 self.earlier.forward_begins()
-        progress.forward_begins(is_accumulating=not self.synchronizes)
+        progress.forward_begins(is_accumulating=self.is_accumulating and not self.synchronizes)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
@@ -181,7 +181,8 @@ class Engine:
             progress.is_owed |= current_plan.now.retiring is not None  # parameters that no forward has found
         if progress.is_owed and not (is_up_to_date and current_plan.has_result):
             self._run_outside_of_backward(steps=True)
-        self.checks.require_alike()
+        if self.checks.replicas is not None:
+            self.checks.require_alike()
         if steps:
             progress.steps(params)
             if current_plan.now.hooks.alone is not None:
@@ -236,7 +237,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the round under way and removes the hooks; gradients stay in place."""
-        if not self.is_closed:
+        if self.phase < Phase.CLOSED:
             self._enter_phase(Phase.CLOSED)
         if self.earlier is not None:
             self.earlier.give_back()
@@ -290,11 +291,12 @@ class Engine:
         current_plan, gradient_of = self.current_plan, id(hooks.named_params[param][1])
         before = current_plan.now.hooks
         if self._is_between_rounds():
-            current_plan.look_for_thawed()
+            if before.has_thawed():
+                current_plan.mark_stale()
             current_plan.apply_changes()
             if gradient_of not in current_plan.now.hooks.ids:
                 return  # it was in the module for one forward only, or no longer is
-            self.siblings.take_part(task)
+            self._take_part_all(task)
         self._end.watch(task)
         now = current_plan.now.hooks
         if now is not before and now is not hooks:  # since a moment ago, and this gradient counts there
@@ -305,25 +307,37 @@ class Engine:
     def _thawed(self, param: Tensor) -> None:
         """Called with a gradient of a parameter that was frozen when the plan was made; PhaseError if no plan will have it."""
         current_plan = self.current_plan
-        if self.is_closed or id(param) in current_plan.now.hooks.ids or param.grad is None or is_watched(param, but=self):
+        if (
+            self.phase >= Phase.CLOSED
+            or id(param) in current_plan.now.hooks.ids
+            or param.grad is None
+            or is_watched(param, but=self)
+        ):
             return  # counted elsewhere, or frozen again
         if self._is_between_rounds():
             task = private.graph_task_id()
             current_plan.mark_stale()
             current_plan.apply_changes()
             if id(param) in current_plan.now.hooks.ids:
-                self.siblings.take_part(task)
+                self._take_part_all(task)
                 self._end.watch(task)
                 return
         current_plan.require_not_the_modules(param)
+
+    def _take_part_all(self, task: int) -> None:
+        if self.siblings.are_several:
+            self.siblings.take_part(task)
+        else:
+            self.take_part(task)
 
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
         if self.current_plan.now.hooks.alone is not None:
             self.current_plan.now.hooks.alone.backward_runs()
-        if self.current_plan.is_active and not self.is_closed and self._is_between_rounds():
+        if self.current_plan.is_active and self.phase < Phase.CLOSED and self._is_between_rounds():
             self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
-            self._begin(RoundKind.REDUCE if self.synchronizes else RoundKind.ACCUMULATE)
+            accumulates = self.is_accumulating and not self.synchronizes
+            self._begin(RoundKind.ACCUMULATE if accumulates else RoundKind.REDUCE)
 
     def finish_owed(self) -> None:
         """Runs a round if one is owed: a sibling has."""
@@ -331,7 +345,7 @@ class Engine:
             self._run_outside_of_backward()
 
     def _run_outside_of_backward(self, *, steps: bool = False) -> None:
-        own = (self.launch_accumulated, self.complete) if self._meets and not self.is_closed else ()
+        own = (self.launch_accumulated, self.complete) if self._meets and self.phase < Phase.CLOSED else ()
         self.progress.is_owed = False
         if self.current_plan.now.hooks.alone is not None:
             self.current_plan.now.hooks.alone.backward_runs(steps=steps)
@@ -340,7 +354,7 @@ class Engine:
     @property
     def _meets(self) -> bool:
         """True if the other ranks are needed: a rank that trains nothing is needed for what its siblings train."""
-        return self.current_plan.trains or (self.current_plan.is_active and len(self.siblings) > 1)
+        return self.current_plan.trains or (self.current_plan.is_active and self.siblings.are_several)
 
     def launch_accumulated(self, *, op: str | None = None) -> None:
         """Sends accumulated gradients, outside of a backward; `complete` waits for them."""
@@ -374,7 +388,8 @@ class Engine:
             self._optimizers.take_over(current_plan.now.hooks)
         is_synchronized = kind is not RoundKind.ACCUMULATE
         if is_synchronized:
-            current_plan.open()
+            if progress.num_rounds == 0:
+                current_plan.open()
             current_plan.adopt_plan()
         now, is_last = current_plan.now, not self.is_accumulating
         arrivals, compiled = now.hooks.arrivals, now.compiled
@@ -387,7 +402,7 @@ class Engine:
             mode=None if kind is RoundKind.SHADOW else progress.mode,
             is_last=is_last,
             not_arrived=self._not_arrived,
-            has_repeats=lambda: arrivals.has_repeats,
+            arrivals=arrivals,
             has_other_buffers=is_synchronized and current_plan.has_other_buffers,
             is_read_at_once=current_plan.must_read_at_once or self.checks.must_be_read(progress.num_rounds),
             rescale=progress.rescale * (1.0 if op is None else compiled.reducer.factor(op)),
@@ -467,9 +482,8 @@ class Engine:
         executor.run(this.releases.join())
         if self.also_awaited:
             self._await_others()
-        late = result.late_buckets
-        if late:
-            executor.launch_late_parts(late)
+        if result.readings and result.late_buckets:
+            executor.launch_late_parts(result.late_buckets)
             yield
             executor.add_late_parts()
             hooks.arrivals.learn_repeats()
@@ -542,14 +556,18 @@ class Engine:
         progress.notes_unused(names, is_last=this_round.is_last, params=hooks.named_params)
         if self.earlier is not None and this_round.weights is not None:
             self.earlier.weights.ends(this_round.weights)
-        self.checks.round_ends(result)
-        agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places)
+        if self.checks.numbers.is_on:
+            self.checks.numbers.round_ends(result, plan)
+        if result.readings:
+            agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places)
         if self.earlier is not None and not result.has_failed:  # a backward that has failed has another error to raise
             self.earlier.require_sound(this_round)
-        current_plan.require_changed_alike(result)
+        if result.readings:
+            current_plan.require_changed_alike(result)
         if result.has_failed:
             return  # it has left the other ranks already
         current_plan.round_ended(result)
-        self.checks.round_was_sound(result)
-        if self._optimizers.has_any:
+        if self.checks.replicas is not None:
+            self.checks.round_was_sound(result)
+        if self._optimizers.rearm:
             self._optimizers.step()

@@ -108,8 +108,6 @@ class NonFinite:
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """What a plain optimizer's step is called with instead, if anything; the optimizer itself is the first of `args`."""
-        if not self.is_on:
-            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure):
             return self._with_closure(optimizer, closure, args, kwargs)

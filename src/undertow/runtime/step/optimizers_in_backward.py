@@ -17,23 +17,19 @@ class OptimizersInBackward:
     """
 
     def __init__(self) -> None:
-        self._rearm: dict[Tensor, Callable[[], None]] = {}  # parameters are keys by identity
+        self.rearm: dict[Tensor, Callable[[], None]] = {}  # by parameter, identified by identity
         self.seen: ParamHooks | None = None
 
     def take_over(self, hooks: ParamHooks) -> None:
         """Also takes over the optimizers of these parameters; once is enough."""
         self.seen = hooks
         for param in hooks.params:
-            if param not in self._rearm and private.optimizers_in_backward(param):
-                self._rearm[param] = private.disarm_optimizers_in_backward(param)
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self._rearm)
+            if param not in self.rearm and private.optimizers_in_backward(param):
+                self.rearm[param] = private.disarm_optimizers_in_backward(param)
 
     def step(self) -> None:
         """Updates every parameter that has a gradient, and drops the gradient."""
-        for param in self._rearm:
+        for param in self.rearm:
             if param.grad is not None:
                 for optimizer in private.optimizers_in_backward(param):
                     optimizer.step()
@@ -41,7 +37,7 @@ class OptimizersInBackward:
 
     def close(self) -> None:
         """Lets them step by themselves again."""
-        for rearm in self._rearm.values():
+        for rearm in self.rearm.values():
             rearm()
-        self._rearm.clear()
+        self.rearm.clear()
         self.seen = None

@@ -47,7 +47,7 @@ class Progress:
 
         None, which accepts the others' mode, on a rank that leaves steps to another one, or steps without torch's optimizers.
         """
-        return int(self.is_step_due) if self._has_ever_stepped else None
+        return int(self._is_after_round and not self._stepped) if self._has_ever_stepped else None
 
     def has_result_for(self, params: Collection[int]) -> bool:
         """Returns True if these parameters, by id, have not stepped on the last round's result yet."""

@@ -20,7 +20,7 @@ from undertow.runtime.sharded.forward_waits import ForwardWaits
 from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import BucketStepper, steps_in_backward_over
 from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.step.engine import Engine
+from undertow.runtime.step.engine import Engine, Phase
 from undertow.runtime.step.nonfinite import Arguments, NonFinite
 from undertow.runtime.torch_private import amp as private_scaling
 from undertow.runtime.torch_private import private
@@ -299,14 +299,13 @@ def no_skips_in_backward() -> ConfigError:
     )
 
 
-def require_plain_strategy(config: SyncConfig, optimizer: Optimizer) -> None:
-    """PhaseError for a plain optimizer where the settings ask for a sharded one."""
-    if strategy_named(config.strategy).gather is not None:
-        raise PhaseError(
-            f"strategy={config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is none.",
-            where="the first step of the optimizer",
-            remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
-        )
+def no_plain_optimizer(config: SyncConfig, optimizer: Optimizer) -> PhaseError:
+    """Returns the error of a plain optimizer if the settings ask for a sharded one."""
+    return PhaseError(
+        f"strategy={config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is none.",
+        where="the first step of the optimizer",
+        remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
+    )
 
 
 def _leave(_order: object) -> None:
@@ -316,7 +315,7 @@ def _leave(_order: object) -> None:
 def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
     """Runs a round if one is owed before somebody looks at the gradients of these parameters: other ranks may be in theirs."""
     ids, engine = set(map(id, params)), sync._engine
-    if not engine.is_closed and engine.current_plan.owns_any(ids):
+    if engine.phase < Phase.CLOSED and engine.current_plan.owns_any(ids):
         engine.finish_before_step(ids, steps=False)
 
 
@@ -342,6 +341,7 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     An optimizer that holds our parameters must not step on gradients that are not synchronized yet, and a scaler that unscales
     before it steps must not look at them.
     """
+    needs_shards = strategy_named(sync.config.strategy).gather is not None
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
     def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> NonFinite | None:
@@ -352,12 +352,15 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
         if steps and sync is not None and sync._members.replaced.former:  # hence never in a run without such changes
             is_sharded = sync.steps is not None and sync.steps.is_stepper(optimizer)
             sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
-        if engine is not None and sync is not None and not engine.is_closed and engine.current_plan.owns_any(params):
-            sync.require_stepper(optimizer)
+        if engine is not None and sync is not None and engine.phase < Phase.CLOSED and engine.current_plan.owns_any(params):
+            if sync.steps is not None:
+                sync.steps.require_stepper(optimizer)
+            elif needs_shards:
+                raise no_plain_optimizer(sync.config, optimizer)
             engine.finish_before_step(params, steps=steps)
             if engine.earlier is not None and steps and not has_closure:  # a closure's backward is still to come
                 engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
-            if sync.steps is None:
+            if sync.steps is None and engine.checks.numbers.is_on:
                 numbers: NonFinite = engine.checks.numbers
                 return numbers
         return None

@@ -19,9 +19,7 @@ class SiblingEngines:
 
     def __init__(self, engines: Sequence[Any]) -> None:
         self._engines = [weakref.ref(engine) for engine in engines]  # which hold this object
-
-    def __len__(self) -> int:
-        return len(self._engines)
+        self.are_several = len(engines) > 1
 
     def take_part(self, task: int) -> None:
         """Begins a round of every engine in backward `task`, unless it is in one."""

@@ -16,7 +16,7 @@ from undertow.runtime.gradients.weights import RoundWeights
 
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> RoundResult:
-    this_round = Round(kind=RoundKind.REDUCE, number=5, generation=1, not_arrived=lambda _: (), has_repeats=bool)
+    this_round = Round(kind=RoundKind.REDUCE, number=5, generation=1, not_arrived=lambda _: ())
     result = RoundResult(this_round, has_failed=has_failed)
     result.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
     return result

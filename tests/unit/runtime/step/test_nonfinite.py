@@ -56,7 +56,7 @@ def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
 
 
 def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> RoundResult:
-    this_round = Round(kind=RoundKind.REDUCE, number=number, generation=0, not_arrived=lambda _: [], has_repeats=bool)
+    this_round = Round(kind=RoundKind.REDUCE, number=number, generation=0, not_arrived=lambda _: [])
     this = RoundResult(this_round, keeps_earlier=keeps_earlier)
     if is_found:
         this.nonfinite[0] = frozenset({0})
