@@ -33,8 +33,9 @@ from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
 from undertow.runtime.replan.planning import explanation_of, measured_profile
 from undertow.runtime.step.dropped import let_go_when_dropped
-from undertow.runtime.step.engine import Engine, Phase
+from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.reduction import Reduction, start_reduction
+from undertow.runtime.step.rounds import Phase
 from undertow.runtime.step.sharded_steps import (
     ShardedSteps,
     full_gradient,
