@@ -4,12 +4,13 @@ A sparse gradient has no place in a flat bucket: it stays a separate tensor, and
 """
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,94 +34,94 @@ class _Kept:
     was_view: bool  # if True, `grad` is a copy, because the reduction overwrites the view
 
 
-class Binding(Protocol):
+class Binding(ABC):
     """Owns the `.grad` of one bucket's parameters. Positions count the bucket's slots."""
 
-    storage: BucketStorage
-    params: Sequence[Tensor]
+    def __init__(self, storage: BucketStorage, params: Sequence[Tensor]) -> None:
+        self.storage = storage
+        self.params: Sequence[Tensor] = tuple(params)
+        self._known = Known()  # known tensors in `.grad` that are not Undertow's
+        self._late: dict[int, Tensor] = {}  # by position, gradients that arrived after the bucket was launched
 
+    @abstractmethod
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         """Moves every gradient out of `.grad`, leaving None, and returns the positions unused on this rank.
 
         Because of the None, a gradient that arrives while the bucket is in flight becomes a separate tensor. A parameter in
         `not_arrived` contributes its current `.grad`, or zeros if that is None; `bind` can restore it.
         """
-        ...
 
-    def has_graph(self) -> bool:
-        """Returns True if some gradient can be differentiated again (`create_graph=True`), which a copy of it could not."""
-        ...
-
+    @abstractmethod
     def values(self) -> Sequence[Tensor]:
         """Returns the values to reduce: a dense bucket's flat gradients, or each sparse gradient."""
-        ...
 
+    @abstractmethod
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         """Binds `.grad` to the reduced values.
 
         Positions unused here are bound too if they are in `used_elsewhere`; the others get their previous `.grad` back,
         unchanged.
         """
-        ...
 
     def pack_local(self) -> object:
         """Like `pack`, in a backward that only accumulates: gradients that are not sent yet may stay in place."""
-        ...
+        return self.pack()
 
     def bind_local(self) -> None:
         """Binds `.grad` to the locally packed values."""
-        ...
+        self.bind()
 
+    @abstractmethod
     def has_result(self) -> bool:
         """Returns True if some `.grad` exists that has not been zeroed since `bind`. On a device, the host may wait."""
-        ...
 
+    @abstractmethod
     def look(self) -> None:
         """Called when a step begins: marks an unbound tensor in `.grad` as known, because user code may have put it there.
 
         It also marks in-place changes of bound gradients, such as clipping. Neither counts as a new gradient.
         """
-        ...
 
+    @abstractmethod
     def is_written(self, position: int) -> bool:
         """Returns True if `.grad` was written since `bind` and `look`; called for positions without a gradient from autograd."""
-        ...
+
+    @abstractmethod
+    def late_values(self) -> Sequence[Tensor]:
+        """Returns the late gradients of this rank, laid out like `values`, with zeros for positions without one."""
+
+    @abstractmethod
+    def add_late(self, values: Sequence[Tensor]) -> None:
+        """Adds the reduced `late_values`."""
+
+    def has_graph(self) -> bool:
+        """Returns True if some gradient can be differentiated again (`create_graph=True`), which a copy of it could not."""
+        return any(param.grad is not None and param.grad.requires_grad for param in self.params)
 
     def catch_late(self) -> bool:
         """Takes gradients that arrived after the bucket was launched out of `.grad`; returns True if there are any."""
-        ...
-
-    def late_values(self) -> Sequence[Tensor]:
-        """Returns the late gradients of this rank, laid out like `values`, with zeros for positions without one."""
-        ...
-
-    def add_late(self, values: Sequence[Tensor]) -> None:
-        """Adds the reduced `late_values`."""
-        ...
+        for position, param in enumerate(self.params):
+            if param.grad is not None:
+                self._late[position], param.grad = param.grad, None
+        return bool(self._late)
 
 
-class DenseBinding:
+class DenseBinding(Binding):
     """The `.grad` of parameters whose gradients lie in a bucket."""
 
     def __init__(self, storage: BucketStorage, params: Sequence[Tensor]) -> None:
-        self.storage = storage
-        self.params: Sequence[Tensor] = tuple(params)
+        super().__init__(storage, params)
         self._kept: dict[int, _Kept] = {}
-        self._late: dict[int, Tensor] = {}  # gradients that arrived after the bucket was launched
         self._versions: list[int] = []  # versions of the views when they were bound; in-place writes increment them
         self._versions_seen: list[int] = []  # versions at the last look
-        self._known = Known()  # known tensors in `.grad` that are not views
-        self.look()
         self.postponed: list[Callable[[], None]] | None = None  # copies into the bucket, if another thread is to make them
+        self.look()
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         with torch.no_grad():
             if not not_arrived and not self.storage.is_view_referenced() and not self.storage.is_rebased():
                 return self._pack_new()
             return self._pack_any(not_arrived)
-
-    def has_graph(self) -> bool:
-        return _has_graph(self.params)
 
     def values(self) -> Sequence[Tensor]:
         return (self.storage.gradients,)
@@ -136,9 +137,6 @@ class DenseBinding:
             self._known.look((position, self.params[position].grad) for position in restored)
         self._kept.clear()
         self._versions = self._versions_seen = list(map(_version_of, self.storage.views))
-
-    pack_local = pack
-    bind_local = bind
 
     def release(self) -> dict[int, Tensor | None]:
         """Ends a `pack` without binding; returns the previous `.grad` of each position that is unused here."""
@@ -168,10 +166,6 @@ class DenseBinding:
             return False
         is_known = view._version == self._versions_seen[position] if grad is view else self._known.has(position, grad)
         return not is_known and has_values(grad)
-
-    def catch_late(self) -> bool:
-        self._late |= _taken(self.params)
-        return bool(self._late)
 
     @torch.no_grad()
     def late_values(self) -> Sequence[Tensor]:
@@ -263,17 +257,14 @@ def _put_back(kept: _Kept, view: Tensor) -> Tensor | None:
     return kept.grad
 
 
-class SparseBinding:
+class SparseBinding(Binding):
     """The `.grad` of parameters with sparse gradients, such as those of nn.Embedding(sparse=True)."""
 
     def __init__(self, storage: BucketStorage, params: Sequence[Tensor]) -> None:
-        self.storage = storage
-        self.params: Sequence[Tensor] = tuple(params)
+        super().__init__(storage, params)
         self._values: list[Tensor] = []
         self._are_dense: list[bool] = []
         self._kept: dict[int, Tensor | None] = {}
-        self._known = Known()
-        self._late: dict[int, Tensor] = {}
         self.look()
 
     @torch.no_grad()
@@ -286,9 +277,6 @@ class SparseBinding:
         for param in self.params:
             param.grad = None
         return unused
-
-    def has_graph(self) -> bool:
-        return _has_graph(self.params)
 
     def values(self) -> Sequence[Tensor]:
         return self._values
@@ -304,9 +292,6 @@ class SparseBinding:
         self._kept = {}
         self.look()
 
-    pack_local = pack
-    bind_local = bind
-
     def has_result(self) -> bool:
         return any(grad is not None and has_values(grad) for grad in map(_grad_of, self.params))
 
@@ -316,10 +301,6 @@ class SparseBinding:
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad
         return grad is not None and not self._known.has(position, grad) and has_values(grad)
-
-    def catch_late(self) -> bool:
-        self._late |= _taken(self.params)
-        return bool(self._late)
 
     @torch.no_grad()
     def late_values(self) -> Sequence[Tensor]:
@@ -331,18 +312,6 @@ class SparseBinding:
     def add_late(self, values: Sequence[Tensor]) -> None:
         for param, value in zip(self.params, values, strict=True):
             param.grad = value if param.grad is None else param.grad + value
-
-
-def _taken(params: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Takes the gradients out of `.grad`; returns them by position."""
-    grads = {position: param.grad for position, param in enumerate(params) if param.grad is not None}
-    for position in grads:
-        params[position].grad = None
-    return grads
-
-
-def _has_graph(params: Sequence[Tensor]) -> bool:
-    return any(param.grad is not None and param.grad.requires_grad for param in params)
 
 
 def _rows(param: Tensor, grad: Tensor | None) -> Tensor:
