@@ -1,10 +1,9 @@
 """The measured cost of a collective: a curve through the samples, and a line beyond them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -25,15 +24,7 @@ _LEAST_SIZES = 3
 _MAX_FIT_POINTS = 48
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A cost that grows linearly: neither number is negative."""
-
-    latency_us: float  # for zero bytes
-    us_per_byte: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CostCurve:
     """A cost curve of points (bytes, microseconds), by increasing bytes.
 
@@ -42,9 +33,6 @@ class CostCurve:
     """
 
     points: tuple[tuple[float, float], ...]
-    _sizes: _Floats = field(init=False, repr=False, compare=False)
-    _times: _Floats = field(init=False, repr=False, compare=False)
-    _us_per_byte: float = field(init=False, repr=False, compare=False)  # beyond the last point
 
     def __post_init__(self) -> None:
         points = [_checked_point(point, index) for index, point in enumerate(self.points)]
@@ -57,26 +45,22 @@ class CostCurve:
                     remedy="Sort the points by size, each size once.",
                 )
         times = _never_decreasing([[time] for _, time in points])
-        points = [(size, time) for (size, _), time in zip(points, times, strict=True)]
-        object.__setattr__(self, "points", tuple(points))
-        self._prepare()
+        object.__setattr__(self, "points", tuple((size, time) for (size, _), time in zip(points, times, strict=True)))
 
-    def _prepare(self) -> None:
-        """Sets up the points that `us` interpolates, preceded by a point of zero bytes."""
+    @cached_property
+    def _interpolated(self) -> tuple[_Floats, _Floats, float]:
+        """Sizes and times that `us` interpolates, from zero bytes on, and the microseconds per byte beyond the last point."""
         (first_size, first_time), (last_size, last_time) = self.points[0], self.points[-1]
         # If sizes are too few or too close, a smaller payload is assumed to be no cheaper, and a larger one no faster per byte.
         latency, us_per_byte = first_time, last_time / last_size if last_size else 0.0
         if self.is_enough:
             # If points do not lie on one line, the ones closer to the extrapolated end know more.
             ranks = range(1, len(self.points) + 1)
-            latency = min(line_through(self.points, weights=ranks[::-1]).latency_us, first_time)
+            latency = min(line_through(self.points, weights=ranks[::-1])[0], first_time)
             if self._num_apart >= _LEAST_SIZES:
-                us_per_byte = line_through(self.points, weights=ranks).us_per_byte
-        points = self.points if first_size == 0 else ((0.0, latency), *self.points)
-        sizes, times = np.array(points, dtype=np.float64).T
-        object.__setattr__(self, "_sizes", sizes)
-        object.__setattr__(self, "_times", times)
-        object.__setattr__(self, "_us_per_byte", us_per_byte)
+                _, us_per_byte = line_through(self.points, weights=ranks)
+        sizes, times = np.array(self.points if first_size == 0 else ((0.0, latency), *self.points), dtype=np.float64).T
+        return sizes, times, us_per_byte
 
     @property
     def is_enough(self) -> bool:
@@ -100,9 +84,9 @@ class CostCurve:
         which larger ones count more. With fewer than three sizes that are far enough apart it continues in proportion to the last
         point. Below the first point it runs towards the latency of a line in which smaller points count more.
         """
-        sizes = np.asarray(num_bytes, dtype=np.float64)
-        beyond = np.maximum(sizes - self._sizes[-1], 0.0)
-        return np.asarray(np.interp(sizes, self._sizes, self._times) + self._us_per_byte * beyond)
+        wanted = np.asarray(num_bytes, dtype=np.float64)
+        sizes, times, us_per_byte = self._interpolated
+        return np.asarray(np.interp(wanted, sizes, times) + us_per_byte * np.maximum(wanted - sizes[-1], 0.0))
 
 
 def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
@@ -115,36 +99,34 @@ def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
     ordered = sorted(_checked_point(sample, index, of="samples") for index, sample in enumerate(samples))
     if not ordered:
         raise ConfigError("there are no samples to make a cost curve of.", remedy="Measure one size or more.")
-    sizes: list[list[float]] = []
-    times: list[list[float]] = []
-    for size, time in ordered:
-        if not sizes or size > _SAME_SIZE * sizes[-1][0]:
-            sizes.append([])
-            times.append([])
-        sizes[-1].append(size)
-        times[-1].append(time)
-    middles = (_lower_median(group) for group in sizes)
-    return CostCurve(points=tuple(zip(middles, _never_decreasing(times), strict=True)))
+    groups: list[list[tuple[float, float]]] = []
+    for sample in ordered:
+        if not groups or sample[0] > _SAME_SIZE * groups[-1][0][0]:
+            groups.append([])
+        groups[-1].append(sample)
+    sizes = (_lower_median([size for size, _ in group]) for group in groups)
+    times = _never_decreasing([time for _, time in group] for group in groups)
+    return CostCurve(points=tuple(zip(sizes, times, strict=True)))
 
 
-def line_through(points: Sequence[tuple[float, float]], *, weights: Sequence[int] | None = None) -> Line:
-    """Returns the line with the least sum of weight * |log(line / time)| over points (bytes, microseconds) of different sizes.
+def line_through(points: Sequence[tuple[float, float]], *, weights: Sequence[int] | None = None) -> tuple[float, float]:
+    """Returns latency in us, and us per byte, of the line through points (bytes, microseconds) of different sizes.
 
-    Ratios count, so that small sizes determine the latency and large ones the bandwidth. They are not squared, so that outliers
-    matter little. Candidates are lines through two points, and lines through one point without a latency or without a slope.
+    It has the least sum of weight * |log(line / time)|. Ratios count, so that small sizes determine the latency and large ones
+    the bandwidth. They are not squared, so that outliers matter little. Candidates are lines through two points, and lines
+    through one point without a latency or without a slope; neither number is negative.
     """
     sizes, times = np.array(points, dtype=np.float64).T
     chosen = np.unique(np.linspace(0, len(sizes) - 1, _MAX_FIT_POINTS).round().astype(int))
-    latencies, slopes = _candidates(sizes[chosen], times[chosen])
+    latencies, slopes = _lines(sizes[chosen], times[chosen])
     # A line without a latency is zero at zero bytes, infinitely far from any time: such a line loses.
     with np.errstate(divide="ignore"):
         distances = np.abs(np.log((latencies[:, None] + slopes[:, None] * sizes) / times))
-    sums = np.average(distances, axis=1, weights=weights)
-    best = int(sums.argmin())
-    return Line(latency_us=float(latencies[best]), us_per_byte=float(slopes[best]))
+    best = int(np.average(distances, axis=1, weights=weights).argmin())
+    return float(latencies[best]), float(slopes[best])
 
 
-def _candidates(sizes: _Floats, times: _Floats) -> tuple[_Floats, _Floats]:
+def _lines(sizes: _Floats, times: _Floats) -> tuple[_Floats, _Floats]:
     i, j = np.triu_indices(len(sizes), 1)
     slopes = (times[j] - times[i]) / (sizes[j] - sizes[i])
     latencies = times[i] - slopes * sizes[i]

@@ -1,21 +1,23 @@
-"""Atoms of a plan: runs of neighboring gradients that are ready at almost the same time, and pieces of large gradients."""
+"""Atoms of a plan: runs of neighboring gradients that are ready at almost the same time, and pieces of large gradients.
 
-from __future__ import annotations
+A window lies between two cuts between atoms. Windows are arrays over all pairs of cuts: how each changes the time at which the
+lane is free.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.cost.costs import Costs
 from undertow.errors import ConfigError
-from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, piece_of, unit_numel
-from undertow.plan.timing import StepTiming
+from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, piece_of, unit_numel
+from undertow.plan.timing import Floats, StepTiming
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _Number = TypeVar("_Number", np.float64, np.int64)
@@ -41,10 +43,6 @@ class Atoms:
     ready_us: Floats  # [num_kinds, num_cuts] when that piece and all before it of its kind are ready
     used_us: Floats  # [num_kinds, num_cuts] earliest use between the cut and the one before it; infinity if none
     kinds: Ints  # [num_pieces] kind of each piece
-
-    @property
-    def num_cuts(self) -> int:
-        return len(self.cuts)
 
 
 def atoms_of(
@@ -136,15 +134,9 @@ def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float
 
 def _members(pieces: Sequence[Piece], params: Sequence[ParamSpec]) -> Iterator[GroupEntry]:
     """Joins consecutive pieces of one parameter."""
-    at = 0
-    while at < len(pieces):
-        first, stop = pieces[at], pieces[at].stop
-        at += 1
-        while at < len(pieces) and pieces[at].param == first.param:
-            stop = pieces[at].stop
-            at += 1
-        is_whole = first.first == 0 and stop == params[first.param].slot_numel
-        yield first.param if is_whole else Piece(param=first.param, first=first.first, stop=stop)
+    for param, same in groupby(pieces, key=lambda piece: piece.param):
+        run = list(same)
+        yield member_of(Piece(param=param, first=run[0].first, stop=run[-1].stop), params)
 
 
 def _before(values: NDArray[_Number], cuts: Ints, *, first: float) -> NDArray[_Number]:
@@ -164,13 +156,11 @@ def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_buc
     if math.isfinite(max_bucket_bytes):
         is_large = sizes > max_bucket_bytes / 2
         forced = is_large[1:] | is_large[:-1] | (np.diff(ends // (max_bucket_bytes / 2)) > 0)
-    signals = [signal for signal in (ready, ends, used) if len(signal)]
+    signals = [signal for signal in (ready, ends, used) if len(signal)]  # uses are not known without shards
     num_cells = _FINEST * max_atoms
     is_cut = np.ones(len(sizes) - 1, dtype=bool)
     while np.count_nonzero(is_cut) >= max_atoms and num_cells >= 1:
-        is_cut = np.zeros(len(sizes) - 1, dtype=bool)
-        for signal in signals:
-            is_cut |= np.diff(_cell(signal, int(num_cells))) != 0
+        is_cut = np.any([np.diff(_cell(signal, int(num_cells))) != 0 for signal in signals], axis=0)
         num_cells *= _COARSER
     return np.concatenate([[0], np.flatnonzero(is_cut | forced) + 1, [len(sizes)]]).astype(np.int64)
 
@@ -180,3 +170,50 @@ def _cell(signal: Floats, num_cells: int) -> Floats:
     if high <= low:
         return np.zeros(len(signal))
     return np.minimum(np.floor((signal - low) * (num_cells / (high - low))), num_cells - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """A lane that is free at F ends the window from cut j to cut i at max(F + time[i, j], earliest[i, j]).
+
+    A single bucket has time = C and earliest = ready + C. Several in a row have the same form. Windows that no plan may use are
+    infinite.
+    """
+
+    time_us: Floats  # [num_cuts, num_cuts] end, begin
+    earliest_us: Floats  # [num_cuts, num_cuts] end, begin
+
+    def through_us(self, free_us: Floats, end: int) -> Floats:
+        """Returns when each window up to cut `end` ends, if the lane is free at `free_us` of its begin."""
+        through: Floats = np.maximum(free_us[:end] + self.time_us[end, :end], self.earliest_us[end, :end])
+        return through
+
+
+def reduction_windows(atoms: Atoms, costs: Costs, kind: str, *, max_bucket_bytes: float) -> Windows:
+    """Returns the windows of the reductions, in order."""
+    return _windows(atoms, atoms.ready_us[:, :, None], costs, kind, max_bucket_bytes)
+
+
+def gather_windows(atoms: Atoms, costs: Costs, *, max_bucket_bytes: float) -> Windows:
+    """Returns the windows of the gathers, last to first: F is the stall that later buckets cause if nothing else does."""
+    is_inside = np.tri(len(atoms.cuts), k=-1, dtype=bool).T  # [begin, end]: the atom before `end` comes after `begin`
+    used = np.minimum.accumulate(np.where(is_inside, atoms.used_us[:, None, :], math.inf), axis=2)
+    return _windows(atoms, -used.transpose(0, 2, 1), costs, "all_gather", max_bucket_bytes)
+
+
+def _windows(atoms: Atoms, released_us: Floats, costs: Costs, kind: str, max_bucket_bytes: float) -> Windows:
+    # Of each kind of gradients [num_kinds, num_cuts, num_cuts] kind, end, begin
+    num_bytes = np.maximum(0.0, atoms.num_bytes[:, :, None] - atoms.num_bytes[:, None, :])
+    num_pieces = atoms.num_pieces[:, :, None] - atoms.num_pieces[:, None, :]
+    bucket_us = np.where(num_pieces > 0, costs.collective_us(kind, num_bytes), 0.0)
+    released_us = np.where(num_pieces > 0, released_us, -math.inf)
+    time = np.zeros(num_bytes.shape[1:])
+    earliest = np.full(num_bytes.shape[1:], -math.inf)
+    for kinds in np.argsort(-atoms.last, axis=0, kind="stable"):  # by their last piece, the latest first
+        place = kinds[None, :, None]
+        time += np.take_along_axis(bucket_us, place, axis=0)[0]
+        earliest = np.maximum(earliest, np.take_along_axis(released_us, place, axis=0)[0] + time)
+    is_window = np.tri(len(atoms.cuts), k=-1, dtype=bool)
+    is_barred = ~is_window | ((num_bytes > max_bucket_bytes) & (num_pieces > 1)).any(axis=0)
+    time[is_barred] = earliest[is_barred] = math.inf
+    return Windows(time_us=time, earliest_us=earliest)

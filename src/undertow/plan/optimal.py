@@ -10,23 +10,36 @@ This is optimal because a bucket starts at max(F[j], r_i), which is monotonic in
 
 The plan uses the least k whose F_k[n] is within a small slack of F[n], because every collective has a cost on the host, and on a
 network that other jobs use, that no curve shows. docs/planning.md derives both, and the cost of coarsening.
-"""
 
-from __future__ import annotations
+With shards the same buckets are reduced under backward and gathered under the next forward. Reductions and gathers each have the
+lane to themselves, but share one grouping. Two numbers describe a prefix of buckets: the time at which its reductions end (F),
+and the stall it would cause by itself (K). The period is max(0, K[n]) + F[n], and both terms are monotonic in the prefix's. So
+among all prefixes up to a cut it is enough to keep the ones that no other prefix beats in both numbers.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from undertow.cost.costs import Costs
 from undertow.errors import ConfigError
-from undertow.plan.atoms import Atoms, Floats, atoms_of, groups_of, small_pieces, whole_pieces
+from undertow.plan.atoms import (
+    Atoms,
+    Ints,
+    Windows,
+    atoms_of,
+    gather_windows,
+    groups_of,
+    reduction_windows,
+    small_pieces,
+    whole_pieces,
+)
 from undertow.plan.layout import GroupEntry, ParamSpec
-from undertow.plan.optimal_shards import best_with_shards
-from undertow.plan.timing import StepTiming, check_timing, finish_us, limit_us
-from undertow.plan.windows import Windows, gather_windows, reduction_windows
+from undertow.plan.timing import Floats, StepTiming, check_timing, finish_us, limit_us
 
 SLACK = 1.002  # a plan of fewer buckets may end later than the optimum by this factor
 _MAX_ATOMS = 512
@@ -67,16 +80,20 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
     plan, or no plan has a finite cost.
     """
     check_timing(params, timing, has_shards=has_shards)
-    _check_order(order, len(params))
+    if sorted(order) != list(range(len(params))):
+        raise ConfigError(
+            f"an order must hold each of the {len(params)} parameters exactly once.",
+            where=f"got {len(order)} indices, {len(set(order) & set(range(len(params))))} of them different parameters",
+            remedy="Give a permutation of range(len(params)).",
+        )
     limit = limit_us(params, timing, costs, has_shards=has_shards)
     if not params:
         finish = finish_us(params, (), timing, costs, has_shards=has_shards)
         return Optimum(groups=(), finish_us=finish, best_us=finish, limit_us=min(limit, finish))
+    pieces, max_atoms = whole_pieces(params, order), _MAX_ATOMS
     if has_shards:
         pieces = small_pieces(params, order, num_ranks=num_ranks, max_bucket_bytes=max_bucket_bytes)
-    else:
-        pieces = whole_pieces(params, order)
-    max_atoms = _MAX_ATOMS_WITH_SHARDS if has_shards else _MAX_ATOMS
+        max_atoms = _MAX_ATOMS_WITH_SHARDS
     atoms = atoms_of(params, pieces, timing, max_atoms=max_atoms, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
     chosen, best = _chosen_cuts(atoms, costs, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
     if not math.isfinite(best):
@@ -106,7 +123,7 @@ def _best_us(windows: Windows) -> float:
     """Returns F[n]."""
     through = np.zeros(len(windows.time_us))
     for end in range(1, len(through)):
-        through[end] = np.maximum(through[:end] + windows.time_us[end, :end], windows.earliest_us[end, :end]).min()
+        through[end] = windows.through_us(through, end).min()
     return float(through[-1])
 
 
@@ -120,20 +137,101 @@ def _fewest_cuts(windows: Windows, *, enough_us: float) -> list[int]:
         tables[-1][0] = 0.0
     cuts = [len(through) - 1]
     for table in reversed(tables[:-1]):
-        end = cuts[-1]
-        if end > 0:
-            cuts.append(int(np.argmin(_through(table, windows, end))))
+        if cuts[-1] > 0:
+            cuts.append(int(np.argmin(windows.through_us(table, cuts[-1]))))
     return cuts[::-1]
 
 
-def _through(table: Floats, windows: Windows, end: int) -> Floats:
-    return np.maximum(table[:end] + windows.time_us[end, :end], windows.earliest_us[end, :end])
+class _Prefixes(NamedTuple):
+    """Prefixes of plans, as arrays of one length."""
+
+    cut: Ints  # index of the cut at which they end
+    reduced_us: Floats  # F
+    stall_us: Floats  # K
+    parent: Ints  # index of the prefix without the last window, in the layer with one window less
+
+    def take(self, which: NDArray[np.int64] | NDArray[np.bool_]) -> "_Prefixes":
+        return _Prefixes(*(array[which] for array in self))
 
 
-def _check_order(order: Sequence[int], num_params: int) -> None:
-    if sorted(order) != list(range(num_params)):
-        raise ConfigError(
-            f"an order must hold each of the {num_params} parameters exactly once.",
-            where=f"got {len(order)} indices, {len(set(order) & set(range(num_params)))} of them different parameters",
-            remedy="Give a permutation of range(len(params)).",
-        )
+class _Lane:
+    """One of the two lanes: how windows extend it, and the least time that the rest of a plan costs."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._time, self._earliest = windows.time_us, windows.earliest_us
+        # The lane may also be free later, if no next window would start before that.
+        idle = np.where(np.isfinite(self._time), self._earliest - np.where(np.isfinite(self._time), self._time, 0.0), math.inf)
+        self._floor = np.append(idle.min(axis=0)[:-1], -math.inf)
+        self.start_us = float(self._floor[0])
+        self.num_cuts = len(self._time)
+        self._rest_time, self._rest_earliest = np.zeros(self.num_cuts), np.full(self.num_cuts, -math.inf)
+        for begin in range(self.num_cuts - 2, -1, -1):
+            ends = slice(begin + 1, None)
+            self._rest_time[begin] = (self._time[ends, begin] + self._rest_time[ends]).min()
+            least = np.maximum(self._earliest[ends, begin] + self._rest_time[ends], self._rest_earliest[ends])
+            self._rest_earliest[begin] = least.min()
+
+    def after(self, us: Floats, begin: Ints, end: Ints) -> Floats:
+        """Returns when prefixes up to `begin` end with one more window."""
+        through: Floats = np.maximum(us + self._time[end, begin], self._earliest[end, begin])
+        np.maximum(through, self._floor[end], out=through)
+        return through
+
+    def at_least(self, us: Floats, cut: Ints) -> Floats:
+        """Returns a lower bound for the end of any continuation of such prefixes."""
+        least: Floats = np.maximum(us + self._rest_time[cut], self._rest_earliest[cut])
+        return least
+
+
+def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> tuple[list[int], float]:
+    """Returns the cuts of the fewest windows whose period is within `slack` of the best one, and the best period in us."""
+    reduction, gather = _Lane(reductions), _Lane(gathers)
+    last = reduction.num_cuts - 1
+    start = _Prefixes(
+        cut=np.zeros(1, dtype=np.int64),
+        reduced_us=np.array([reduction.start_us]),
+        stall_us=np.array([gather.start_us]),
+        parent=np.zeros(1, dtype=np.int64),
+    )
+    layers, kept, found = [start], start, [(math.inf, 0)]
+    while len(layers[-1].cut):
+        longer, period = _prolonged(layers[-1], reduction, gather)
+        done = np.where(longer.cut == last, period, math.inf)
+        at = int(np.argmin(done))
+        found.append(min(found[-1], (float(done[at]), int(longer.parent[at]))))
+        layer, kept = _unbeaten(longer.take((longer.cut < last) & (period < found[-1][0])), kept)
+        layers.append(layer)
+    best = found[-1][0]
+    num_windows = next(num for num, (period_us, _) in enumerate(found) if period_us <= best * slack)
+    cuts, parent = [last], found[num_windows][1]
+    for layer in reversed(layers[:num_windows]):
+        cuts.append(int(layer.cut[parent]))
+        parent = int(layer.parent[parent])
+    return cuts[::-1], best
+
+
+def _prolonged(prefixes: _Prefixes, reduction: _Lane, gather: _Lane) -> tuple[_Prefixes, Floats]:
+    """Extends the prefixes by every possible next window and returns a lower bound of the period of each."""
+    parent, end = np.nonzero(prefixes.cut[:, None] < np.arange(reduction.num_cuts))
+    begin = prefixes.cut[parent]
+    longer = _Prefixes(
+        cut=end,
+        reduced_us=reduction.after(prefixes.reduced_us[parent], begin, end),
+        stall_us=gather.after(prefixes.stall_us[parent], begin, end),
+        parent=parent,
+    )
+    stall = np.maximum(0.0, gather.at_least(longer.stall_us, end))
+    return longer, stall + reduction.at_least(longer.reduced_us, end)
+
+
+def _unbeaten(new: _Prefixes, kept: _Prefixes) -> tuple[_Prefixes, _Prefixes]:
+    """Returns the members of `new` that no other prefix beats in both times, and all such prefixes."""
+    every = _Prefixes(*map(np.concatenate, zip(kept, new, strict=True)))
+    is_new = np.arange(len(every.cut)) >= len(kept.cut)
+    order = np.lexsort((is_new, every.stall_us, every.reduced_us, every.cut))
+    stall = every.stall_us[order]
+    # Levels are lower for every later cut than for any earlier one, so that one running minimum serves all cuts.
+    level = stall - stall.min() - every.cut[order] * (1.0 + stall.max() - stall.min())
+    is_beaten = np.append(False, np.minimum.accumulate(level)[:-1] <= level[1:])
+    unbeaten = order[~is_beaten]
+    return every.take(unbeaten[is_new[unbeaten]]), every.take(unbeaten)

@@ -1,7 +1,5 @@
 """Reads profiles that `Profile.save` wrote or that are written by hand; every error names the field or the line."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math
@@ -14,10 +12,9 @@ from undertow.cost import COLLECTIVES, CostCurve
 from undertow.errors import ConfigError
 from undertow.foreign import parsed_json
 from undertow.plan import GroupEntry, ParamSpec, Piece, Plan
-from undertow.plan.layout import ITEMSIZES, MOST
+from undertow.plan.layout import ITEMSIZES
 from undertow.plan.plan import member_from_json
-from undertow.profile.checks import checked_integer, checked_ready_us, checked_us, too_large
-from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile
+from undertow.profile.profile import FORMAT, FORMAT_FIELD, Profile, checked_integer, checked_ready_us, checked_us
 
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
 _TEXTS = ("name", "strategy")
@@ -25,6 +22,7 @@ _TIMES = ("forward_us", "backward_us", "update_us", "step_us")
 FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "buckets")
 _TABLE_FIELDS = ("name", "shape", "bytes", "dtype", "device", "sparse")
 PARAM_FIELDS = ("name", "ready_us", *_TABLE_FIELDS[1:])
+_EXPECTED = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 _REMEDY = "docs/profiles.md has the format and an example."
 _GIVEN_TWICE = object()  # replaces the value of a field that an object has more than once
 
@@ -57,7 +55,7 @@ def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]
         if isinstance(data, dict) and "buckets" in data and FORMAT_FIELD not in data:
             return Plan.from_json(text)
         if isinstance(data, dict) and data.keys() == {"params"}:
-            rows = enumerate(_checked_list(_checked_object(data, "", ("params",))["params"], "params"))
+            rows = enumerate(_checked(_checked_object(data, "", ("params",))["params"], list, "params"))
             return tuple(_spec(row, f"params[{index}]", _TABLE_FIELDS, ("name",)) for index, row in rows)
     except ConfigError as error:
         raise ConfigError(f"{path} is neither a saved plan nor a table of parameters.", where=str(error)) from error
@@ -83,11 +81,11 @@ def _text_of(path: str | Path) -> str:
 def _parsed(text: str, where: str) -> Any:
     try:
         return parsed_json(text, object_of=_object)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise ConfigError(f"{where} is no JSON.", where=place, remedy=_REMEDY) from error
     except ValueError as error:
-        raise ConfigError(f"{where} is no JSON.", where=str(error), remedy=_REMEDY) from error
+        place = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            place = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise ConfigError(f"{where} is no JSON.", where=place, remedy=_REMEDY) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -101,8 +99,8 @@ def _profile(data: Any) -> Profile:
     fields = _checked_object(data, "", FIELDS, _REQUIRED)
     if fields[FORMAT_FIELD] != FORMAT or isinstance(fields[FORMAT_FIELD], bool):
         raise ConfigError(f"{FORMAT_FIELD} must be {FORMAT}, got {brief(fields[FORMAT_FIELD])}.", remedy=_REMEDY)
-    rows = _checked_list(fields["params"], "params")
-    given: dict[str, Any] = {name: _checked_text(fields[name], name) for name in _TEXTS if name in fields}
+    rows = _checked(fields["params"], list, "params")
+    given = {name: _checked(fields[name], str, name) for name in _TEXTS if name in fields}
     given |= {name: checked_us(fields[name], name) for name in _TIMES if name in fields}
     if "num_ranks" in fields:
         given["num_ranks"] = checked_integer(fields["num_ranks"], "num_ranks", lowest=1)
@@ -124,16 +122,13 @@ def _spec(row: Any, path: str, known: Collection[str], required: Collection[str]
     dtype = fields.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
         raise _wrong(f"{path}.dtype", f"one of {', '.join(ITEMSIZES)}", dtype, remedy=_suggestion(dtype, ITEMSIZES))
-    is_sparse = fields.get("sparse", False)
-    if not isinstance(is_sparse, bool):
-        raise _wrong(f"{path}.sparse", "true or false", is_sparse)
     return ParamSpec(
-        name=_checked_text(fields["name"], f"{path}.name"),
+        name=_checked(fields["name"], str, f"{path}.name"),
         shape=_shape(fields, path, ITEMSIZES[dtype]),
         dtype=dtype,
         itemsize=ITEMSIZES[dtype],
-        device=_checked_text(fields.get("device", "cpu"), f"{path}.device"),
-        is_sparse=is_sparse,
+        device=_checked(fields.get("device", "cpu"), str, f"{path}.device"),
+        is_sparse=_checked(fields.get("sparse", False), bool, f"{path}.sparse"),
     )
 
 
@@ -153,13 +148,12 @@ def _shape(fields: dict[str, Any], path: str, itemsize: int) -> tuple[int, ...]:
         shape = tuple(checked_integer(size, f"{path}.shape[{dim}]", lowest=0) for dim, size in enumerate(given))
     else:
         shape = (checked_integer(given, f"{path}.shape", lowest=0),)
-    if math.prod(shape) * itemsize > MOST:
-        raise too_large(f"{path}.shape, in bytes,", math.prod(shape) * itemsize)
+    checked_integer(math.prod(shape) * itemsize, f"{path}.shape, in bytes,", lowest=0)
     return shape
 
 
 def _curve(points: Any, path: str) -> CostCurve:
-    rows = _checked_list(points, path)
+    rows = _checked(points, list, path)
     for index, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != 2:
             raise _wrong(f"{path}[{index}]", "[bytes, microseconds]", row)
@@ -173,7 +167,7 @@ def _curve(points: Any, path: str) -> CostCurve:
 
 
 def _groups(buckets: Any, num_params: int) -> tuple[tuple[GroupEntry, ...], ...]:
-    rows = [_checked_list(members, f"buckets[{index}]") for index, members in enumerate(_checked_list(buckets, "buckets"))]
+    rows = [_checked(members, list, f"buckets[{index}]") for index, members in enumerate(_checked(buckets, list, "buckets"))]
     groups: list[tuple[GroupEntry, ...]] = []
     path_of: dict[int, str] = {}  # of parameters that are in a bucket as a whole
     for index, members in enumerate(rows):
@@ -196,8 +190,7 @@ def _member(value: Any, path: str, num_params: int) -> GroupEntry:
 
 
 def _checked_object(data: Any, path: str, known: Collection[str], required: Collection[str] = ()) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise _wrong(path or "a profile", "an object", data)
+    _checked(data, dict, path or "a profile")
     prefix = f"{path}." if path else ""
     for name in data:
         if name not in known:
@@ -210,15 +203,9 @@ def _checked_object(data: Any, path: str, known: Collection[str], required: Coll
     return data
 
 
-def _checked_list(value: Any, path: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _wrong(path, "a list", value)
-    return value
-
-
-def _checked_text(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(path, "a text", value)
+def _checked(value: Any, kind: type, path: str) -> Any:
+    if not isinstance(value, kind):
+        raise _wrong(path, _EXPECTED[kind], value)
     return value
 
 

@@ -1,14 +1,12 @@
 """Explains in words and numbers why the plan was chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from undertow.plan import Groups, Plan, finish_us
 from undertow.profile import Profile
-from undertow.tune.decision import Decided, Decision, Outcome
+from undertow.tune.messages import Decided, Decision, Outcome
 from undertow.tune.tuner import Tuner, kinds_needed, knows_enough
 
 _MS = 1e-3  # milliseconds in a microsecond
@@ -53,7 +51,7 @@ def explanation(
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
         achieved_ms=None if measurement is None else measurement.synchronized_us * _MS,
-        decisions=tuple(_decision_text(decided) for decided in history),
+        decisions=tuple(f"round {made.round}: {_TEXTS[made.decision.outcome](made.decision)}" for made in history),
     )
     has_shards = strategy != "ddp"
     needed = kinds_needed(has_shards=has_shards)
@@ -109,11 +107,6 @@ def _curve_text(profile: Profile, kind: str) -> str:
     (smallest, least_us), (largest, most_us) = points[0], points[-1]
     span = f"{smallest / 1e6:.3g} MB in {least_us * _MS:.2f} ms"
     return f"{kind}: {span} to {largest / 1e6:.3g} MB in {most_us * _MS:.2f} ms" if len(points) > 1 else f"{kind}: {span}"
-
-
-def _decision_text(decided: Decided) -> str:
-    decision = decided.decision
-    return f"round {decided.round}: {_TEXTS[decision.outcome](decision)}"
 
 
 def _numbers(decision: Decision) -> str:

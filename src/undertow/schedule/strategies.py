@@ -1,6 +1,4 @@
-"""Placements of tensors: the table of strategies, and the op that converts one placement to another."""
-
-from __future__ import annotations
+"""The table of strategies: the placements of tensors, and the op that converts one placement to another."""
 
 from dataclasses import dataclass
 from enum import StrEnum
