@@ -1,6 +1,5 @@
-"""The operations of one step, as data that can be printed and parsed."""
+"""The operations of one step, as data that can be printed."""
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -91,7 +90,7 @@ class Schedule:
         return tuple(op for op in self.ops if op.kind in COLLECTIVES)
 
     def to_text(self) -> str:
-        """Returns a table with one line per op; `schedule_from_text` reads it back."""
+        """Returns a table with one line per op."""
         rows = [_COLUMNS, *map(_row, self.ops)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -99,60 +98,13 @@ class Schedule:
 
 
 _COLUMNS = ("id", "lane", "kind", "bucket", "reads", "writes", "after")
-_EMPTY = "-"
-
-
-def schedule_from_text(text: str) -> Schedule:
-    """Parses a schedule that `Schedule.to_text` printed; raises ConfigError, naming the line, for any other text."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines or tuple(lines[0].split()) != _COLUMNS:
-        raise ConfigError("this is no schedule: the first line is not its header.", remedy=f"Expected: {' '.join(_COLUMNS)}")
-    return Schedule(tuple(_op_from_line(line.strip()) for line in lines[1:]))
-
-
-def _op_from_line(line: str) -> Op:
-    try:
-        cells = re.split(r"\s{2,}", line)
-        if len(cells) != len(_COLUMNS):
-            raise ValueError(f"it has {len(cells)} columns, expected {len(_COLUMNS)}")
-        op_id, lane, kind, bucket, reads, writes, after = cells
-        return Op(
-            id=int(op_id),
-            lane=lane,
-            kind=OpKind(kind),
-            bucket=_bucket_from_text(bucket),
-            reads=tuple(map(_buffer_from_text, _items(reads))),
-            writes=tuple(map(_buffer_from_text, _items(writes))),
-            after=tuple(map(int, _items(after))),
-        )
-    except ValueError as error:
-        remedy = "Columns are two spaces apart, items of one column one space; an empty column is '-'."
-        raise ConfigError(f"this line is no op: {line!r}.", where=str(error), remedy=remedy) from error
 
 
 def _row(op: Op) -> tuple[str, ...]:
     columns = (op.reads, op.writes, (f"{earlier:02d}" for earlier in op.after))
-    items = (" ".join(map(str, column)) or _EMPTY for column in columns)
+    items = (" ".join(map(str, column)) or "-" for column in columns)
     return (f"{op.id:02d}", op.lane, op.kind, _bucket_text(op.bucket), *items)
-
-
-def _items(cell: str) -> list[str]:
-    return [] if cell == _EMPTY else cell.split(" ")
 
 
 def _bucket_text(bucket: int | None) -> str:
     return "*" if bucket is None else f"b{bucket}"
-
-
-def _bucket_from_text(text: str) -> int | None:
-    match = re.fullmatch(r"b(\d+)|\*", text)
-    if match is None:
-        raise ValueError(f"{text!r} is no bucket")
-    return None if match[1] is None else int(match[1])
-
-
-def _buffer_from_text(text: str) -> Buffer:
-    match = re.fullmatch(r"(\w+)\[(b\d+|\*)\]", text)
-    if match is None:
-        raise ValueError(f"{text!r} is no buffer")
-    return Buffer(match[1], _bucket_from_text(match[2]))
