@@ -3,6 +3,7 @@
 from undertow.cost.costs import (
     COLLECTIVES,
     NODE_LINK,
+    CostCurve,
     Costs,
     Link,
     MeasuredCosts,
@@ -10,10 +11,10 @@ from undertow.cost.costs import (
     RingCosts,
     collective_seconds,
     costs_for,
+    curve_from_samples,
     link_from_curve,
     link_from_text,
 )
-from undertow.cost.curve import CostCurve, curve_from_samples
 
 __all__ = [
     "COLLECTIVES",

@@ -84,10 +84,7 @@ class ParamSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, as in JSON."""
-        values = {**asdict(self), "shape": list(self.shape)}
-        if self.own_dtype is None:
-            del values["own_dtype"]
-        return values
+        return {name: value for name, value in asdict(self).items() if value is not None} | {"shape": list(self.shape)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,11 +209,11 @@ def member_of(piece: Piece, params: Sequence[ParamSpec]) -> GroupEntry:
 
 def slots_of(group: Sequence[Piece]) -> tuple[Slot, ...]:
     """Lays the pieces of `group` one after the other."""
-    slots, start = [], 0
-    for piece in group:
-        slots.append(Slot(param=piece.param, start=start, stop=start + piece.numel, first=piece.first))
-        start = slots[-1].stop
-    return tuple(slots)
+    ends = accumulate((piece.numel for piece in group), initial=0)
+    return tuple(
+        Slot(param=piece.param, start=start, stop=stop, first=piece.first)
+        for piece, (start, stop) in zip(group, pairwise(ends), strict=True)
+    )
 
 
 def unit_numel(*, itemsize: int, num_ranks: int) -> int:

@@ -76,24 +76,11 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     if not _is_complete(records, len(latest)) or not np.isfinite(latest[:, :_NUM_TIMES]).all():
         return None
     num_params, num_buckets = len(plan.params), len(plan.buckets)
-    begins, backward_begins, backward_ends, rest, synchronized = latest[:, :_NUM_TIMES].T
-    ready = latest[:, _NUM_TIMES : _NUM_TIMES + num_params]
-    # Median over steps: a parameter whose gradient arrived only once counts as one that never does.
-    ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
-    backward_us = float(np.median(backward_ends - backward_begins))
-    low_us, median_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
-    reductions, gathers = np.split(-latest[:, _NUM_TIMES + num_params :], [num_buckets], axis=1)
+    times, ready, durations = np.split(latest, [_NUM_TIMES, _NUM_TIMES + num_params], axis=1)
     # In the planner's bytes, even if gradients are sent in a narrower dtype.
     planned = [[replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets] for record in records]
-    return Measurement(
-        ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).tolist()),
-        forward_us=max(0.0, float(np.median(backward_begins - begins))),
-        backward_us=backward_us,
-        rest_us=max(0.0, float(np.median(rest))),
-        synchronized_us=float(median_us),
-        spread_us=float(high_us - low_us),
-        samples=_samples(planned, reductions) | _samples([record.gathers for record in records], gathers),
-    )
+    samples = _samples(planned, -durations[:, :num_buckets])
+    return _measurement(times, ready, samples | _samples([record.gathers for record in records], -durations[:, num_buckets:]))
 
 
 def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
@@ -103,19 +90,28 @@ def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measur
     """
     if not records or not all(record.forwards and record.arrivals for record in records):
         return None
-    forwards = np.array([record.forwards[-1][1] for record in records])
-    ends = np.array([max(record.arrivals.values()) for record in records])
-    ready = np.array([[record.arrivals.get(param, np.inf) for param in range(len(plan.params))] for record in records])
-    backward_us = max(0.0, float(np.median(ends - forwards)))
-    low_us, median_us, high_us = np.quantile(ends, [0.25, 0.5, 0.75])
+    ends_us = [max(record.arrivals.values()) for record in records]
+    times = [(0.0, it.forwards[-1][1], end_us, it.step_us - end_us, end_us) for it, end_us in zip(records, ends_us, strict=True)]
+    ready = [[record.arrivals.get(param, _UNKNOWN) for param in range(len(plan.params))] for record in records]
+    return _measurement(np.array(times), np.array(ready), {})
+
+
+def _measurement(
+    times: NDArray[np.float64], ready: NDArray[np.float64], samples: Mapping[str, tuple[tuple[float, float], ...]]
+) -> Measurement:
+    begins, backward_begins, backward_ends, rest, synchronized = times.T
+    # Median over steps: a parameter whose gradient arrived only once counts as one that never does.
+    ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
+    backward_us = max(0.0, float(np.median(backward_ends - backward_begins)))
+    low_us, median_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
     return Measurement(
-        ready_us=tuple(np.clip(np.median(ready - forwards[:, None], axis=0), 0.0, backward_us).tolist()),
-        forward_us=float(np.median(forwards)),
+        ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).tolist()),
+        forward_us=max(0.0, float(np.median(backward_begins - begins))),
         backward_us=backward_us,
-        rest_us=max(0.0, float(np.median([record.step_us for record in records] - ends))),
+        rest_us=max(0.0, float(np.median(rest))),
         synchronized_us=float(median_us),
         spread_us=float(high_us - low_us),
-        samples={},
+        samples=samples,
     )
 
 

@@ -25,7 +25,7 @@ from undertow.cost import (
     link_from_curve,
     link_from_text,
 )
-from undertow.cost.curve import line_through
+from undertow.cost.costs import line_through
 
 # A byte per microsecond and 10 or 100 us per hop, so that a cost shows its parts.
 LINK, SLOW = Link(name="plain", hop_s=10e-6, bytes_per_s=1e6), Link(name="slow", hop_s=100e-6, bytes_per_s=1e6)

@@ -30,7 +30,7 @@ from undertow.plan import (
     signature_bits,
 )
 from undertow.plan.layout import padded_numel, trailer_at
-from undertow.profile.reader import source_from_file
+from undertow.profile.profile import source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
 SPARSE = (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))
