@@ -23,7 +23,7 @@ among all prefixes up to a cut it is enough to keep the ones that no other prefi
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from undertow.cost.costs import Costs
 from undertow.errors import ConfigError
-from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, piece_of, unit_numel
+from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, piece_of, unit_numel
 from undertow.plan.timing import Floats, StepTiming, check_timing, finish_us, limit_us
 
 Ints = NDArray[np.int64]
@@ -90,10 +90,11 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
     if not params:
         finish = finish_us(params, (), timing, costs, has_shards=has_shards)
         return Optimum(groups=(), finish_us=finish, best_us=finish, limit_us=min(limit, finish))
-    pieces, max_atoms = [piece_of(param, params) for param in order], _MAX_ATOMS
     if has_shards:
         pieces = small_pieces(params, order, num_ranks=num_ranks, max_bucket_bytes=max_bucket_bytes)
-        max_atoms = _MAX_ATOMS_WITH_SHARDS
+    else:
+        pieces = [piece_of(param, params) for param in order]
+    max_atoms = _MAX_ATOMS_WITH_SHARDS if has_shards else _MAX_ATOMS
     atoms = atoms_of(params, pieces, timing, max_atoms=max_atoms, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
     chosen, best = _chosen_cuts(atoms, costs, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
     if not math.isfinite(best):
@@ -210,9 +211,15 @@ def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float
 
 def _members(pieces: Sequence[Piece], params: Sequence[ParamSpec]) -> Iterator[GroupEntry]:
     """Joins consecutive pieces of one parameter."""
-    for param, same in groupby(pieces, key=lambda piece: piece.param):
-        run = list(same)
-        yield member_of(Piece(param=param, first=run[0].first, stop=run[-1].stop), params)
+    at = 0
+    while at < len(pieces):
+        first, stop = pieces[at], pieces[at].stop
+        at += 1
+        while at < len(pieces) and pieces[at].param == first.param:
+            stop = pieces[at].stop
+            at += 1
+        is_whole = first.first == 0 and stop == params[first.param].slot_numel
+        yield first.param if is_whole else Piece(param=first.param, first=first.first, stop=stop)
 
 
 def _before(values: NDArray[_Number], cuts: Ints, *, first: float) -> NDArray[_Number]:
@@ -236,7 +243,9 @@ def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_buc
     num_cells = _FINEST * max_atoms
     is_cut = np.ones(len(sizes) - 1, dtype=bool)
     while np.count_nonzero(is_cut) >= max_atoms and num_cells >= 1:
-        is_cut = np.any([np.diff(_cell(signal, int(num_cells))) != 0 for signal in signals], axis=0)
+        is_cut = np.zeros(len(sizes) - 1, dtype=bool)
+        for signal in signals:
+            is_cut |= np.diff(_cell(signal, int(num_cells))) != 0
         num_cells *= _COARSER
     return np.concatenate([[0], np.flatnonzero(is_cut | forced) + 1, [len(sizes)]]).astype(np.int64)
 
