@@ -39,7 +39,8 @@ class Arrivals:
         self._on_traversal = on_traversal
         self._seen_traversal = -1
         self._note: Callable[[int], object] | None = None
-        self._expected_repeats: dict[int, int] = {}
+        # At the start of a synchronization: states, the number of gradients that each bucket waits for, and expected repeats.
+        self._fresh: tuple[bytes, list[int], Counter[int]] = (b"", [], Counter())
         self._repeats: Counter[int] = Counter()
         # Flags and counts instead of sets: arrive() runs thousands of times a step, and these stay in the fastest cache.
         self._states = bytearray(num_params)
@@ -56,21 +57,18 @@ class Arrivals:
             if not buckets:
                 raise ConfigError(f"parameter {param} belongs to no bucket.", remedy="Put every parameter into one bucket.")
         self._bucket_of_param = [buckets[0] for buckets in self._buckets_of_param]
-        self._absent = self._absent_states()
+        self._prepare(self._fresh[2])
         self.reset()
 
     def call_at_each(self, note: Callable[[int], object] | None) -> None:
         """From the next synchronization on calls `note(param)` whenever a gradient counts; None stops that."""
         self._note = note
-        self._absent = self._absent_states()
+        self._prepare(self._fresh[2])
 
     def reset(self) -> None:
         """Starts the next synchronization: nothing has arrived."""
-        self._states = bytearray(self._absent)
-        self._num_pending = [len(params) for params in self._params_of_bucket]
-        for param, count in self._expected_repeats.items():
-            for bucket in self._buckets_of_param[param]:
-                self._num_pending[bucket] += count
+        states, num_pending, _ = self._fresh
+        self._states, self._num_pending = bytearray(states), list(num_pending)
         self._repeats.clear()
 
     def forget_traversal(self) -> None:
@@ -128,7 +126,8 @@ class Arrivals:
     @property
     def has_repeats(self) -> bool:
         """True if some parameter arrived more often in this synchronization than expected."""
-        return any(count > self._expected_repeats.get(param, 0) for param, count in self._repeats.items())
+        _, _, expected = self._fresh
+        return any(count > expected[param] for param, count in self._repeats.items())
 
     def learn_repeats(self) -> None:
         """Expects each parameter to arrive as often as in this synchronization, from the next one on.
@@ -136,11 +135,17 @@ class Arrivals:
         Learning costs one synchronization in which a gradient arrived after its bucket was sent. If a parameter then arrives less
         often, its bucket is sent at the end of backward: later than possible, but never wrong.
         """
-        self._expected_repeats = dict(self._repeats)
+        self._prepare(self._repeats.copy())
 
-    def _absent_states(self) -> bytes:
+    def _prepare(self, repeats: Counter[int]) -> None:
+        """Sets how the next synchronization starts; `repeats` are expected."""
         is_noted = self._note is not None
-        return bytes(_ABSENT_AND_UNUSUAL if is_noted or len(buckets) > 1 else _ABSENT for buckets in self._buckets_of_param)
+        states = (_ABSENT_AND_UNUSUAL if is_noted or len(buckets) > 1 else _ABSENT for buckets in self._buckets_of_param)
+        num_pending = [len(params) for params in self._params_of_bucket]
+        for param, count in repeats.items():
+            for bucket in self._buckets_of_param[param]:
+                num_pending[bucket] += count
+        self._fresh = (bytes(states), num_pending, repeats)
 
     def _enter(self, param: int) -> None:
         self._seen_traversal = self._traversal()
@@ -149,7 +154,7 @@ class Arrivals:
     def _arrive_unusually(self, param: int) -> None:
         if self._states[param] == _ARRIVED:
             self._repeats[param] += 1
-            if self._repeats[param] > self._expected_repeats.get(param, 0):
+            if self._repeats[param] > self._fresh[2][param]:
                 return
         if self._note is not None:
             self._note(param)
